@@ -1,0 +1,6 @@
+"""The planner: from cluster, model and batch to a plan with a predicted step time.
+
+May import `solvers`, numpy, scipy, numba and networkx; never torch, `runners` or `polygon_comm`.
+"""
+
+__version__ = "0.1.0"

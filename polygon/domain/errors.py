@@ -1,0 +1,30 @@
+"""The exceptions that polygon raises on purpose, in one tree."""
+
+from __future__ import annotations
+
+import math
+
+
+class PolygonError(Exception):
+    """Root of the errors that polygon raises on purpose."""
+
+
+class InputError(PolygonError):
+    """Input that cannot be used; the message alone lets the user mend it (where, found, expected)."""
+
+
+def require(condition: bool, name: str, found: object, expected: str) -> None:
+    """Raise `InputError` naming the field, what was found and what is allowed, unless `condition` holds."""
+    if not condition:
+        raise InputError(f"{name}: found {found!r}, expected {expected}")
+
+
+def require_number(value: float, name: str, *, above: float | None = None, at_least: float | None = None) -> None:
+    """Require a finite number, optionally above or at least a limit."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if above is not None:
+        require(is_number and value > above, name, value, f"a number > {above:g}")
+    elif at_least is not None:
+        require(is_number and value >= at_least, name, value, f"a number >= {at_least:g}")
+    else:
+        require(is_number, name, value, "a finite number")

@@ -1,0 +1,1 @@
+"""Plans in the words of other programs: Chrome trace, DeepSpeed, Megatron-LM, torchtitan, torchrun, SkyPilot."""

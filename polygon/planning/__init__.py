@@ -1,0 +1,1 @@
+"""From an allocation of devices to stages to a complete plan: decode, routes, layer split, objectives."""
