@@ -1,0 +1,188 @@
+"""Bytes that a device must hold: weights, gradients, optimizer, activations in flight, working set, context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from polygon.domain.errors import require
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import RECOMPUTE
+
+CONTEXT_BYTES = 1.5e9
+"""CUDA context and communication buffers (1.3-1.6 GB beyond the allocator's, BigScience)."""
+FUSED_BYTES_PER_ELEMENT, UNFUSED_FACTOR = 10.0, 1.9
+"""Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit (Galvatron)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """What each layer puts on one device of a worker."""
+
+    parameters: np.ndarray
+    """Shape (layers,): parameters per device."""
+    activation_bytes: np.ndarray
+    """Shape (layers,): kept from forward to backward, per micro-batch in flight."""
+    transient_bytes: np.ndarray
+    """Shape (layers,): needed only while the layer is being computed (logits, the block that is recomputed)."""
+    tied_parameters: float
+    """The head's own copy of tied embeddings, per device; 0 if they are not tied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Peak bytes on one device, by owner."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transient: float
+    context: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Everything together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.context
+
+    @property
+    def owner(self) -> str:
+        """Name of the largest part."""
+        return max(("weights", "gradients", "optimizer", "activations", "transient"), key=lambda p: getattr(self, p))
+
+
+@lru_cache(maxsize=4096)
+def _layer_memory(
+    model: Model,
+    seq_len: int,
+    element_bytes: int,
+    tp: int,
+    micro_batch_size: int,
+    recompute: str,
+    sequence_parallel: bool,
+    flash_attention: bool,
+    fused: bool,
+    dropout: bool,
+) -> LayerMemory:
+    layers = model.layers
+    parameters, activations, transient = np.zeros(layers), np.zeros(layers), np.zeros(layers)
+    tokens = micro_batch_size * seq_len
+    h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    e = element_bytes
+    shard = tp if sequence_parallel else 1
+    norm = h if model.rms_norm else 2 * h
+    for layer in range(layers):
+        kind = model.layer_kind(layer)
+        count = model.layer_parameters(layer)
+        if kind == "embedding":
+            parameters[layer] = count if model.family == "vit" else count / tp
+            activations[layer] = tokens * h * (1 if dropout else 0) / shard + tokens * 8
+        elif kind == "head":
+            parameters[layer] = count if model.family == "vit" else (count - norm) / tp + norm
+            rows = micro_batch_size if model.family == "vit" else tokens
+            activations[layer] = 2 * e * tokens * h / shard
+            transient[layer] = rows * model.vocab_size / tp * (e + 4)
+        else:
+            parameters[layer] = (count - 2 * norm) / tp + 2 * norm
+            width = model.ffn_size
+            if kind == "moe":
+                width = model.expert_ffn_size * (model.experts_per_token + model.shared_experts)
+            per_width = 3 if model.gated_mlp else 2
+            outside = (4 * e + (2 if dropout else 0)) * h / shard
+            inside = e * (q + 2 * kv + q + per_width * width) / tp
+            whole = tokens * (outside + inside)
+            if not fused:
+                whole *= UNFUSED_FACTOR
+            scores = tokens * seq_len * model.heads / tp * (2 * e + 1)
+            if not flash_attention and recompute == "none":
+                whole += scores
+            if recompute == "full":
+                activations[layer] = tokens * h * e / shard
+                transient[layer] = whole + (0 if flash_attention else scores)
+            else:
+                activations[layer] = whole
+                transient[layer] = scores if not flash_attention and recompute == "selective" else 0.0
+    for array in (parameters, activations, transient):
+        array.setflags(write=False)
+    tied = model.head_weight_parameters() / tp if model.tied_embeddings and model.family != "vit" else 0.0
+    return LayerMemory(
+        parameters=parameters, activation_bytes=activations, transient_bytes=transient, tied_parameters=tied
+    )
+
+
+def layer_memory(
+    model: Model,
+    batch: Batch,
+    *,
+    tp: int = 1,
+    micro_batch_size: int = 1,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    flash_attention: bool = True,
+    fused: bool = True,
+    dropout: bool = False,
+) -> LayerMemory:
+    """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
+
+    Per block and token, with element size e: 4 e h outside of the tensor-parallel part (inputs of norms and of
+    attention and MLP), e (2 q + 2 kv + 2 f) inside it; full recomputation keeps the block's input alone.
+
+    References
+    ----------
+    Korthikanti et al., MLSys 2023 (arXiv:2205.05198), with grouped heads and fused attention.
+    """
+    require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
+    return _layer_memory(
+        model,
+        batch.seq_len,
+        batch.element_bytes,
+        tp,
+        micro_batch_size,
+        recompute,
+        sequence_parallel,
+        flash_attention,
+        fused,
+        dropout,
+    )
+
+
+def stage_memory(
+    layers: LayerMemory,
+    first_layer: int,
+    last_layer: int,
+    *,
+    in_flight: float,
+    zero: int,
+    shards: int,
+    batch: Batch,
+    context_bytes: float = CONTEXT_BYTES,
+) -> MemoryBreakdown:
+    """Peak bytes on one device of a stage that holds layers [first_layer, last_layer).
+
+    Parameters
+    ----------
+    in_flight : float
+        Most micro-batches whose activations the worker holds at one time.
+    zero, shards : int
+        ZeRO 0: nothing sharded; 1: optimizer state; 2: gradients too; 3: weights too; over `shards` workers.
+    """
+    held = float(layers.parameters[first_layer:last_layer].sum())
+    if first_layer > 0 and last_layer == len(layers.parameters):
+        held += layers.tied_parameters
+    per_optimizer = {"adamw": 8, "sgd": 4}[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
+    largest = float(layers.parameters[first_layer:last_layer].max(initial=0.0))
+    weights = held * batch.element_bytes / (shards if zero >= 3 else 1)
+    gradients = held * batch.gradient_bytes / (shards if zero >= 2 else 1)
+    transient = float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0))
+    if zero >= 3 and shards > 1:
+        transient += largest * (2 * batch.element_bytes + batch.gradient_bytes)
+    return MemoryBreakdown(
+        weights=weights,
+        gradients=gradients,
+        optimizer=held * per_optimizer / (shards if zero >= 1 else 1),
+        activations=float(layers.activation_bytes[first_layer:last_layer].sum()) * in_flight,
+        transient=transient,
+        context=context_bytes,
+    )

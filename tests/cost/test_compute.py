@@ -1,0 +1,74 @@
+"""Laws of the compute model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.cost.compute import layer_times, model_flops_per_step, update_s
+from polygon.domain.cluster import Device, Link
+from polygon.domain.model import Batch, Model
+
+A100 = Device(
+    name="A100",
+    memory_bytes=80e9,
+    flops={"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+    memory_bytes_per_s=2.039e12,
+    power_w=400,
+    architecture="Ampere",
+)
+NVLINK = Link(latency_s=2e-6, bytes_per_s=300e9)
+
+
+def gpt(blocks: int = 4, hidden: int = 1024, **changes: object) -> Model:
+    shape: dict[str, object] = {
+        "name": "g",
+        "blocks": blocks,
+        "hidden_size": hidden,
+        "heads": hidden // 64,
+        "kv_heads": hidden // 64,
+        "head_dim": 64,
+        "ffn_size": 4 * hidden,
+        "vocab_size": 51200,
+        "max_seq_len": 65536,
+    }
+    return Model(**{**shape, **changes})  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]), recompute=st.sampled_from(["none", "full"]))
+def test_never_faster_than_the_peak(size: int, tp: int, recompute: str):
+    """All layers together take at least the model's FLOP at the data sheet's peak."""
+    model, batch = gpt(), Batch(global_batch=size, seq_len=2048)
+    times = layer_times(model, batch, A100, NVLINK, tp=tp, micro_batch_size=size, recompute=recompute)
+    assert times.forward_s.shape == times.backward_s.shape == (model.layers,)
+    floor_s = model_flops_per_step(model, batch) / (tp * 312e12)
+    assert times.forward_s.sum() + times.backward_s.sum() > floor_s
+
+
+@settings(deadline=None, max_examples=40)
+@given(gbps=st.floats(10, 1000), factor=st.floats(1, 10), tp=st.sampled_from([2, 4, 8]))
+def test_more_bandwidth_is_never_slower(gbps: float, factor: float, tp: int):
+    """A faster link inside the node never makes a layer slower."""
+    model, batch = gpt(), Batch(global_batch=1, seq_len=2048)
+    slow, fast = (
+        layer_times(model, batch, A100, Link(latency_s=2e-6, bytes_per_s=rate), tp=tp)
+        for rate in (gbps * 1e9, gbps * factor * 1e9)
+    )
+    assert (fast.forward_s <= slow.forward_s).all()
+    assert (fast.backward_s <= slow.backward_s).all()
+
+
+def test_flops_of_gpt3():
+    """72 B s l h^2 (1 + s/12h + V/12lh) for causal attention counted by half (6h when counted in full)."""
+    model = gpt(96, 12288, heads=96, kv_heads=96, head_dim=128)
+    batch = Batch(global_batch=4, seq_len=2048)
+    expected = 72 * 4 * 2048 * 96 * 12288**2 * (1 + 2048 / (12 * 12288) + 51200 / (12 * 96 * 12288))
+    assert model_flops_per_step(model, batch) == pytest.approx(expected)
+
+
+def test_optimizer_is_memory_bound():
+    """30 bytes a parameter at 70-100 % of the memory bandwidth."""
+    seconds = update_s(1e9, A100, Batch(global_batch=1, seq_len=128))
+    assert 30e9 / 2.039e12 < seconds < 30e9 / 2.039e12 / 0.7
