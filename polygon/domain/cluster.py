@@ -157,6 +157,8 @@ class Cluster:
         What all flows of one direction share [bytes/s]; inf where nothing is known.
     catalogue : mapping of name to Device
         Every device type that the regions use.
+    stages : int or None
+        Pipeline stages that the owner of the cluster asks for; None leaves the choice to the planner.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Cluster:
     bytes_per_s: np.ndarray
     capacity_bytes_per_s: np.ndarray
     catalogue: Mapping[str, Device] = field(default_factory=dict)
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         n = len(self.regions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PolygonError(Exception):
@@ -28,3 +30,12 @@ def require_number(value: float, name: str, *, above: float | None = None, at_le
         require(is_number and value >= at_least, name, value, f"a number >= {at_least:g}")
     else:
         require(is_number, name, value, "a finite number")
+
+
+@contextmanager
+def located(prefix: str) -> Iterator[None]:
+    """Put `prefix` (a file, a path ending in a dot) before the message of an `InputError` raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{prefix}{error}") from None

@@ -1,0 +1,201 @@
+"""The only place where the planner reads and writes files.
+
+Every reader raises `InputError` with one line that begins with the file's name. `-` is standard input or output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from polygon import catalogue, convert
+from polygon.convert import PlanFile
+from polygon.domain.cluster import Cluster
+from polygon.domain.errors import InputError, located
+from polygon.domain.groups import Groups
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Constraints, Plan, Problem
+from polygon.notation import format_json, parse_json, parse_yaml
+from polygon.schema import BatchSpec, ClusterSpec, ConstraintsSpec, GroupsSpec, ModelSpec, PlanSpec, ProblemSpec, check
+
+PathLike = str | os.PathLike[str]
+S = TypeVar("S")
+
+
+def read_text(path: PathLike) -> str:
+    """Text of a file (`-`: of standard input)."""
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{path}: found no such file, expected a file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: found a directory, expected a file") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: found byte 0x{data[error.start]:02x} at {error.start}, expected UTF-8 text"
+        ) from None
+    if not text.strip():
+        raise InputError(f"{path}: found an empty file")
+    return text
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part (`-`: to standard output)."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(path)
+    try:
+        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+            target.write_text(text, encoding="utf-8")  # a pipe or a device: cannot be replaced
+            return
+        _replace(target.resolve(), text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _replace(target: Path, text: str) -> None:
+    """Write beside the target, then rename over it."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def parse(text: str) -> Any:
+    """Parse YAML or JSON, by what the text looks like."""
+    return parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text)
+
+
+def read_yaml(path: PathLike) -> Any:
+    """Plain data of a YAML (or JSON) file."""
+    text = read_text(path)
+    with located(f"{path}: "):
+        return parse(text)
+
+
+def read_json(path: PathLike) -> Any:
+    """Plain data of a JSON file."""
+    text = read_text(path)
+    with located(f"{path}: "):
+        return parse_json(text)
+
+
+def write_json(path: PathLike, data: Any) -> None:
+    """Write plain data (numpy values too) as JSON; the same data gives the same bytes."""
+    write_text(path, format_json(data))
+
+
+def read_cluster(path: PathLike) -> Cluster:
+    """A cluster, from polygon's YAML (or JSON)."""
+    data = read_yaml(path)
+    with located(f"{path}: "):
+        return convert.cluster_from_spec(check(ClusterSpec, data), default_name=_stem(path))
+
+
+def write_cluster(path: PathLike, cluster: Cluster) -> None:
+    """Write a cluster as JSON, which is YAML too."""
+    write_json(path, convert.cluster_data(cluster))
+
+
+def read_model(name_or_path: PathLike) -> Model:
+    """A model of the catalogue, or one that a file spells out."""
+    if not _is_path(name_or_path):
+        with located("model: "):
+            return catalogue.model(str(name_or_path))
+    data = read_yaml(name_or_path)
+    if isinstance(data, dict):
+        data = {"name": _stem(name_or_path), **data}
+    with located(f"{name_or_path}: "):
+        return catalogue.model_from_spec(check(ModelSpec, data))
+
+
+def read_batch(data: Mapping[str, Any]) -> Batch:
+    """A batch from plain data (a request, command-line options)."""
+    spec: Any = check(BatchSpec, data)
+    return Batch(**spec.model_dump())
+
+
+def read_constraints(path: PathLike) -> Constraints:
+    """Constraints from a YAML file."""
+    data = read_yaml(path)
+    with located(f"{path}: "):
+        return convert.constraints_from_spec(check(ConstraintsSpec, data))
+
+
+def read_problem(path: PathLike) -> Problem:
+    """A problem file; its cluster may be a path (seen from the file), its model a path or a catalogue name."""
+    data = read_yaml(path)
+    if isinstance(data, dict):
+        data = dict(data)
+        if isinstance(data.get("cluster"), str):
+            data["cluster"] = convert.cluster_data(read_cluster(Path(path).parent / data["cluster"]))
+        if isinstance(data.get("model"), str):
+            name = data["model"]
+            model = read_model(Path(path).parent / name if _is_path(name) else name)
+            data["model"] = convert.model_data(model)
+    with located(f"{path}: "):
+        return convert.problem_from_spec(check(ProblemSpec, data), default_name=_stem(path))
+
+
+def read_groups(path: PathLike) -> Groups:
+    """A groups file."""
+    data = read_json(path)
+    with located(f"{path}: "):
+        return convert.groups_from_spec(check(GroupsSpec, data))
+
+
+def write_groups(path: PathLike, groups: Groups) -> None:
+    """Write a groups file."""
+    write_json(path, convert.groups_data(groups))
+
+
+def read_plan(path: PathLike) -> PlanFile:
+    """A plan file: its problem, the plan, the estimate that was written with it."""
+    data = read_json(path)
+    with located(f"{path}: "):
+        return convert.plan_from_spec(check(PlanSpec, data))
+
+
+def write_plan(path: PathLike, problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> None:
+    """Write a plan file; `estimate` is free in form."""
+    write_json(path, convert.plan_data(problem, plan, estimate))
+
+
+def file_format(path: PathLike) -> str:
+    """What a file says it is: `polygon-plan`, `polygon-groups`, ...; empty where it says nothing."""
+    data = read_yaml(path)
+    return str(data.get("format", "")) if isinstance(data, dict) else ""
+
+
+def _is_path(name: PathLike) -> bool:
+    """Whether a model is given by a file rather than by its catalogue name."""
+    text = str(name)
+    return text == "-" or "/" in text or text.endswith((".json", ".yaml", ".yml")) or Path(text).exists()
+
+
+def _stem(path: PathLike) -> str:
+    return Path(path).stem if str(path) != "-" else "stdin"

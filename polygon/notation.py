@@ -1,0 +1,119 @@
+"""YAML and JSON as text: strict parsing, and writing that gives the same bytes for the same data.
+
+Stricter than the standard parsers: a key that comes twice in one mapping is an error. More lenient in one point:
+`1e3` is a number in YAML (YAML 1.2 says so, PyYAML follows 1.1 and calls it a text).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from polygon.domain.errors import InputError
+
+LINE_LENGTH = 120
+"""A container that fits on a line of this length is written on one."""
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; InputError names the line and column of a fault."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise InputError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise InputError("not JSON that can be used: nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"found key {double!r} twice in one mapping, expected it once")
+    return mapping
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML (plain data only); InputError names the line and column of a fault."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise InputError(f"{where}not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise InputError("not YAML that can be used: nested too deeply") from None
+
+
+_LOADERS: list[Any] = []
+
+
+def _loader() -> Any:
+    """The safe loader (in C where it is there) with YAML 1.2 numbers and without double keys."""
+    if _LOADERS:
+        return _LOADERS[0]
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                    problem = f"found key {key_node.value!r} twice in one mapping, expected it once"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key_node.value if isinstance(key_node.value, str) else id(key_node))
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+    _LOADERS.append(Loader)
+    return Loader
+
+
+def format_json(data: Any) -> str:
+    """JSON of plain data and numpy values: containers that fit on a line on one line, the rest indented by one.
+
+    NaN and infinities, which JSON lacks, become null.
+    """
+    return _format(_plain(data), 0) + "\n"
+
+
+def _format(data: Any, depth: int) -> str:
+    """JSON text of plain data; lists of scalars always stay on one line."""
+    flat = isinstance(data, list) and not any(isinstance(item, (list, dict)) for item in data)
+    compact = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    if flat or not isinstance(data, (list, dict)) or len(compact) + depth <= LINE_LENGTH:
+        return compact
+    pad = "\n" + " " * (depth + 1)
+    if isinstance(data, dict):
+        items = [f"{json.dumps(str(k), ensure_ascii=False)}: {_format(v, depth + 1)}" for k, v in data.items()]
+        return "{" + pad + f",{pad}".join(items) + "\n" + " " * depth + "}"
+    return "[" + pad + f",{pad}".join(_format(item, depth + 1) for item in data) + "\n" + " " * depth + "]"
+
+
+def _plain(data: Any) -> Any:
+    """Turn numpy values, tuples and mappings into what JSON knows."""
+    if data is None or isinstance(data, (str, bool, int)):
+        return data
+    if isinstance(data, float):
+        return float(data) if math.isfinite(data) else None
+    if isinstance(data, np.ndarray):
+        return data.tolist() if data.dtype.kind in "iub" else _plain(data.tolist())
+    if isinstance(data, np.generic):
+        return _plain(data.item())
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    return [_plain(item) for item in data]

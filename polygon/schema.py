@@ -1,0 +1,381 @@
+"""What a file or a request may say: one strict schema for YAML, JSON and HTTP.
+
+Keys carry the units that people use (`latency_ms`, `bandwidth_gbps`, `memory_gib`); `polygon.convert` turns them into
+the frozen domain data in SI units, and back. Everything is strict: an unknown key, a wrong type, NaN and infinity are
+errors, and the message of the first one alone lets the user mend it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Len, MinLen
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Constraints, LinkUse, Plan, Stage
+
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Count = Annotated[int, Ge(1)]
+Index = Annotated[int, Ge(0)]
+Name = Annotated[str, MinLen(1)]
+Pair = Annotated[list[Name], Len(2, 2)]
+Matrix = list[list[NotNegative | None]]
+
+
+class Strict(BaseModel):
+    """Base of every schema class: unknown keys, wrong types, NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, populate_by_name=True)
+
+
+def _refuse(found: object, expected: str) -> PydanticCustomError:
+    """An error in the words that every message uses."""
+    return PydanticCustomError("polygon", "found {found}, expected {expected}", {"found": found, "expected": expected})
+
+
+class LinkSpec(Strict):
+    """A link inside a region: latency and bandwidth, or the name of a link of the catalogue."""
+
+    link: Name | None = None
+    latency_ms: NotNegative | None = None
+    latency_us: NotNegative | None = None
+    bandwidth_gbps: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_a_name(cls, data: Any) -> Any:
+        return {"link": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _either_name_or_numbers(self) -> LinkSpec:
+        latencies = [key for key in ("latency_ms", "latency_us") if getattr(self, key) is not None]
+        if self.link is not None:
+            if latencies or self.bandwidth_gbps is not None:
+                raise _refuse("a link name and numbers", "either of them")
+        elif len(latencies) != 1:
+            raise _refuse(" and ".join(latencies) or "no latency", "one of latency_ms, latency_us")
+        elif self.bandwidth_gbps is None:
+            raise _refuse("no bandwidth", "bandwidth_gbps")
+        return self
+
+
+class DeviceSpec(Strict):
+    """A type of accelerator, of the catalogue or of the user's own."""
+
+    memory_gib: Positive | None = None
+    memory_gb: Positive | None = None
+    tflops: dict[str, Positive]
+    """Dense peak by precision [1e12 FLOP/s]."""
+    memory_bandwidth_gb_per_s: Positive
+    power_w: NotNegative
+    price_usd_per_hour: NotNegative = 0.0
+    link: LinkSpec | None = None
+    """What usually joins two devices of one node."""
+    architecture: str = ""
+    source: str = ""
+    aliases: list[Name] = []
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> DeviceSpec:
+        if (self.memory_gib is None) == (self.memory_gb is None):
+            raise _refuse("no memory" if self.memory_gib is None else "memory_gib and memory_gb", "one of them")
+        return self
+
+
+class NodeSpec(Strict):
+    """Identical nodes of a region: `count` hosts with `devices_per_node` devices each."""
+
+    device: Name
+    count: Count
+    devices_per_node: Count = 1
+    intra_node: LinkSpec | None = None
+    inter_node: LinkSpec | None = None
+    price_usd_per_hour: NotNegative | None = None
+
+
+class RegionSpec(Strict):
+    """A data center."""
+
+    name: Name
+    nodes: Annotated[list[NodeSpec], MinLen(1)]
+    latitude: Annotated[float, Ge(-90), Le(90)] | None = None
+    longitude: Annotated[float, Ge(-180), Le(180)] | None = None
+    egress_usd_per_gb: NotNegative = 0.0
+    egress_gbps: Positive | None = None
+    intra_region: LinkSpec | None = None
+
+
+class RegionLinkSpec(Strict):
+    """A link between two regions: both ways (`between`) or one way (`from`, `to`)."""
+
+    between: Pair | None = None
+    from_region: Name | None = Field(default=None, alias="from")
+    to_region: Name | None = Field(default=None, alias="to")
+    latency_ms: NotNegative
+    bandwidth_gbps: Positive
+    capacity_gbps: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_way_or_both(self) -> RegionLinkSpec:
+        directed = self.from_region is not None and self.to_region is not None
+        if (self.between is not None) == directed or (self.between and (self.from_region or self.to_region)):
+            raise _refuse("not exactly one of them", "between: [a, b], or from: a and to: b")
+        return self
+
+
+class ClusterSpec(Strict):
+    """Regions and the links between them."""
+
+    format: Literal["polygon-cluster"] = "polygon-cluster"
+    version: Literal[1] = 1
+    name: Name | None = None
+    description: str = ""
+    source: str = ""
+    stages: Count | None = None
+    """Pipeline stages that the owner of the cluster asks for; left out: the planner's choice."""
+    devices: dict[Name, DeviceSpec] = {}
+    regions: Annotated[list[RegionSpec], MinLen(1)]
+    links: list[RegionLinkSpec] = []
+    latency_ms: Matrix | None = None
+    bandwidth_gbps: Matrix | None = None
+    capacity_gbps: Matrix | None = None
+
+
+def _from_dataclass(name: str, source: type, *, without: Sequence[str] = (), optional: Sequence[str] = ()) -> Any:
+    """A strict schema class with the fields of a domain dataclass (tuples are lists in a file)."""
+    hints = get_type_hints(source)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(source):
+        if field.name in without:
+            continue
+        kind = hints[field.name]
+        if get_origin(kind) is tuple:
+            kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        if field.name in optional:
+            fields[field.name] = (kind | None, None)
+        elif field.default is not dataclasses.MISSING:
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            fields[field.name] = (kind, default)
+        else:
+            fields[field.name] = (kind, ...)
+    return create_model(name, __base__=Strict, __doc__=source.__doc__, **fields)
+
+
+ModelSpec = _from_dataclass("ModelSpec", Model, optional=("kv_heads", "head_dim", "ffn_size"))
+BatchSpec = _from_dataclass("BatchSpec", Batch)
+ConstraintsSpec = _from_dataclass("ConstraintsSpec", Constraints)
+_LinkUseSpec = _from_dataclass("_LinkUseSpec", LinkUse, without=("source", "target"))
+_StageSpec = _from_dataclass("_StageSpec", Stage, without=("first_layer", "last_layer", "workers"))
+_PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "links"))
+
+
+class ProblemSpec(Strict):
+    """What is asked: train this model with this batch on this cluster."""
+
+    format: Literal["polygon-problem"] = "polygon-problem"
+    version: Literal[1] = 1
+    cluster: ClusterSpec
+    model: ModelSpec  # type: ignore[valid-type]
+    batch: BatchSpec  # type: ignore[valid-type]
+    constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)  # type: ignore[valid-type]
+
+
+class MemberSpec(Strict):
+    """Devices of one pool in a stage; region and device name the pool for people and must agree with it."""
+
+    pool: Index
+    region: Name
+    device: Name
+    devices: Count
+
+
+class GroupSpec(Strict):
+    """The devices of one pipeline stage."""
+
+    members: Annotated[list[MemberSpec], MinLen(1)]
+
+
+class GroupsSpec(Strict):
+    """Which devices form which pipeline stage; no layers, workers or routes yet."""
+
+    format: Literal["polygon-groups"]
+    version: Literal[1]
+    problem: ProblemSpec
+    stages: Annotated[list[GroupSpec], MinLen(1)]
+    objective: dict[str, Any] = {}
+    solver: str = ""
+    seed: int = 0
+
+
+class WorkerSpec(Strict):
+    """A worker; region and device name its pool for people and must agree with it."""
+
+    pool: Index
+    region: Name
+    device: Name
+    devices: Annotated[list[Annotated[list[Index], Len(2, 2)]], MinLen(1)]
+    """Runs [first, count] of device numbers."""
+
+
+class StageSpec(_StageSpec):  # type: ignore[misc,valid-type]
+    """Layers [first, last) and the workers that hold them."""
+
+    layers: Annotated[list[Index], Len(2, 2)]
+    workers: Annotated[list[WorkerSpec], MinLen(1)]
+
+
+class LinkUseSpec(_LinkUseSpec):  # type: ignore[misc,valid-type]
+    """How a plan packs and sends messages from one region to another."""
+
+    from_region: Name = Field(alias="from")
+    to_region: Name = Field(alias="to")
+
+
+class PlanSpec(_PlanSpec):  # type: ignore[misc,valid-type]
+    """A plan with the problem that it solves."""
+
+    format: Literal["polygon-plan"]
+    version: Literal[1]
+    problem: ProblemSpec
+    stages: Annotated[list[StageSpec], MinLen(1)]
+    routes: list[Any]
+    """One row a micro-batch: its worker in every stage. Checked as one array by `polygon.convert`."""
+    links: list[LinkUseSpec] = Field(default_factory=list)
+    estimate: dict[str, Any] = Field(default_factory=dict)
+
+
+S = TypeVar("S", bound=Strict)
+
+
+def check(schema: type[S], data: Any) -> S:
+    """Read parsed YAML or JSON by a schema.
+
+    Raises
+    ------
+    InputError
+        For the first fault, as `links[2].bandwidth_gbps: found -3, expected a number > 0`. A wrong format or version
+        comes before everything, an unknown key before what is missing (it is mostly the missing one, misspelt).
+    """
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    worst = min(
+        faults, key=lambda fault: (fault["loc"][-1:] not in (("format",), ("version",)), not _is_unknown_key(fault))
+    )
+    raise InputError(_message(schema, worst)) from None
+
+
+def _is_unknown_key(fault: Mapping[str, Any]) -> bool:
+    return fault["type"] == "extra_forbidden"
+
+
+def _message(schema: type[BaseModel], fault: Mapping[str, Any]) -> str:
+    """One line: where, what was found, what is allowed."""
+    loc = fault["loc"]
+    where = path(loc)
+    prefix = f"{where}: " if where else ""
+    if fault["type"] == "polygon":
+        return prefix + fault["msg"]
+    if _is_unknown_key(fault):
+        parent, _ = _annotation_at(schema, loc[:-1])
+        return prefix + unknown_key(_keys(parent))(str(loc[-1]))
+    annotation, metadata = _annotation_at(schema, loc)
+    found = "nothing" if fault["type"] == "missing" else _short(fault["input"])
+    return f"{prefix}found {found}, expected {_expected(annotation, metadata)}"
+
+
+def unknown_key(allowed: Sequence[str]) -> Any:
+    """A function from a key that is not allowed to the end of its message, naming the nearest allowed one."""
+
+    def message(key: str) -> str:
+        near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+        hint = f"{near[0]!r} (nearest) or another of" if near else "one of"
+        return f"found unknown key {key!r}, expected {hint} {', '.join(sorted(allowed))}"
+
+    return message
+
+
+def path(loc: Sequence[int | str]) -> str:
+    """`links[2].bandwidth_gbps` from ("links", 2, "bandwidth_gbps")."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _short(value: object, limit: int = 60) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _keys(annotation: Any) -> list[str]:
+    return [field.alias or name for name, field in annotation.model_fields.items()]
+
+
+def _strip(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    """Take `Optional` and `Annotated` off an annotation; returns what is inside and the constraints met."""
+    found = list(metadata)
+    while True:
+        origin = get_origin(annotation)
+        if origin is Annotated:
+            annotation, *more = get_args(annotation)
+            found += more
+        elif origin in (Union, types.UnionType):
+            annotation = next(part for part in get_args(annotation) if part is not type(None))
+        else:
+            return annotation, found
+
+
+def _annotation_at(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[Any, list[Any]]:
+    """The annotation and the constraints of the field at a location."""
+    annotation: Any = schema
+    metadata: list[Any] = []
+    for part in loc:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = _field(annotation, str(part))
+            annotation, metadata = _strip(field.annotation, field.metadata)
+        elif part != "[key]":
+            annotation, metadata = _strip(get_args(annotation)[-1])
+    return annotation, metadata
+
+
+def _field(schema: type[BaseModel], key: str) -> FieldInfo:
+    return next(field for name, field in schema.model_fields.items() if key in (name, field.alias))
+
+
+def _expected(annotation: Any, metadata: Sequence[Any]) -> str:
+    """What a field allows, in words."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(repr(value) for value in get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with the keys {', '.join(_keys(annotation))}"
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    container = get_origin(annotation) or annotation
+    text = words.get(annotation) or {list: "a list", dict: "a mapping"}.get(container, "a value")
+    limits: list[str] = []
+    for limit in metadata:
+        if isinstance(limit, Gt):
+            limits.append(f"> {limit.gt:g}")
+        elif isinstance(limit, Ge):
+            limits.append(f">= {limit.ge:g}")
+        elif isinstance(limit, Le):
+            limits.append(f"<= {limit.le:g}")
+        elif isinstance(limit, Len):
+            limits.append(f"of {limit.min_length} entries")
+        elif isinstance(limit, MinLen):
+            limits.append("that is not empty")
+    return " ".join([text, " and ".join(limits)]) if limits else text
