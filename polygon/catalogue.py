@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
 from polygon.domain.cluster import Device, Link
-from polygon.domain.errors import InputError, located
+from polygon.domain.errors import InputError, located, one_of
 from polygon.domain.model import Model
 from polygon.notation import parse_yaml
 from polygon.schema import DeviceSpec, LinkSpec, ModelSpec, check
@@ -35,8 +35,8 @@ def link_from_spec(spec: LinkSpec) -> Link:
     if spec.link is not None:
         return link(spec.link)
     assert spec.bandwidth_gbps is not None
-    latency_s = spec.latency_ms / MS if spec.latency_ms is not None else (spec.latency_us or 0.0) / 1e6
-    return Link(latency_s=latency_s, bytes_per_s=spec.bandwidth_gbps * GBPS)
+    latency_ms = spec.latency_ms if spec.latency_ms is not None else (spec.latency_us or 0.0) / 1e3
+    return Link(latency_s=latency_ms / MS, bytes_per_s=spec.bandwidth_gbps * GBPS)
 
 
 def device_from_spec(name: str, spec: DeviceSpec) -> Device:
@@ -127,6 +127,12 @@ def published_parameters() -> Mapping[str, float]:
 
 
 @cache
+def cloud_regions() -> Mapping[str, Any]:
+    """Cities of a public cloud (`regions`), links between them (`pairs`) and inside one (`same_region`)."""
+    return _load("regions.yaml")
+
+
+@cache
 def _device_specs() -> Mapping[str, DeviceSpec]:
     return {name: check(DeviceSpec, entry) for name, entry in _load("devices.yaml").items()}
 
@@ -162,10 +168,10 @@ def _find(name: str, known: Mapping[str, T], aliases: Mapping[str, str], kind: s
         return normal
     if normal in aliases:
         return aliases[normal]
-    near = list(dict.fromkeys(aliases.get(match, match) for match in _near(normal, [*known, *aliases])))
-    hint = f"{' or '.join(near)} (nearest of {len(known)})" if near else f"one of {', '.join(sorted(known))}"
-    raise InputError(f"found {kind} {name!r}, expected {hint}")
+    raise InputError(f"found {kind} {name!r}, expected {one_of(_nearest(normal, known, aliases), known)}")
 
 
-def _near(name: str, known: list[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str], aliases: Mapping[str, str]) -> str:
+    """The canonical name of the alias that looks most like a name; the name itself where none does."""
+    near = difflib.get_close_matches(name, [*known, *aliases], n=1, cutoff=0.5)
+    return aliases.get(near[0], near[0]) if near else name

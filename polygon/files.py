@@ -21,7 +21,7 @@ from polygon.domain.errors import InputError, located
 from polygon.domain.groups import Groups
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, Plan, Problem
-from polygon.notation import format_json, parse_json, parse_yaml
+from polygon.notation import format_json, format_yaml, parse_json, parse_yaml
 from polygon.schema import BatchSpec, ClusterSpec, ConstraintsSpec, GroupsSpec, ModelSpec, PlanSpec, ProblemSpec, check
 
 PathLike = str | os.PathLike[str]
@@ -117,8 +117,9 @@ def read_cluster(path: PathLike) -> Cluster:
 
 
 def write_cluster(path: PathLike, cluster: Cluster) -> None:
-    """Write a cluster as JSON, which is YAML too."""
-    write_json(path, convert.cluster_data(cluster))
+    """Write a cluster as YAML, or as JSON where the name ends so."""
+    data = convert.cluster_data(cluster)
+    write_text(path, format_json(data) if str(path).endswith(".json") else format_yaml(data))
 
 
 def read_model(name_or_path: PathLike) -> Model:

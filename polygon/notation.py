@@ -91,6 +91,14 @@ def format_json(data: Any) -> str:
     return _format(_plain(data), 0) + "\n"
 
 
+def format_yaml(data: Any) -> str:
+    """YAML of plain data and numpy values: keys in their order, innermost lists and mappings on one line."""
+    import yaml
+
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(_plain(data), Dumper=dumper, sort_keys=False, default_flow_style=None, width=2**20)
+
+
 def _format(data: Any, depth: int) -> str:
     """JSON text of plain data; lists of scalars always stay on one line."""
     flat = isinstance(data, list) and not any(isinstance(item, (list, dict)) for item in data)

@@ -8,7 +8,6 @@ errors, and the message of the first one alone lets the user mend it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, one_of
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, LinkUse, Plan, Stage
 
@@ -288,21 +287,11 @@ def _message(schema: type[BaseModel], fault: Mapping[str, Any]) -> str:
         return prefix + fault["msg"]
     if _is_unknown_key(fault):
         parent, _ = _annotation_at(schema, loc[:-1])
-        return prefix + unknown_key(_keys(parent))(str(loc[-1]))
+        key = str(loc[-1])
+        return f"{prefix}found unknown key {key!r}, expected {one_of(key, _keys(parent))}"
     annotation, metadata = _annotation_at(schema, loc)
     found = "nothing" if fault["type"] == "missing" else _short(fault["input"])
     return f"{prefix}found {found}, expected {_expected(annotation, metadata)}"
-
-
-def unknown_key(allowed: Sequence[str]) -> Any:
-    """A function from a key that is not allowed to the end of its message, naming the nearest allowed one."""
-
-    def message(key: str) -> str:
-        near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-        hint = f"{near[0]!r} (nearest) or another of" if near else "one of"
-        return f"found unknown key {key!r}, expected {hint} {', '.join(sorted(allowed))}"
-
-    return message
 
 
 def path(loc: Sequence[int | str]) -> str:

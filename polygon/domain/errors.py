@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -39,3 +40,10 @@ def located(prefix: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{prefix}{error}") from None
+
+
+def one_of(found: str, allowed: Iterable[str]) -> str:
+    """What to say is expected where `found` is none of the allowed words: the nearest first, then all."""
+    words = sorted(allowed)
+    near = difflib.get_close_matches(found, words, n=1, cutoff=0.5)
+    return f"{near[0]!r} (nearest) or another of {', '.join(words)}" if near else f"one of {', '.join(words)}"

@@ -1,0 +1,64 @@
+"""The command `polygon`: runs `python -m polygon.COMMAND`, importing only that command."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, util
+
+import polygon
+from polygon import cli
+from polygon.domain.errors import one_of
+
+COMMANDS = {
+    "init": "cluster, model and batch -> groups: which devices form which pipeline stage (ant colony)",
+    "search": "groups or cluster -> plan (genetic algorithm with local search)",
+    "evaluate": "plan -> estimate, breakdown, lower bound, violations, trace",
+    "generate": "draw a cluster at random",
+    "validate": "hold the predictions against published measurements",
+    "calibrate": "fit the cost model's constants to measurements",
+    "overhead": "communication and memory of collectives and configurations, formula by formula",
+    "grid3d": "every (data, tensor, pipeline) split of a number of devices, ranked",
+    "export": "plan -> what other systems read",
+    "serve": "the web application",
+}
+"""What each command is for; one whose module is not installed is not offered."""
+
+
+def module_of(command: str) -> str | None:
+    """Name of the module that holds a command's `main`; None where there is none."""
+    name = f"polygon.{command.replace('-', '_')}"
+    spec = util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name += ".__main__"
+        spec = util.find_spec(name)
+    return None if spec is None else name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the first argument names."""
+    known = {command: module for command in COMMANDS if (module := module_of(command))}
+    width = max(map(len, known), default=0)
+    listing = "\n".join(f"  {command:{width}}  {COMMANDS[command]}" for command in known)
+    parser = cli.Parser(
+        prog="polygon",
+        description="Plans the training of foundation models on unequal devices in distant data centers.",
+        epilog=f"commands:\n{listing}\n\npolygon COMMAND --help says more.",
+        formatter_class=cli.argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"polygon {polygon.__version__}")
+    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    arguments = sys.argv[1:] if argv is None else argv
+    name = parser.parse_args(arguments[:1]).command
+    if name not in known:
+        parser.error(f"found command {name!r}, expected {one_of(name, known)}")
+    command: cli.Main = import_module(known[name]).main
+    return command(arguments[1:])
+
+
+def program() -> int:
+    """The installed command: `main` with errors as exit codes."""
+    return cli.run(main)
+
+
+if __name__ == "__main__":
+    sys.exit(program())

@@ -1,0 +1,216 @@
+"""What all commands of polygon share: options, exit codes, errors in one line, talk on stderr.
+
+A command is a module with ``main(argv: list[str] | None = None) -> int`` that builds a `Parser` with
+``prog="polygon NAME"`` and the parents below; its last two lines are::
+
+    if __name__ == "__main__":
+        sys.exit(cli.run(main))
+
+Data goes to standard output (with `--json` for machines), talk and progress to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from polygon.domain.errors import InputError
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_INFEASIBLE = 0, 2, 3
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
+"""128 + SIGINT and 128 + SIGPIPE, as shells have it."""
+
+Main = Callable[[list[str] | None], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit 2, and whose options cannot be abbreviated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def run(main: Main, argv: list[str] | None = None) -> int:
+    """Run a command and turn what it raises into an exit code and one line on stderr."""
+    try:
+        code = main(argv)
+        sys.stdout.flush()
+    except InputError as error:
+        return _fail(str(error), EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone (`| head`): let the interpreter's last flush go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def infeasible(reason: str) -> int:
+    """Say on stderr why no plan exists; returns the exit code for it."""
+    return _fail(reason, EXIT_INFEASIBLE)
+
+
+def _fail(message: str, code: int) -> int:
+    print(" ".join(message.split("\n")), file=sys.stderr)  # noqa: T201 - this is where the program talks
+    return code
+
+
+# Options that several commands have: parents for argparse
+
+
+def output_options(*, out: str | None = None) -> argparse.ArgumentParser:
+    """`--json`, `--quiet`, and `-o/--out` where the command writes a file (`out` says which)."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("output")
+    if out is not None:
+        group.add_argument("-o", "--out", metavar="FILE", help=f"{out}; - writes it to standard output")
+    group.add_argument("--json", action="store_true", help="machine-readable result on standard output")
+    group.add_argument("--quiet", action="store_true", help="no talk and no progress on standard error")
+    return parent
+
+
+def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentParser:
+    """`--seed` and `--time-limit` of commands that search."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("search")
+    group.add_argument("--seed", type=whole(0), default=0, help="of the random numbers (default %(default)s)")
+    default = "none" if time_limit_s is None else "%(default)g"
+    group.add_argument(
+        "--time-limit",
+        type=number(above=0),
+        default=time_limit_s,
+        metavar="SECONDS",
+        help=f"stop after this long and keep the best so far (default {default})",
+    )
+    return parent
+
+
+def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
+    """Model, batch and constraints: what makes a problem of a cluster (see `read_problem`)."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("what to train")
+    named = "name in the catalogue, Hugging Face config.json (or its folder), or polygon's own model file"
+    group.add_argument("--model", required=required, help=named)
+    group.add_argument("--global-batch", type=whole(1), required=required, metavar="N", help="sequences per step")
+    group.add_argument("--seq-len", type=whole(1), metavar="N", help="tokens of a sequence (default: the model's most)")
+    group.add_argument("--precision", default="bf16", help="of compute and activations (default %(default)s)")
+    group.add_argument("--gradient-precision", default="fp32", help="of weight gradients (default %(default)s)")
+    group.add_argument("--optimizer", default="adamw", help="adamw or sgd (default %(default)s)")
+    group.add_argument(
+        "--constraints", metavar="FILE", help="YAML: memory headroom, regions forbidden or required, ..."
+    )
+    return parent
+
+
+def read_problem(path: str, args: argparse.Namespace) -> Any:
+    """The problem of a cluster file and `problem_options`; a problem file stands for itself.
+
+    Returns
+    -------
+    polygon.domain.plan.Problem
+    """
+    from polygon import files
+    from polygon.domain.plan import Constraints, Problem
+
+    if files.file_format(path) == "polygon-problem":
+        return files.read_problem(path)
+    cluster = files.read_cluster(path)
+    for option, value in (("--model", args.model), ("--global-batch", args.global_batch)):
+        if value is None:
+            raise InputError(f"{option}: found nothing, expected it beside the cluster {path}")
+    model = files.read_model(args.model)
+    batch = files.read_batch(
+        {
+            "global_batch": args.global_batch,
+            "seq_len": args.seq_len or model.tokens_per_image or model.max_seq_len,
+            "precision": args.precision,
+            "gradient_precision": args.gradient_precision,
+            "optimizer": args.optimizer,
+        }
+    )
+    constraints = files.read_constraints(args.constraints) if args.constraints else Constraints()
+    return Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)
+
+
+def whole(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number within limits."""
+    limits = f">= {at_least}" if at_most is None else f"in {at_least}..{at_most}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = at_least - 1
+        if value < at_least or (at_most is not None and value > at_most):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number {limits}")
+        return value
+
+    return convert
+
+
+def number(*, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
+    """An argparse type: a finite number within limits."""
+    limits = f" > {above:g}" if above is not None else f" >= {at_least:g}" if at_least is not None else ""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        fits = (above is None or value > above) and (at_least is None or value >= at_least)
+        if not (math.isfinite(value) and fits):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number{limits}")
+        return value
+
+    return convert
+
+
+# Results and talk
+
+
+def emit(data: Any, text: str, *, as_json: bool) -> None:
+    """Print a result on standard output: as JSON for machines or as text for people."""
+    if as_json:
+        from polygon.notation import format_json
+
+        text = format_json(data)
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+class Talk:
+    """What a command says on stderr while it works; nothing with `--quiet`."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if not self.quiet:
+            print(text, file=sys.stderr)  # noqa: T201 - this is where the program talks
+
+    @contextmanager
+    def progress(self, what: str, total: float | None = None) -> Iterator[Callable[[float, str], None]]:
+        """A progress bar, where stderr is a terminal.
+
+        Gives a function of how much is done (of `total`; a spinner where there is none) and what to say beside it.
+        """
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda done, note: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total, note="")
+            yield lambda done, note: bar.update(task, completed=done, note=note)

@@ -1,0 +1,107 @@
+"""What all commands share: exit codes, one-line errors, dispatch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from polygon import cli
+from polygon.__main__ import COMMANDS, main, module_of
+from polygon.domain.errors import InputError
+
+
+def test_bad_input_is_one_line_on_stderr_and_exit_2(capsys):
+    """An InputError never shows a traceback."""
+
+    def fail(argv):
+        raise InputError("lab.yaml: name: found 3,\nexpected a text")
+
+    assert cli.run(fail) == 2
+    assert capsys.readouterr() == ("", "lab.yaml: name: found 3, expected a text\n")
+
+
+def test_a_bug_is_not_hidden():
+    """Any other exception is ours and passes through with its traceback."""
+
+    def fail(argv):
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        cli.run(fail)
+
+
+def test_interrupt_exits_as_shells_expect(capsys):
+    """Ctrl-C gives 128 + SIGINT."""
+
+    def wait(argv):
+        raise KeyboardInterrupt
+
+    assert cli.run(wait) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_infeasible_is_a_result(capsys):
+    """No plan: the reason on stderr, exit 3."""
+    assert cli.run(lambda argv: cli.infeasible("needs 3 GiB more on t4")) == 3
+    assert capsys.readouterr().err == "needs 3 GiB more on t4\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--seed", "x"], "argument --seed: found 'x', expected a whole number >= 0"),
+        (["--seed", "-1"], "argument --seed: found '-1', expected a whole number >= 0"),
+        (["--time-limit", "nan"], "argument --time-limit: found 'nan', expected a number > 0"),
+        (["--time-limit", "0"], "argument --time-limit: found '0', expected a number > 0"),
+        (["--tim", "3"], "unrecognized arguments: --tim 3"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_2(option, message, capsys):
+    """Usage errors name the option, what was found and what is allowed."""
+    parser = cli.Parser(prog="polygon x", parents=[cli.search_options(), cli.output_options(out="the plan")])
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(option)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"polygon x: {message} (see polygon x --help)\n"
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    """A misspelt command exits 2 and says which one is near."""
+    with pytest.raises(SystemExit) as stop:
+        main(["generat"])
+    assert stop.value.code == 2
+    assert "found command 'generat', expected 'generate' (nearest)" in capsys.readouterr().err
+
+
+def test_every_offered_command_exists_and_explains_itself(capsys):
+    """Each listed command answers --help under its own name."""
+    offered = [command for command in COMMANDS if module_of(command)]
+    assert offered
+    for command in offered:
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: polygon {command}")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """`polygon ... | head -1` leaves no traceback."""
+    program = "import sys\nfrom polygon import cli\nsys.exit(cli.run(lambda argv: print('line\\n' * 200000) or 0))"
+    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.readline()
+    writer.stdout.close()
+    assert writer.stderr.read() == b""
+    writer.stderr.close()
+    assert writer.wait() == cli.EXIT_BROKEN_PIPE
+
+
+def test_talk_goes_to_stderr_and_can_be_silenced(capsys):
+    """Standard output is for data alone."""
+    cli.Talk().say("working")
+    cli.Talk(quiet=True).say("not heard")
+    with cli.Talk(quiet=True).progress("searching", 10) as update:
+        update(3, "best 2 s")
+    assert capsys.readouterr() == ("", "working\n")
