@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from polygon.cost.kernels import Silicon, gemm_s, silicon, stream_s
-from polygon.cost.network import intra_node_all_reduce_s
+from polygon.cost.kernels import LAUNCH_S, UNALIGNED, Silicon, gemm_s, silicon, stream_s
+from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, intra_node_all_reduce_s
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
@@ -23,6 +24,8 @@ class LayerTimes:
     """Shape (layers,): embedding, blocks, head with the loss."""
     backward_s: np.ndarray
     """Shape (layers,); includes what is recomputed."""
+    communication_s: np.ndarray
+    """Shape (layers,): exposed seconds of tensor, context and expert parallelism within the two above."""
     source: str
     """`spec`, `profile` or `calibrated`."""
     relative_error: float
@@ -33,12 +36,64 @@ class LayerTimes:
 class Kernels:
     """How a framework computes: what it fuses, and whether it materialises the attention scores."""
 
-    flash_attention: bool = True
+    attention: str = "flash"
+    """Kernel: `flash`, `triton` (its first generation), or `materialised` (scores written to memory)."""
     fused: bool = True
+    """Whether element-wise operations and the optimizer run as fused kernels."""
+    loss: str = "torch"
+    """How the loss is computed from the logits, see `LOSS_BYTES`."""
     dropout: bool = False
+    tp_overlap: str = "none"
+    """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
 
+    def __post_init__(self) -> None:
+        require(self.attention in ATTENTION, "attention", self.attention, " or ".join(ATTENTION))
+        require(self.loss in LOSS_BYTES, "loss", self.loss, " or ".join(LOSS_BYTES))
+        require(self.tp_overlap in TP_OVERLAP, "tp_overlap", self.tp_overlap, " or ".join(TP_OVERLAP))
+
+
+ATTENTION = ("flash", "triton", "materialised")
+TP_OVERLAP = ("none", "backward", "pipelined")
+LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
+"""Bytes moved per logit beside the product itself, forward and backward: torch's cross entropy in fp32; Megatron's,
+which takes maximum, difference, exponential, sum and quotient in kernels of their own; one fused kernel."""
 
 FUSED = Kernels()
+UNFUSED_PASSES = 1.96
+"""Memory passes of eager element-wise kernels over those of fused ones (fitted, MosaicML)."""
+CAST_BYTES = 4
+"""Bytes moved per element that is cast to 8 bits, with its transpose."""
+HIDING = 0.8
+"""Part of a communication that overlap hides where the overlapped compute is long enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a micro-batch is spread inside a worker: everything that the time of a layer depends on."""
+
+    micro_batch_size: int
+    seq_len: int
+    tp: int
+    link: Link
+    recompute: str
+    sequence_parallel: bool
+    cp: int
+    cp_link: Link
+    ep: int
+    ep_link: Link
+    kernels: Kernels
+
+    @property
+    def tokens(self) -> float:
+        """Tokens on one device."""
+        return self.micro_batch_size * self.seq_len / self.cp
+
+
+class LayerProfile(Protocol):
+    """Measured layer times (see `polygon.cost.profiles`)."""
+
+    def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
+        """Times of every layer, or None where nothing was measured that applies."""
 
 
 def layer_times(
@@ -51,7 +106,12 @@ def layer_times(
     micro_batch_size: int = 1,
     recompute: str = "none",
     sequence_parallel: bool = False,
+    cp: int = 1,
+    cp_link: Link | None = None,
+    ep: int = 1,
+    ep_link: Link | None = None,
     kernels: Kernels = FUSED,
+    profile: LayerProfile | None = None,
 ) -> LayerTimes:
     """Seconds of one micro-batch in each layer on a worker of `tp` devices of one node.
 
@@ -61,148 +121,220 @@ def layer_times(
         Between two devices of the node; carries the tensor-parallel all-reduces.
     recompute : str
         `none`, `selective` (attention scores) or `full` (whole blocks, with their tensor-parallel communication).
+    sequence_parallel : bool
+        Whether norms and dropout work on a share of the sequence (Korthikanti et al.).
+    cp, ep : int
+        Context- and expert-parallel degrees; `cp_link`, `ep_link` are what one device of such a group gets
+        (`intra_node` if not given).
+    profile : optional
+        Measured layer times; each layer kind that it holds replaces the model's.
     """
     require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
-    return _layer_times(
-        model,
-        silicon(device, batch.precision),
-        intra_node,
-        batch.seq_len,
-        tp,
-        micro_batch_size,
-        recompute,
-        sequence_parallel,
-        kernels,
+    split = Split(
+        micro_batch_size=micro_batch_size,
+        seq_len=batch.seq_len,
+        tp=tp,
+        link=intra_node,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel and tp > 1,
+        cp=cp,
+        cp_link=cp_link or intra_node,
+        ep=ep,
+        ep_link=ep_link or intra_node,
+        kernels=kernels,
     )
+    if profile is not None:
+        measured = profile.times(model, batch, device, split)
+        if measured is not None:
+            return measured
+    return _layer_times(model, silicon(device, batch.precision), split)
 
 
 @lru_cache(maxsize=4096)
-def _layer_times(
-    model: Model,
-    chip: Silicon,
-    link: Link,
-    seq_len: int,
-    tp: int,
-    micro_batch_size: int,
-    recompute: str,
-    sequence_parallel: bool,
-    kernels: Kernels,
-) -> LayerTimes:
-    forward = np.zeros(model.layers)
-    backward = np.zeros(model.layers)
-    tokens = micro_batch_size * seq_len
-    by_kind: dict[str, tuple[float, float]] = {}
-    for layer in range(model.layers):
-        kind = model.layer_kind(layer)
-        if kind not in by_kind:
-            if kind == "embedding":
-                by_kind[kind] = _embedding_s(model, chip, tokens, tp, link)
-            elif kind == "head":
-                by_kind[kind] = _head_s(model, chip, tokens, seq_len, tp, link)
-            else:
-                by_kind[kind] = _block_s(model, chip, tokens, seq_len, tp, link, recompute, kernels, moe=kind == "moe")
-        forward[layer], backward[layer] = by_kind[kind]
-    forward.setflags(write=False)
-    backward.setflags(write=False)
-    error = chip.efficiency.relative_error
-    return LayerTimes(forward_s=forward, backward_s=backward, source="spec", relative_error=error)
+def _layer_times(model: Model, chip: Silicon, split: Split) -> LayerTimes:
+    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    by_kind = {kind: _kind_s(kind, model, chip, split) for kind in set(kinds)}
+    arrays = [np.array([by_kind[kind][part] for kind in kinds]) for part in range(3)]
+    for array in arrays:
+        array.setflags(write=False)
+    return LayerTimes(
+        forward_s=arrays[0],
+        backward_s=arrays[1],
+        communication_s=arrays[2],
+        source=chip.efficiency.source,
+        relative_error=chip.efficiency.relative_error,
+    )
 
 
-def _three_gemms_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:
+def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:
+    if kind == "embedding":
+        return _embedding_s(model, chip, split)
+    if kind == "head":
+        return _head_s(model, chip, split)
+    return _block_s(model, chip, split, moe=kind == "moe")
+
+
+def _linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:
     """Forward, and backward with respect to input and weight, of a linear layer."""
     forward = gemm_s(chip, rows, columns, inner)
     return forward, gemm_s(chip, rows, inner, columns) + gemm_s(chip, inner, columns, rows)
 
 
-def _block_s(
-    model: Model,
-    chip: Silicon,
-    tokens: int,
-    seq_len: int,
-    tp: int,
-    link: Link,
-    recompute: str,
-    kernels: Kernels,
-    *,
-    moe: bool,
-) -> tuple[float, float]:
+def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[float, float, float]:
+    """Forward, backward and the communication exposed in both, of one transformer block."""
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    kv_here = max(kv / tp, model.head_dim)
+    tokens, tp, kernels, e = split.tokens, split.tp, split.kernels, chip.element_bytes
     up = 2 if model.gated_mlp else 1
-    linear: list[tuple[float, float, float]] = [(tokens, q / tp + 2 * kv_here, h), (tokens, h, q / tp)]
+    shapes: list[tuple[float, float, float, int]] = [
+        (tokens, q / tp + 2 * max(kv / tp, model.head_dim), h, 1),
+        (tokens, h, q / tp, 1),
+    ]
     if moe:
-        per_expert = tokens * model.experts_per_token / model.experts
         ffn = model.expert_ffn_size / tp
-        linear += [(per_expert, up * ffn, h), (per_expert, h, ffn)] * model.experts
-        linear += [(tokens, up * ffn, h), (tokens, h, ffn)] * model.shared_experts
+        here = model.experts // split.ep
+        per_expert = tokens * model.experts_per_token * split.ep / model.experts
+        shapes += [(per_expert, up * ffn, h, here), (per_expert, h, ffn, here)]
+        shapes += [(tokens, up * ffn, h, model.shared_experts), (tokens, h, ffn, model.shared_experts)]
+        shapes += [(tokens, model.experts, h, 1)]
         width = ffn * (model.experts_per_token + model.shared_experts)
     else:
         width = model.ffn_size / tp
-        linear += [(tokens, up * width, h), (tokens, h, width)]
-    pairs = [_three_gemms_s(chip, *shape) for shape in linear]
-    forward, backward = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+        shapes += [(tokens, up * width, h, 1), (tokens, h, width, 1)]
+    forward = backward = 0.0
+    for rows, columns, inner, count in shapes:
+        if count:
+            one = _linear_s(chip, rows, columns, inner)
+            forward, backward = forward + count * one[0], backward + count * one[1]
+    products_f, products_b = forward, backward
 
-    attention_f, attention_b = _attention_s(model, chip, tokens, seq_len, q / tp, model.heads / tp, kernels)
-    e = chip.element_bytes
-    passes = 1.0 if kernels.fused else 1.8
-    forward += attention_f + stream_s(chip, passes * e * tokens * (11 * h + (1 + up) * width), 8 * passes)
-    backward += attention_b + stream_s(chip, passes * e * tokens * (18 * h + (2 + 2 * up) * width), 12 * passes)
-    communication = 2 * intra_node_all_reduce_s(e * tokens * h, tp, link)
-    forward += communication
-    backward += communication
-    if recompute == "full":
-        backward += forward
-    elif recompute == "selective" and not kernels.flash_attention:
+    attention_f, attention_b = _attention_s(model, chip, split)
+    passes = 1.0 if kernels.fused else UNFUSED_PASSES
+    outer = h / tp if split.sequence_parallel else h
+    drop = 1.0 if kernels.dropout else 0.0
+    moved_f = (10 + drop) * outer + (1 + up) * width
+    moved_b = (15 + 2 * drop) * outer + (2 + 2 * up) * width
+    if moe:  # rows are gathered by expert and put back
+        moved_f, moved_b = moved_f + 4 * model.experts_per_token * h, moved_b + 4 * model.experts_per_token * h
+    forward += attention_f + stream_s(chip, passes * e * tokens * moved_f, 8 * passes)
+    backward += attention_b + stream_s(chip, passes * e * tokens * moved_b, 12 * passes)
+    if chip.operand_bytes == 1:
+        cast = CAST_BYTES * (tokens * (2 * h + q / tp + width) + model.layer_parameters(1) / tp)
+        forward, backward = forward + stream_s(chip, cast, 8), backward + stream_s(chip, cast, 8)
+
+    reduce_s = 2 * intra_node_all_reduce_s(e * tokens * h, tp, split.link)
+    # With sequence parallelism the backward gathers its saved inputs once more.
+    sent_f, sent_b = reduce_s, reduce_s * (1.5 if split.sequence_parallel else 1.0)
+    pipelined = kernels.tp_overlap == "pipelined"
+    hidden_f = HIDING * min(sent_f, products_f) if pipelined else 0.0
+    hidden_b = HIDING * min(sent_b, products_b if pipelined else products_b / 4)
+    exposed_f, exposed_b = sent_f - hidden_f, sent_b - (hidden_b if kernels.tp_overlap != "none" else 0.0)
+    ring_f, ring_b = _ring_attention_s(model, chip, split, attention_f, attention_b)
+    expert_s = 2 * _expert_exchange_s(model, chip, split) if moe else 0.0
+    recomputed = forward + sent_f + ring_f + expert_s
+    forward += exposed_f + ring_f + expert_s
+    backward += exposed_b + ring_b + expert_s
+    communication = exposed_f + exposed_b + ring_f + ring_b + 2 * expert_s
+    if split.recompute == "full":
+        return forward, backward + recomputed, communication + sent_f + ring_f + expert_s
+    if split.recompute == "selective" and kernels.attention == "materialised":
         backward += attention_f
-    return forward, backward
+    return forward, backward, communication
 
 
-def _attention_s(
-    model: Model, chip: Silicon, tokens: int, seq_len: int, width: float, heads: float, kernels: Kernels
+def _ring_attention_s(
+    model: Model, chip: Silicon, split: Split, attention_f: float, attention_b: float
 ) -> tuple[float, float]:
-    flops = 4.0 * tokens * seq_len * width
-    efficiency = chip.efficiency
-    if kernels.flash_attention:
-        flops *= 0.5 if model.causal else 1.0
-        shape = min(1.0, model.head_dim / 128) ** 0.5 * (0.7 if model.head_dim % 8 else 1.0)
-        forward = flops / (chip.peak_flops * efficiency.attention_forward * shape)
-        backward = 2.5 * flops / (chip.peak_flops * efficiency.attention_backward * shape)
-        return forward + efficiency.launch_s, backward + 2 * efficiency.launch_s
-    scores = tokens * seq_len * heads * chip.element_bytes
-    matrix_s = flops / (chip.peak_flops * efficiency.gemm * model.head_dim / (model.head_dim + efficiency.inner_half))
-    return matrix_s + stream_s(chip, 7 * scores, 4), 2 * matrix_s + stream_s(chip, 9 * scores, 6)
+    """Exposed seconds of passing keys and values round a context-parallel ring, forward and backward."""
+    if split.cp == 1:
+        return 0.0, 0.0
+    kv = max(model.kv_heads / split.tp, 1) * model.head_dim
+    block = 2 * split.tokens * kv * chip.element_bytes
+    step_s = split.cp_link.latency_s + RING_STEP_S + block / (split.cp_link.bytes_per_s * FABRIC_EFFICIENCY)
+    sent = (split.cp - 1) * step_s
+    exposed_f = sent - HIDING * min(sent, attention_f * (split.cp - 1) / split.cp)
+    exposed_b = 2 * sent - HIDING * min(2 * sent, attention_b * (split.cp - 1) / split.cp)
+    return exposed_f, exposed_b
 
 
-def _embedding_s(model: Model, chip: Silicon, tokens: int, tp: int, link: Link) -> tuple[float, float]:
-    h, e = model.hidden_size, chip.element_bytes
+def _expert_exchange_s(model: Model, chip: Silicon, split: Split) -> float:
+    """Seconds of one all-to-all of tokens to their experts (or back)."""
+    if split.ep == 1:
+        return 0.0
+    sent = split.tokens * model.experts_per_token * model.hidden_size * chip.element_bytes
+    if split.sequence_parallel:
+        sent /= split.tp
+    wire_s = (split.ep - 1) / split.ep * sent / (split.ep_link.bytes_per_s * FABRIC_EFFICIENCY)
+    return wire_s + (split.ep - 1) * (RING_STEP_S + split.ep_link.latency_s)
+
+
+def padded_head(head_dim: int) -> int:
+    """Head size as fused attention computes it: the next multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
+def _attention_s(model: Model, chip: Silicon, split: Split) -> tuple[float, float]:
+    """Forward and backward of softmax(QK')V: one fused kernel, or products and passes over the written scores.
+
+    Fused, causal: half of the scores are computed; the backward has five products for the forward's two.
+    """
+    efficiency, tokens, heads = chip.efficiency, split.tokens, model.heads / split.tp
+    peak = chip.peak_flops_16
+    if split.kernels.attention != "materialised":
+        flops = tokens * split.seq_len * heads * padded_head(model.head_dim) * (2.0 if model.causal else 4.0)
+        triton = split.kernels.attention == "triton"
+        forward = efficiency.triton_forward if triton else efficiency.flash_forward
+        backward = efficiency.triton_backward if triton else efficiency.flash_backward
+        return flops / (peak * forward) + LAUNCH_S, 2.5 * flops / (peak * backward) + 2 * LAUNCH_S
+    flops = 4.0 * tokens * split.seq_len * heads * model.head_dim
+    score_bytes = tokens * split.seq_len * heads * chip.element_bytes
+    product_s = flops / (peak * efficiency.gemm * (UNALIGNED if model.head_dim % 8 else 1.0))
+    return product_s + stream_s(chip, 7 * score_bytes, 4), 2 * product_s + stream_s(chip, 9 * score_bytes, 6)
+
+
+def _embedding_s(model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:
+    h, e, tokens = model.hidden_size, chip.element_bytes, split.tokens
     if model.family == "vit":
         patch = model.channels * model.patch_size**2
-        forward = gemm_s(chip, tokens, h, patch) + stream_s(chip, 3 * e * tokens * h, 2)
-        return forward, gemm_s(chip, patch, h, tokens) + stream_s(chip, 3 * e * tokens * h, 2)
-    forward = stream_s(chip, 5 * e * tokens * h, 3) + intra_node_all_reduce_s(e * tokens * h, tp, link)
-    return forward, stream_s(chip, 8 * e * tokens * h, 3)
+        moved_s = stream_s(chip, 3 * e * tokens * h, 2)
+        return gemm_s(chip, tokens, h, patch) + moved_s, gemm_s(chip, patch, h, tokens) + moved_s, 0.0
+    reduce_s = intra_node_all_reduce_s(e * tokens * h, split.tp, split.link)
+    return stream_s(chip, 5 * e * tokens * h, 3) + reduce_s, stream_s(chip, 8 * e * tokens * h, 3), reduce_s
 
 
-def _head_s(model: Model, chip: Silicon, tokens: int, seq_len: int, tp: int, link: Link) -> tuple[float, float]:
-    h, e = model.hidden_size, chip.element_bytes
-    rows = tokens / seq_len if model.family == "vit" else tokens
-    columns = model.vocab_size if model.family == "vit" else model.vocab_size / tp
-    forward, backward = _three_gemms_s(chip, rows, columns, h)
-    forward += stream_s(chip, rows * columns * (e + 4 + 4 + 4) + 3 * e * tokens * h, 6)
-    backward += stream_s(chip, rows * columns * (4 + e) + 4 * e * tokens * h, 4)
-    return forward, backward + intra_node_all_reduce_s(e * rows * h, tp, link)
+def _head_s(model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:
+    h, e, tokens = model.hidden_size, chip.element_bytes, split.tokens
+    vit = model.family == "vit"
+    rows = split.micro_batch_size if vit else tokens
+    columns = model.vocab_size if vit else model.vocab_size / split.tp
+    in_16_bits = chip._replace(operand_bytes=e, peak_flops=chip.peak_flops_16)  # frameworks keep the logits out of fp8
+    forward, backward = _linear_s(in_16_bits, rows, columns, h)
+    loss_f, loss_b = LOSS_BYTES[split.kernels.loss]
+    forward += stream_s(chip, rows * columns * loss_f + 3 * e * tokens * h, 8)
+    backward += stream_s(chip, rows * columns * loss_b + 4 * e * tokens * h, 6)
+    reduce_s = intra_node_all_reduce_s(e * rows * h, split.tp, split.link)
+    return forward, backward + reduce_s, reduce_s
 
 
-def update_s(parameters_held: float, device: Device, batch: Batch) -> float:
+def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: bool = True) -> float:
     """Seconds of the optimizer for as many parameters as one device updates.
 
-    Adam reads gradient, master weight and two moments (16 bytes) and writes master, moments and the low-precision
-    copy (12 + element); plain gradient descent with momentum leaves one moment out. Memory bound.
+    Adam reads gradient, master weight and two moments and writes master, moments and the low-precision copy; fp16
+    adds the passes that unscale, check and clip; without fusion every arithmetic step is a pass of its own. Plain
+    gradient descent with momentum leaves one moment out. Memory bound.
     """
     chip = silicon(device, batch.precision)
     low = 0 if chip.element_bytes == 4 else chip.element_bytes
-    per_parameter = 12 + batch.gradient_bytes + 12 + low if batch.optimizer == "adamw" else 16 + batch.gradient_bytes
+    per_parameter: float = (24 if batch.optimizer == "adamw" else 16) + batch.gradient_bytes + low
+    per_parameter += 4 + batch.gradient_bytes  # norm of the gradients and clipping
+    if batch.precision == "fp16":
+        per_parameter += 6 + 4
+    if not fused:
+        per_parameter = EAGER_ADAM_BYTES if batch.optimizer == "adamw" else EAGER_ADAM_BYTES / 2
     return stream_s(chip, parameters_held * per_parameter, 2)
+
+
+EAGER_ADAM_BYTES = 84
+"""Bytes per parameter of an optimizer written as some twenty element-wise tensor operations in fp32."""
 
 
 def model_flops_per_step(model: Model, batch: Batch) -> float:

@@ -8,7 +8,7 @@ dimension does not fill the pipeline of a tile, and a dimension that is no multi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,100 +21,80 @@ TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.65))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What an architecture reaches of its data sheet; fitted (see docs/prediction.md)."""
+    """What an architecture reaches of its data sheet (see docs/prediction.md for the fits)."""
 
     gemm: float
-    """Of the peak, by a large well-shaped matrix multiplication."""
-    inner_half: float
-    """Inner dimension at which a matrix multiplication reaches half of `gemm`."""
-    attention_forward: float
-    """Of the peak, by a fused attention kernel, long sequence, head size 128."""
-    attention_backward: float
+    """Of the peak, by the inner loop of a matrix multiplication."""
     memory: float
     """Of the memory bandwidth, by element-wise kernels."""
-    launch_s: float
-    """Seconds that a kernel costs beside its work."""
+    flash_forward: float
+    """Of the 16-bit peak, by the attention kernel that the framework of the day uses."""
+    flash_backward: float
+    triton_forward: float
+    """The same for the first generation of fused attention (Triton, 2023)."""
+    triton_backward: float
     flops_per_multiprocessor: float
     """16-bit peak [FLOP/s] of one multiprocessor; the device's peak over it is the number of multiprocessors."""
-    relative_error: float = 0.12
+    source: str = "spec"
+    """`calibrated` where the numbers are fits, `spec` where they are carried over from a related architecture."""
+    relative_error: float = 0.25
+    """Half of a 90 % interval over the time of a layer."""
 
 
+UNALIGNED = 0.6
+"""What matrix units keep of their speed when a dimension is no multiple of eight elements."""
+LAUNCH_S = 5e-6
+"""Seconds that a kernel costs beside its work."""
+
+AMPERE = Efficiency(
+    gemm=0.805,
+    memory=0.90,
+    flash_forward=0.60,
+    flash_backward=0.52,
+    triton_forward=0.53,
+    triton_backward=0.26,
+    flops_per_multiprocessor=2.89e12,
+    source="calibrated",
+    relative_error=0.12,
+)
 EFFICIENCY = {
-    "volta": Efficiency(
-        gemm=0.70,
-        inner_half=110,
-        attention_forward=0.3,
-        attention_backward=0.25,
-        memory=0.8,
-        launch_s=6e-6,
-        flops_per_multiprocessor=1.56e12,
-    ),
-    "turing": Efficiency(
-        gemm=0.60,
-        inner_half=110,
-        attention_forward=0.3,
-        attention_backward=0.25,
-        memory=0.8,
-        launch_s=6e-6,
-        flops_per_multiprocessor=1.63e12,
-    ),
-    "ampere": Efficiency(
-        gemm=0.80,
-        inner_half=150,
-        attention_forward=0.55,
-        attention_backward=0.5,
-        memory=0.8,
-        launch_s=5e-6,
-        flops_per_multiprocessor=2.89e12,
-    ),
-    "ada": Efficiency(
-        gemm=0.75,
-        inner_half=150,
-        attention_forward=0.55,
-        attention_backward=0.5,
-        memory=0.8,
-        launch_s=5e-6,
-        flops_per_multiprocessor=1.29e12,
-    ),
+    "volta": replace(AMPERE, flops_per_multiprocessor=1.56e12, source="spec", relative_error=0.25),
+    "turing": replace(AMPERE, flops_per_multiprocessor=1.63e12, source="spec", relative_error=0.25),
+    "ampere": AMPERE,
+    "ada": replace(AMPERE, flops_per_multiprocessor=1.29e12, source="spec", relative_error=0.25),
     "hopper": Efficiency(
-        gemm=0.70,
-        inner_half=200,
-        attention_forward=0.40,
-        attention_backward=0.35,
-        memory=0.8,
-        launch_s=5e-6,
+        gemm=0.795,
+        memory=0.69,
+        flash_forward=0.50,
+        flash_backward=0.42,
+        triton_forward=0.247,
+        triton_backward=0.155,
         flops_per_multiprocessor=7.5e12,
+        source="calibrated",
+        relative_error=0.12,
     ),
-    "blackwell": Efficiency(
-        gemm=0.70,
-        inner_half=250,
-        attention_forward=0.40,
-        attention_backward=0.35,
-        memory=0.8,
-        launch_s=5e-6,
+    "blackwell": replace(
+        AMPERE,
+        memory=0.69,
+        flash_forward=0.50,
+        flash_backward=0.42,
         flops_per_multiprocessor=15.2e12,
+        source="spec",
+        relative_error=0.25,
     ),
-    "cdna": Efficiency(
-        gemm=0.50,
-        inner_half=200,
-        attention_forward=0.30,
-        attention_backward=0.25,
+    "cdna": replace(
+        AMPERE,
+        gemm=0.6,
         memory=0.7,
-        launch_s=8e-6,
+        flash_forward=0.35,
+        flash_backward=0.25,
         flops_per_multiprocessor=3.5e12,
+        source="spec",
+        relative_error=0.35,
     ),
-    "": Efficiency(
-        gemm=0.65,
-        inner_half=150,
-        attention_forward=0.35,
-        attention_backward=0.3,
-        memory=0.75,
-        launch_s=6e-6,
-        flops_per_multiprocessor=2.5e12,
-        relative_error=0.3,
-    ),
+    "": replace(AMPERE, flops_per_multiprocessor=2.5e12, source="spec", relative_error=0.35),
 }
-"""By architecture; the empty name is any other."""
+"""By architecture; the empty name is any other. Only Ampere and Hopper have been fitted."""
 
 
 class Silicon(NamedTuple):
@@ -124,9 +104,12 @@ class Silicon(NamedTuple):
     memory_bytes_per_s: float
     multiprocessors: float
     element_bytes: int
+    """Of an activation."""
+    operand_bytes: int
+    """Of what a matrix multiplication reads (1 in fp8, where activations stay in 16 bits)."""
     efficiency: Efficiency
-    known: bool
-    """Whether the architecture is one that has been fitted."""
+    peak_flops_16: float
+    """Of 16-bit formats, in which attention is computed when the linear layers use 8 bits."""
 
 
 def architecture_of(device: Device) -> str:
@@ -142,9 +125,10 @@ def _silicon(peak: float, peak_16: float, bytes_per_s: float, element_bytes: int
         peak_flops=peak,
         memory_bytes_per_s=bytes_per_s,
         multiprocessors=max(1.0, round(peak_16 / efficiency.flops_per_multiprocessor)),
-        element_bytes=element_bytes,
+        element_bytes=max(element_bytes, 2),
+        operand_bytes=element_bytes,
         efficiency=efficiency,
-        known=bool(architecture),
+        peak_flops_16=min(peak, peak_16),
     )
 
 
@@ -163,19 +147,19 @@ def silicon(device: Device, precision: str) -> Silicon:
 def gemm_s(chip: Silicon, rows: float, columns: float, inner: float) -> float:
     r"""Seconds of a (rows × inner) by (inner × columns) product.
 
-    .. math:: t = \max\Big(\frac{2 r c k}{P e\, q(r, c)} \frac{k + k_{1/2}}{k},
-              \frac{b (rk + kc + rc)}{M e_m}\Big) + t_0
+    .. math:: t = \frac{2 r c k}{P\, e\, q(r, c)} + \frac{b (rk + kc) + b' rc}{M e_m} + t_0
 
-    with q the part of the launched tiles that is useful. Ignores what split-k and stream-k kernels win back.
+    with q the useful part of the launched tiles. Loading the operands and writing the result are not hidden behind
+    the inner loop: this one assumption makes small matrices slow on Ampere and Hopper alike (the ratio of peak to
+    memory bandwidth decides), and needs no coefficient of its own. Ignores split-k and stream-k kernels.
     """
     efficiency = chip.efficiency
     fill = max(_tile_fill(rows, columns, chip.multiprocessors, tile) for tile in TILES)
     if inner % 8 or columns % 8:
-        fill *= 0.6
-    flops = 2.0 * rows * columns * inner
-    math_s = flops / (chip.peak_flops * efficiency.gemm * fill) * (inner + efficiency.inner_half) / inner
-    traffic = chip.element_bytes * (rows * inner + inner * columns + rows * columns)
-    return max(math_s, traffic / (chip.memory_bytes_per_s * efficiency.memory)) + efficiency.launch_s
+        fill *= UNALIGNED
+    math_s = 2.0 * rows * columns * inner / (chip.peak_flops * efficiency.gemm * fill)
+    traffic = chip.operand_bytes * (rows * inner + inner * columns) + chip.element_bytes * rows * columns
+    return math_s + traffic / (chip.memory_bytes_per_s * efficiency.memory) + LAUNCH_S
 
 
 def _tile_fill(rows: float, columns: float, multiprocessors: float, tile: tuple[int, int, float]) -> float:
@@ -187,4 +171,4 @@ def _tile_fill(rows: float, columns: float, multiprocessors: float, tile: tuple[
 
 def stream_s(chip: Silicon, n_bytes: float, kernels: float = 1.0) -> float:
     """Seconds to move `n_bytes` through memory in some element-wise kernels."""
-    return n_bytes / (chip.memory_bytes_per_s * chip.efficiency.memory) + kernels * chip.efficiency.launch_s
+    return n_bytes / (chip.memory_bytes_per_s * chip.efficiency.memory) + kernels * LAUNCH_S

@@ -24,8 +24,10 @@ ALL_REDUCE_NVSWITCH = {
 """Bus bandwidth [GB/s] of NCCL's all-reduce by members and buffer size, 8 A100 on NVSwitch (vTrain's nccl-tests
 look-up tables, VIA-Research/vTrain@f8dda847)."""
 
-STEP_S = 6.3e-6
+RING_STEP_S = 6.3e-6
 """Latency of one ring step between nodes: SimAI's measured efficiencies for 16 to 1024 ranks agree on 6.0-6.7 µs."""
+FABRIC_EFFICIENCY = 0.75
+"""What large messages reach of NVLink and NVSwitch: 193-227 of 300 GB/s on A100."""
 CARD_EFFICIENCY = 0.93
 """What large messages reach of a network card (SimAI: 0.92-0.96)."""
 
@@ -83,12 +85,12 @@ def _wire_s(n_bytes: float, group: Group, passes: int) -> float:
     """Ring of `passes` times (members - 1) steps; bandwidth of the narrower of fabric and shared cards."""
     n, nodes = group.members, group.nodes
     card = group.inter_node.bytes_per_s * group.per_node / group.devices_per_node * CARD_EFFICIENCY
-    rate = min(card, 0.75 * group.intra_node.bytes_per_s) if group.per_node > 1 else card
-    latency_s = passes * ((n - nodes) * STEP_S + (nodes - 1) * (STEP_S + group.inter_node.latency_s))
+    rate = min(card, FABRIC_EFFICIENCY * group.intra_node.bytes_per_s) if group.per_node > 1 else card
+    latency_s = passes * ((n - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + group.inter_node.latency_s))
     if passes == 2:
         tree_s = (
-            2 * math.ceil(math.log2(nodes)) * (STEP_S * 3 + group.inter_node.latency_s)
-            + 2 * (group.per_node - 1) * STEP_S
+            2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + group.inter_node.latency_s)
+            + 2 * (group.per_node - 1) * RING_STEP_S
         )
         latency_s = min(latency_s, tree_s + 0.1 * n_bytes / rate)
     return passes * (n - 1) / n * n_bytes / rate + latency_s
@@ -117,17 +119,19 @@ def all_to_all_s(n_bytes: float, group: Group) -> float:
     n = group.members
     if n < 2 or n_bytes <= 0:
         return 0.0
-    inside = (group.per_node - 1) / n * n_bytes / (0.75 * group.intra_node.bytes_per_s) + (n - 1) * 2e-6 + 20e-6
+    inside = (
+        (group.per_node - 1) / n * n_bytes / (FABRIC_EFFICIENCY * group.intra_node.bytes_per_s) + (n - 1) * 2e-6 + 20e-6
+    )
     if group.nodes == 1:
         return inside
     card = group.inter_node.bytes_per_s / group.devices_per_node * CARD_EFFICIENCY
-    outside = (n - group.per_node) / n * n_bytes / card + (group.nodes - 1) * (STEP_S + group.inter_node.latency_s)
+    outside = (n - group.per_node) / n * n_bytes / card + (group.nodes - 1) * (RING_STEP_S + group.inter_node.latency_s)
     return max(inside, outside)
 
 
 def send_s(n_bytes: float, group: Group) -> float:
     """Seconds of a message of `n_bytes` to a device of the next group, while its neighbours send as well."""
     if group.nodes == 1:
-        return 10e-6 + group.intra_node.latency_s + n_bytes / (0.75 * group.intra_node.bytes_per_s)
+        return 10e-6 + group.intra_node.latency_s + n_bytes / (FABRIC_EFFICIENCY * group.intra_node.bytes_per_s)
     card = group.inter_node.bytes_per_s / group.devices_per_node * CARD_EFFICIENCY
     return 15e-6 + group.inter_node.latency_s + n_bytes / card

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polygon.cost.compute import FUSED, Kernels, LayerTimes, layer_times, model_flops_per_step, update_s
+from polygon.cost.kernels import silicon, stream_s
 from polygon.cost.memory import CONTEXT_BYTES, LayerMemory, MemoryBreakdown, layer_memory, stage_memory
 from polygon.cost.network import Group, all_reduce_s, gather_s, send_s
-from polygon.domain.cluster import Pool
+from polygon.domain.cluster import Device, Link, Pool
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
 
@@ -115,6 +116,14 @@ def in_flight(config: ParallelConfig, stage: int, micro_batches: int) -> float:
     return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
 
 
+def _shared_link(pool: Pool, tp: int, members: int) -> Link:
+    """What one device gets inside a group of `members` that lie `tp` apart: the fabric, or its part of the cards."""
+    if tp * members <= pool.devices_per_node:
+        return pool.intra_node
+    rate = pool.inter_node.bytes_per_s / pool.devices_per_node
+    return Link(latency_s=pool.inter_node.latency_s, bytes_per_s=rate)
+
+
 def data_parallel_group(pool: Pool, config: ParallelConfig) -> Group:
     """The devices that hold the same weights: a stride of tp apart, as Megatron and torch deal ranks."""
     members = config.dp * config.cp
@@ -166,6 +175,10 @@ def estimate_uniform(
             micro_batch_size=config.micro_batch_size,
             recompute=config.recompute,
             sequence_parallel=config.sequence_parallel,
+            cp=config.cp,
+            cp_link=_shared_link(pool, config.tp, config.cp),
+            ep=config.ep,
+            ep_link=_shared_link(pool, config.tp, config.ep),
             kernels=config.kernels,
         )
     if memory is None:
@@ -176,7 +189,7 @@ def estimate_uniform(
             micro_batch_size=config.micro_batch_size,
             recompute=config.recompute,
             sequence_parallel=config.sequence_parallel,
-            flash_attention=config.kernels.flash_attention,
+            flash_attention=config.kernels.attention != "materialised",
             fused=config.kernels.fused,
             dropout=config.kernels.dropout,
         )
@@ -207,9 +220,11 @@ def estimate_uniform(
         float(memory.parameters[a:b].sum()) + (memory.tied_parameters if a > 0 and b == model.layers else 0.0)
         for a, b in itertools.pairwise(bounds)
     )
-    dp_s = _data_parallel_s(batch, config, group, memory, times, parameters, micro_batches, float(backward.max()))
+    dp_s = _data_parallel_s(
+        batch, config, group, memory, times, parameters, micro_batches, float(backward.max()), pool.device
+    )
     shards = group.members if config.zero >= 1 else 1
-    optimizer_s = update_s(parameters / shards, pool.device, batch)
+    optimizer_s = update_s(parameters / shards, pool.device, batch, fused=config.kernels.fused)
     step = compute_s + bubble_s + p2p_s + dp_s + optimizer_s
     terms = {
         "compute": Term(seconds=compute_s, source=times.source, relative_error=times.relative_error),
@@ -251,6 +266,7 @@ def _data_parallel_s(
     parameters: float,
     micro_batches: int,
     backward_s: float,
+    device: Device,
 ) -> float:
     """Exposed seconds of gradient reduction and weight gathering."""
     if group.members < 2:
@@ -259,18 +275,34 @@ def _data_parallel_s(
         weights = memory.parameters * max(batch.element_bytes, 2)
         gather = np.array([gather_s(float(w), group) for w in weights])
         scatter = np.array([gather_s(float(w), group) for w in memory.parameters * batch.gradient_bytes])
-        forward = np.maximum(times.forward_s, gather) - times.forward_s
-        backward = np.maximum(times.backward_s, gather + scatter) - times.backward_s
-        return micro_batches * float(forward.sum() + backward.sum()) + float(gather[0] + gather[1] + scatter[0])
+        forward = _visible_s(gather, times.forward_s)
+        backward = _visible_s(gather + scatter, times.backward_s)
+        copied = SHARD_COPIES * float(memory.parameters.sum()) * (max(batch.element_bytes, 2) + batch.gradient_bytes)
+        copies_s = stream_s(silicon(device, batch.precision), copied)
+        first_s = float(gather[0] + gather[1] + scatter[0])
+        return micro_batches * (float(forward.sum() + backward.sum()) + copies_s) + first_s
     gradient = parameters * batch.gradient_bytes
     if config.zero == 0:
         reduce, gather_weights = all_reduce_s(gradient, group), 0.0
     else:
         reduce = gather_s(gradient, group)
-        gather_weights = gather_s(parameters * batch.element_bytes, group)
+        gather_weights = gather_s(parameters * max(batch.element_bytes, 2), group)
     if config.overlap == "none":
         return reduce + gather_weights
-    hidden = max(reduce - 0.9 * backward_s, 0.1 * reduce)
+    exposed = float(_visible_s(np.array(reduce), np.array(0.9 * backward_s))) + LAST_BUCKET * reduce
     if config.overlap == "full":
-        gather_weights = max(gather_weights - 0.4 * backward_s, 0.1 * gather_weights)
-    return hidden + gather_weights
+        gather_weights = float(_visible_s(np.array(gather_weights), np.array(0.4 * backward_s)))
+    return exposed + gather_weights
+
+
+def _visible_s(communication_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
+    """What overlapped communication adds to compute: the longer part, and the compute that it slows."""
+    return np.maximum(communication_s - compute_s, 0.0) + CONTENTION * np.minimum(communication_s, compute_s)
+
+
+CONTENTION = 0.126
+"""How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
+LAST_BUCKET = 0.05
+"""Part of the gradients whose reduction starts when backward has ended."""
+SHARD_COPIES = 2.0
+"""Passes over gathered weights and gradients that fully sharded training adds to every micro-batch."""

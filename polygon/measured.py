@@ -1,0 +1,236 @@
+"""Measured training runs, read from the tables that papers and projects publish, as things that can be predicted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polygon.catalogue import device as device_by_name
+from polygon.cost.compute import Kernels
+from polygon.cost.uniform import ParallelConfig
+from polygon.domain.cluster import Device, Link, Pool
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch, Model
+
+CONTEXT_BYTES = 1.5e9
+"""CUDA context and communication buffers, which nvidia-smi counts and torch's allocator does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """One run: what was trained where and how, and what was measured."""
+
+    identifier: str
+    dataset: str
+    model: Model
+    batch: Batch
+    pool: Pool
+    config: ParallelConfig
+    step_s: float | None
+    memory_bytes: float | None
+    calibration: bool
+    """Whether the row may have been used to fit coefficients (else it is a test row)."""
+    context_bytes: float = 0.0
+    """What the way of measuring memory counts beside the allocator."""
+    device_label: str = ""
+
+
+class NotExpressibleError(Exception):
+    """A row that the predictor has no words for; the message is the reason."""
+
+
+def published_run(row: Mapping[str, Any]) -> MeasuredRun:
+    """A row of the `published_runs` format.
+
+    Raises
+    ------
+    NotExpressibleError
+        With the reason, where the row lacks what a prediction needs or uses what the model does not have.
+    """
+    if not row.get("predictable", True):
+        raise NotExpressibleError(f"marked as not predictable: {row.get('notes') or 'no reason given'}")
+    for key in ("layers", "hidden_size", "attention_heads", "sequence_length_tokens", "gpu_count", "gpu_type"):
+        if not row.get(key):
+            raise NotExpressibleError(f"{key} is missing")
+    degrees = {key: int(row.get(key) or 1) for key in ("tp", "pp", "cp", "ep")}
+    gpus = int(row["gpu_count"])
+    dp = int(row.get("dp") or max(1, gpus // (degrees["tp"] * degrees["pp"] * degrees["cp"])))
+    if dp * degrees["tp"] * degrees["pp"] * degrees["cp"] != gpus:
+        raise NotExpressibleError(f"dp {dp} x {degrees} is not {gpus} devices")
+    framework = str(row.get("framework") or "")
+    kernels = kernels_of(framework, str(row.get("date") or ""), str(row.get("overlap") or ""), str(row.get("notes")))
+    model = _model(row, degrees["tp"], framework)
+    precision = _precision(str(row.get("precision") or "bf16"))
+    micro_batch = int(row.get("micro_batch_sequences") or 1)
+    global_batch = int(row.get("global_batch_sequences") or micro_batch * dp * int(row.get("microbatches_per_step", 1)))
+    if global_batch % (micro_batch * dp):
+        micro_batches = math.ceil(global_batch / (micro_batch * dp))
+        global_batch = micro_batches * micro_batch * dp
+    device = device_of(row)
+    config = ParallelConfig(
+        dp=dp,
+        tp=degrees["tp"],
+        pp=degrees["pp"],
+        cp=degrees["cp"],
+        ep=degrees["ep"],
+        interleave=int(row.get("interleave_v") or 1) if degrees["pp"] > 1 else 1,
+        micro_batch_size=micro_batch,
+        zero=int(row.get("zero_stage") or 0),
+        recompute=_recompute(str(row.get("recompute") or "none")),
+        sequence_parallel=bool(row.get("sequence_parallel")),
+        overlap=_overlap(str(row.get("overlap") or "none"), int(row.get("zero_stage") or 0)),
+        p2p_overlap="p2p" in str(row.get("overlap") or "").lower(),
+        stage_layers=_stage_layers(str(row.get("notes") or "")),
+        kernels=kernels,
+    )
+    batch = Batch(
+        global_batch=global_batch,
+        seq_len=int(row["sequence_length_tokens"]),
+        precision=precision,
+        gradient_precision=_gradient_precision(row, precision),
+    )
+    kind = str(row.get("memory_kind") or "")
+    memory = row.get("measured_memory_gigabytes")
+    return MeasuredRun(
+        identifier=str(row.get("id")),
+        dataset=str(row.get("dataset")),
+        model=model,
+        batch=batch,
+        pool=_pool(row, device, gpus),
+        config=config,
+        step_s=_step_s(row, global_batch),
+        memory_bytes=float(memory) * 1e9 if memory else None,
+        calibration=str(row.get("dataset")).startswith("mosaicml") and gpus <= 8,
+        context_bytes=0.0 if "allocated" in kind else CONTEXT_BYTES,
+        device_label=str(row["gpu_type"]),
+    )
+
+
+def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:
+    for key in ("measured_iteration_time_s", "derived_iteration_time_s"):
+        if row.get(key):
+            return float(row[key])
+    rate = row.get("measured_tokens_per_s_per_gpu")
+    if rate:
+        return global_batch * float(row["sequence_length_tokens"]) / (float(rate) * float(row["gpu_count"]))
+    return None
+
+
+def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
+    hidden, heads = int(row["hidden_size"]), int(row["attention_heads"])
+    gated = bool(row.get("gated_mlp"))
+    tied = row.get("tied_embeddings")
+    vocab = int(row.get("vocab_size") or 51200)
+    if "megatron" in framework.lower() or "nemo" in framework.lower():
+        vocab = math.ceil(vocab / (128 * tp)) * 128 * tp
+    experts = int(row.get("experts") or row.get("num_experts") or 0)
+    return Model(
+        name=str(row.get("model_name") or row.get("id")),
+        family="llama" if gated else "gpt",
+        blocks=int(row["layers"]),
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=int(row.get("kv_heads") or heads),
+        head_dim=int(row.get("head_dim") or hidden // heads),
+        ffn_size=int(row.get("ffn_size") or 4 * hidden),
+        vocab_size=vocab,
+        max_seq_len=int(row["sequence_length_tokens"]),
+        gated_mlp=gated,
+        tied_embeddings=(not gated) if tied is None else bool(tied),
+        learned_positions=not gated,
+        rms_norm=gated,
+        linear_bias=not gated,
+        qkv_bias=not gated,
+        experts=experts,
+        experts_per_token=int(row.get("experts_per_token") or 0) if experts else 0,
+        expert_ffn_size=int(row.get("expert_ffn_size") or row.get("ffn_size") or 0) if experts else 0,
+    )
+
+
+def device_of(row: Mapping[str, Any]) -> Device:
+    """The catalogue's device that a row names, with the peak and the memory that the row gives."""
+    label = str(row["gpu_type"])
+    try:
+        found = device_by_name(label)
+    except InputError as error:
+        raise NotExpressibleError(str(error)) from None
+    return found
+
+
+def _pool(row: Mapping[str, Any], device: Device, gpus: int) -> Pool:
+    per_node = min(int(row.get("gpus_per_node") or 8), gpus)
+    intra = float(row.get("intra_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or 300.0)
+    inter = float(row.get("inter_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or 25.0)
+    return Pool(
+        index=0,
+        region=0,
+        device=device,
+        nodes=max(1, gpus // per_node),
+        devices_per_node=per_node,
+        intra_node=Link(latency_s=2e-6, bytes_per_s=intra * 1e9),
+        inter_node=Link(latency_s=4e-6, bytes_per_s=inter * 1e9 * per_node),
+        first_device=0,
+        price_usd_per_hour=0.0,
+    )
+
+
+def _precision(text: str) -> str:
+    text = text.lower()
+    for name in ("fp8", "bf16", "tf32"):
+        if name in text:
+            return name
+    if "fp32" in text:
+        return "fp32"
+    if "fp16" in text:
+        return "fp16"
+    raise NotExpressibleError(f"precision {text!r} is not one of fp32, tf32, fp16, bf16, fp8")
+
+
+def _gradient_precision(row: Mapping[str, Any], precision: str) -> str:
+    width = row.get("grad_reduce_bytes_per_element")
+    if width:
+        return {2: "bf16", 4: "fp32"}[int(width)]
+    return "fp16" if precision == "fp16" else "fp32"
+
+
+def _recompute(text: str) -> str:
+    return next((name for name in ("selective", "full") if name in text.lower()), "none")
+
+
+def _overlap(text: str, zero: int) -> str:
+    lower = text.lower()
+    if "param" in lower or zero == 3:
+        return "full"
+    if re.search(r"no dp|none|not overlapped|no overlap", lower):
+        return "none"
+    return "backward" if "overlap" in lower or "ddp" in lower or "fsdp" in lower else "none"
+
+
+def _stage_layers(notes: str) -> tuple[int, ...]:
+    match = re.search(r"stages layers (\[\[.*?\]\])", notes)
+    return tuple(len(part.split(",")) for part in re.findall(r"\[([\d, ]+)\]", match.group(1))) if match else ()
+
+
+def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") -> Kernels:
+    """What is known of a framework's kernels at a date.
+
+    Megatron-LM and what derives from it wrote the attention scores to memory until FlashAttention came in (2023);
+    NeMo and torch's compiled models fuse element-wise work.
+    """
+    name, text = framework.lower(), f"{overlap} {notes}".lower()
+    year = int(date[:4]) if date[:4].isdigit() else 2024
+    megatron = any(word in name for word in ("megatron", "vtrain", "bigscience"))
+    flash = "flash" in text or not (megatron and (year < 2023 or "deepspeed" in name))
+    if "userbuffers" in text or "async tp" in text:
+        tp_overlap = "pipelined"
+    elif "weight-gradient gemm" in text:
+        tp_overlap = "backward"
+    else:
+        tp_overlap = "none"
+    attention = "materialised" if not flash else "triton" if "triton" in text else "flash"
+    return Kernels(
+        attention=attention, fused="llm-foundry" not in name, dropout=megatron and year < 2025, tp_overlap=tp_overlap
+    )
