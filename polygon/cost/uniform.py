@@ -212,8 +212,7 @@ def estimate_uniform(
     busiest = float(stage.max())
     compute_s = micro_batches * busiest
     bubble_s = (float(stage.sum()) - busiest) / config.interleave
-    exposed_sends = 2 * config.interleave * micro_batches * (0 if config.p2p_overlap else 1) + 2 * (config.pp - 1)
-    p2p_s = send * exposed_sends if config.pp > 1 else 0.0
+    p2p_s = send * exposed_sends(config, micro_batches)
 
     group = data_parallel_group(pool, config)
     parameters = max(
@@ -257,6 +256,13 @@ def estimate_uniform(
     )
 
 
+def exposed_sends(config: ParallelConfig, micro_batches: int) -> int:
+    """Messages between stages that a step waits for."""
+    if config.pp == 1:
+        return 0
+    return 2 * config.interleave * micro_batches * (0 if config.p2p_overlap else 1) + 2 * (config.pp - 1)
+
+
 def _data_parallel_s(
     batch: Batch,
     config: ParallelConfig,
@@ -287,12 +293,17 @@ def _data_parallel_s(
     else:
         reduce = gather_s(gradient, group)
         gather_weights = gather_s(parameters * max(batch.element_bytes, 2), group)
-    if config.overlap == "none":
-        return reduce + gather_weights
-    exposed = float(_visible_s(np.array(reduce), np.array(0.9 * backward_s))) + LAST_BUCKET * reduce
-    if config.overlap == "full":
-        gather_weights = float(_visible_s(np.array(gather_weights), np.array(0.4 * backward_s)))
-    return exposed + gather_weights
+    return exposed_data_parallel_s(reduce, gather_weights, backward_s, config.overlap)
+
+
+def exposed_data_parallel_s(reduce_s: float, gather_s: float, backward_s: float, overlap: str) -> float:
+    """What is seen of a gradient reduction and a gathering of weights beside the last backward (and first forward)."""
+    if overlap == "none":
+        return reduce_s + gather_s
+    exposed = float(_visible_s(np.array(reduce_s), np.array(0.9 * backward_s))) + LAST_BUCKET * reduce_s
+    if overlap == "full":
+        gather_s = float(_visible_s(np.array(gather_s), np.array(0.4 * backward_s)))
+    return exposed + gather_s
 
 
 def _visible_s(communication_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
