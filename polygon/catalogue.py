@@ -94,6 +94,11 @@ def model(name: str) -> Model:
     return models()[_find(name, models(), _model_aliases(), "model")]
 
 
+def knows_model(name: str) -> bool:
+    """Whether the catalogue has a model of this name or alias."""
+    return _normal(name) in models() or _normal(name) in _model_aliases()
+
+
 @cache
 def devices() -> Mapping[str, Device]:
     """Every device type of the catalogue."""

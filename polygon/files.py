@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polygon import catalogue, convert
+from polygon import catalogue, convert, foreign
 from polygon.convert import PlanFile
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError, located
@@ -110,9 +110,10 @@ def write_json(path: PathLike, data: Any) -> None:
 
 
 def read_cluster(path: PathLike) -> Cluster:
-    """A cluster, from polygon's YAML (or JSON)."""
-    data = read_yaml(path)
+    """A cluster, from polygon's YAML (or JSON) or from PTAFM's text format, told apart by what the file holds."""
+    text = read_text(path)
     with located(f"{path}: "):
+        data = foreign.ptafm_cluster(text) if foreign.is_ptafm(text) else parse(text)
         return convert.cluster_from_spec(check(ClusterSpec, data), default_name=_stem(path))
 
 
@@ -123,15 +124,19 @@ def write_cluster(path: PathLike, cluster: Cluster) -> None:
 
 
 def read_model(name_or_path: PathLike) -> Model:
-    """A model of the catalogue, or one that a file spells out."""
+    """A model of the catalogue, or one that a file spells out: polygon's own YAML or Hugging Face's `config.json`."""
     if not _is_path(name_or_path):
         with located("model: "):
             return catalogue.model(str(name_or_path))
-    data = read_yaml(name_or_path)
-    if isinstance(data, dict):
-        data = {"name": _stem(name_or_path), **data}
-    with located(f"{name_or_path}: "):
-        return catalogue.model_from_spec(check(ModelSpec, data))
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    data = read_yaml(path)
+    name = path.resolve().parent.name if path.name == "config.json" else _stem(path)
+    with located(f"{path}: "):
+        if foreign.is_hugging_face(data):
+            return foreign.hugging_face_model(data, name)
+        return catalogue.model_from_spec(check(ModelSpec, {"name": name, **data} if isinstance(data, dict) else data))
 
 
 def read_batch(data: Mapping[str, Any]) -> Batch:
@@ -188,14 +193,20 @@ def write_plan(path: PathLike, problem: Problem, plan: Plan, estimate: Mapping[s
 
 def file_format(path: PathLike) -> str:
     """What a file says it is: `polygon-plan`, `polygon-groups`, ...; empty where it says nothing."""
-    data = read_yaml(path)
+    text = read_text(path)
+    if foreign.is_ptafm(text):
+        return ""
+    with located(f"{path}: "):
+        data = parse(text)
     return str(data.get("format", "")) if isinstance(data, dict) else ""
 
 
 def _is_path(name: PathLike) -> bool:
-    """Whether a model is given by a file rather than by its catalogue name."""
+    """Whether a model is given by a file or a folder; what is also a name of the catalogue is that name."""
     text = str(name)
-    return text == "-" or "/" in text or text.endswith((".json", ".yaml", ".yml")) or Path(text).exists()
+    if "/" in text or text == "-" or text.endswith((".json", ".yaml", ".yml")):
+        return True
+    return not catalogue.knows_model(text) and Path(text).exists()
 
 
 def _stem(path: PathLike) -> str:
