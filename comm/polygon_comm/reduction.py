@@ -1,0 +1,187 @@
+"""Sums of vectors over ranks in several regions: inside each region, between the regions' leaders, back.
+
+Only leaders (the first rank of each region) use the links between regions, so a vector crosses a link once however
+wide the stage is. Between leaders the vector travels packed, and every leader adds up the very same unpacked numbers
+in the same order, so that replicas stay equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOptions
+
+from polygon_comm.compression import ErrorFeedback, make_codec
+from polygon_comm.transport import Receipt, Wires, gloo_group, nccl_group
+
+TAGS_PER_GROUP = 8
+"""A group's rounds use so many tags in turn."""
+SMALL = 1024
+"""Elements below which one latency counts more than any bytes."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Ranks that sum vectors, region by region; what every member agrees on.
+
+    Parameters
+    ----------
+    name : str
+        Unique among the groups of a run.
+    regions : tuple of tuples of rank
+        Members of each region that has any, in ascending order.
+    codec : str
+        How vectors are packed between regions.
+    first_tag : int
+        Of `TAGS_PER_GROUP` tags that no other message between the leaders uses.
+    """
+
+    name: str
+    regions: tuple[tuple[int, ...], ...]
+    codec: str = "none"
+    first_tag: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All members."""
+        return tuple(rank for region in self.regions for rank in region)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of every region."""
+        return tuple(region[0] for region in self.regions)
+
+    def leader_pairs(self) -> list[tuple[int, int]]:
+        """Pairs of ranks that exchange messages between regions."""
+        leaders = sorted(self.leaders)
+        return [(a, b) for i, a in enumerate(leaders) for b in leaders[i + 1 :]]
+
+
+def members_of(
+    name: str, ranks: Sequence[int], region_of: Mapping[int, int], codec: str = "none", first_tag: int = 0
+) -> Members:
+    """Group ranks by region, regions by their number."""
+    by_region: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        by_region.setdefault(region_of[rank], []).append(rank)
+    regions = tuple(tuple(by_region[region]) for region in sorted(by_region))
+    return Members(name=name, regions=regions, codec=codec, first_tag=first_tag)
+
+
+class SumGroup:
+    """One rank's part in the sums of a group.
+
+    Calls must come in the same order on all members, from one thread at a time.
+    """
+
+    def __init__(self, members: Members, wires: Wires) -> None:
+        self.members = members
+        self._wires = wires
+        self._feedback: dict[tuple[str, int], ErrorFeedback] = {}
+        self._rounds = 0
+        self._mine = next(region for region in members.regions if wires.rank in region)
+        self._near: Any = None
+        if len(self._mine) > 1:
+            store = PrefixStore(f"sum/{members.name}/{self._mine[0]}", wires.store)
+            place, size = self._mine.index(wires.rank), len(self._mine)
+            if wires.device.type == "cuda":
+                self._near = nccl_group(store, place, size, wires.timeout_s)
+            else:
+                self._near = gloo_group(store, place, size, wires.devices[:1], wires.timeout_s)
+
+    def sum_(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
+        """Replace the vector by its sum over the members.
+
+        Parameters
+        ----------
+        vector : tensor, one dimension
+        key : str
+            What the vector is; error feedback of one key goes into the next sum of that key.
+        shapes : sequence of shapes
+            Of the tensors that lie in the vector one after the other (for low-rank packing).
+        """
+        far = len(self.members.regions) > 1
+        if self._near is not None:
+            if far:
+                to_leader = ReduceOptions()
+                to_leader.rootRank = 0
+                self._near.reduce([vector], to_leader).wait()
+            else:
+                self._near.allreduce([vector], AllreduceOptions()).wait()
+        if not far:
+            return
+        if self._wires.rank == self._mine[0]:
+            direct = len(self.members.leaders) == 2 or self.members.codec == "powersgd" or vector.numel() < SMALL
+            vector.copy_(self._exchange(vector, key, shapes) if direct else self._exchange_parts(vector, key))
+        if self._near is not None:
+            from_leader = BroadcastOptions()
+            from_leader.rootRank = 0
+            self._near.broadcast([vector], from_leader).wait()
+
+    def _next_tag(self) -> int:
+        self._rounds += 1
+        return self.members.first_tag + self._rounds % TAGS_PER_GROUP
+
+    def _packer(self, key: str, part: int, shapes: Sequence[Sequence[int]]) -> ErrorFeedback:
+        slot = (key, part)
+        if slot not in self._feedback:
+            self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
+        return self._feedback[slot]
+
+    def _exchange(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
+        packer = self._packer(key, 0, shapes)
+        n_bytes, tag = packer.codec.payload_bytes(vector.numel(), vector.dtype), self._next_tag()
+        others = [leader for leader in self.members.leaders if leader != self._wires.rank]
+        receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
+        payload, mine = packer.compress(vector)
+        sendings = [self._wires.send(peer, tag, payload) for peer in others]
+        total = torch.zeros_like(vector)
+        for leader in self.members.leaders:
+            if leader == self._wires.rank:
+                total += mine
+            else:
+                total += packer.codec.decompress(receipts[leader].wait(), vector.shape, vector.dtype)
+        for sending in sendings:
+            sending.wait()
+        return total
+
+    def _exchange_parts(self, vector: torch.Tensor, key: str) -> torch.Tensor:
+        """Every leader sums one part and sends it to all: two latencies, 2 n (leaders - 1) / leaders bytes each."""
+        leaders = self.members.leaders
+        place = leaders.index(self._wires.rank)
+        parts = vector.tensor_split(len(leaders))
+        packers = [self._packer(key, index, ()) for index in range(len(leaders))]
+        codec, tags = packers[0].codec, (self._next_tag(), self._next_tag())
+        receipts: list[dict[int, Receipt]] = [{}, {}]
+        for index, leader in enumerate(leaders):
+            if leader != self._wires.rank:
+                sizes = (parts[place].numel(), parts[index].numel())
+                for round_, (tag, elements) in enumerate(zip(tags, sizes, strict=True)):
+                    n_bytes = codec.payload_bytes(elements, vector.dtype)
+                    receipts[round_][leader] = self._wires.post_receive(leader, tag, n_bytes)
+        sendings = [
+            self._wires.send(leader, tags[0], packers[index].compress(parts[index])[0])
+            for index, leader in enumerate(leaders)
+            if leader != self._wires.rank
+        ]
+        total = torch.zeros_like(parts[place])
+        for leader in leaders:
+            if leader == self._wires.rank:
+                total += parts[place]
+            else:
+                total += codec.decompress(receipts[0][leader].wait(), total.shape, total.dtype)
+        payload, total = packers[place].compress(total)
+        sendings += [self._wires.send(leader, tags[1], payload) for leader in leaders if leader != self._wires.rank]
+        sums = [
+            total
+            if leader == self._wires.rank
+            else codec.decompress(receipts[1][leader].wait(), part.shape, part.dtype)
+            for leader, part in zip(leaders, parts, strict=True)
+        ]
+        for sending in sendings:
+            sending.wait()
+        return torch.cat(sums)

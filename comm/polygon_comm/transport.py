@@ -1,0 +1,200 @@
+"""Messages between two ranks: posted early, sent without waiting, spread over several TCP streams.
+
+gloo moves data only once the receive is posted, so a late receive costs a round trip: receives are posted ahead
+(`Wires.post_receive`), sends return at once and keep their bytes alive until waited for (`Wires.send`).
+A pair of ranks has a process group of its own with one gloo device per stream; a message is cut into as many chunks,
+chunk c with a tag that selects stream c. One stream carries about ``0.82 window / RTT``, whatever the link could do.
+
+On GPUs messages inside a region go by NCCL, which has no tags: a communicator per direction keeps the order in which
+both sides name their messages. Messages between regions are staged through host memory and go by gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+MIN_CHUNK_BYTES = 1 << 16
+
+
+class PeerLostError(Exception):
+    """A message to or from a peer could not be completed."""
+
+    def __init__(self, peer: int, doing: str, reason: object) -> None:
+        self.peer = peer
+        self.doing = doing
+        super().__init__(f"{doing} rank {peer}: {str(reason).splitlines()[0]}")
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine on the way to `host` (what a peer can reach it by).
+
+    Raises OSError when there is no way to the host.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def gloo_devices(count: int, address: str) -> list:
+    """Network devices for gloo, on the interface of `GLOO_SOCKET_IFNAME` or the one that has `address`."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return [ProcessGroupGloo.create_device(interface=name) for _ in range(count)]
+    return [ProcessGroupGloo.create_device(hostname=address) for _ in range(count)]
+
+
+def gloo_group(store: Store, rank: int, size: int, devices: list, timeout_s: float) -> Any:
+    """A gloo process group over the given devices (one connection per pair and device)."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = devices
+    options._threads = 2 * len(devices)
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """An NCCL process group for the current GPU."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+class Sending:
+    """A message on its way."""
+
+    def __init__(self, peer: int, payload: torch.Tensor, works: list) -> None:
+        self._peer, self._payload, self._works = peer, payload, works
+
+    def wait(self) -> None:
+        """Return once the bytes have left; `PeerLostError` if they cannot."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(self._peer, "sending to", error) from error
+        self._works = []
+
+
+class Receipt:
+    """A posted receive."""
+
+    def __init__(self, peer: int, buffer: torch.Tensor, works: list, device: torch.device) -> None:
+        self._peer, self._buffer, self._works, self._device = peer, buffer, works, device
+
+    def wait(self) -> torch.Tensor:
+        """The bytes, on the rank's device, once they have arrived; `PeerLostError` if they cannot."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(self._peer, "receiving from", error) from error
+        self._works = []
+        return self._buffer.to(self._device, non_blocking=False)
+
+
+class Wires:
+    """All connections of one rank.
+
+    Parameters
+    ----------
+    store : Store
+        Where the ranks meet; all ranks open the same one.
+    rank : int
+    streams : mapping of peer to int
+        Ranks that this rank exchanges messages with, and over how many TCP streams. Both sides must name the same.
+    address : str
+        This machine's address as the peers reach it.
+    timeout_s : float
+        How long an operation may last before the peer counts as lost.
+    device : torch.device
+        Where payloads come from and go to.
+    near : frozenset of int
+        Peers reached by NCCL when the device is a GPU.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        streams: Mapping[int, int],
+        *,
+        address: str,
+        timeout_s: float,
+        device: torch.device,
+        near: frozenset[int] = frozenset(),
+    ) -> None:
+        self.rank = rank
+        self.device = device
+        self.streams = dict(streams)
+        self.timeout_s = timeout_s
+        self.store = store
+        self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.devices = gloo_devices(max([1, *streams.values()]), address)
+        self._gloo: dict[int, Any] = {}
+        self._nccl: dict[tuple[int, int], Any] = {}
+        # Both sides open their pairs in the same order, so that opening never waits in a circle.
+        for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
+            self._open(low, high, near=device.type == "cuda" and (high if low == rank else low) in near)
+
+    def _open(self, low: int, high: int, *, near: bool) -> None:
+        peer, place = (high, 0) if low == self.rank else (low, 1)
+        prefix = f"pair/{low}/{high}"
+        if not near:
+            devices = self.devices[: self.streams[peer]]
+            self._gloo[peer] = gloo_group(PrefixStore(prefix, self.store), place, 2, devices, self.timeout_s)
+            return
+        for source, target in ((low, high), (high, low)):
+            store = PrefixStore(f"{prefix}/{source}", self.store)
+            group = self._nccl[source, target] = nccl_group(store, place, 2, self.timeout_s)
+            # The communicator is made by the first message; make it now, when nobody can wait for anything else.
+            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            (group.send if self.rank == source else group.recv)([token], 1 - place, 0).wait()
+
+    def _chunks(self, peer: int, tag: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        streams = self.streams[peer]
+        count = max(1, min(streams, payload.numel() // MIN_CHUNK_BYTES))
+        return [
+            ((tag * streams + c) * streams + (tag + c) % streams, chunk)
+            for c, chunk in enumerate(payload.tensor_split(count))
+        ]
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Sending:
+        """Start sending bytes; they must not be written to, nor the result dropped, until its `wait` has returned."""
+        self.sent_bytes[peer] += payload.numel()
+        place = int(peer > self.rank)
+        try:
+            if (self.rank, peer) in self._nccl:
+                works = [self._nccl[self.rank, peer].send([payload], place, 0)]
+            else:
+                payload = payload.to("cpu")
+                group = self._gloo[peer]
+                works = [group.send([chunk], place, t) for t, chunk in self._chunks(peer, tag, payload)]
+        except RuntimeError as error:
+            raise PeerLostError(peer, "sending to", error) from error
+        return Sending(peer, payload, works)
+
+    def post_receive(self, peer: int, tag: int, n_bytes: int) -> Receipt:
+        """Announce that so many bytes are wanted from a peer under a tag."""
+        place = int(peer > self.rank)
+        try:
+            if (peer, self.rank) in self._nccl:
+                buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+                works = [self._nccl[peer, self.rank].recv([buffer], place, 0)]
+            else:
+                buffer = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                group = self._gloo[peer]
+                works = [group.recv([chunk], place, t) for t, chunk in self._chunks(peer, tag, buffer)]
+        except RuntimeError as error:
+            raise PeerLostError(peer, "receiving from", error) from error
+        return Receipt(peer, buffer, works, self.device)

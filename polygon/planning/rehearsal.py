@@ -1,0 +1,186 @@
+"""A plan's shape at a size that one machine can run: same stages, order and routes, a small model, fewer workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.domain.errors import require
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+
+HIDDEN_SIZE = 64
+HEADS = 4
+SEQ_LEN = 64
+VOCABULARY = 256
+MAX_LAYERS = 16
+MAX_MICRO_BATCHES = 32
+MAX_MICRO_BATCH_SIZE = 4
+
+
+def rehearsal_problem(
+    problem: Problem,
+    plan: Plan,
+    *,
+    max_ranks: int | None = None,
+    max_layers: int = MAX_LAYERS,
+    max_micro_batches: int = MAX_MICRO_BATCHES,
+) -> tuple[Problem, Plan]:
+    """Scale a problem and its plan down to a rehearsal.
+
+    Kept: the cluster, the stages and their order, the packing of links, and, within the limits, widths, shares and
+    routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number of
+    micro-batches (an even selection of the routes in which each worker still has work), windows (so that each worker
+    holds about as many micro-batches as before). A tensor-parallel group becomes one rank, ZeRO is left out.
+
+    Parameters
+    ----------
+    problem, plan
+        What is to be rehearsed.
+    max_ranks : int, optional
+        Most workers; stages are merged only if there are more of them, widths shrink in proportion.
+    max_layers, max_micro_batches : int
+        Limits of the small model and of a step.
+
+    Returns
+    -------
+    problem, plan
+        Runnable as they are.
+    """
+    require(max_ranks is None or max_ranks >= 1, "max_ranks", max_ranks, "a whole number >= 1")
+    require(max_layers >= 3, "max_layers", max_layers, "a whole number >= 3")
+    stages, routes = list(plan.stages), np.asarray(plan.routes)
+    windows = [window / stage.width for window, stage in zip(plan.windows, stages, strict=True)]
+    if max_ranks is not None and len(stages) > max_ranks:
+        stages, routes, windows = _merge_stages(stages, routes, windows, max_ranks)
+    widths = _shrink([stage.width for stage in stages], max_ranks)
+    kept_workers = []
+    for s, (stage, width) in enumerate(zip(stages, widths, strict=True)):
+        workers, place = _merge_workers(stage.workers, np.bincount(routes[:, s], minlength=stage.width), width)
+        kept_workers.append(workers)
+        routes = np.concatenate([routes[:, :s], place[routes[:, s]][:, None], routes[:, s + 1 :]], axis=1)
+    routes = routes[_select(routes, widths, max_micro_batches)]
+    counts = _layer_counts([stage.last_layer - stage.first_layer for stage in stages], max_layers)
+    borders = [0, *np.cumsum(counts).tolist()]
+    small_stages = tuple(
+        Stage(first_layer=borders[s], last_layer=borders[s + 1], workers=workers, recompute=stages[s].recompute)
+        for s, workers in enumerate(kept_workers)
+    )
+    micro_batch_size = min(plan.micro_batch_size, MAX_MICRO_BATCH_SIZE)
+    model = _small_model(problem.model, borders[-1] - 2)
+    batch = Batch(
+        global_batch=len(routes) * micro_batch_size,
+        seq_len=model.tokens_per_image if model.family == "vit" else min(SEQ_LEN, problem.batch.seq_len),
+        precision="fp32",
+        optimizer=problem.batch.optimizer,
+    )
+    small_plan = replace(
+        plan,
+        stages=small_stages,
+        routes=routes,
+        micro_batch_size=micro_batch_size,
+        windows=_windows(windows, widths, len(routes)),
+    )
+    return replace(problem, model=model, batch=batch), small_plan
+
+
+def _merge_stages(
+    stages: list[Stage], routes: np.ndarray, windows: list[float], count: int
+) -> tuple[list[Stage], np.ndarray, list[float]]:
+    """Join neighbouring stages to `count` of about equally many; the first one's workers hold the layers of all."""
+    groups = np.array_split(np.arange(len(stages)), count)
+    merged = [
+        replace(stages[group[0]], first_layer=stages[group[0]].first_layer, last_layer=stages[group[-1]].last_layer)
+        for group in groups
+    ]
+    first = [int(group[0]) for group in groups]
+    return merged, routes[:, first], [windows[s] for s in first]
+
+
+def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:
+    """Widths of at most `max_ranks` in all, in proportion, each at least 1 (largest remainders first)."""
+    total = sum(widths)
+    if max_ranks is None or total <= max_ranks:
+        return list(widths)
+    spare = max_ranks - len(widths)
+    wanted = [(width - 1) * spare / (total - len(widths)) for width in widths]
+    given = [int(want) for want in wanted]
+    by_remainder = sorted(range(len(widths)), key=lambda s: (given[s] - wanted[s], s))
+    for s in by_remainder[: spare - sum(given)]:
+        given[s] += 1
+    return [1 + more for more in given]
+
+
+def _merge_workers(workers: Sequence[Worker], shares: np.ndarray, width: int) -> tuple[tuple[Worker, ...], np.ndarray]:
+    """Let neighbours share one rank, that of the busiest among them; the new place of every worker."""
+    place = np.zeros(len(workers), dtype=np.int64)
+    kept = []
+    for new, group in enumerate(np.array_split(np.arange(len(workers)), width)):
+        place[group] = new
+        busiest = workers[int(group[np.argmax(shares[group])])]
+        kept.append(replace(busiest, devices=busiest.devices[:1]))
+    return tuple(kept), place
+
+
+def _select(routes: np.ndarray, widths: Sequence[int], limit: int) -> np.ndarray:
+    """Rows of the routes: `limit` at even distances, and more where a worker with work would have none."""
+    if len(routes) <= limit:
+        return np.arange(len(routes))
+    chosen = set(((np.arange(limit) + 0.5) * len(routes) / limit).astype(int).tolist())
+    for s, width in enumerate(widths):
+        for worker in range(width):
+            mine = np.flatnonzero(routes[:, s] == worker)
+            if len(mine) and not chosen.intersection(mine.tolist()):
+                chosen.add(int(mine[len(mine) // 2]))
+    return np.array(sorted(chosen))
+
+
+def _layer_counts(counts: Sequence[int], max_layers: int) -> list[int]:
+    """Layers of every stage: in proportion, at least one each, and an embedding, a block and a head in all."""
+    factor = min(1.0, max(max_layers, len(counts)) / sum(counts))
+    small = [max(1, round(count * factor)) for count in counts]
+    while sum(small) < 3:
+        small[int(np.argmax(counts))] += 1
+    return small
+
+
+def _windows(per_worker: Sequence[float], widths: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """Windows for the new widths, at most all micro-batches, never growing from stage to stage."""
+    windows = [
+        max(1, min(micro_batches, round(window * width))) for window, width in zip(per_worker, widths, strict=True)
+    ]
+    return tuple(np.maximum.accumulate(windows[::-1])[::-1].tolist())
+
+
+def _small_model(model: Model, blocks: int) -> Model:
+    """The same architecture with thin layers; a vision transformer for images of 8 x 8."""
+    small = {
+        "name": f"{model.name}-rehearsal",
+        "blocks": blocks,
+        "hidden_size": HIDDEN_SIZE,
+        "heads": HEADS,
+        "kv_heads": HEADS if model.kv_heads == model.heads else HEADS // 2,
+        "head_dim": HIDDEN_SIZE // HEADS,
+        "ffn_size": _rounded(model.ffn_size / model.hidden_size),
+        "source": f"{model.name} scaled down for a rehearsal",
+    }
+    if model.family == "vit":
+        small |= {"image_size": 8, "patch_size": 2, "channels": 1, "vocab_size": min(10, model.vocab_size)}
+        small |= {"max_seq_len": 17}
+    else:
+        small |= {"vocab_size": VOCABULARY, "max_seq_len": min(SEQ_LEN, model.max_seq_len)}
+    if model.experts:
+        small |= {
+            "experts": min(4, model.experts),
+            "experts_per_token": min(2, model.experts_per_token),
+            "expert_ffn_size": _rounded(model.expert_ffn_size / model.hidden_size),
+            "shared_experts": min(1, model.shared_experts),
+            "dense_blocks": min(model.dense_blocks, blocks),
+        }
+    return replace(model, **small)  # type: ignore[arg-type]
+
+
+def _rounded(ratio: float) -> int:
+    return max(8, 8 * round(ratio * HIDDEN_SIZE / 8))

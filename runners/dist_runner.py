@@ -1,0 +1,101 @@
+"""Run one rank of a plan: the same command on every device, with its own --rank.
+
+    python runners/dist_runner.py --plan plan.json --dist-url tcp://10.0.0.1:9000 --world-size 8 --rank 3
+
+Under torchrun the environment says where and who: `torchrun --nproc-per-node 8 runners/dist_runner.py --plan p.json`.
+GLOO_SOCKET_IFNAME names the network interface where the one towards --dist-url is not the right one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+if __package__ in (None, ""):  # run by path: this folder must not shadow other modules, and the root must be found
+    _root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(_root)
+    sys.path.insert(1, str(_root / "comm"))
+
+from polygon.domain.errors import InputError, PolygonError
+from polygon.domain.plan import Plan
+from runners.engine.arguments import Parser, add_training_options, options_from, read_run
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="dist_runner", description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--plan", type=Path, required=True, help="plan file of polygon.search")
+    parser.add_argument("--dist-url", help="tcp://HOST:PORT where rank 0 listens (default: torchrun's environment)")
+    parser.add_argument("--world-size", type=int, help="ranks in all (default: torchrun's environment)")
+    parser.add_argument("--rank", type=int, help="this one, from 0 (default: torchrun's environment)")
+    add_training_options(parser)
+    return parser
+
+
+def meeting_point(
+    dist_url: str | None, world_size: int | None, rank: int | None, environment: Mapping[str, str]
+) -> tuple[str, int, int, int]:
+    """Host, port, world size and rank, from the options or else from torchrun's environment."""
+    if dist_url is None and "MASTER_ADDR" in environment:
+        dist_url = f"tcp://{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}"
+    if dist_url is None:
+        raise InputError("--dist-url: found none, expected tcp://HOST:PORT (or torchrun's MASTER_ADDR and MASTER_PORT)")
+    parts = urlsplit(dist_url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None:
+        raise InputError(f"--dist-url: found {dist_url!r}, expected tcp://HOST:PORT")
+    numbers = {}
+    for option, variable, value in (("--world-size", "WORLD_SIZE", world_size), ("--rank", "RANK", rank)):
+        text = environment.get(variable) if value is None else str(value)
+        if text is None or not text.isdecimal():
+            raise InputError(f"{option}: found {text or 'none'}, expected a whole number (or torchrun's {variable})")
+        numbers[option] = int(text)
+    return parts.hostname, port, numbers["--world-size"], numbers["--rank"]
+
+
+def check_place(plan: Plan, world_size: int, rank: int) -> None:
+    """Require the plan's world size and a rank in it."""
+    if world_size != plan.world_size:
+        raise InputError(f"--world-size: found {world_size}, expected {plan.world_size}, the ranks of the plan")
+    if rank >= world_size:
+        raise InputError(f"--rank: found {rank}, expected 0..{world_size - 1}")
+
+
+def print_progress(result: dict[str, Any]) -> None:
+    """One line a step."""
+    loss, norm, rate = result["loss"], result["gradient_norm"], result["tokens_per_s"]
+    print(f"step {result['step']:5d}  loss {loss:.4f}  norm {norm:.3f}  {rate:,.0f} tokens/s", file=sys.stderr)  # noqa: T201
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; the exit code: 0 fine, 1 a peer was lost, 2 bad input."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        options = options_from(arguments)
+        problem, plan = read_run(arguments)
+        host, port, world_size, rank = meeting_point(
+            arguments.dist_url, arguments.world_size, arguments.rank, os.environ
+        )
+        check_place(plan, world_size, rank)
+        from runners.engine.training import train
+
+        train(problem, plan, rank, host, port, options, print_progress if rank == 0 else lambda result: None)
+    except PolygonError as error:
+        print(f"dist_runner: {error}", file=sys.stderr)  # noqa: T201
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # After a lost peer the network threads of the process may never end by themselves.
+    os._exit(code)

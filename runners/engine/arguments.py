@@ -1,0 +1,93 @@
+"""Command-line options that every program that trains has in common. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from polygon.domain.errors import InputError
+from polygon.domain.plan import Plan, Problem
+from polygon.files import read_plan
+from polygon.planning.rehearsal import rehearsal_problem
+from runners.engine.options import Options
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong option as one line on stderr and exits 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the plan's preparation and of training."""
+    default = Options()
+    rehearsal = parser.add_argument_group("rehearsal")
+    rehearsal.add_argument(
+        "--rehearse", action="store_true", help="run the plan's shape with a model that fits one machine"
+    )
+    rehearsal.add_argument("--max-ranks", type=int, help="most ranks of a rehearsal (default: as many as the plan has)")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
+    training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
+    training.add_argument(
+        "--warmup-steps", type=int, default=default.warmup_steps, help="linear warm-up (default none)"
+    )
+    training.add_argument("--weight-decay", type=float, default=default.weight_decay, help="default %(default)s")
+    training.add_argument(
+        "--clip-norm", type=float, default=default.clip_norm, help="of the whole model's gradient; 0: none"
+    )
+    training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
+    training.add_argument(
+        "--data", type=Path, help="text, .npy of tokens, or .npz of images and classes (default: English prose)"
+    )
+    training.add_argument("--device", default=default.device, help="auto, cpu or cuda (default auto)")
+    training.add_argument(
+        "--timeout",
+        type=float,
+        default=default.timeout_s,
+        metavar="SECONDS",
+        help="of one message (default %(default)g)",
+    )
+    training.add_argument(
+        "--lookahead", type=int, default=default.lookahead, help="receives posted ahead (default %(default)s)"
+    )
+    training.add_argument(
+        "--traced-steps", type=int, default=default.traced_steps, help="steps in the trace (default %(default)s)"
+    )
+    training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """The choices of a run; raises `InputError` on one that is not allowed."""
+    rate = arguments.learning_rate
+    return Options(
+        steps=arguments.steps,
+        learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
+        warmup_steps=arguments.warmup_steps,
+        weight_decay=arguments.weight_decay,
+        clip_norm=arguments.clip_norm or None,
+        seed=arguments.seed,
+        data=arguments.data,
+        timeout_s=arguments.timeout,
+        lookahead=arguments.lookahead,
+        traced_steps=arguments.traced_steps,
+        device=arguments.device,
+        log_dir=arguments.log_dir or default_log_dir(arguments.plan),
+    )
+
+
+def default_log_dir(plan: Path) -> Path:
+    """A directory for this run, below the current one."""
+    return Path("out") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:
+    """Problem and plan to be run: those of the file, or their rehearsal."""
+    problem, plan, _ = read_plan(arguments.plan)
+    if arguments.max_ranks is not None and not arguments.rehearse:
+        raise InputError("--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)")
+    if arguments.rehearse:
+        return rehearsal_problem(problem, plan, max_ranks=arguments.max_ranks)
+    return problem, plan

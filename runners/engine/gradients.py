@@ -1,0 +1,118 @@
+"""Weight gradients in flat vectors, summed over the stage's workers while backward still runs.
+
+A bucket is the gradients of one layer; ``parameter.grad`` is a view into it, so what is summed is what the optimizer
+uses. A bucket goes to the summing thread when the worker's last micro-batch of the step has passed its layer, and
+buckets go in one fixed order, so that all members sum the same ones at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from polygon_comm.reduction import SumGroup
+from torch import nn
+
+from runners.engine.log import RunLog
+
+T = TypeVar("T")
+
+
+class Bucket:
+    """Gradients of some parameters in one vector."""
+
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], group: SumGroup) -> None:
+        self.name, self.group = name, group
+        self.parameters = dict(parameters)
+        first = next(iter(self.parameters.values()))
+        total = sum(parameter.numel() for parameter in self.parameters.values())
+        self.vector = torch.zeros(total, dtype=torch.float32, device=first.device)
+        self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
+        start = 0
+        for parameter in self.parameters.values():
+            parameter.grad = self.vector[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+        self.missing = 0
+
+    def sum_(self, dtype: torch.dtype) -> None:
+        """Sum over the group, in the given number format."""
+        if dtype == self.vector.dtype:
+            self.group.sum_(self.vector, self.name, self.shapes)
+            return
+        narrow = self.vector.to(dtype)
+        self.group.sum_(narrow, self.name, self.shapes)
+        self.vector.copy_(narrow)
+
+
+class Reducer:
+    """Sums buckets in their order, in a thread of its own.
+
+    Parameters
+    ----------
+    buckets : sequence of Bucket
+        In the order in which backward completes them, groups that other stages share last.
+    dtype : torch.dtype
+        In which gradients travel.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype, log: RunLog) -> None:
+        self.buckets, self._dtype, self._log = list(buckets), dtype, log
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
+        self._sums: list[Future[None]] = []
+        self._next = 0
+        self._armed = False
+        for bucket in self.buckets:
+            for parameter in bucket.parameters.values():
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+        def done(_: torch.Tensor) -> None:
+            if self._armed:
+                bucket.missing -= 1
+                self._submit_ready()
+
+        return done
+
+    def arm(self) -> None:
+        """From now on every gradient that is accumulated is its last one of the step."""
+        self._armed = True
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Hand over the buckets that did not come by themselves (a worker without micro-batches has none)."""
+        for bucket in self.buckets:
+            bucket.missing = 0
+        self._submit_ready()
+        self._armed, self._next = False, 0
+
+    def _submit_ready(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+            bucket = self.buckets[self._next]
+            self._next += 1
+            self._sums.append(self._thread.submit(self._sum, bucket))
+
+    def _sum(self, bucket: Bucket) -> None:
+        with self._log.interval("reduce", f"reduce {bucket.name}"):
+            bucket.sum_(self._dtype)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Do something after the sums handed over so far."""
+        return self._thread.submit(job)
+
+    def wait(self) -> None:
+        """Return when the sums handed over are done; raise what went wrong in them."""
+        for future in self._sums:
+            future.result()
+        self._sums.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def zero(self) -> None:
+        """Set all gradients to zero."""
+        for bucket in self.buckets:
+            bucket.vector.zero_()

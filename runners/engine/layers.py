@@ -1,0 +1,214 @@
+"""The layers of a model as torch modules, named and initialised independently of any plan.
+
+Layer 0 is the embedding, 1..L the blocks, L+1 the head with the loss (as in `polygon.domain.model`). Every layer draws
+its first weights from a generator of its own, so that a layer starts the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from polygon.domain.errors import require
+from polygon.domain.model import Model
+
+TIED_WEIGHT = "embedding.tokens.weight"
+TIED_COPY = "head.output.weight"
+
+
+def layer_name(model: Model, layer: int) -> str:
+    """Name of a layer in the full model: the prefix of its parameters' names in checkpoints."""
+    kind = model.layer_kind(layer)
+    return kind if kind in ("embedding", "head") else f"blocks.{layer - 1}"
+
+
+def _norm(model: Model) -> nn.Module:
+    return nn.RMSNorm(model.hidden_size, eps=1e-6) if model.rms_norm else nn.LayerNorm(model.hidden_size)
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids (batch, tokens) to vectors, with learned positions where the model has them."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.positions = nn.Embedding(model.max_seq_len, model.hidden_size) if model.learned_positions else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        return x if self.positions is None else x + self.positions.weight[: ids.shape[1]]
+
+
+class ImageEmbedding(nn.Module):
+    """Images (batch, channels, side, side) to vectors of patches, after a class token."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.patch_size = model.patch_size
+        self.patches = nn.Linear(model.channels * model.patch_size**2, model.hidden_size)
+        self.class_token = nn.Parameter(torch.empty(model.hidden_size))
+        self.positions = nn.Embedding(model.tokens_per_image, model.hidden_size)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        patches = functional.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
+        x = self.patches(patches)
+        return torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1) + self.positions.weight
+
+
+def rotate(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
+    """Rotary positions on (batch, heads, tokens, head_dim), in the half-split convention of Llama."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    low, high = x[..., :half], x[..., half : 2 * half]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, causal where the model is, with fewer key and value heads where it has them."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
+        q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.query = nn.Linear(model.hidden_size, q, bias=model.qkv_bias)
+        self.key = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.value = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.output = nn.Linear(q, model.hidden_size, bias=model.linear_bias)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        if k.shape[1] != q.shape[1]:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two layers with GELU, or three with a SiLU gate."""
+
+    def __init__(self, model: Model, ffn_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
+        self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
+        self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(functional.gelu(self.up(x), approximate="tanh"))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Routed experts: each token goes to its best few, weighted by a softmax over those; shared ones see all."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.per_token = model.experts_per_token
+        self.router = nn.Linear(model.hidden_size, model.experts, bias=False)
+        self.experts = nn.ModuleList(Mlp(model, model.expert_ffn_size) for _ in range(model.experts))
+        self.shared = nn.ModuleList(Mlp(model, model.expert_ffn_size) for _ in range(model.shared_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        scores, chosen = self.router(rows).topk(self.per_token, dim=-1)
+        weights = scores.float().softmax(-1).to(x.dtype)
+        # Every expert enters the graph, also without tokens, so that each parameter gets a gradient.
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            out = out.index_add(0, row, (expert(rows[row]) * weights[row, slot, None]).to(out.dtype))
+        for expert in self.shared:
+            out = out + expert(rows)
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(model)
+        self.attention = Attention(model)
+        self.mlp_norm = _norm(model)
+        self.mlp = Experts(model) if model.layer_kind(layer) == "moe" else Mlp(model, model.ffn_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Head(nn.Module):
+    """Final norm, output projection and the cross-entropy summed over the targets."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.pooled = model.family == "vit"
+        self.norm = _norm(model)
+        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x[:, 0] if self.pooled else x)
+        logits = self.output(x).float()
+        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def _generator(seed: int, layer: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
+
+
+def _initialise(module: nn.Module, model: Model, layer: int, seed: int) -> None:
+    """GPT-2's initialisation: normal(0, 0.02), residual outputs narrower by sqrt(2 blocks), norms one, biases zero."""
+    generator = _generator(seed, layer)
+    for name, parameter in module.named_parameters():
+        if name == "output.weight" and model.layer_kind(layer) == "head" and model.tied_embeddings:
+            # The copy of the token embedding: the first numbers that layer 0 draws.
+            drawn = torch.randn(parameter.shape, generator=_generator(seed, 0)) * 0.02
+        elif name.endswith("bias"):
+            drawn = torch.zeros(parameter.shape)
+        elif name.rpartition(".")[0].endswith("norm"):
+            drawn = torch.ones(parameter.shape)
+        else:
+            narrow = name.endswith(("attention.output.weight", "down.weight"))
+            std = 0.02 / math.sqrt(2 * model.blocks) if narrow else 0.02
+            drawn = torch.randn(parameter.shape, generator=generator) * std
+        with torch.no_grad():
+            parameter.copy_(drawn)
+
+
+def build_layer(model: Model, layer: int, seed: int, device: torch.device | None = None) -> nn.Module:
+    """One layer with its first weights (fp32)."""
+    require(0 <= layer < model.layers, "layer", layer, f"0..{model.layers - 1}")
+    kind = model.layer_kind(layer)
+    with torch.device("meta"):
+        if kind == "embedding":
+            module: nn.Module = ImageEmbedding(model) if model.family == "vit" else TokenEmbedding(model)
+        elif kind == "head":
+            module = Head(model)
+        else:
+            module = Block(model, layer)
+    module.to_empty(device=device or torch.device("cpu"))
+    _initialise(module, model, layer, seed)
+    return module
+
+
+def build_layers(model: Model, layers: Iterable[int], seed: int, device: torch.device | None = None) -> nn.ModuleDict:
+    """Layers by their number (as text); a tied head that is here together with the embedding shares its weight."""
+    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device) for layer in layers})
+    first, last = "0", str(model.layers - 1)
+    if model.tied_embeddings and model.family != "vit" and first in built and last in built:
+        head, embedding = built[last], built[first]
+        assert isinstance(head, Head) and isinstance(embedding, TokenEmbedding)
+        head.output.weight = embedding.tokens.weight
+    return built

@@ -1,0 +1,129 @@
+"""Which rank does what under a plan: neighbours, tags, groups that sum. Pure functions of problem and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from polygon_comm.reduction import TAGS_PER_GROUP, Members, members_of
+
+from polygon.domain.errors import InputError
+from polygon.domain.plan import COMPRESSIONS, Plan, Problem
+
+STEPS_IN_FLIGHT = 2
+"""Messages of this many consecutive steps may be under way at once; their tags differ."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A plan as its ranks see it."""
+
+    problem: Problem
+    plan: Plan
+
+    @cached_property
+    def region_of(self) -> dict[int, int]:
+        """Region (by number) of every rank."""
+        pools = self.problem.cluster.pools
+        return {
+            self.plan.device_ranks[device]: pools[worker.pool].region
+            for stage in self.plan.stages
+            for worker in stage.workers
+            for device in worker.devices
+        }
+
+    def region_name(self, rank: int) -> str:
+        """Name of the region that a rank is in."""
+        return self.problem.cluster.regions[self.region_of[rank]].name
+
+    def describe(self, rank: int) -> str:
+        """A rank for people: its stage, worker and region."""
+        stage, worker, _ = self.plan.rank_places[rank]
+        return f"rank {rank} (stage {stage}, worker {worker}, region {self.region_name(rank)})"
+
+    def rank(self, stage: int, worker: int) -> int:
+        """First rank of a worker."""
+        return self.plan.device_ranks[self.plan.stages[stage].workers[worker].devices[0]]
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """First rank of every worker of a stage."""
+        return [self.rank(stage, worker) for worker in range(self.plan.stages[stage].width)]
+
+    def peer(self, micro_batch: int, stage: int) -> int:
+        """Rank that computes a micro-batch in a stage."""
+        return self.rank(stage, int(self.plan.routes[micro_batch, stage]))
+
+    def tag(self, step: int, kind: str, micro_batch: int) -> int:
+        """Of the message that lets the action (F or B) of a micro-batch start."""
+        return ((step % STEPS_IN_FLIGHT) * 2 + (kind == "B")) * self.plan.micro_batches + micro_batch
+
+    @property
+    def tied_apart(self) -> bool:
+        """Whether the head has a copy of the embedding's weight on another stage."""
+        model = self.problem.model
+        return model.tied_embeddings and model.family != "vit" and len(self.plan.stages) > 1
+
+    def _codec(self, ranks: Iterable[int]) -> str:
+        """Packing of weight gradients between the regions of these ranks: the strongest named for any pair.
+
+        One packing for all pairs, because every leader must add up the same numbers.
+        """
+        regions = sorted({self.region_of[rank] for rank in ranks})
+        names = [self.plan.link_use(a, b).weight_gradients for a in regions for b in regions if a != b]
+        return max(names, key=COMPRESSIONS.index, default="none")
+
+    @cached_property
+    def groups(self) -> dict[str, Members]:
+        """All groups that sum: `stage-<s>`, `tied` (embedding and its copy) and `all` (loss and gradient norm)."""
+        ranks = {f"stage-{s}": self.stage_ranks(s) for s in range(len(self.plan.stages))}
+        if self.tied_apart:
+            ranks["tied"] = self.stage_ranks(0) + self.stage_ranks(len(self.plan.stages) - 1)
+        first_tag = 2 * STEPS_IN_FLIGHT * self.plan.micro_batches
+        groups = {
+            name: members_of(name, members, self.region_of, self._codec(members), first_tag + place * TAGS_PER_GROUP)
+            for place, (name, members) in enumerate(ranks.items())
+        }
+        last_tag = first_tag + len(groups) * TAGS_PER_GROUP
+        groups["all"] = members_of("all", list(range(self.plan.world_size)), self.region_of, "none", last_tag)
+        return groups
+
+    def groups_of(self, rank: int) -> dict[str, Members]:
+        """The groups that a rank is in, in the same order on every rank."""
+        return {name: members for name, members in self.groups.items() if rank in members.ranks}
+
+    def streams(self, rank: int) -> dict[int, int]:
+        """Every rank that `rank` exchanges messages with, and over how many TCP streams."""
+        stage, worker, _ = self.plan.rank_places[rank]
+        peers: set[int] = set()
+        for m in (self.plan.routes[:, stage] == worker).nonzero()[0]:
+            peers |= {self.peer(int(m), s) for s in (stage - 1, stage + 1) if 0 <= s < len(self.plan.stages)}
+        for members in self.groups_of(rank).values():
+            peers |= {b if a == rank else a for a, b in members.leader_pairs() if rank in (a, b)}
+        here = self.region_of[rank]
+        return {
+            peer: max(
+                self.plan.link_use(here, self.region_of[peer]).streams,
+                self.plan.link_use(self.region_of[peer], here).streams,
+            )
+            for peer in sorted(peers)
+        }
+
+
+def check_runnable(problem: Problem, plan: Plan) -> None:
+    """Require what the runner can execute; `InputError` says what it cannot."""
+    for s, stage in enumerate(plan.stages):
+        for w, worker in enumerate(stage.workers):
+            if worker.tp != 1:
+                raise InputError(
+                    f"plan.stages[{s}].workers[{w}]: found a tensor-parallel group of {worker.tp} devices, "
+                    "expected 1 (--rehearse runs such a plan with one rank a group)"
+                )
+    for use in plan.links:
+        for kind in ("activations", "activation_gradients"):
+            if getattr(use, kind) == "powersgd":
+                raise InputError(f"plan.links: found {kind} 'powersgd', expected another packing (it is for weights)")
+    if plan.reduction != "all-reduce":
+        raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce'")
+    if plan.local_steps != 1:
+        raise InputError(f"plan.local_steps: found {plan.local_steps}, expected 1")

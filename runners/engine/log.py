@@ -1,0 +1,67 @@
+"""What a rank writes while it trains: one JSON object a line, times in seconds since the epoch.
+
+Types of line: `run` (once), `step` (every step), `order` (actions of a step as executed), `event` (an interval, for the
+trace; only during the traced steps), `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, TextIO
+
+
+class RunLog:
+    """JSONL of one rank; usable from several threads."""
+
+    def __init__(self, path: Path | None, traced_steps: int = 8) -> None:
+        self.traced_steps = traced_steps
+        self.step = 0
+        self.seconds: dict[str, float] = {}
+        """Seconds spent by kind of interval since the last `take_seconds`."""
+        self._lock = Lock()
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+
+    def write(self, type_: str, **fields: Any) -> None:
+        """Write one line."""
+        if self._file is not None:
+            with self._lock:
+                self._file.write(json.dumps({"type": type_, **fields}) + "\n")
+                if type_ != "event":
+                    self._file.flush()
+
+    @contextmanager
+    def interval(self, kind: str, name: str) -> Iterator[None]:
+        """Time what happens inside as an interval of a kind (compute, wait, reduce, update)."""
+        step, start_s = self.step, time.time()
+        try:
+            yield
+        finally:
+            self.add(kind, name, start_s, time.time(), step)
+
+    def add(self, kind: str, name: str, start_s: float, end_s: float, step: int) -> None:
+        """Note an interval that has passed."""
+        with self._lock:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + end_s - start_s
+        if step < self.traced_steps:
+            self.write("event", kind=kind, name=name, start_s=start_s, end_s=end_s, step=step)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by kind since the last call."""
+        with self._lock:
+            seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        if self._file is not None:
+            with self._lock:
+                self._file.close()
+                self._file = None

@@ -1,0 +1,44 @@
+"""How to train, beside what the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from polygon.domain.errors import require, require_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Choices of one run. All ranks must make the same ones, save device and log directory."""
+
+    steps: int = 100
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    """Largest norm of the whole model's gradient; None: not clipped."""
+    seed: int = 0
+    data: Path | None = None
+    timeout_s: float = 300.0
+    """How long one message may take before its peer counts as lost."""
+    lookahead: int = 16
+    """Receives posted ahead of the action that needs the first of them."""
+    traced_steps: int = 8
+    device: str = "auto"
+    log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
+        require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
+        require(self.lookahead >= 1, "--lookahead", self.lookahead, "a whole number >= 1")
+        require_number(self.learning_rate, "--learning-rate", above=0)
+        require_number(self.weight_decay, "--weight-decay", at_least=0)
+        require_number(self.timeout_s, "--timeout", above=0)
+        if self.clip_norm is not None:
+            require_number(self.clip_norm, "--clip-norm", above=0)
+        require(self.device in ("auto", "cpu", "cuda"), "--device", self.device, "auto, cpu or cuda")
+
+    def shared(self) -> dict[str, object]:
+        """The choices that must be the same on all ranks."""
+        return {key: str(value) for key, value in asdict(self).items() if key not in ("device", "log_dir", "data")}

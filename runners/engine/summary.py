@@ -1,0 +1,125 @@
+"""What a run's logs add up to: losses, speed, traffic, order, trace file. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from polygon.domain.plan import Plan, Problem
+from polygon.domain.schedule import worker_order
+from polygon.export.chrome_trace import Interval, chrome_trace
+from polygon.files import write_json
+
+TRACE_FILE = "trace.json"
+RUN_FILE = "run.jsonl"
+
+
+def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """What a rank wrote; a last line cut short by a kill is left out."""
+    path = directory / f"rank-{rank}.jsonl"
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def intervals(plan: Plan, directory: Path) -> Iterator[Interval]:
+    """The timeline of the traced steps."""
+    for rank, (stage, worker, _) in plan.rank_places.items():
+        for line in log_lines(directory, rank):
+            if line["type"] == "event":
+                yield Interval(
+                    stage=stage,
+                    worker=worker,
+                    **{key: line[key] for key in ("kind", "name", "start_s", "end_s", "step")},
+                )
+
+
+def write_trace(problem: Problem, plan: Plan, directory: Path) -> Path:
+    """Write the measured timeline as a Chrome trace; where it is."""
+    pools, regions = problem.cluster.pools, problem.cluster.regions
+    names = {
+        (s, w): f"rank {plan.device_ranks[worker.devices[0]]} · {pools[worker.pool].device.name} · "
+        f"{regions[pools[worker.pool].region].name}"
+        for s, stage in enumerate(plan.stages)
+        for w, worker in enumerate(stage.workers)
+    }
+    stages = {
+        s: f"stage {s} · layers {stage.first_layer}..{stage.last_layer - 1}" for s, stage in enumerate(plan.stages)
+    }
+    path = directory / TRACE_FILE
+    write_json(path, chrome_trace(intervals(plan, directory), names, stages, "measured"))
+    return path
+
+
+def orders_differ(plan: Plan, directory: Path) -> list[int]:
+    """Ranks that did not execute, in some step, exactly the schedule's actions in the schedule's order."""
+    wrong = []
+    for rank, (stage, worker, _) in plan.rank_places.items():
+        expected = " ".join(map(str, worker_order(plan, stage, worker)))
+        orders = [line["actions"] for line in log_lines(directory, rank) if line["type"] == "order"]
+        if not orders or any(order != expected for order in orders):
+            wrong.append(rank)
+    return wrong
+
+
+def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
+    """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`."""
+    pools = problem.cluster.pools
+    regions = {
+        plan.device_ranks[worker.devices[0]]: pools[worker.pool].region
+        for stage in plan.stages
+        for worker in stage.workers
+    }
+    steps: list[dict[str, Any]] = []
+    far_bytes: list[int] = []
+    for rank in range(plan.world_size):
+        for line in log_lines(directory, rank):
+            if line["type"] != "step":
+                continue
+            if rank == 0:
+                steps.append({key: line[key] for key in ("step", "loss", "gradient_norm", "seconds", "tokens_per_s")})
+                far_bytes.append(0)
+            crossing = [n for peer, n in line["sent_bytes"].items() if regions[int(peer)] != regions[rank]]
+            far_bytes[line["step"] - steps[0]["step"]] += sum(crossing)
+    path = directory / RUN_FILE
+    lines = [step | {"cross_region_bytes": n} for step, n in zip(steps, far_bytes, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    # The first step opens connections and warms caches.
+    steady = steps[1:] or steps
+    step_s = sorted(step["seconds"] for step in steady)[len(steady) // 2]
+    last = steps[-5:]
+    return {
+        "steps": len(steps),
+        "first_loss": steps[0]["loss"],
+        "last_loss": sum(step["loss"] for step in last) / len(last),
+        "median_step_s": step_s,
+        "tokens_per_s": problem.batch.tokens / step_s,
+        "cross_region_bytes_per_step": far_bytes[-1],
+        "order_differs_on_ranks": orders_differ(plan, directory),
+        "log": str(path),
+        "trace": str(directory / TRACE_FILE),
+    }
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The figures for people."""
+    wrong = summary["order_differs_on_ranks"]
+    order = f"differs from the plan's on ranks {wrong}" if wrong else "the plan's on every rank"
+    return "\n".join(
+        (
+            f"loss            {summary['first_loss']:.4f} -> {summary['last_loss']:.4f} (mean of the last steps) "
+            f"in {summary['steps']} steps",
+            f"step            {summary['median_step_s'] * 1e3:,.1f} ms (median), "
+            f"{summary['tokens_per_s']:,.0f} tokens/s",
+            f"across regions  {summary['cross_region_bytes_per_step'] / 1e6:,.3f} MB a step",
+            f"executed order  {order}",
+            f"wall time       {summary['wall_s']:.1f} s",
+            f"log             {summary['log']}",
+            f"trace           {summary['trace']} (ui.perfetto.dev)",
+        )
+    )

@@ -1,0 +1,198 @@
+"""One worker of a stage: executes its actions of a step, in the plan's order.
+
+The order is `polygon.domain.schedule.worker_order`, the list that the planner simulates. Receives are posted some
+actions ahead, over the border of the step too; sends are not waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from polygon_comm.compression import Codec, make_codec
+from polygon_comm.reduction import SumGroup
+from polygon_comm.transport import Receipt, Sending, Wires
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from polygon.domain.schedule import Action, worker_order
+from runners.engine.data import Samples
+from runners.engine.gradients import Bucket, Reducer
+from runners.engine.layers import TIED_COPY, TIED_WEIGHT, build_layers, layer_name
+from runners.engine.layout import Layout
+from runners.engine.log import RunLog
+from runners.engine.options import Options
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+class StageWorker:
+    """The layers of a stage on one rank, and what is under way between it and its neighbours."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        wires: Wires,
+        sums: dict[str, SumGroup],
+        samples: Samples,
+        options: Options,
+        log: RunLog,
+    ) -> None:
+        self.layout, self.rank, self.wires, self.samples, self.log = layout, rank, wires, samples, log
+        self.plan, model, batch = layout.plan, layout.problem.model, layout.problem.batch
+        self.stage, self.worker, _ = self.plan.rank_places[rank]
+        self.is_first, self.is_last = self.stage == 0, self.stage == len(self.plan.stages) - 1
+        self.actions = worker_order(self.plan, self.stage, self.worker)
+        self.executed: list[Action] = []
+        self.dtype = COMPUTE_DTYPE[batch.precision]
+        stage = self.plan.stages[self.stage]
+        self.layers = build_layers(model, range(stage.first_layer, stage.last_layer), options.seed, wires.device)
+        self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
+        self.loss_scale = 1.0 / (self.global_batch * (1 if model.family == "vit" else batch.seq_len))
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
+        self._shape = (self.plan.micro_batch_size, batch.seq_len, model.hidden_size)
+        self._recompute = stage.recompute != "none"
+        self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._sendings: deque[tuple[int, Sending]] = deque()
+        self._posted: dict[tuple[int, Action], Receipt] = {}
+        self._ahead = self._receives(options.steps)
+        self._lookahead = options.lookahead
+        self.reducer = Reducer(self._buckets(sums), _gradient_dtype(batch.gradient_precision), log)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The stage's parameters under their names in the full model; one that two layers share is named once."""
+        model = self.layout.problem.model
+        named: dict[str, nn.Parameter] = {}
+        for layer, module in self.layers.items():
+            for name, parameter in module.named_parameters():
+                if not any(parameter is known for known in named.values()):
+                    named[f"{layer_name(model, int(layer))}.{name}"] = parameter
+        return named
+
+    def _buckets(self, sums: dict[str, SumGroup]) -> list[Bucket]:
+        """One a layer, last layer first, then the weight that first and last stage share."""
+        model, own = self.layout.problem.model, sums[f"stage-{self.stage}"]
+        named, buckets = self.parameters(), []
+        tied: list[nn.Parameter] = []
+        if self.layout.tied_apart:
+            tied = [named.pop(name) for name in (TIED_WEIGHT, TIED_COPY) if name in named]
+        for layer in reversed(list(self.layers)):
+            prefix = layer_name(model, int(layer))
+            parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
+            if parameters:
+                buckets.append(Bucket(prefix, parameters, own))
+        if tied:
+            buckets.append(Bucket("tied", {TIED_WEIGHT: tied[0]}, sums["tied"]))
+        return buckets
+
+    def _receives(self, steps: int) -> Iterator[tuple[int, Action]]:
+        for step in range(steps):
+            for action in self.actions:
+                if not (self.is_first if action.kind == "F" else self.is_last):
+                    yield step, action
+
+    def _peer(self, action: Action) -> int:
+        """Who sends what this action needs; the other way round, who needs what the opposite action makes."""
+        return self.layout.peer(action.micro_batch, self.stage + (-1 if action.kind == "F" else 1))
+
+    def _codec(self, source: int, target: int, kind: str) -> Codec:
+        use = self.plan.link_use(self.layout.region_of[source], self.layout.region_of[target])
+        return make_codec(use.activations if kind == "F" else use.activation_gradients)
+
+    def _post_ahead(self) -> None:
+        while len(self._posted) < self._lookahead and (wanted := next(self._ahead, None)) is not None:
+            step, action = wanted
+            peer = self._peer(action)
+            n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(_elements(self._shape), self.dtype)
+            tag = self.layout.tag(step, action.kind, action.micro_batch)
+            self._posted[wanted] = self.wires.post_receive(peer, tag, n_bytes)
+
+    def _receive(self, step: int, action: Action) -> torch.Tensor:
+        with self.log.interval("wait", f"recv {action}"):
+            payload = self._posted.pop((step, action)).wait()
+        codec = self._codec(self._peer(action), self.rank, action.kind)
+        return codec.decompress(payload, self._shape, self.dtype)
+
+    def _send(self, step: int, kind: str, micro_batch: int, tensor: torch.Tensor) -> None:
+        """Send what lets the action of that kind start on the neighbouring stage."""
+        peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1))
+        with self.log.interval("send", f"send {kind}{micro_batch}"):
+            payload = self._codec(self.rank, peer, kind).compress(tensor)
+            self._sendings.append((step, self.wires.send(peer, self.layout.tag(step, kind, micro_batch), payload)))
+
+    def _numbers(self, step: int, micro_batch: int) -> range:
+        size = self.plan.micro_batch_size
+        first = step * self.global_batch + micro_batch * size
+        return range(first, first + size)
+
+    def _precision(self) -> AbstractContextManager:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.wires.device.type, dtype=self.dtype)
+
+    def _forward(self, step: int, micro_batch: int) -> None:
+        device, inputs = self.wires.device, None
+        if not self.is_first:
+            inputs = self._receive(step, Action("F", micro_batch)).requires_grad_()
+        with self.log.interval("compute", f"F{micro_batch}"), self._precision():
+            x = self.samples.batch(self._numbers(step, micro_batch))[0].to(device) if inputs is None else inputs
+            for layer, module in self.layers.items():
+                if int(layer) == self.layout.problem.model.layers - 1:
+                    x = module(x, self.samples.batch(self._numbers(step, micro_batch))[1].to(device))
+                elif self._recompute and layer != "0":
+                    x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
+                else:
+                    x = module(x).to(self.dtype)
+            if self.is_last:
+                self.loss_sum += x.detach()
+        if not self.is_last:
+            self._send(step, "F", micro_batch, x)
+        self._held[micro_batch] = (inputs, x)
+
+    def _backward(self, step: int, micro_batch: int) -> None:
+        gradient = None if self.is_last else self._receive(step, Action("B", micro_batch))
+        inputs, output = self._held.pop(micro_batch)
+        with self.log.interval("compute", f"B{micro_batch}"):
+            if gradient is None:
+                (output * self.loss_scale).backward()
+            else:
+                output.backward(gradient)
+        if inputs is not None:
+            assert inputs.grad is not None
+            self._send(step, "B", micro_batch, inputs.grad)
+
+    def run_schedule(self, step: int) -> None:
+        """Forward and backward of all micro-batches of this worker; sums of finished layers start on the way."""
+        self.loss_sum.zero_()
+        self.executed = []
+        last = self.actions[-1] if self.actions else None
+        for action in self.actions:
+            self._post_ahead()
+            if action == last:
+                self.reducer.arm()
+            self.executed.append(action)
+            (self._forward if action.kind == "F" else self._backward)(step, action.micro_batch)
+        self._post_ahead()
+        self.reducer.finish()
+
+    def finish_sends(self, before_step: int) -> None:
+        """Wait for the messages of earlier steps.
+
+        Those of the step before the current one never wait for anything that comes after: no circle can form.
+        """
+        while self._sendings and self._sendings[0][0] < before_step:
+            self._sendings.popleft()[1].wait()
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _gradient_dtype(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

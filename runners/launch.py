@@ -1,0 +1,250 @@
+"""Run all ranks of a plan on this machine, say what they do, and stop all when one fails.
+
+    python -m runners.launch plan.json --rehearse --max-ranks 8 --steps 50
+
+Ranks are forked from a process that has torch imported, so that eight of them start in a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+if __package__ in (None, ""):
+    _root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(_root)
+    sys.path.insert(1, str(_root / "comm"))
+
+from polygon.domain.errors import InputError, PolygonError
+from polygon.domain.plan import Plan, Problem
+from runners.engine.arguments import Parser, add_training_options, options_from, read_run
+from runners.engine.options import Options
+
+PR_SET_PDEATHSIG = 1
+GRACE_S = 5.0
+"""How long ranks have to end by themselves after SIGTERM."""
+
+
+def say(text: str) -> None:
+    """Talk goes to stderr."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@dataclass
+class Rank:
+    """A rank as the launcher sees it."""
+
+    number: int
+    pid: int
+    pipe: int
+    text: bytes = b""
+    last_line: str = ""
+    status: int | None = None
+
+    def outcome(self) -> str:
+        """How it ended."""
+        assert self.status is not None
+        if os.WIFSIGNALED(self.status):
+            return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
+        return f"exit {os.WEXITSTATUS(self.status)}: {self.last_line}"
+
+    def severity(self) -> int:
+        """Which of several failures is the cause: a killed rank before bad input before a lost peer."""
+        assert self.status is not None
+        if os.WIFSIGNALED(self.status):
+            return 0
+        return {2: 1, 1: 3}.get(os.WEXITSTATUS(self.status), 2)
+
+
+@dataclass
+class Launcher:
+    """Starts ranks, passes on what they print, and ends all when one fails."""
+
+    problem: Problem
+    plan: Plan
+    options: Options
+    ranks: list[Rank] = field(default_factory=list)
+    interrupted: int = 0
+    interruptions: int = 0
+
+    def start(self) -> None:
+        """Fork all ranks."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        os.set_inheritable(listener.fileno(), True)
+        port = listener.getsockname()[1]
+        for number in range(self.plan.world_size):
+            out, into = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(out)
+                self._be_rank(number, port, listener if number == 0 else None, into)
+            os.close(into)
+            self.ranks.append(Rank(number=number, pid=pid, pipe=out))
+        listener.close()
+
+    def _be_rank(self, number: int, port: int, listener: socket.socket | None, into: int) -> NoReturn:
+        """What a forked child does; never returns."""
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # Ctrl-C reaches the whole terminal group; the launcher alone decides what it means.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.dup2(into, 1)
+            os.dup2(into, 2)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            import torch
+
+            from runners.dist_runner import print_progress
+            from runners.engine.training import train
+
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            fd = None if listener is None else listener.detach()
+            report = print_progress if number == 0 else (lambda result: None)
+            train(self.problem, self.plan, number, "127.0.0.1", port, self.options, report, listen_fd=fd)
+            code = 0
+        except PolygonError as error:
+            say(str(error))
+            code = 2 if isinstance(error, InputError) else 1
+        except BaseException:  # noqa: BLE001 - a bug in a rank is shown whole, then the rank ends
+            import traceback
+
+            traceback.print_exc()
+            code = 3
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def watch(self) -> Rank | None:
+        """Pass on output until all ranks have ended; the rank that failed first, if any."""
+        selector = selectors.DefaultSelector()
+        for rank in self.ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        guilty: Rank | None = None
+        deadline = float("inf")
+        while any(rank.status is None for rank in self.ranks):
+            for key, _ in selector.select(timeout=0.05):
+                self._read(selector, key.data)
+            ended = self._reap()
+            failed = [rank for rank in ended if rank.status != 0]
+            if failed and guilty is None and not self.interrupted:
+                guilty = min(failed, key=Rank.severity)
+            if (guilty is not None or self.interrupted) and deadline == float("inf"):
+                deadline = time.monotonic() + GRACE_S
+                self._signal_all(signal.SIGTERM)
+            if time.monotonic() > deadline or self.interruptions > 1:
+                self._signal_all(signal.SIGKILL)
+        for rank in self.ranks:
+            if rank.pipe in selector.get_map():
+                self._read(selector, rank)
+        selector.close()
+        return guilty
+
+    def _read(self, selector: selectors.BaseSelector, rank: Rank) -> None:
+        data = os.read(rank.pipe, 65536)
+        if not data:
+            selector.unregister(rank.pipe)
+            os.close(rank.pipe)
+        *lines, rank.text = (rank.text + data).split(b"\n")
+        if not data and rank.text:
+            lines, rank.text = [rank.text], b""
+        for line in lines:
+            text = line.decode(errors="replace")
+            if text.strip():
+                rank.last_line = text.strip()
+            say(f"[rank {rank.number}] {text}")
+
+    def _reap(self) -> list[Rank]:
+        ended = []
+        for rank in self.ranks:
+            if rank.status is None:
+                pid, status = os.waitpid(rank.pid, os.WNOHANG)
+                if pid:
+                    rank.status = status
+                    ended.append(rank)
+        return ended
+
+    def _signal_all(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.status is None:
+                os.kill(rank.pid, number)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """First signal: ask the ranks to end; second: make them."""
+        self.interrupted = number
+        self.interruptions += 1
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="launch", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("plan", type=Path, help="plan file of polygon.search")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
+    add_training_options(parser)
+    return parser
+
+
+def run(problem: Problem, plan: Plan, options: Options) -> tuple[int, dict[str, Any]]:
+    """Run all ranks; exit code and summary."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.world_size)))
+    # Imported before forking: a second each for torch and for what its optimizers import on their first step.
+    import torch._dynamo  # noqa: F401
+
+    from runners.engine.layout import Layout, check_runnable
+    from runners.engine.summary import summarise, write_trace
+
+    check_runnable(problem, plan)
+    launcher = Launcher(problem, plan, options)
+    before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    start_s = time.monotonic()
+    try:
+        launcher.start()
+        guilty = launcher.watch()
+    finally:
+        launcher._signal_all(signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert options.log_dir is not None
+    write_trace(problem, plan, options.log_dir)
+    if launcher.interrupted:
+        say(f"interrupted; all {plan.world_size} ranks ended, logs in {options.log_dir}")
+        return 128 + launcher.interrupted, {}
+    if guilty is not None:
+        say(f"failed: {Layout(problem, plan).describe(guilty.number)}: {guilty.outcome()}; all ranks stopped")
+        return (2 if guilty.severity() == 1 else 1), {}
+    return 0, summarise(problem, plan, options.log_dir) | {"wall_s": time.monotonic() - start_s}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; the exit code: 0 fine, 1 a rank failed, 2 bad input, 128 + n ended by signal n."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        problem, plan = read_run(arguments)
+        options = replace(options_from(arguments), device=arguments.device)
+        widths = "-".join(str(stage.width) for stage in plan.stages)
+        say(f"{plan.world_size} ranks in stages of widths {widths}, {plan.micro_batches} micro-batches a step")
+        code, summary = run(problem, plan, options)
+    except PolygonError as error:
+        say(f"launch: {error}")
+        return 2 if isinstance(error, InputError) else 1
+    if summary:
+        from runners.engine.summary import format_summary
+
+        print(json.dumps(summary) if arguments.json else format_summary(summary))  # noqa: T201
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Laws of the packings."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polygon_comm.compression import INT4_BLOCK, INT8_BLOCK, ErrorFeedback, PowerSgd, make_codec
+
+ELEMENTWISE = ("none", "bf16", "int8", "int4", "topk")
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+
+
+def noise(shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_payload_has_the_announced_size_and_restores_shape_and_dtype(name, shape, dtype):
+    """A receive is posted before the message exists: its size must be known from the number of elements."""
+    codec, x = make_codec(name), noise(shape).to(dtype)
+    payload = codec.compress(x)
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == codec.payload_bytes(x.numel(), dtype)
+    restored = codec.decompress(payload, x.shape, dtype)
+    assert restored.shape == x.shape
+    assert restored.dtype == dtype
+
+
+@pytest.mark.parametrize(("name", "block", "levels"), [("int8", INT8_BLOCK, 127), ("int4", INT4_BLOCK, 7)])
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, exponent=st.integers(-20, 20), seed=st.integers(0, 99))
+def test_rounding_error_is_at_most_half_a_level_of_its_block(name, block, levels, shape, exponent, seed):
+    """|x - D(C(x))| <= max|block| / (2 levels), whatever the magnitude."""
+    x = noise(shape, seed, 10.0**exponent)
+    codec = make_codec(name)
+    error = (codec.decompress(codec.compress(x), x.shape, x.dtype) - x).reshape(-1).abs()
+    for start in range(0, x.numel(), block):
+        limit = x.reshape(-1)[start : start + block].abs().max() / (2 * levels)
+        assert error[start : start + block].max() <= limit * 1.001
+
+
+def test_none_is_exact_and_bf16_is_torchs_rounding():
+    """`none` loses nothing; `bf16` is the cast."""
+    x = noise((33, 7))
+    for name, expected in (("none", x), ("bf16", x.bfloat16().float())):
+        codec = make_codec(name)
+        assert torch.equal(codec.decompress(codec.compress(x), x.shape, x.dtype), expected)
+
+
+def test_topk_keeps_the_largest():
+    """Exactly the largest elements survive, rounded to bf16."""
+    x = noise((1000,))
+    codec = make_codec("topk")
+    restored = codec.decompress(codec.compress(x), x.shape, x.dtype)
+    kept = restored.nonzero().flatten().sort().values
+    assert torch.equal(kept, x.abs().topk(10).indices.sort().values)
+    assert torch.equal(restored[kept], x[kept].bfloat16().float())
+
+
+def test_powersgd_is_exact_for_matrices_of_low_rank_and_keeps_vectors():
+    """A matrix of rank <= r comes back whole (to fp32 rounding)."""
+    left, right = noise((64, 4), 1), noise((4, 48), 2)
+    parts = [left @ right, noise((48,), 3), noise((2, 3), 4)]
+    x = torch.cat([part.reshape(-1) for part in parts])
+    codec = PowerSgd([part.shape for part in parts])
+    payload = codec.compress(x)
+    assert payload.numel() == codec.payload_bytes(x.numel())
+    restored = codec.decompress(payload, x.shape, x.dtype)
+    assert torch.allclose(restored[: 64 * 48], x[: 64 * 48], atol=1e-4)
+    assert torch.equal(restored[64 * 48 :], x[64 * 48 :].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_overflow_is_not_hidden(name, bad):
+    """An infinity or NaN that goes in is seen on the other side."""
+    x = noise((300,))
+    x[7] = bad
+    codec = make_codec(name)
+    assert not torch.isfinite(codec.decompress(codec.compress(x), x.shape, x.dtype)).all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk", "powersgd"])
+def test_error_feedback_loses_nothing_over_time(name):
+    """What was sent over n steps plus the error still held is the sum of what was to be sent."""
+    feedback = ErrorFeedback(make_codec(name, shapes=[(40, 30), (50,)]))
+    messages = [noise((1250,), seed) for seed in range(20)]
+    sent = sum(feedback.compress(message)[1] for message in messages)
+    assert torch.allclose(sent + feedback.error, sum(messages), atol=1e-3)
+
+
+def test_ratio_is_what_is_saved():
+    """Four times fewer bytes than fp32 for int8, less its scales; a codec that needs shapes says so."""
+    assert make_codec("int8").ratio(1 << 20) == pytest.approx(4 / (1 + 4 / INT8_BLOCK))
+    assert make_codec("bf16").ratio(1 << 20, torch.bfloat16) == 1
+    with pytest.raises(ValueError, match="powersgd"):
+        make_codec("powersgd")

@@ -1,0 +1,77 @@
+"""Laws of scaling a plan down."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.domain.plan import Problem
+from polygon.planning.rehearsal import MAX_LAYERS, rehearsal_problem
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
+
+
+@st.composite
+def plans(draw):
+    widths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=10))
+    counts = [draw(st.integers(1, 20)) for _ in widths]
+    counts[0] += 2
+    borders = np.cumsum([0, *counts]).tolist()
+    cluster = small_cluster(*[draw(st.integers(1, 4)) for _ in range(3)], sum(widths))
+    numbers = iter(draw(st.permutations(range(cluster.devices)))[: sum(widths)])
+    micro_batches = draw(st.integers(1, 80))
+    routes = [[draw(st.integers(0, width - 1)) for width in widths] for _ in range(micro_batches)]
+    windows = tuple(sorted((draw(st.integers(1, 30)) for _ in widths), reverse=True))
+    model = small_model(blocks=sum(counts) - 2)
+    plan = small_plan(
+        cluster,
+        list(itertools.pairwise(borders)),
+        [[next(numbers) for _ in range(width)] for width in widths],
+        routes,
+        windows=windows,
+    )
+    problem, _ = routed_problem(1)
+    return Problem(cluster=cluster, model=model, batch=problem.batch), plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem_plan=plans(), max_ranks=st.none() | st.integers(1, 12))
+def test_rehearsal_keeps_the_shape_within_the_limits(problem_plan, max_ranks):
+    """Stages (as far as ranks allow), layers covered, every stage with a layer, routes valid, nobody loses all work."""
+    problem, plan = problem_plan
+    small, short = rehearsal_problem(problem, plan, max_ranks=max_ranks)
+    stages = len(plan.stages)
+    assert len(short.stages) == (stages if max_ranks is None else min(stages, max_ranks))
+    assert short.world_size <= (max_ranks or plan.world_size)
+    if max_ranks is None:
+        assert [stage.width for stage in short.stages] == [stage.width for stage in plan.stages]
+    borders = [stage.first_layer for stage in short.stages] + [short.stages[-1].last_layer]
+    assert borders[0] == 0
+    assert borders[-1] == small.model.layers <= max(MAX_LAYERS, len(short.stages), 3) + stages
+    assert (np.diff(borders) >= 1).all()
+    assert all(a >= b >= 1 for a, b in itertools.pairwise(short.windows))
+    assert short.micro_batches * short.micro_batch_size == small.batch.global_batch
+    for s, stage in enumerate(short.stages):
+        assert short.routes[:, s].max() < stage.width
+        assert all(worker.tp == 1 for worker in stage.workers)
+    if max_ranks is None:
+        for s in range(stages):
+            assert ((short.shares(s) > 0) == (plan.shares(s) > 0)).all()
+
+
+def test_small_plan_is_kept_as_it_is():
+    """A plan within the limits keeps its routes, windows and workers."""
+    problem, plan = routed_problem(8)
+    _, short = rehearsal_problem(problem, plan)
+    assert (short.routes == plan.routes).all()
+    assert short.windows == plan.windows
+    assert [stage.workers for stage in short.stages] == [stage.workers for stage in plan.stages]
+
+
+def test_merged_workers_take_over_the_shares():
+    """When widths shrink, every micro-batch stays with the rank that stands for its worker."""
+    problem, plan = routed_problem(8)
+    _, short = rehearsal_problem(problem, plan, max_ranks=4)
+    assert [stage.width for stage in short.stages] == [1, 2, 1]
+    first_two, last_two = plan.shares(1)[:2].sum(), plan.shares(1)[2:].sum()
+    assert short.shares(1).tolist() == [first_two, last_two]

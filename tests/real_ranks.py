@@ -1,0 +1,73 @@
+"""Runs a function on several real ranks: processes forked from a server that has torch imported already.
+
+The server is forked before any computation, so no rank inherits threads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from multiprocessing.connection import wait
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "runners.engine.training"])
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _enter(connection, function, rank, port, args):
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        connection.send(("result", function(rank, port, *args)))
+    except BaseException as error:  # noqa: BLE001 - reported by the parent
+        connection.send(("error", f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
+
+
+def start_ranks(function, n_ranks, *args):
+    """Start `function(rank, port, *args)` on every rank; processes and the ends of their pipes."""
+    port, started = free_port(), []
+    for rank in range(n_ranks):
+        mine, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_enter, args=(theirs, function, rank, port, args), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    return started
+
+
+def run_ranks(function, n_ranks, *args, timeout_s=120):
+    """What `function(rank, port, *args)` returns on every rank; raises what any of them raises."""
+    started = start_ranks(function, n_ranks, *args)
+    results = {}
+    try:
+        open_ends = {end: rank for rank, (_, end) in enumerate(started)}
+        while open_ends:
+            ready = wait(list(open_ends), timeout=timeout_s)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(open_ends.values())} did not end within {timeout_s} s")
+            for end in ready:
+                rank = open_ends.pop(end)
+                try:
+                    kind, value = end.recv()
+                except EOFError:
+                    kind, value = "error", f"rank {rank} died"
+                if kind == "error":
+                    raise RuntimeError(value)
+                results[rank] = value
+    finally:
+        for process, end in started:
+            process.join(2 if len(results) == n_ranks else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            end.close()
+    return [results[rank] for rank in range(n_ranks)]

@@ -1,0 +1,172 @@
+"""The programs as a user starts them: launcher and single ranks, fine and failing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from polygon.domain.schedule import worker_order
+from polygon.files import write_plan
+from runners.dist_runner import main as dist_runner
+from runners.engine.summary import log_lines
+from tests.real_ranks import free_port
+from tests.small_problems import routed_problem
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(ROOT / "runners" / "launch.py")]
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    """A plan of four ranks with packed links between its two regions."""
+    path = tmp_path / "plan.json"
+    write_plan(path, *routed_problem(4, compression="int8"))
+    return path
+
+
+def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp_path):
+    """Loss falls, every worker's executed order is the schedule's, trace and run log are complete."""
+    done = subprocess.run(
+        [*COMMAND, plan_file, "--rehearse", "--steps", "12", "--log-dir", tmp_path / "log", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 12
+    assert summary["last_loss"] < 0.9 * summary["first_loss"]
+    assert summary["order_differs_on_ranks"] == []
+    assert summary["cross_region_bytes_per_step"] > 0
+    _, plan = routed_problem(4)
+    for rank, (stage, worker, _) in plan.rank_places.items():
+        orders = [line["actions"] for line in log_lines(tmp_path / "log", rank) if line["type"] == "order"]
+        assert orders == [" ".join(map(str, worker_order(plan, stage, worker)))] * 12
+    events = json.loads(Path(summary["trace"]).read_text())["traceEvents"]
+    computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
+    assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
+    assert re.search(r"\[rank 0\] step +11 +loss", done.stderr)
+
+
+def ranks_of(pid):
+    """Processes whose parent is `pid`, in the order of their start."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(text) for text in found.stdout.split()]
+
+
+@pytest.fixture
+def long_run(plan_file, tmp_path):
+    """A launched run in the middle of its steps."""
+    process = subprocess.Popen(
+        [*COMMAND, plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step     2" in line:
+            break
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.stderr.close()
+    process.wait()
+
+
+def gone(pids):
+    """Whether all these processes end within ten seconds."""
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_killed_rank_stops_all_and_is_named(long_run):
+    """Whoever is killed, all ranks end and the message says who, where and how."""
+    ranks = ranks_of(long_run.pid)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    talk = long_run.stderr.read()
+    assert long_run.wait(30) == 1
+    assert gone(ranks)
+    assert re.search(
+        r"failed: rank 2 \(stage 1, worker 1, region region-1\): killed by SIGKILL; all ranks stopped", talk
+    )
+
+
+def test_interrupt_leaves_no_orphans(long_run):
+    """Ctrl-C ends the launcher and every rank."""
+    ranks = ranks_of(long_run.pid)
+    long_run.send_signal(signal.SIGINT)
+    talk = long_run.stderr.read()
+    assert long_run.wait(30) == 130
+    assert "interrupted" in talk
+    assert gone(ranks)
+
+
+def test_killed_launcher_leaves_no_orphans(long_run):
+    """Ranks do not outlive a launcher that could not say goodbye."""
+    ranks = ranks_of(long_run.pid)
+    long_run.kill()
+    assert gone(ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--dist-url: found none, expected tcp://HOST:PORT (or torchrun's MASTER_ADDR and MASTER_PORT)"),
+        (["--dist-url", "udp://h:1"], "--dist-url: found 'udp://h:1', expected tcp://HOST:PORT"),
+        (["--dist-url", "tcp://h:1"], "--world-size: found none, expected a whole number (or torchrun's WORLD_SIZE)"),
+        (
+            ["--dist-url", "tcp://h:1", "--world-size", "3", "--rank", "0"],
+            "--world-size: found 3, expected 4, the ranks of the plan",
+        ),
+        (["--dist-url", "tcp://h:1", "--world-size", "4", "--rank", "4"], "--rank: found 4, expected 0..3"),
+        (["--steps", "0"], "--steps: found 0, expected a whole number >= 1"),
+        (
+            ["--max-ranks", "2"],
+            "--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)",
+        ),
+    ],
+)
+def test_bad_options_give_one_line_and_exit_2(plan_file, capsys, monkeypatch, arguments, message):
+    """The message alone lets the user mend the command."""
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    assert dist_runner(["--plan", str(plan_file), *arguments]) == 2
+    assert capsys.readouterr().err == f"dist_runner: {message}\n"
+
+
+def test_ranks_with_different_plans_refuse_to_start(tmp_path):
+    """By path from any directory; torchrun's environment; every rank gives the same line and exits 2."""
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    write_plan(files[0], *routed_problem(2))
+    write_plan(files[1], *routed_problem(2, compression="bf16"))
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment.pop("PYTHONPATH", None)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", file, "--steps", "1"],
+            env=environment | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank, file in enumerate(files)
+    ]
+    talk = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert talk[0] == talk[1]
+    assert re.fullmatch(
+        r"dist_runner: plan and options of rank 1: found digest \w+, expected \w+ as on rank 0\n", talk[0]
+    )
