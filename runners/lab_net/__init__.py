@@ -1,0 +1,1 @@
+"""The lab's parts: hosts, Linux namespaces, shaping, the running lab. May import `polygon`, never torch."""

@@ -1,0 +1,226 @@
+"""Measure the links between hosts and name what is wrong with them: `python -m runners.probe`.
+
+Start it on every host like a rank; plain sockets, no torch:
+
+    python -m runners.probe --dist-url tcp://HOST0:29400 --world-size 4 --rank 2 --region tokyo
+
+Rank 0 prints the report; with `--cluster FILE -o OUT` it writes the cluster with its links replaced by what was
+measured. `--iperf3 A:B=FILE` takes finished `iperf3 -J` runs instead (one file per number of streams).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from polygon.domain.errors import InputError
+from runners.probe_net.fit import fit_message, fit_streams, read_iperf3
+from runners.probe_net.session import ProbeOptions, describe, region_links, run_rank
+
+
+def _numbers(text: str, where: str) -> tuple[int, ...]:
+    try:
+        values = tuple(sorted({int(part) for part in text.split(",") if part}))
+    except ValueError:
+        values = ()
+    if not values or values[0] < 1:
+        raise InputError(f"{where}: found {text!r}, expected whole numbers >= 1 such as 1,2,4,8")
+    return values
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m runners.probe", description=__doc__.splitlines()[0])
+    environment = os.environ
+    session = parser.add_argument_group("a session between hosts")
+    session.add_argument("--dist-url", help="tcp://HOST:PORT of rank 0 (default: MASTER_ADDR and MASTER_PORT)")
+    session.add_argument("--world-size", type=int, default=int(environment.get("WORLD_SIZE", 0)))
+    session.add_argument("--rank", type=int, default=int(environment.get("RANK", -1)))
+    session.add_argument("--region", default=environment.get("POLYGON_REGION", ""), help="this host's region")
+    session.add_argument(
+        "--interface", default=environment.get("POLYGON_INTERFACE", ""), help="network interface to use"
+    )
+    session.add_argument("--data-port", type=int, default=0, help="port that the others connect to (default: any)")
+    session.add_argument("--streams", default="1,2,4,8", help="numbers of parallel streams to measure")
+    session.add_argument("--sizes", default="65536,1048576,8388608", help="message sizes [bytes]; 0: none")
+    session.add_argument("--seconds", type=float, help="per stream count (default: 1 s and 14 round trips)")
+    session.add_argument("--pairs", choices=("regions", "all"), default="regions")
+    session.add_argument("--timeout", type=float, default=60.0, help="to wait for all ranks [s]")
+    parser.add_argument(
+        "--iperf3", action="append", metavar="REGION:REGION=FILE", default=[], help="a finished iperf3 -J run"
+    )
+    parser.add_argument("--cluster", help="cluster file whose links are replaced by the measured ones")
+    parser.add_argument("-o", "--out", help="where to write the cluster (or, without --cluster, the report)")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    return parser
+
+
+def iperf3_report(arguments: Sequence[str]) -> dict[str, Any]:
+    """A report made of iperf3 files, given as REGION:REGION=FILE, several files (stream counts) per pair.
+
+    Raises
+    ------
+    InputError
+        For an argument of another form, a file that is no iperf3 report, or a pair without any round-trip time.
+    """
+    from polygon.files import read_json
+
+    rates: dict[tuple[str, str], dict[int, float]] = {}
+    rtts: dict[tuple[str, str], list[float]] = {}
+    for argument in arguments:
+        pair, equals, file = argument.partition("=")
+        source, colon, target = pair.partition(":")
+        if not (equals and colon and source and target and file):
+            raise InputError(f"--iperf3: found {argument!r}, expected REGION:REGION=FILE")
+        streams, rate, rtt_s = read_iperf3(read_json(file), file)
+        rates.setdefault((source, target), {})[streams] = rate
+        rtts.setdefault((source, target), []).extend([rtt_s] if rtt_s is not None else [])
+    links = []
+    for (source, target), by_streams in rates.items():
+        seen = rtts[source, target] or rtts.get((target, source), [])
+        if not seen:
+            raise InputError(
+                f"--iperf3 {source}:{target}: found no min_rtt, expected a run with TCP_INFO (iperf3 >= 3.1 on Linux)"
+            )
+        fit = fit_streams(min(seen), by_streams)
+        links.append(
+            {
+                "source_region": source,
+                "target_region": target,
+                "rtt_s": min(seen),
+                "bytes_per_s_by_streams": {str(n): rate for n, rate in sorted(by_streams.items())},
+                **dataclasses.asdict(fit),
+            }
+        )
+    return {"format": "polygon-probe", "version": 1, "ranks": [], "links": links, "problems": []}
+
+
+def measured_cluster(cluster: Any, report: dict[str, Any]) -> Any:
+    """The cluster with the links that were measured in place of the given ones; others stay.
+
+    Between regions the matrices change, and a direction that was not measured takes the other one's value only where
+    the cluster had no link. Inside a region the link between its nodes changes (of its one node group, else between
+    its groups). The latency is half the least round trip.
+
+    Raises
+    ------
+    InputError
+        For a region that the cluster does not have.
+    """
+    latency_s, bytes_per_s = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+    regions = list(cluster.regions)
+    measured = region_links(report["links"])
+    for (source, target), (one_way_s, rate) in measured.items():
+        a, b = cluster.region_index(source), cluster.region_index(target)
+        if a == b:
+            regions[a] = _with_inner_link(regions[a], one_way_s, rate)
+            continue
+        latency_s[a, b], bytes_per_s[a, b] = one_way_s, rate
+        if (target, source) not in measured and bytes_per_s[b, a] == 0:
+            latency_s[b, a], bytes_per_s[b, a] = one_way_s, rate
+    return dataclasses.replace(cluster, regions=tuple(regions), latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def _with_inner_link(region: Any, latency_s: float, bytes_per_s: float) -> Any:
+    from polygon.domain.cluster import Link
+
+    link = Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    if len(region.node_groups) > 1:
+        return dataclasses.replace(region, intra_region=link)
+    group = dataclasses.replace(region.node_groups[0], inter_node=link)
+    return dataclasses.replace(region, node_groups=(group,), intra_region=link)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _message_line(link: dict[str, Any]) -> str:
+    by_bytes = link.get("message_s_by_bytes") or {}
+    if len(by_bytes) < 2:
+        return ""
+    latency_s, rate = fit_message([float(n) for n in by_bytes], list(by_bytes.values()))
+    return f"; one message: {1e3 * latency_s:.2f} ms + bytes / {8e-6 * rate:.1f} Mbit/s"
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report for people: a line per link, a line per problem."""
+    hosts = {facts["rank"]: facts["host"] for facts in report["ranks"]}
+    lines = []
+    for link in report["links"]:
+        source = hosts.get(link.get("source", -1), link["source_region"])
+        target = hosts.get(link.get("target", -1), link["target_region"])
+        note = "" if link["saturated"] else "; more streams would still bring more"
+        lines.append(f"{source} -> {target}: {describe(link)}{_message_line(link)}{note}")
+    for problem in report["problems"]:
+        lines.append(f"rank {problem['rank']}: {problem['kind']}: {problem['found']}\n    remedy: {problem['remedy']}")
+    return "\n".join(lines) + "\n"
+
+
+def _session(args: argparse.Namespace) -> dict[str, Any]:
+    url = args.dist_url
+    if not url and os.environ.get("MASTER_ADDR"):
+        url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29400')}"
+    if not url:
+        raise InputError("--dist-url: found nothing, expected tcp://HOST:PORT of rank 0")
+    if args.world_size < 2 or not 0 <= args.rank < args.world_size:
+        raise InputError(
+            f"--rank, --world-size: found {args.rank} of {args.world_size}, expected 0 <= rank < world size, at least 2"
+        )
+    if args.seconds is not None and not args.seconds > 0:
+        raise InputError(f"--seconds: found {args.seconds!r}, expected a number > 0")
+    options = ProbeOptions(
+        streams=_numbers(args.streams, "--streams"),
+        sizes_bytes=() if args.sizes == "0" else _numbers(args.sizes, "--sizes"),
+        seconds=args.seconds,
+        pairs=args.pairs,
+        timeout_s=args.timeout,
+        data_port=args.data_port,
+        interface=args.interface,
+    )
+    return run_rank(args.rank, args.world_size, url, args.region, options, _say)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """The command; raises `InputError` for anything the user can mend."""
+    args = _parser().parse_args(argv)
+    report = iperf3_report(args.iperf3) if args.iperf3 else _session(args)
+    if args.rank > 0 and not args.iperf3:
+        for problem in report["problems"]:
+            if problem["rank"] == args.rank:
+                _say(f"{problem['kind']}: {problem['found']}; {problem['remedy']}")
+        return
+    if args.cluster:
+        from polygon.files import read_cluster, write_cluster
+
+        write_cluster(args.out or "-", measured_cluster(read_cluster(args.cluster), report))
+    elif args.out:
+        from polygon.files import write_json
+
+        write_json(args.out, report)
+    if args.json and not (args.cluster and not args.out):
+        sys.stdout.write(json.dumps(report) + "\n")
+    elif args.out or not args.cluster:
+        sys.stdout.write(report_text(report))
+    else:
+        _say(report_text(report).rstrip())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: 0 fine, 2 bad input."""
+    try:
+        run(argv)
+    except InputError as error:
+        sys.stderr.write(f"probe: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""One lab at a time on a machine, whatever the number of test workers."""
+
+import fcntl
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from runners.lab_net.linux import missing_capability
+
+
+@pytest.fixture(scope="session")
+def lab_capability():
+    """Skip where namespaces or TUN devices cannot be had, and say why."""
+    missing = missing_capability()
+    if missing:
+        pytest.skip(f"no lab on this machine: {missing}")
+
+
+@pytest.fixture
+def alone(lab_capability):
+    """Hold the machine's lab lock: two labs at once would share the cores and measure each other."""
+    with (Path(tempfile.gettempdir()) / "polygon-lab-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

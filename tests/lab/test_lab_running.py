@@ -1,0 +1,291 @@
+"""A real lab on this machine: what links give, live changes, processes on hosts, and that nothing stays behind."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runners.lab import main
+from runners.lab_net import registry
+from runners.lab_net.measuring import measure
+from runners.lab_net.running import Lab
+from runners.lab_net.topology import LabHost, LabNetwork, SharedCapacity
+from runners.probe_net.wire import DataServer, measure_rtt_s
+from runners.relay import processes_of_lab
+
+pytestmark = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="the in-process lab needs root"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = """
+regions:
+  - {name: Tokyo, nodes: [{device: T4, count: 1}]}
+  - {name: Berlin, nodes: [{device: T4, count: 1}]}
+links:
+  - {between: [Tokyo, Berlin], latency_ms: 20, bandwidth_gbps: 0.05}
+"""
+
+
+SINK = """
+import socket
+listener = socket.create_server(("", 9))
+print("ready", flush=True)
+connection, _ = listener.accept()
+while connection.recv(1 << 20):
+    pass
+"""
+SOURCE = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 9), 5)
+end_s = time.monotonic() + 1
+while time.monotonic() < end_s:
+    connection.send(bytes(65536))
+"""
+
+
+def network_of(latency_s, bytes_per_s, shared=()):
+    """Hosts h0, h1, ... each in a region and a pool of its own."""
+    n = len(latency_s)
+    hosts = tuple(
+        LabHost(
+            index=i, name=f"h{i}", region=i, region_name=f"R{i}", pool=i, node=0, address=f"10.88.{i}.1", devices=(i,)
+        )
+        for i in range(n)
+    )
+    return LabNetwork(hosts=hosts, latency_s=np.array(latency_s), bytes_per_s=np.array(bytes_per_s), shared=shared)
+
+
+def two_hosts(one_way_s=0.02, mbit_per_s=50.0):
+    """Two hosts with the same link both ways."""
+    rate = mbit_per_s * 1e6 / 8
+    return network_of([[0, one_way_s], [one_way_s, 0]], [[0, rate], [rate, 0]])
+
+
+def interfaces():
+    """Network interfaces and named namespaces of the machine itself."""
+    named = Path("/run/netns")
+    return sorted(Path("/sys/class/net").iterdir()), sorted(named.iterdir()) if named.exists() else []
+
+
+def test_links_give_what_was_asked():
+    """Round trip (10 ms there, 30 back): not below what was asked and near it; each direction has its own rate."""
+    network = network_of([[0, 0.01], [0.03, 0]], [[0, 1.25e7], [2.5e6, 0]])
+    with Lab(network, backend="relay") as lab:
+        for row in measure(lab, [(0, 1), (1, 0)], streams=2, seconds=0.8):
+            assert 0.040 <= row["rtt_s"] < 0.060
+            assert 0.8 < row["bytes_per_s"] / row["asked_bytes_per_s"] < 1.05
+
+
+def test_flows_share_a_capacity():
+    """Two links of 100 Mbit/s behind one capacity of 40: each alone gets it, together they share it."""
+    rate, capacity = 12.5e6, 5e6
+    network = network_of(
+        np.full((3, 3), 0.005),
+        np.full((3, 3), rate) * (1 - np.eye(3)),
+        (SharedCapacity(name="egress", bytes_per_s=capacity, pairs=((0, 1), (0, 2))),),
+    )
+    with Lab(network) as lab:
+        assert lab.backend == "relay"
+        (alone,) = measure(lab, [(0, 1)], streams=2, seconds=0.7)
+        assert 0.7 * capacity < alone["bytes_per_s"] < 1.05 * capacity
+        before = lab.counters()
+        start_s = time.monotonic()
+        sinks = [lab.popen(lab.network.hosts[i], [sys.executable, "-c", SINK], stdout=subprocess.PIPE) for i in (1, 2)]
+        for process in sinks:
+            process.stdout.readline()
+            process.stdout.close()
+        senders = [
+            lab.popen(lab.network.hosts[0], [sys.executable, "-c", SOURCE, lab.network.hosts[i].address])
+            for i in (1, 2)
+        ]
+        for process in senders + sinks:
+            process.wait(30)
+        elapsed_s = time.monotonic() - start_s
+        sent = {pair: count[0] - before.get(pair, (0,))[0] for pair, count in lab.counters().items()}
+        assert sent[0, 1] + sent[0, 2] <= 1.05 * capacity * elapsed_s
+        assert min(sent[0, 1], sent[0, 2]) > 0.1 * max(sent[0, 1], sent[0, 2])
+
+
+def test_links_change_live_and_partitions_heal():
+    """A latency can be raised, a link cut and joined, while the hosts run."""
+    network = two_hosts(0.005)
+    with Lab(network, backend="relay") as lab:
+        a, b = network.hosts
+        with lab.inside(b):
+            server = DataServer()
+        with lab.inside(a):
+            assert measure_rtt_s((b.address, server.port))[0] < 0.04
+        lab.change(a, b, latency_s=0.05)
+        with lab.inside(a):
+            assert 0.055 <= measure_rtt_s((b.address, server.port), times=3)[0] < 0.09
+        lab.cut([b])
+        with lab.inside(a), pytest.raises(OSError, match="timed out"):
+            socket.create_connection((b.address, server.port), timeout=0.5)
+        lab.cut([b], connected=True)
+        with lab.inside(a):
+            assert measure_rtt_s((b.address, server.port), times=2)[0] >= 0.055
+        server.close()
+
+
+def test_veth_wiring_gives_rates():
+    """The kernel's own wiring (veth, htb) shapes rates; delays need netem, which not every kernel has."""
+    with Lab(two_hosts(0.0), backend="netem") as lab:
+        (row,) = measure(lab, [(0, 1)], streams=2, seconds=0.7)
+        assert 0.8 < row["bytes_per_s"] / row["asked_bytes_per_s"] < 1.05
+        a, b = lab.network.hosts
+        lab.change(a, b, bytes_per_s=1.25e6)
+        (row,) = measure(lab, [(0, 1)], streams=2, seconds=0.7)
+        assert row["bytes_per_s"] < 1.25e6 * 1.1
+
+
+def test_a_lab_leaves_nothing():
+    """After the lab: no process, no interface, no namespace, no folder."""
+    before = interfaces()
+    with Lab(two_hosts(), backend="relay") as lab:
+        process = lab.popen(lab.network.hosts[0], ["sh", "-c", "trap '' TERM; sleep 100 & sleep 101"])
+        assert len(processes_of_lab(lab.name)) >= 1
+    assert process.poll() is not None
+    assert processes_of_lab(lab.name) == [] and interfaces() == before
+    assert lab.name not in [record.name for record in registry.labs()]
+
+
+@pytest.fixture
+def cluster_file(tmp_path):
+    """A cluster of two hosts, 40 ms apart."""
+    path = tmp_path / "two.yaml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+def lab_command(*words, **options):
+    """Run the lab's command line to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "runners.lab", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL, **options,
+    )  # fmt: skip
+
+
+def test_command_runs_on_every_host(cluster_file):
+    """Every host gets its rank, its name and the master's address; lines carry the host; a failure is status 1."""
+    script = "echo $RANK/$WORLD_SIZE $POLYGON_REGION {host} $MASTER_ADDR {address} $GLOO_SOCKET_IFNAME; exit $RANK"
+    done = lab_command(cluster_file, "--no-measure", "--", "sh", "-c", script)
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == [
+        "[berlin-0] 1/2 Berlin berlin-0 10.88.0.1 10.88.1.1 wan0",
+        "[tokyo-0] 0/2 Tokyo tokyo-0 10.88.0.1 10.88.0.1 wan0",
+    ]
+    assert "berlin-0: ended with status 1" in done.stderr
+    missing = lab_command(cluster_file, "--no-measure", "--", "no-such-program")
+    assert missing.returncode == 2 and "no-such-program" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def start_lab(cluster_file):
+    """A lab whose hosts sleep (with a child each), running in the background; its process and its name."""
+    script = "echo up; sleep 90 & sleep 91"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runners.lab", cluster_file, "--no-measure", "--", "sh", "-c", script],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert all("up" in line for line in lines), process.stderr.read()
+    name = next(record.name for record in registry.labs() if record.pid == process.pid)
+    return process, name
+
+
+def gone(name, within_s=10.0):
+    """Whether all processes of a lab and its folder vanish in the time given."""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if not processes_of_lab(name) and not (registry.labs_folder() / name).exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_lab_is_swept(cluster_file, number):
+    """However the lab's process ends, its hosts' processes end and its folder goes, without anybody's help."""
+    process, name = start_lab(cluster_file)
+    try:
+        assert len(processes_of_lab(name)) >= 4
+        process.send_signal(number)
+        assert gone(name)
+        assert process.wait(10) == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_running_lab_can_be_entered_and_changed(cluster_file):
+    """--list names it, --enter runs a command on a host, --change moves a latency; wrong words are refused."""
+    process, name = start_lab(cluster_file)
+    try:
+        assert re.search(rf"{name}\s+running\s+two\s+tokyo-0 berlin-0", lab_command("--list").stdout)
+        entered = lab_command("--lab", name, "--enter", "berlin-0", "--", "cat", "/proc/net/dev")
+        assert entered.returncode == 0 and "wan0:" in entered.stdout
+        assert lab_command("--lab", name, "--change", "tokyo-0", "all", "latency_ms=1").returncode == 0
+        wrong = lab_command("--lab", name, "--change", "tokyo-0", "oslo", "latency_ms=1")
+        assert wrong.returncode == 2 and "expected one of tokyo-0, berlin-0" in wrong.stderr
+        wrong = lab_command("--lab", name, "--change", "tokyo-0", "all", "latency_ms=-1")
+        assert wrong.returncode == 2 and "latency_ms >= 0" in wrong.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=15)
+    assert gone(name)
+
+
+def test_cleanup_removes_dead_folders_and_no_living_lab(tmp_path):
+    """The folder of a lab whose process is gone is swept; the record of a living process stays."""
+    dead = registry.LabRecord(
+        name=f"lab-dead-{os.getpid()}", pid=2**22 - 1, started_ticks=1, cluster="c", hosts=["h"], namespaces=[3]
+    )
+    living = registry.LabRecord(
+        name=f"lab-living-{os.getpid()}",
+        pid=os.getpid(),
+        started_ticks=registry.start_ticks(os.getpid()),
+        cluster="c",
+        hosts=["h"],
+        namespaces=[3],
+    )
+    try:
+        registry.register(dead)
+        registry.register(living)
+        names, _ = registry.clean_up()
+        assert dead.name in names and living.name not in names
+        assert not dead.folder.exists() and living.folder.exists()
+    finally:
+        registry.unregister(dead.name)
+        registry.unregister(living.name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "CLUSTER: found nothing"),
+        (["absent.yaml"], "absent.yaml: found no such file"),
+        (["{cluster}", "--hosts-per-region", "0"], "--hosts-per-region: found 0"),
+        (["{cluster}", "--backend", "magic"], "backend: found 'magic'"),
+        (["{cluster}", "--congestion", "magic"], "congestion: found 'magic'"),
+        (["{cluster}", "--tcp-window", "none"], "--tcp-window: found 'none'"),
+        (["--enter", "tokyo-0", "--lab", "none"], "--lab: found none running"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words, message, cluster_file):
+    """Every wrong word is named in one line."""
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error):
+        status = main([word.replace("{cluster}", cluster_file) for word in words])
+    assert status == 2 and message in error.getvalue()
+    assert [line for line in error.getvalue().splitlines() if message in line]
+    assert "Traceback" not in error.getvalue()
