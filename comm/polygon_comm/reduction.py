@@ -20,7 +20,7 @@ from polygon_comm.transport import Receipt, Wires, gloo_group, nccl_group
 TAGS_PER_GROUP = 8
 """A group's rounds use so many tags in turn."""
 SMALL = 1024
-"""Elements below which one latency counts more than any bytes."""
+"""Elements below which a latency counts more than any bytes: such a vector goes straight and unpacked."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,12 @@ class SumGroup:
         if not far:
             return
         if self._wires.rank == self._mine[0]:
-            direct = len(self.members.leaders) == 2 or self.members.codec == "powersgd" or vector.numel() < SMALL
-            vector.copy_(self._exchange(vector, key, shapes) if direct else self._exchange_parts(vector, key))
+            small = vector.numel() < SMALL
+            if small or len(self.members.leaders) == 2 or self.members.codec == "powersgd":
+                packer = ErrorFeedback(make_codec("none")) if small else self._packer(key, 0, shapes)
+                vector.copy_(self._exchange(vector, packer))
+            else:
+                vector.copy_(self._exchange_parts(vector, key))
         if self._near is not None:
             from_leader = BroadcastOptions()
             from_leader.rootRank = 0
@@ -131,9 +135,8 @@ class SumGroup:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
         return self._feedback[slot]
 
-    def _exchange(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _exchange(self, vector: torch.Tensor, packer: ErrorFeedback) -> torch.Tensor:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
-        packer = self._packer(key, 0, shapes)
         n_bytes, tag = packer.codec.payload_bytes(vector.numel(), vector.dtype), self._next_tag()
         others = [leader for leader in self.members.leaders if leader != self._wires.rank]
         receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
