@@ -10,6 +10,7 @@ from typing import Any
 
 from polygon.catalogue import device as device_by_name
 from polygon.cost.compute import Kernels
+from polygon.cost.staged import Place, StagedConfig
 from polygon.cost.uniform import ParallelConfig
 from polygon.domain.cluster import Device, Link, Pool
 from polygon.domain.errors import InputError
@@ -42,6 +43,98 @@ class NotExpressibleError(Exception):
     """A row that the predictor has no words for; the message is the reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagedRun:
+    """One run whose plan names the workers of every stage (the `sailor_validation` format)."""
+
+    identifier: str
+    dataset: str
+    model: Model
+    model_key: str
+    """Name of the model in a profile file."""
+    batch: Batch
+    config: StagedConfig
+    step_s: float | None
+    memory_bytes: float | None
+    again_step_s: float | None
+    """The same configuration measured a second time."""
+    again_memory_bytes: float | None
+    device_label: str
+    calibration: bool = False
+
+
+def staged_runs(data: Mapping[str, Any]) -> list[StagedRun | tuple[str, str]]:
+    """Every configuration of a `sailor_validation` file; (identifier, reason) where one cannot be expressed."""
+    runs: list[StagedRun | tuple[str, str]] = []
+    for entry in data["configurations"]:
+        try:
+            runs.append(_staged_run(entry, data["models"]))
+        except NotExpressibleError as error:
+            runs.append((str(entry.get("id")), str(error)))
+    return runs
+
+
+def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRun:
+    if entry["model"] not in models:
+        raise NotExpressibleError(f"model {entry['model']} is not described in the file")
+    info = models[entry["model"]]
+    stages, bounds = [], [0]
+    for stage in entry["plan"]["stages"]:
+        bounds.append(bounds[-1] + len(stage["layers"]))
+        stages.append(
+            tuple(
+                Place(device=device_named(w["gpu_type"]), tp=int(w["tp"]), zone=str(w.get("zone", "")))
+                for w in stage["workers"]
+            )
+        )
+    if bounds[-1] != int(info["profiled_layers"]):
+        raise NotExpressibleError(f"the plan has {bounds[-1]} layers, the model {info['profiled_layers']}")
+    size = int(entry["micro_batch_size_sequences"])
+    global_batch = int(entry["global_batch_sequences"])
+    measured, again = entry.get("measured") or {}, entry.get("measured_rerun_artifact_branch") or {}
+    hidden, heads = int(info["hidden_size"]), int(info["attention_heads"])
+    model = Model(
+        name=entry["model"],
+        blocks=int(info["profiled_layers"]) - 2,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=4 * hidden,
+        vocab_size=int(info["vocabulary_size"]),
+        max_seq_len=int(info["sequence_length_tokens"]),
+        tied_embeddings=False,
+    )
+
+    def number(source: Mapping[str, Any], key: str, use: str) -> float | None:
+        return float(source[key]) if source.get(key) and entry.get(use, True) else None
+
+    return StagedRun(
+        identifier=str(entry["id"]),
+        dataset="sailor_validation",
+        model=model,
+        model_key=entry["model"],
+        batch=Batch(
+            global_batch=global_batch,
+            seq_len=model.max_seq_len,
+            precision="tf32",
+            gradient_precision="fp32",
+        ),
+        config=StagedConfig(
+            bounds=tuple(bounds),
+            stages=tuple(stages),
+            micro_batch_size=size,
+            micro_batches=max(1, math.ceil(global_batch / size)),
+            kernels=Kernels(attention="materialised", fused=False, dropout=True),
+        ),
+        step_s=number(measured, "iteration_time_s", "use_time"),
+        memory_bytes=number(measured, "peak_memory_per_gpu_bytes", "use_memory"),
+        again_step_s=number(again, "iteration_time_s", "use_time"),
+        again_memory_bytes=number(again, "peak_memory_per_gpu_bytes", "use_memory"),
+        device_label="+".join(sorted(entry["cluster"]["gpus_by_type_count"])),
+    )
+
+
 def published_run(row: Mapping[str, Any]) -> MeasuredRun:
     """A row of the `published_runs` format.
 
@@ -69,7 +162,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
     if global_batch % (micro_batch * dp):
         micro_batches = math.ceil(global_batch / (micro_batch * dp))
         global_batch = micro_batches * micro_batch * dp
-    device = device_of(row)
+    device = device_named(str(row["gpu_type"]))
     config = ParallelConfig(
         dp=dp,
         tp=degrees["tp"],
@@ -150,14 +243,17 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     )
 
 
-def device_of(row: Mapping[str, Any]) -> Device:
-    """The catalogue's device that a row names, with the peak and the memory that the row gives."""
-    label = str(row["gpu_type"])
+ALSO_CALLED = {"gb200": "b200", "gb300": "b200", "h800": "h100-sxm", "a800": "a100-80gb", "a10g": "a10"}
+"""Names of devices that compute as another of the catalogue does."""
+
+
+def device_named(label: str) -> Device:
+    """The catalogue's device that a table names."""
+    known_as = next((other for name, other in ALSO_CALLED.items() if label.lower().startswith(name)), label)
     try:
-        found = device_by_name(label)
+        return device_by_name(known_as)
     except InputError as error:
         raise NotExpressibleError(str(error)) from None
-    return found
 
 
 def _pool(row: Mapping[str, Any], device: Device, gpus: int) -> Pool:
@@ -232,5 +328,11 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         tp_overlap = "none"
     attention = "materialised" if not flash else "triton" if "triton" in text else "flash"
     return Kernels(
-        attention=attention, fused="llm-foundry" not in name, dropout=megatron and year < 2025, tp_overlap=tp_overlap
+        attention=attention,
+        loss="vocab-parallel" if megatron or "nemo" in name else "torch",
+        fused="llm-foundry" not in name and "deepspeed" not in name,
+        dropout=(megatron and year < 2025) or "dropout 0.1" in text,
+        attention_dropout="attention dropout 0.1" in text,
+        deterministic="deterministic" in text,
+        tp_overlap=tp_overlap,
     )

@@ -43,6 +43,10 @@ class Kernels:
     loss: str = "torch"
     """How the loss is computed from the logits, see `LOSS_BYTES`."""
     dropout: bool = False
+    """Of hidden states (and of materialised attention scores)."""
+    attention_dropout: bool = False
+    """Inside a fused attention kernel."""
+    deterministic: bool = False
     tp_overlap: str = "none"
     """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
 
@@ -59,10 +63,18 @@ LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
 which takes maximum, difference, exponential, sum and quotient in kernels of their own; one fused kernel."""
 
 FUSED = Kernels()
-UNFUSED_PASSES = 1.96
+UNFUSED_PASSES = 1.27
 """Memory passes of eager element-wise kernels over those of fused ones (fitted, MosaicML)."""
 CAST_BYTES = 4
 """Bytes moved per element that is cast to 8 bits, with its transpose."""
+SCORE_PASSES = {True: (7, 9), False: (7, 16)}
+"""Passes over materialised attention scores, forward and backward, with a fused softmax or an eager one: products,
+softmax, mask and dropout each read and write them; the eager backward holds mask, dropout and scale apart."""
+DROPOUT_SLOWS = (1.25, 1.5)
+"""Fused attention with dropout draws a random number per score: 75-85 % of the forward's rate and 60-70 % of the
+backward's are left (FlashAttention-4 measurements, Dao-AILab/flash-attention pull request 2597)."""
+DETERMINISTIC_SLOWS = 1.3
+"""Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
 HIDING = 0.8
 """Part of a communication that overlap hides where the overlapped compute is long enough."""
 
@@ -284,11 +296,18 @@ def _attention_s(model: Model, chip: Silicon, split: Split) -> tuple[float, floa
         triton = split.kernels.attention == "triton"
         forward = efficiency.triton_forward if triton else efficiency.flash_forward
         backward = efficiency.triton_backward if triton else efficiency.flash_backward
-        return flops / (peak * forward) + LAUNCH_S, 2.5 * flops / (peak * backward) + 2 * LAUNCH_S
+        forward_s, backward_s = flops / (peak * forward), 2.5 * flops / (peak * backward)
+        if split.kernels.attention_dropout:
+            forward_s, backward_s = forward_s * DROPOUT_SLOWS[0], backward_s * DROPOUT_SLOWS[1]
+        if split.kernels.deterministic:
+            backward_s *= DETERMINISTIC_SLOWS
+        return forward_s + LAUNCH_S, backward_s + 2 * LAUNCH_S
     flops = 4.0 * tokens * split.seq_len * heads * model.head_dim
     score_bytes = tokens * split.seq_len * heads * chip.element_bytes
-    product_s = flops / (peak * efficiency.gemm * (UNALIGNED if model.head_dim % 8 else 1.0))
-    return product_s + stream_s(chip, 7 * score_bytes, 4), 2 * product_s + stream_s(chip, 9 * score_bytes, 6)
+    product_s = flops / (peak * chip.gemm * (UNALIGNED if model.head_dim % 8 else 1.0))
+    passes_f, passes_b = SCORE_PASSES[split.kernels.fused]
+    forward = product_s + stream_s(chip, passes_f * score_bytes, 4)
+    return forward, 2 * product_s + stream_s(chip, passes_b * score_bytes, 6)
 
 
 def _embedding_s(model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:

@@ -43,16 +43,18 @@ class Efficiency:
 
 UNALIGNED = 0.6
 """What matrix units keep of their speed when a dimension is no multiple of eight elements."""
+VECTOR_GEMM = 0.9
+"""Of the fp32 peak, by products that run without matrix units (Sailor's profiles of V100 and GeForce cards)."""
 LAUNCH_S = 5e-6
 """Seconds that a kernel costs beside its work."""
 
 AMPERE = Efficiency(
-    gemm=0.805,
-    memory=0.90,
+    gemm=0.778,
+    memory=0.97,
     flash_forward=0.60,
     flash_backward=0.52,
-    triton_forward=0.53,
-    triton_backward=0.26,
+    triton_forward=0.524,
+    triton_backward=0.260,
     flops_per_multiprocessor=2.89e12,
     source="calibrated",
     relative_error=0.12,
@@ -63,12 +65,12 @@ EFFICIENCY = {
     "ampere": AMPERE,
     "ada": replace(AMPERE, flops_per_multiprocessor=1.29e12, source="spec", relative_error=0.25),
     "hopper": Efficiency(
-        gemm=0.795,
-        memory=0.69,
+        gemm=0.768,
+        memory=0.65,
         flash_forward=0.50,
         flash_backward=0.42,
-        triton_forward=0.247,
-        triton_backward=0.155,
+        triton_forward=0.252,
+        triton_backward=0.153,
         flops_per_multiprocessor=7.5e12,
         source="calibrated",
         relative_error=0.12,
@@ -108,6 +110,8 @@ class Silicon(NamedTuple):
     operand_bytes: int
     """Of what a matrix multiplication reads (1 in fp8, where activations stay in 16 bits)."""
     efficiency: Efficiency
+    gemm: float
+    """Of the peak, by the inner loop of a matrix multiplication in this precision."""
     peak_flops_16: float
     """Of 16-bit formats, in which attention is computed when the linear layers use 8 bits."""
 
@@ -119,7 +123,9 @@ def architecture_of(device: Device) -> str:
 
 
 @lru_cache(maxsize=256)
-def _silicon(peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, architecture: str) -> Silicon:
+def _silicon(
+    peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, architecture: str, vector_peak: float
+) -> Silicon:
     efficiency = EFFICIENCY[architecture]
     return Silicon(
         peak_flops=peak,
@@ -128,6 +134,7 @@ def _silicon(peak: float, peak_16: float, bytes_per_s: float, element_bytes: int
         element_bytes=max(element_bytes, 2),
         operand_bytes=element_bytes,
         efficiency=efficiency,
+        gemm=VECTOR_GEMM if peak == vector_peak else efficiency.gemm,
         peak_flops_16=min(peak, peak_16),
     )
 
@@ -140,6 +147,7 @@ def silicon(device: Device, precision: str) -> Silicon:
         device.memory_bytes_per_s,
         BYTES_PER_ELEMENT[precision],
         architecture_of(device),
+        device.flops["fp32"],
     )
 
 
@@ -157,7 +165,7 @@ def gemm_s(chip: Silicon, rows: float, columns: float, inner: float) -> float:
     fill = max(_tile_fill(rows, columns, chip.multiprocessors, tile) for tile in TILES)
     if inner % 8 or columns % 8:
         fill *= UNALIGNED
-    math_s = 2.0 * rows * columns * inner / (chip.peak_flops * efficiency.gemm * fill)
+    math_s = 2.0 * rows * columns * inner / (chip.peak_flops * chip.gemm * fill)
     traffic = chip.operand_bytes * (rows * inner + inner * columns) + chip.element_bytes * rows * columns
     return math_s + traffic / (chip.memory_bytes_per_s * efficiency.memory) + LAUNCH_S
 

@@ -158,6 +158,7 @@ def stage_memory(
     shards: int,
     batch: Batch,
     context_bytes: float = CONTEXT_BYTES,
+    gradient_copies: float = 0.0,
 ) -> MemoryBreakdown:
     """Peak bytes on one device of a stage that holds layers [first_layer, last_layer).
 
@@ -167,6 +168,8 @@ def stage_memory(
         Most micro-batches whose activations the worker holds at one time.
     zero, shards : int
         ZeRO 0: nothing sharded; 1: optimizer state; 2: gradients too; 3: weights too; over `shards` workers.
+    gradient_copies : float
+        Further copies of the gradients that the framework keeps (reduction buckets).
     """
     held = float(layers.parameters[first_layer:last_layer].sum())
     if first_layer > 0 and last_layer == len(layers.parameters):
@@ -174,7 +177,7 @@ def stage_memory(
     per_optimizer = {"adamw": 8, "sgd": 4}[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
     largest = float(layers.parameters[first_layer:last_layer].max(initial=0.0))
     weights = held * batch.element_bytes / (shards if zero >= 3 else 1)
-    gradients = held * batch.gradient_bytes / (shards if zero >= 2 else 1)
+    gradients = held * batch.gradient_bytes * (1 + gradient_copies) / (shards if zero >= 2 else 1)
     transient = float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0))
     if zero >= 3 and shards > 1:
         transient += largest * (2 * batch.element_bytes + batch.gradient_bytes)

@@ -315,5 +315,5 @@ CONTENTION = 0.126
 """How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
 LAST_BUCKET = 0.05
 """Part of the gradients whose reduction starts when backward has ended."""
-SHARD_COPIES = 2.0
+SHARD_COPIES = 3.5
 """Passes over gathered weights and gradients that fully sharded training adds to every micro-batch."""

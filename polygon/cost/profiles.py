@@ -1,0 +1,340 @@
+"""Measured layer times, memory and links: two formats, interpolated over micro-batch size and tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from polygon.catalogue import device as device_by_name
+from polygon.cost.compute import LayerTimes, Split, layer_times
+from polygon.cost.memory import LayerMemory
+from polygon.domain.cluster import Device
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Batch, Model
+
+PROFILE_ERROR = 0.16
+"""Half of a 90 % interval over a time taken from a profile: isolated layers against the layers of a real step."""
+LAYER_FORMAT = "polygon-layer-profile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Times of some layers at one micro-batch size."""
+
+    micro_batch_size: int
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    update_s: np.ndarray
+
+
+def between(points: Sequence[Measurement], micro_batch_size: int) -> Measurement:
+    """Times at a micro-batch size: linear between measured ones, the last slope beyond, proportional if only one."""
+    sizes = [point.micro_batch_size for point in points]
+    if len(points) == 1:
+        only = points[0]
+        scale = micro_batch_size / only.micro_batch_size
+        return Measurement(
+            micro_batch_size=micro_batch_size,
+            forward_s=only.forward_s * scale,
+            backward_s=only.backward_s * scale,
+            update_s=only.update_s,
+        )
+    i = int(np.clip(np.searchsorted(sizes, micro_batch_size) - 1, 0, len(points) - 2))
+    low, high = points[i], points[i + 1]
+    weight = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
+
+    def blend(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.maximum(a + weight * (b - a), 0.0)
+
+    return Measurement(
+        micro_batch_size=micro_batch_size,
+        forward_s=blend(low.forward_s, high.forward_s),
+        backward_s=blend(low.backward_s, high.backward_s),
+        update_s=low.update_s,
+    )
+
+
+def _monotone(points: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """The same points, none slower than a larger micro-batch was: what exceeds that is noise of the measurement."""
+    cleaned = [points[-1]]
+    for point in reversed(points[:-1]):
+        later = cleaned[-1]
+        cleaned.append(
+            Measurement(
+                micro_batch_size=point.micro_batch_size,
+                forward_s=np.minimum(point.forward_s, later.forward_s),
+                backward_s=np.minimum(point.backward_s, later.backward_s),
+                update_s=point.update_s,
+            )
+        )
+    return tuple(reversed(cleaned))
+
+
+def _frozen(*arrays: np.ndarray) -> None:
+    for array in arrays:
+        array.setflags(write=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """Every layer of one model, measured on some device types (the `sailor_profiles` format)."""
+
+    name: str
+    blocks: int
+    hidden_size: int | None
+    points: Mapping[tuple[str, int], tuple[Measurement, ...]]
+    """By canonical device name and tensor-parallel degree."""
+    memory_by_tp: Mapping[int, Mapping[str, np.ndarray]]
+    seen: dict[tuple[str, int, int, int, bool], LayerTimes] = field(default_factory=dict, compare=False)
+
+    def fits(self, model: Model) -> bool:
+        """Whether the profile is of a model of this shape."""
+        return self.blocks == model.blocks and self.hidden_size in (None, model.hidden_size)
+
+    def measurement(self, device: str, tp: int, micro_batch_size: int) -> Measurement | None:
+        """Times on a device; a degree that was not measured lies on a power law between (or beyond) two that were."""
+        if (device, tp) in self.points:
+            return between(self.points[device, tp], micro_batch_size)
+        degrees = sorted(degree for name, degree in self.points if name == device)
+        if len(degrees) < 2:
+            return None
+        i = int(np.clip(np.searchsorted(degrees, tp) - 1, 0, len(degrees) - 2))
+        low, high = (between(self.points[device, degrees[j]], micro_batch_size) for j in (i, i + 1))
+        weight = math.log(tp / degrees[i]) / math.log(degrees[i + 1] / degrees[i])
+
+        def law(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return np.maximum(a, 1e-9) ** (1 - weight) * np.maximum(b, 1e-9) ** weight
+
+        return Measurement(
+            micro_batch_size=micro_batch_size,
+            forward_s=law(low.forward_s, high.forward_s),
+            backward_s=law(low.backward_s, high.backward_s),
+            update_s=law(low.update_s, high.update_s),
+        )
+
+    def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
+        """Times of every layer, or None for another model, device or way to split."""
+        if not self.fits(model) or split.cp > 1 or split.ep > 1:
+            return None
+        full = split.recompute == "full"
+        key = (device.name, split.tp, split.micro_batch_size, model.layers, full)
+        if key not in self.seen:
+            point = self.measurement(device.name, split.tp, split.micro_batch_size)
+            if point is None:
+                return None
+            forward = _to_layers(point.forward_s, model.layers)
+            backward = _to_layers(point.backward_s, model.layers) + (forward if full else 0.0)
+            communication = np.zeros(model.layers)
+            _frozen(forward, backward, communication)
+            self.seen[key] = LayerTimes(
+                forward_s=forward,
+                backward_s=backward,
+                communication_s=communication,
+                source="profile",
+                relative_error=PROFILE_ERROR,
+            )
+        return self.seen[key]
+
+    def updates_s(self, model: Model, device: Device, tp: int, micro_batch_size: int) -> np.ndarray | None:
+        """Seconds of the optimizer for each layer, shape (layers,)."""
+        point = self.measurement(device.name, tp, micro_batch_size)
+        return None if point is None else _to_layers(point.update_s, model.layers)
+
+    def memory(self, model: Model, batch: Batch, tp: int, micro_batch_size: int) -> LayerMemory | None:
+        """What each layer puts on one device; None for a degree that was not measured."""
+        measured = self.memory_by_tp.get(tp)
+        if measured is None:
+            return None
+        parameters = _to_layers(measured["parameters"], model.layers)
+        activations = _to_layers(measured["activations"], model.layers) * micro_batch_size
+        logits = micro_batch_size * batch.seq_len * model.vocab_size / tp * batch.element_bytes
+        scores = micro_batch_size * batch.seq_len**2 * model.heads / tp * batch.element_bytes
+        # The backward holds the gradients on both sides of a softmax at once.
+        transient = np.full(model.layers, 2.0 * scores)
+        transient[0], transient[-1] = 0.0, 2.0 * logits
+        _frozen(parameters, activations, transient)
+        return LayerMemory(
+            parameters=parameters, activation_bytes=activations, transient_bytes=transient, tied_parameters=0.0
+        )
+
+
+def _to_layers(values: np.ndarray, layers: int) -> np.ndarray:
+    """Profiled layers as a plan counts them: a final norm of its own joins the head."""
+    if len(values) == layers + 1:
+        return np.concatenate([values[: layers - 1], [values[-2:].sum()]])
+    require(len(values) == layers, "profile layers", len(values), f"{layers}")
+    return values.copy()
+
+
+def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
+    """Read the `sailor_profiles` format: one profile for each model of the file."""
+    if "models" not in data or "compute" not in data:
+        raise InputError("profiles: found neither `models` nor `compute`, expected both")
+    points: dict[str, dict[tuple[str, int], dict[int, Measurement]]] = {name: {} for name in data["models"]}
+    for entry in data["compute"]:
+        name = entry["model"]
+        require(name in points, "profiles: compute.model", name, " or ".join(points))
+        key = (device_by_name(entry["gpu_type"]).name, int(entry["tensor_parallel"]))
+        size = int(entry["micro_batch_size_sequences"])
+        points[name].setdefault(key, {})[size] = Measurement(
+            micro_batch_size=size,
+            forward_s=np.asarray(entry["forward_s_per_layer"], dtype=float),
+            backward_s=np.asarray(entry["backward_s_per_layer"], dtype=float),
+            update_s=np.asarray(entry["optimizer_update_s_per_layer"], dtype=float),
+        )
+    profiles = {}
+    for name, described in data["models"].items():
+        info = described["info"]
+        profiles[name] = ModelProfile(
+            name=name,
+            blocks=int(info["profiled_layers"]) - (3 if name.upper().startswith("LLAMA") else 2),
+            hidden_size=info.get("hidden_size"),
+            points={key: _monotone([by[size] for size in sorted(by)]) for key, by in points[name].items()},
+            memory_by_tp={
+                int(tp): {
+                    "parameters": np.asarray(by["parameters_count_per_gpu_per_layer"], dtype=float),
+                    "activations": np.asarray(
+                        by["activation_memory_bytes_per_gpu_per_layer_per_sequence"], dtype=float
+                    ),
+                }
+                for tp, by in described["by_tensor_parallel"].items()
+            },
+        )
+    return profiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindProfile:
+    """Layer kinds measured on one device type (our own format); kinds not measured keep the model's times."""
+
+    device: str
+    seq_len: int
+    precision: str
+    points: Mapping[tuple[str, int], tuple[Measurement, ...]]
+    """By layer kind (embedding, block, moe, head) and tensor-parallel degree."""
+
+    def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
+        """Times of every layer, or None for another device, precision, sequence length or split."""
+        same = (device.name, batch.seq_len, batch.precision) == (self.device, self.seq_len, self.precision)
+        measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
+        if not same or not measured or split.cp > 1 or split.ep > 1:
+            return None
+        spec = layer_times(
+            model,
+            batch,
+            device,
+            split.link,
+            tp=split.tp,
+            micro_batch_size=split.micro_batch_size,
+            recompute=split.recompute,
+            sequence_parallel=split.sequence_parallel,
+            kernels=split.kernels,
+        )
+        forward, backward = spec.forward_s.copy(), spec.backward_s.copy()
+        for layer in range(model.layers):
+            kind = model.layer_kind(layer)
+            if kind in measured:
+                point = between(measured[kind], split.micro_batch_size)
+                forward[layer], backward[layer] = point.forward_s[0], point.backward_s[0]
+                if split.recompute == "full" and kind in ("block", "moe"):
+                    backward[layer] += forward[layer]
+        _frozen(forward, backward)
+        return LayerTimes(
+            forward_s=forward,
+            backward_s=backward,
+            communication_s=spec.communication_s,
+            source="profile",
+            relative_error=PROFILE_ERROR,
+        )
+
+
+def kind_profile(data: Mapping[str, Any]) -> KindProfile:
+    """Read our own profile format (docs/prediction.md)."""
+    require(data.get("format") == LAYER_FORMAT, "format", data.get("format"), LAYER_FORMAT)
+    points: dict[tuple[str, int], dict[int, Measurement]] = {}
+    for number, entry in enumerate(data.get("layers", [])):
+        for key in ("kind", "micro_batch_size", "forward_s", "backward_s"):
+            require(key in entry, f"layers[{number}]", sorted(entry), f"the key {key}")
+        size = int(entry["micro_batch_size"])
+        points.setdefault((entry["kind"], int(entry.get("tp", 1))), {})[size] = Measurement(
+            micro_batch_size=size,
+            forward_s=np.array([float(entry["forward_s"])]),
+            backward_s=np.array([float(entry["backward_s"])]),
+            update_s=np.array([float(entry.get("update_s", 0.0))]),
+        )
+    require(bool(points), "layers", "none", "at least one measured layer")
+    return KindProfile(
+        device=device_by_name(str(data.get("device"))).name,
+        seq_len=int(data["seq_len"]),
+        precision=str(data.get("precision", "bf16")),
+        points={key: tuple(by[size] for size in sorted(by)) for key, by in points.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCurve:
+    """Measured bandwidth of a link by message size: :math:`B = c_0 l^2 + c_1 l + c_2`, l = log2(size / 1 MB).
+
+    The fit turns negative for small messages and falls again beyond its vertex; neither is physical. Below 1 MB the
+    time stays what latency makes it, above the vertex the bandwidth stays, and it never exceeds the largest measured.
+    """
+
+    coefficients: tuple[float, float, float]
+    most_bytes_per_s: float
+
+    def transfer_s(self, n_bytes: float) -> float:
+        """Seconds for a message."""
+        if n_bytes <= 0:
+            return 0.0
+        c0, c1, c2 = self.coefficients
+        log_size = max(0.0, math.log2(n_bytes / 1e6))
+        if c0 < 0:
+            log_size = min(log_size, -c1 / (2 * c0))
+        rate = min(self.most_bytes_per_s, max(c0 * log_size**2 + c1 * log_size + c2, 1e-3) * 1e9)
+        return max(n_bytes, 1e6 if n_bytes >= 1e5 else 1e5) / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCurves:
+    """Every measured link of a `sailor_network` file."""
+
+    between: Mapping[tuple[str, str, str, str], LinkCurve]
+    """One device to one device: (zone, device, zone, device)."""
+    inside: Mapping[str, LinkCurve]
+    """By device type: two devices of one node."""
+    devices_per_node: Mapping[str, int]
+
+    def link(self, zone_a: str, device_a: str, zone_b: str, device_b: str) -> LinkCurve | None:
+        """The curve between two devices on different nodes, in whichever direction it was measured."""
+        return self.between.get((zone_a, device_a, zone_b, device_b)) or self.between.get(
+            (zone_b, device_b, zone_a, device_a)
+        )
+
+
+def link_curves(data: Mapping[str, Any]) -> LinkCurves:
+    """Read the `sailor_network` format."""
+    if "links" not in data:
+        raise InputError("network: found no `links`, expected a list of measured links")
+
+    def curve(entry: Mapping[str, Any]) -> LinkCurve:
+        c0, c1, c2 = entry["coefficients_GBps"]
+        return LinkCurve(coefficients=(c0, c1, c2), most_bytes_per_s=float(entry["max_measured_bandwidth_bytes_per_s"]))
+
+    between_devices, inside = {}, {}
+    for entry in data["links"]:
+        if entry["sender_gpus"] == 1 and entry["receiver_gpus"] == 1:
+            names = (device_by_name(entry[f"{end}_gpu_type"]).name for end in ("sender", "receiver"))
+            sender, receiver = names
+            between_devices[entry["sender_zone"], sender, entry["receiver_zone"], receiver] = curve(entry)
+    for entry in data.get("intra_node_links", []):
+        if entry["gpus_in_pair_or_group"] == 2:
+            inside[device_by_name(entry["gpu_type"]).name] = curve(entry)
+    return LinkCurves(
+        between=between_devices,
+        inside=inside,
+        devices_per_node={device_by_name(k).name: int(v) for k, v in data.get("gpus_per_node", {}).items()},
+    )
