@@ -1,0 +1,282 @@
+"""One configuration: what every dimension sends, the step's communication, the memory under ZeRO 0-3, does it fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from polygon.cost.compute import LayerTimes, layer_times
+from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory, stage_memory
+from polygon.cost.topologies import Topology
+from polygon.cost.uniform import (
+    ParallelConfig,
+    exposed_data_parallel_s,
+    exposed_sends,
+    in_flight,
+    stage_bounds,
+)
+from polygon.domain.cluster import Device
+from polygon.domain.errors import require
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Constraints
+from polygon.overhead.dimensions import Degrees, Shape, Traffic, traffic
+
+VOCABULARY = 32000
+"""Assumed where only sizes are given: logits count in memory, a vocabulary is not among the sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What is analysed."""
+
+    shape: Shape
+    degrees: Degrees
+    whole: Topology
+    batch: Batch
+    model: Model | None = None
+    """None where only a parameter count is known."""
+    device: Device | None = None
+    schedule: str = "1f1b"
+    overlap: str = "backward"
+    p2p_overlap: bool = False
+    tree_algorithm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What a configuration costs beside its compute."""
+
+    configuration: Configuration
+    traffic: tuple[Traffic, ...]
+    upper_bound_s: float
+    """Communication per step if nothing hides it."""
+    scheduled_s: Mapping[str, float] | None
+    """By dimension, what the step waits for; None where compute is unknown (no device or no shape)."""
+    compute_s: float | None
+    """Per step on the busiest device, tensor-parallel traffic included."""
+    memory: Mapping[int, MemoryBreakdown]
+    """By ZeRO stage, of the pipeline stage that needs most."""
+    fits: bool | None
+    """None where no device was named."""
+    usable_bytes: float | None
+
+    @property
+    def chosen_memory(self) -> MemoryBreakdown:
+        """Under the ZeRO stage asked for."""
+        return self.memory[self.configuration.degrees.zero]
+
+
+def expert_parameters(model: Model) -> float:
+    """Parameters of all routed experts (the router is not one)."""
+    if not model.experts:
+        return 0.0
+    twice = replace(model, experts=2 * model.experts)
+    router = model.experts * model.hidden_size
+    return float(
+        sum(
+            twice.layer_parameters(layer) - model.layer_parameters(layer) - router
+            for layer in range(model.layers)
+            if model.layer_kind(layer) == "moe"
+        )
+    )
+
+
+def shape_of(model: Model, batch: Batch, micro_batch_size: int, micro_batches: int) -> Shape:
+    """What decides message sizes, from a model and a batch."""
+    return Shape(
+        parameters=float(model.parameters),
+        expert_parameters=expert_parameters(model),
+        blocks=model.blocks,
+        moe_blocks=sum(model.layer_kind(layer) == "moe" for layer in range(model.layers)),
+        hidden_size=model.hidden_size,
+        seq_len=batch.seq_len,
+        query_share=model.heads * model.head_dim / model.hidden_size,
+        kv_share=model.kv_heads * model.head_dim / model.hidden_size,
+        experts_per_token=model.experts_per_token,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        element_bytes=batch.element_bytes,
+        gradient_bytes=batch.gradient_bytes,
+    )
+
+
+def model_of_sizes(parameters: float, blocks: int, hidden_size: int, seq_len: int) -> Model:
+    """A GPT of these sizes, for its activations; its own parameter count is replaced by `parameters`."""
+    head_dim = next(d for d in (128, 64, hidden_size) if hidden_size % d == 0)
+    return Model(
+        name=f"{parameters:.3g} parameters, {blocks} x {hidden_size}",
+        blocks=blocks,
+        hidden_size=hidden_size,
+        heads=hidden_size // head_dim,
+        kv_heads=hidden_size // head_dim,
+        head_dim=head_dim,
+        ffn_size=4 * hidden_size,
+        vocab_size=VOCABULARY,
+        max_seq_len=seq_len,
+    )
+
+
+def parallel_config(c: Configuration) -> ParallelConfig:
+    """The configuration in the cost engine's words."""
+    d = c.degrees
+    return ParallelConfig(
+        dp=d.dp,
+        tp=d.tp,
+        pp=d.pp,
+        cp=d.cp,
+        ep=d.ep,
+        interleave=d.interleave,
+        micro_batch_size=c.shape.micro_batch_size,
+        zero=d.zero,
+        recompute=d.recompute,
+        sequence_parallel=d.sequence_parallel,
+        schedule=c.schedule,
+        overlap=c.overlap,
+        p2p_overlap=c.p2p_overlap,
+    )
+
+
+def _layers(c: Configuration) -> tuple[LayerMemory, list[int]]:
+    """Memory by layer on one device without its experts, and the first layers of the stages."""
+    d, s = c.degrees, c.shape
+    held = (s.parameters - s.expert_parameters) / d.tp
+    if c.model is None:
+        nothing = np.zeros(d.pp)
+        each = np.full(d.pp, held / d.pp)
+        even = LayerMemory(parameters=each, activation_bytes=nothing, transient_bytes=nothing, tied_parameters=0.0)
+        return even, list(range(d.pp + 1))
+    layers = layer_memory(
+        c.model,
+        replace(c.batch, seq_len=-(-c.batch.seq_len // d.cp)),
+        tp=d.tp,
+        micro_batch_size=s.micro_batch_size,
+        recompute=d.recompute,
+        sequence_parallel=d.sequence_parallel,
+    )
+    dense = layers.parameters.copy()
+    if s.expert_parameters:
+        moe = [layer for layer in range(c.model.layers) if c.model.layer_kind(layer) == "moe"]
+        dense[moe] -= s.expert_parameters / len(moe) / d.tp
+    return replace(layers, parameters=dense * held / float(dense.sum())), stage_bounds(c.model, parallel_config(c))
+
+
+def _experts(c: Configuration, layers: LayerMemory) -> LayerMemory:
+    """The experts' weights by layer on one device; they are sharded over fewer ranks than the rest."""
+    nothing = np.zeros_like(layers.parameters)
+    experts = nothing.copy()
+    if c.model is not None and c.shape.expert_parameters:
+        moe = [layer for layer in range(c.model.layers) if c.model.layer_kind(layer) == "moe"]
+        experts[moe] = c.shape.expert_parameters / len(moe) / (c.degrees.tp * c.degrees.ep)
+    return LayerMemory(parameters=experts, activation_bytes=nothing, transient_bytes=nothing, tied_parameters=0.0)
+
+
+def memory_by_zero(c: Configuration) -> dict[int, MemoryBreakdown]:
+    """Peak bytes per device of the neediest stage under ZeRO 0, 1, 2 and 3.
+
+    Sharded over dp x cp; experts over what expert parallelism leaves of that.
+    """
+    layers, bounds = _layers(c)
+    experts = _experts(c, layers)
+    config, shards = parallel_config(c), c.degrees.dp * c.degrees.cp
+
+    def stage(number: int, first: int, last: int, zero: int) -> MemoryBreakdown:
+        held = in_flight(config, number, c.shape.micro_batches)
+        rest = stage_memory(layers, first, last, in_flight=held, zero=zero, shards=shards, batch=c.batch)
+        if not experts.parameters[first:last].any():
+            return rest
+        fewer = shards // c.degrees.ep
+        more = stage_memory(
+            experts, first, last, in_flight=0, zero=zero, shards=fewer, batch=c.batch, context_bytes=0.0
+        )
+        parts = asdict(rest)
+        return MemoryBreakdown(**{name: parts[name] + value for name, value in asdict(more).items()})
+
+    return {
+        zero: max(
+            (stage(number, first, last, zero) for number, (first, last) in enumerate(itertools.pairwise(bounds))),
+            key=lambda part: part.total_bytes,
+        )
+        for zero in range(4)
+    }
+
+
+def _times(c: Configuration) -> LayerTimes | None:
+    if c.model is None or c.device is None:
+        return None
+    return layer_times(
+        c.model,
+        c.batch,
+        c.device,
+        c.whole.link,
+        tp=c.degrees.tp,
+        micro_batch_size=c.shape.micro_batch_size,
+        recompute=c.degrees.recompute,
+        sequence_parallel=c.degrees.sequence_parallel,
+        cp=c.degrees.cp,
+        ep=c.degrees.ep,
+    )
+
+
+def _scheduled(c: Configuration, messages: tuple[Traffic, ...], times: LayerTimes) -> tuple[float, dict[str, float]]:
+    """Compute per step on the busiest device, and what the step waits for by dimension.
+
+    Tensor, context (all-to-all, all-gather) and expert traffic blocks its layer. Gradients go beside the last backward,
+    ZeRO-3 gathers beside all compute, a context-parallel ring beside its blocks. A pipeline waits for its messages
+    unless they overlap, and always for those that fill and drain it.
+    """
+    config = parallel_config(c)
+    assert c.model is not None
+    bounds = stage_bounds(c.model, config)[:-1]
+    stages = np.stack([np.add.reduceat(t, bounds) for t in (times.forward_s, times.backward_s)])
+    busiest = int(stages.sum(axis=0).argmax())
+    compute_s = float(stages[:, busiest].sum()) * c.shape.micro_batches
+    waits = {t.dimension: 0.0 for t in messages}
+    reduce_s = sum(t.time_s for t in messages if t.dimension == "DP" and t.cell.op != "all_gather")
+    gather_s = sum(t.time_s for t in messages if t.dimension == "DP" and t.cell.op == "all_gather")
+    if "DP" in waits:
+        beside_s = compute_s if config.zero == 3 else float(stages[1, busiest])
+        overlap = "full" if config.zero == 3 and c.overlap != "none" else c.overlap
+        waits["DP"] = exposed_data_parallel_s(reduce_s, gather_s, beside_s, overlap)
+    for t in messages:
+        if t.dimension == "PP":
+            waits["PP"] = t.cell.chosen.time_s * exposed_sends(config, c.shape.micro_batches)
+        elif t.dimension == "CP" and t.cell.op == "p2p":
+            waits["CP"] += max(0.0, t.time_s - compute_s)
+        elif t.dimension != "DP":
+            waits[t.dimension] += t.time_s
+    return compute_s, waits
+
+
+def analyse(c: Configuration) -> Analysis:
+    """Communication and memory of one configuration.
+
+    Raises
+    ------
+    InputError
+        Where degrees do not go together with the model, or a size that a dimension needs is missing.
+    """
+    if c.shape.blocks is not None:
+        require(
+            c.degrees.pp <= c.shape.blocks, "--pp", c.degrees.pp, f"at most the {c.shape.blocks} blocks of the model"
+        )
+    if c.model is not None:
+        limit = c.model.heads
+        require(limit % c.degrees.tp == 0, "--tp", c.degrees.tp, f"a divisor of the model's {limit} heads")
+    messages = traffic(c.shape, c.degrees, c.whole, tree_algorithm=c.tree_algorithm)
+    memory = memory_by_zero(c)
+    times = _times(c)
+    compute_s, scheduled = (None, None) if times is None else _scheduled(c, messages, times)
+    usable = None if c.device is None else c.device.memory_bytes * (1 - Constraints().memory_headroom)
+    return Analysis(
+        configuration=c,
+        traffic=messages,
+        upper_bound_s=sum(t.time_s for t in messages),
+        scheduled_s=scheduled,
+        compute_s=compute_s,
+        memory=memory,
+        fits=None if usable is None else memory[c.degrees.zero].total_bytes <= usable,
+        usable_bytes=usable,
+    )

@@ -1,0 +1,56 @@
+"""Pictures of run-all: time against message size by topology, memory by ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polygon.cost.collective_table import collective_cell
+from polygon.cost.memory import MemoryBreakdown
+from polygon.cost.topologies import OPERATIONS, Topology
+from polygon.domain.errors import InputError
+
+
+def _figure(columns: float, rows: float) -> Any:
+    """A figure that needs no screen and no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("plots: found no matplotlib, expected it (pip install matplotlib), or no -o") from None
+    figure = Figure(figsize=(columns, rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def time_by_size(path: Path, topology: Topology) -> None:
+    """Time of every operation against the message size on one topology, bounds dashed."""
+    sizes = np.logspace(3, 10, 36)
+    figure = _figure(6.4, 4.4)
+    axes = figure.add_subplot()
+    for number, op in enumerate(OPERATIONS):
+        cells = [collective_cell(op, topology, float(size)) for size in sizes]
+        axes.loglog(sizes, [cell.chosen.time_s for cell in cells], label=op, color=f"C{number}")
+        axes.loglog(sizes, [cell.bound.time_s for cell in cells], "--", color=f"C{number}", linewidth=0.8)
+    axes.set(xlabel="message M [bytes]", ylabel="time [s]", title=f"{topology.kind}, {topology.ranks} ranks")
+    axes.grid(alpha=0.3)
+    axes.legend(title="dashed: lower bound", fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def memory_by_zero(path: Path, memory: Mapping[int, MemoryBreakdown], title: str) -> None:
+    """Bytes per GPU under ZeRO 0-3, stacked by owner."""
+    figure = _figure(5.4, 4.0)
+    axes = figure.add_subplot()
+    names = [f"ZeRO-{zero}" for zero in memory]
+    base = np.zeros(len(names))
+    for part in ("weights", "gradients", "optimizer", "activations", "transient", "context"):
+        height = np.array([getattr(breakdown, part) for breakdown in memory.values()]) / 1e9
+        axes.bar(names, height, bottom=base, label=part)
+        base += height
+    axes.set(ylabel="memory per GPU [GB]", title=title)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
