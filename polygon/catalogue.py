@@ -163,7 +163,7 @@ def _load(file: str) -> Mapping[str, Any]:
 
 def _normal(name: str) -> str:
     """Lower case, words joined by dashes, without the maker's name."""
-    return re.sub(r"^(nvidia|amd|geforce)-", "", re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-"))
+    return re.sub(r"^((nvidia|amd|geforce|instinct)-)+", "", re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-"))
 
 
 def _find(name: str, known: Mapping[str, T], aliases: Mapping[str, str], kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Between the schema of files and requests (`polygon.schema`) and the frozen domain data.
+"""Clusters and problems: between the schema of files and requests and the frozen domain data.
 
 `*_from_spec` gives domain data in SI units; `*_data` gives the plain dictionary that the same schema reads back to
 equal data. Numbers in a file are chosen so that they convert back to the very same SI number wherever one exists.
@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from polygon import catalogue
 from polygon.catalogue import GB, GBPS, GIB, MS, TFLOP
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
-from polygon.domain.errors import InputError, located, require
-from polygon.domain.groups import Groups
+from polygon.domain.errors import InputError, Phrase, located, require
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Stage, Worker
-from polygon.schema import ClusterSpec, GroupsSpec, LinkSpec, NodeSpec, PlanSpec, ProblemSpec, RegionSpec, WorkerSpec
+from polygon.domain.plan import Constraints, Problem
+from polygon.schema import ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionSpec
 
 DEFAULT_INTRA_REGION = Link(latency_s=0.5 / MS, bytes_per_s=10 * GBPS)
 """Between nodes of a region where a file says nothing: 10 Gbit/s Ethernet, what most clouds give a node at least."""
-
-_PLAN_FORMAT, _GROUPS_FORMAT, _PROBLEM_FORMAT = "polygon-plan", "polygon-groups", "polygon-problem"
-
-
-class PlanFile(NamedTuple):
-    """What a plan file holds."""
-
-    problem: Problem
-    plan: Plan
-    estimate: Mapping[str, Any]
-
 
 # Clusters
 
@@ -57,6 +45,7 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     used: dict[str, Device] = {}
     regions = tuple(_region(region, f"regions[{i}]", spec, own, used) for i, region in enumerate(spec.regions))
     latency_s, bytes_per_s, capacity = _matrices(spec, names)
+    _check_connected(names, bytes_per_s)
     for r, region in enumerate(regions):
         latency_s[r, r] = region.intra_region.latency_s
         bytes_per_s[r, r] = region.intra_region.bytes_per_s
@@ -140,7 +129,9 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
         require(ends[0] != ends[1], f"links[{k}]", ends[0], "two different regions (see intra_region)")
         a, b = names.index(ends[0]), names.index(ends[1])
         for pair in ((a, b), (b, a)) if link.between else ((a, b),):
-            require(pair not in given, f"links[{k}]", f"{ends[0]} - {ends[1]}", "a pair that no earlier link gives")
+            require(
+                pair not in given, f"links[{k}]", Phrase(f"{ends[0]} - {ends[1]}"), "a pair that no earlier link gives"
+            )
             given.add(pair)
             latency_ms[pair], gbps[pair] = link.latency_ms, link.bandwidth_gbps
             capacity_gbps[pair] = math.inf if link.capacity_gbps is None else link.capacity_gbps
@@ -152,13 +143,27 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
     return latency_ms / MS, gbps * GBPS, capacity_gbps * GBPS
 
 
+def _check_connected(names: list[str], bytes_per_s: np.ndarray) -> None:
+    """Require a way between any two regions over links that exist in both directions."""
+    both_ways = (bytes_per_s > 0) & (bytes_per_s.T > 0)
+    reached = {0}
+    frontier = [0]
+    while frontier:
+        fresh = set(np.flatnonzero(both_ways[frontier.pop()]).tolist()) - reached
+        reached |= fresh
+        frontier += fresh
+    for r, name in enumerate(names):
+        found = Phrase(f"no links between {names[0]} and {name}, not even over other regions")
+        require(r in reached, "links", found, "all regions connected, both ways")
+
+
 def _matrix(rows: list[list[float | None]] | None, where: str, n: int, missing: float) -> np.ndarray:
     """A regions x regions matrix of a file as an array, null being `missing`."""
     if rows is None:
         return np.full((n, n), missing)
-    require(len(rows) == n, where, f"{len(rows)} rows", f"{n}, one a region")
+    require(len(rows) == n, where, Phrase(f"{len(rows)} rows"), f"{n}, one a region")
     for i, row in enumerate(rows):
-        require(len(row) == n, f"{where}[{i}]", f"{len(row)} entries", f"{n}, one a region")
+        require(len(row) == n, f"{where}[{i}]", Phrase(f"{len(row)} entries"), f"{n}, one a region")
     return np.array([[missing if value is None else value for value in row] for row in rows], dtype=float)
 
 
@@ -281,7 +286,7 @@ def constraints_from_spec(spec: Any) -> Constraints:
 def problem_data(problem: Problem) -> dict[str, Any]:
     """The problem as a file says it."""
     return {
-        "format": _PROBLEM_FORMAT,
+        "format": "polygon-problem",
         "version": 1,
         "cluster": cluster_data(problem.cluster),
         "model": model_data(problem.model),
@@ -293,171 +298,3 @@ def problem_data(problem: Problem) -> dict[str, Any]:
 def model_data(model: Model) -> dict[str, Any]:
     """The model as a file says it."""
     return dataclasses.asdict(model)
-
-
-# Groups
-
-
-def groups_from_spec(spec: GroupsSpec) -> Groups:
-    """The groups that a file holds."""
-    with located("problem."):
-        problem = problem_from_spec(spec.problem)
-    allocation = np.zeros((len(spec.stages), len(problem.cluster.pools)), dtype=np.int64)
-    for s, group in enumerate(spec.stages):
-        for i, member in enumerate(group.members):
-            where = f"stages[{s}].members[{i}]"
-            _check_pool(problem.cluster, member.pool, member.region, member.device, where)
-            allocation[s, member.pool] += member.devices
-    return Groups(problem=problem, allocation=allocation, objective=spec.objective, solver=spec.solver, seed=spec.seed)
-
-
-def groups_data(groups: Groups) -> dict[str, Any]:
-    """The groups as a file says them."""
-    cluster = groups.problem.cluster
-    return {
-        "format": _GROUPS_FORMAT,
-        "version": 1,
-        "problem": problem_data(groups.problem),
-        "stages": [
-            {"members": [_pool_data(cluster, int(p)) | {"devices": int(row[p])} for p in np.flatnonzero(row)]}
-            for row in groups.allocation
-        ],
-        "objective": dict(groups.objective),
-        "solver": groups.solver,
-        "seed": groups.seed,
-    }
-
-
-def _pool_data(cluster: Cluster, index: int) -> dict[str, Any]:
-    pool = cluster.pools[index]
-    return {"pool": index, "region": cluster.regions[pool.region].name, "device": pool.device.name}
-
-
-def _check_pool(cluster: Cluster, index: int, region: str, device: str, where: str) -> None:
-    """Require that a pool exists and is the one that its region and device name."""
-    require(index < len(cluster.pools), f"{where}.pool", index, f"at most {len(cluster.pools) - 1}, the last pool")
-    pool = _pool_data(cluster, index)
-    for key, found in (("region", region), ("device", device)):
-        require(found == pool[key], f"{where}.{key}", found, f"{pool[key]!r}, as pool {index} is there")
-
-
-# Plans
-
-
-def plan_from_spec(spec: PlanSpec) -> PlanFile:
-    """The plan that a file holds, with its problem and estimate.
-
-    Checks what the plan refers to (pools, devices, routes, regions); whether it is a *good* or even a possible plan
-    is another question (memory, cover of the layers).
-    """
-    with located("problem."):
-        problem = problem_from_spec(spec.problem)
-    cluster = problem.cluster
-    first = np.array([pool.first_device for pool in cluster.pools])
-    taken = np.zeros(cluster.devices, dtype=bool)
-    stages = tuple(_stage(stage, f"stages[{s}]", problem, first, taken) for s, stage in enumerate(spec.stages))
-    names = {region.name: i for i, region in enumerate(cluster.regions)}
-    links = []
-    for k, link in enumerate(spec.links):
-        for key, name in (("from", link.from_region), ("to", link.to_region)):
-            require(name in names, f"links[{k}].{key}", name, f"a region: one of {', '.join(names)}")
-        fields = link.model_dump(exclude={"from_region", "to_region"})
-        links.append(LinkUse(source=names[link.from_region], target=names[link.to_region], **fields))
-    simple: Any = spec.model_dump(exclude={"format", "version", "problem", "stages", "routes", "links", "estimate"})
-    windows = simple.pop("windows")
-    require(len(windows) == len(stages), "windows", f"{len(windows)} entries", f"{len(stages)}, one a stage")
-    for s, window in enumerate(windows):
-        require(window >= 1, f"windows[{s}]", window, "a whole number >= 1")
-    plan = Plan(
-        stages=stages, routes=_routes(spec.routes, stages), windows=tuple(windows), links=tuple(links), **simple
-    )
-    return PlanFile(problem, plan, spec.estimate)
-
-
-def _stage(spec: Any, where: str, problem: Problem, first: np.ndarray, taken: np.ndarray) -> Stage:
-    """One stage; its devices are marked in `taken`."""
-    begin, end = spec.layers
-    layers = problem.model.layers
-    require(begin < end <= layers, f"{where}.layers", spec.layers, f"[first, last) within the model's {layers} layers")
-    workers = tuple(
-        _worker(worker, f"{where}.workers[{i}]", problem.cluster, first, taken) for i, worker in enumerate(spec.workers)
-    )
-    fields = spec.model_dump(exclude={"layers", "workers"})
-    return Stage(first_layer=begin, last_layer=end, workers=workers, **fields)
-
-
-def _worker(spec: WorkerSpec, where: str, cluster: Cluster, first: np.ndarray, taken: np.ndarray) -> Worker:
-    _check_pool(cluster, spec.pool, spec.region, spec.device, where)
-    pool = cluster.pools[spec.pool]
-    end = pool.first_device + pool.devices
-    devices: list[int] = []
-    for k, (begin, count) in enumerate(spec.devices):
-        run = f"{where}.devices[{k}]"
-        require(count >= 1, run, [begin, count], "a run [first, count] with count >= 1")
-        inside = pool.first_device <= begin and begin + count <= end
-        require(inside, run, [begin, count], f"a run within the pool's devices {pool.first_device}..{end - 1}")
-        require(not taken[begin : begin + count].any(), run, [begin, count], "devices that no other worker holds")
-        taken[begin : begin + count] = True
-        devices.extend(range(begin, begin + count))
-    return Worker(pool=spec.pool, devices=tuple(devices))
-
-
-def _routes(rows: list[Any], stages: tuple[Stage, ...]) -> np.ndarray:
-    """Routes as an array, every entry a worker of its stage."""
-    expected = f"one row a micro-batch, each with {len(stages)} whole numbers"
-    try:
-        routes = np.array(rows)
-    except ValueError:
-        raise InputError(f"routes: found rows of different length, expected {expected}") from None
-    shape_fits = routes.ndim == 2 and routes.shape[0] > 0 and routes.shape[1] == len(stages)
-    require(shape_fits and routes.dtype.kind == "i", "routes", f"shape {routes.shape} of {routes.dtype}", expected)
-    widths = np.array([stage.width for stage in stages])
-    wrong = np.argwhere((routes < 0) | (routes >= widths))
-    if len(wrong):
-        m, s = wrong[0]
-        raise InputError(
-            f"routes[{m}][{s}]: found {routes[m, s]}, expected 0..{widths[s] - 1}, the workers of stage {s}"
-        )
-    return routes.astype(np.int64)
-
-
-def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The plan as a file says it; `estimate` is free in form."""
-    cluster = problem.cluster
-    names = [region.name for region in cluster.regions]
-    pools = [_pool_data(cluster, p) for p in range(len(cluster.pools))]
-    return {
-        "format": _PLAN_FORMAT,
-        "version": 1,
-        "problem": problem_data(problem),
-        "stages": [
-            {
-                "layers": [stage.first_layer, stage.last_layer],
-                **_simple_fields(stage, without=("first_layer", "last_layer", "workers")),
-                "workers": [pools[worker.pool] | {"devices": _runs(worker.devices)} for worker in stage.workers],
-            }
-            for stage in plan.stages
-        ],
-        "routes": plan.routes,
-        "links": [
-            {"from": names[use.source], "to": names[use.target], **_simple_fields(use, without=("source", "target"))}
-            for use in sorted(plan.links, key=lambda use: (use.source, use.target))
-        ],
-        **_simple_fields(plan, without=("stages", "routes", "links")),
-        "estimate": dict(estimate or {}),
-    }
-
-
-def _simple_fields(value: Any, *, without: tuple[str, ...]) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in without}
-
-
-def _runs(devices: Iterable[int]) -> list[list[int]]:
-    """Device numbers as runs [first, count] of consecutive ones, in their order."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][0] + runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([int(device), 1])
-    return runs

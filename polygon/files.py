@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polygon import catalogue, convert, foreign
-from polygon.convert import PlanFile
+from polygon import catalogue, convert, convert_plan, foreign
+from polygon.convert_plan import PlanFile
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError, located
 from polygon.domain.groups import Groups
@@ -45,7 +45,7 @@ def read_text(path: PathLike) -> str:
             f"{path}: found byte 0x{data[error.start]:02x} at {error.start}, expected UTF-8 text"
         ) from None
     if not text.strip():
-        raise InputError(f"{path}: found an empty file")
+        raise InputError(f"{path}: found an empty file, expected text in it")
     return text
 
 
@@ -171,24 +171,24 @@ def read_groups(path: PathLike) -> Groups:
     """A groups file."""
     data = read_json(path)
     with located(f"{path}: "):
-        return convert.groups_from_spec(check(GroupsSpec, data))
+        return convert_plan.groups_from_spec(check(GroupsSpec, data))
 
 
 def write_groups(path: PathLike, groups: Groups) -> None:
     """Write a groups file."""
-    write_json(path, convert.groups_data(groups))
+    write_json(path, convert_plan.groups_data(groups))
 
 
 def read_plan(path: PathLike) -> PlanFile:
     """A plan file: its problem, the plan, the estimate that was written with it."""
     data = read_json(path)
     with located(f"{path}: "):
-        return convert.plan_from_spec(check(PlanSpec, data))
+        return convert_plan.plan_from_spec(check(PlanSpec, data))
 
 
 def write_plan(path: PathLike, problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> None:
     """Write a plan file; `estimate` is free in form."""
-    write_json(path, convert.plan_data(problem, plan, estimate))
+    write_json(path, convert_plan.plan_data(problem, plan, estimate))
 
 
 def file_format(path: PathLike) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from polygon.domain.errors import InputError, one_of, require
+from polygon.domain.errors import InputError, Phrase, one_of, require
 from polygon.domain.model import Model
 
 # Hugging Face: config.json
@@ -281,10 +281,10 @@ def _ptafm_sections(text: str) -> tuple[int, dict[str, list[tuple[int, str]]]]:
             raise InputError(f"line {number}: found {line!r}, expected NUM_STAGE:n or {', '.join(names)}")
         else:
             sections[open_section].append((number, line))
-    require(open_section is None, str(open_section), "the end of the file", "a line 'end'")
-    require(stages is not None, "NUM_STAGE", "nothing", "a line NUM_STAGE:n")
+    require(open_section is None, str(open_section), Phrase("the end of the file"), "a line 'end'")
+    require(stages is not None, "NUM_STAGE", Phrase("nothing"), "a line NUM_STAGE:n")
     for name in names:
-        require(bool(sections.get(name)), name, "nothing", "a section with at least one line")
+        require(bool(sections.get(name)), name, Phrase("nothing"), "a section with at least one line")
     assert stages is not None
     return stages, sections
 

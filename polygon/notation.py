@@ -20,6 +20,10 @@ LINE_LENGTH = 120
 """A container that fits on a line of this length is written on one."""
 
 
+MOST_NESTING = 5000
+"""Deeper YAML is refused; a shorter text cannot be that deep."""
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON; InputError names the line and column of a fault."""
     try:
@@ -27,7 +31,7 @@ def parse_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise InputError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
     except RecursionError:
-        raise InputError("not JSON that can be used: nested too deeply") from None
+        raise InputError("not JSON: nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -44,6 +48,8 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
+        if len(text) > MOST_NESTING:
+            _check_nesting(text)
         return yaml.load(text, Loader=_loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -52,7 +58,18 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise InputError(f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise InputError("not YAML that can be used: nested too deeply") from None
+        raise InputError("not YAML: nested too deeply") from None
+
+
+def _check_nesting(text: str) -> None:
+    """Refuse nesting that would overflow the C loader's stack (it does not raise RecursionError)."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=_loader()):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_NESTING:
+            raise InputError("not YAML: nested too deeply")
 
 
 _LOADERS: list[Any] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len, MinLen
@@ -27,6 +28,7 @@ Count = Annotated[int, Ge(1)]
 Index = Annotated[int, Ge(0)]
 Name = Annotated[str, MinLen(1)]
 Pair = Annotated[list[Name], Len(2, 2)]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Matrix = list[list[NotNegative | None]]
 
 
@@ -72,7 +74,7 @@ class DeviceSpec(Strict):
 
     memory_gib: Positive | None = None
     memory_gb: Positive | None = None
-    tflops: dict[str, Positive]
+    tflops: dict[Precision, Positive]
     """Dense peak by precision [1e12 FLOP/s]."""
     memory_bandwidth_gb_per_s: Positive
     power_w: NotNegative
@@ -84,9 +86,12 @@ class DeviceSpec(Strict):
     aliases: list[Name] = []
 
     @model_validator(mode="after")
-    def _one_memory(self) -> DeviceSpec:
+    def _one_memory_and_fp32(self) -> DeviceSpec:
         if (self.memory_gib is None) == (self.memory_gb is None):
-            raise _refuse("no memory" if self.memory_gib is None else "memory_gib and memory_gb", "one of them")
+            found = "no memory" if self.memory_gib is None else "both"
+            raise _refuse(found, "one of memory_gib, memory_gb")
+        if "fp32" not in self.tflops:
+            raise _refuse(f"tflops of {', '.join(self.tflops) or 'nothing'}", "at least fp32 in tflops")
         return self
 
 
@@ -298,11 +303,14 @@ def path(loc: Sequence[int | str]) -> str:
     """`links[2].bandwidth_gbps` from ("links", 2, "bandwidth_gbps")."""
     text = ""
     for part in loc:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if part != "[key]":
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
 def _short(value: object, limit: int = 60) -> str:
+    if value is None:
+        return "nothing"
     if isinstance(value, Mapping):
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, (list, tuple)):
@@ -333,11 +341,13 @@ def _annotation_at(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[A
     """The annotation and the constraints of the field at a location."""
     annotation: Any = schema
     metadata: list[Any] = []
-    for part in loc:
+    for part, after in zip_longest(loc, loc[1:]):
+        if after == "[key]":
+            return _strip(get_args(annotation)[0])
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             field = _field(annotation, str(part))
             annotation, metadata = _strip(field.annotation, field.metadata)
-        elif part != "[key]":
+        else:
             annotation, metadata = _strip(get_args(annotation)[-1])
     return annotation, metadata
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from polygon.domain.errors import InputError, require, require_number
+from polygon.domain.errors import InputError, Phrase, require, require_number
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -113,7 +113,7 @@ class Region:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "region.name", self.name, "a name")
-        require(len(self.node_groups) > 0, f"region {self.name}: nodes", "none", "at least one node group")
+        require(len(self.node_groups) > 0, f"region {self.name}: nodes", Phrase("none"), "at least one node group")
         require_number(self.egress_usd_per_gb, "egress_usd_per_gb", at_least=0)
         require(self.egress_bytes_per_s > 0, "egress_bytes_per_s", self.egress_bytes_per_s, "a number > 0")
 
@@ -171,14 +171,19 @@ class Cluster:
 
     def __post_init__(self) -> None:
         n = len(self.regions)
-        require(n > 0, "regions", "none", "at least one region")
+        require(n > 0, "regions", Phrase("none"), "at least one region")
         names = [region.name for region in self.regions]
         for name in names:
             require(names.count(name) == 1, "regions", name, "names that differ")
         for label in ("latency_s", "bytes_per_s", "capacity_bytes_per_s"):
             matrix = getattr(self, label)
             require(matrix.shape == (n, n), label, matrix.shape, f"shape ({n}, {n})")
-            require(not np.isnan(matrix).any() and bool((matrix >= 0).all()), label, "a negative or NaN entry", ">= 0")
+            require(
+                not np.isnan(matrix).any() and bool((matrix >= 0).all()),
+                label,
+                Phrase("a negative or NaN entry"),
+                ">= 0",
+            )
         for region in self.regions:
             for group in region.node_groups:
                 if group.device not in self.catalogue:

@@ -16,6 +16,15 @@ class InputError(PolygonError):
     """Input that cannot be used; the message alone lets the user mend it (where, found, expected)."""
 
 
+class Phrase(str):
+    """Words about what was found, to be shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def require(condition: bool, name: str, found: object, expected: str) -> None:
     """Raise `InputError` naming the field, what was found and what is allowed, unless `condition` holds."""
     if not condition:

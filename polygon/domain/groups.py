@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polygon.domain.errors import require
+from polygon.domain.errors import Phrase, require
 from polygon.domain.plan import Problem
 
 
@@ -37,15 +37,15 @@ class Groups:
         pools = self.problem.cluster.pools
         shape = self.allocation.shape
         require(self.allocation.ndim == 2 and shape[1] == len(pools), "allocation", shape, f"(stages, {len(pools)})")
-        require(bool((self.allocation >= 0).all()), "allocation", "a negative entry", "entries >= 0")
+        require(bool((self.allocation >= 0).all()), "allocation", Phrase("a negative entry"), "entries >= 0")
         for s in np.flatnonzero(self.allocation.sum(axis=1) == 0):
-            require(False, f"stages[{s}]", "no devices", "at least one")
+            require(False, f"stages[{s}]", Phrase("no devices"), "at least one")
         for pool, total in zip(pools, self.allocation.sum(axis=0), strict=True):
             region = self.problem.cluster.regions[pool.region].name
             require(
                 total <= pool.devices,
                 f"pool {pool.index} ({region}, {pool.device.name})",
-                f"{int(total)} devices in all stages",
+                Phrase(f"{int(total)} devices in all stages"),
                 f"at most the {pool.devices} that it has",
             )
 

@@ -1,0 +1,61 @@
+"""Every malformed file gives its one-line message and exit 2, through the command that a user would give it to.
+
+The lists in `tests/bad` hold a line for each file: its name, a colon, the message (`...`: it goes on).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polygon import cli, files
+from polygon.__main__ import main, module_of
+
+FOLDER = Path("tests/bad")
+COMMANDS = {
+    "clusters": ("init", ["--model", "gpt-tiny", "--global-batch", "8"], files.read_cluster),
+    "groups": ("search", [], files.read_groups),
+    "plans": ("evaluate", [], files.read_plan),
+}
+"""For each list: the command that reads such files, its further options, and the reader that it uses."""
+
+
+def cases():
+    """(list, file, message) of every line of the lists."""
+    for name in COMMANDS:
+        for line in (FOLDER / f"{name}.txt").read_text("utf-8").splitlines():
+            file, message = line.split(": ", 1)
+            yield pytest.param(name, FOLDER / file, message, id=f"{name}-{file}")
+
+
+@pytest.mark.parametrize(("kind", "file", "message"), list(cases()))
+def test_message_and_exit_code(kind, file, message, capsys):
+    """Nothing on stdout, one line on stderr that names the file, exit 2."""
+    command, options, read = COMMANDS[kind]
+    if module_of(command):
+        code = cli.run(main, [command, str(file), *options])
+    else:
+        code = cli.run(lambda argv: read(file) and 0)
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    expected = f"{file}: {message}"
+    if message.endswith("..."):
+        assert output.err.startswith(expected.removesuffix("...").rstrip())
+    else:
+        assert output.err == expected + "\n"
+
+
+def test_every_malformed_file_is_listed():
+    """No file without its expected message."""
+    listed = {case.values[1] for case in cases()}
+    assert {file for file in FOLDER.iterdir() if file.stem not in COMMANDS} <= listed
+
+
+def test_file_that_cannot_be_written(tmp_path):
+    """Writing into a folder that is not there names the file and leaves nothing behind."""
+    with pytest.raises(files.InputError, match=r"out\.json: cannot be written: No such file or directory"):
+        files.write_json(tmp_path / "no" / "out.json", {})
+    assert list(tmp_path.iterdir()) == []
