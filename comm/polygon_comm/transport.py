@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from polygon_comm.shaped import LinkShape, ShapedGroup
+
 MIN_CHUNK_BYTES = 1 << 16
 
 
@@ -121,6 +123,9 @@ class Wires:
         Where payloads come from and go to.
     near : frozenset of int
         Peers reached by NCCL when the device is a GPU.
+    shapes : mapping of peer to LinkShape
+        Ways on which messages to a peer are made as late as a link would (see `polygon_comm.shaped`). Both sides must
+        name the same peers.
     """
 
     def __init__(
@@ -133,12 +138,14 @@ class Wires:
         timeout_s: float,
         device: torch.device,
         near: frozenset[int] = frozenset(),
+        shapes: Mapping[int, LinkShape] | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
         self.streams = dict(streams)
         self.timeout_s = timeout_s
         self.store = store
+        self._shapes = dict(shapes or {})
         self.sent_bytes: dict[int, int] = defaultdict(int)
         self.devices = gloo_devices(max([1, *streams.values()]), address)
         self._gloo: dict[int, Any] = {}
@@ -152,7 +159,9 @@ class Wires:
         prefix = f"pair/{low}/{high}"
         if not near:
             devices = self.devices[: self.streams[peer]]
-            self._gloo[peer] = gloo_group(PrefixStore(prefix, self.store), place, 2, devices, self.timeout_s)
+            group = gloo_group(PrefixStore(prefix, self.store), place, 2, devices, self.timeout_s)
+            shape = self._shapes.get(peer)
+            self._gloo[peer] = group if shape is None else ShapedGroup(group, {1 - place: shape})
             return
         for source, target in ((low, high), (high, low)):
             store = PrefixStore(f"{prefix}/{source}", self.store)

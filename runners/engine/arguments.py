@@ -28,6 +28,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--rehearse", action="store_true", help="run the plan's shape with a model that fits one machine"
     )
     rehearsal.add_argument("--max-ranks", type=int, help="most ranks of a rehearsal (default: as many as the plan has)")
+    rehearsal.add_argument(
+        "--emulate-links",
+        action="store_true",
+        help="messages between regions take as long as the cluster's links need (all ranks on one machine)",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
     training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
@@ -74,6 +79,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         lookahead=arguments.lookahead,
         traced_steps=arguments.traced_steps,
         device=arguments.device,
+        emulate_links=arguments.emulate_links,
         log_dir=arguments.log_dir or default_log_dir(arguments.plan),
     )
 

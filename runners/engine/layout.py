@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from polygon_comm.reduction import TAGS_PER_GROUP, Members, members_of
+from polygon_comm.shaped import LinkShape
 
 from polygon.domain.errors import InputError
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem
@@ -32,6 +33,16 @@ class Layout:
             for worker in stage.workers
             for device in worker.devices
         }
+
+    def link_shapes(self, rank: int) -> dict[int, LinkShape]:
+        """The cluster's links from a rank to the ranks in other regions that it exchanges messages with."""
+        cluster, region_of = self.problem.cluster, self.region_of
+        found = {}
+        for peer in self.streams(rank):
+            a, b = region_of[rank], region_of[peer]
+            if a != b:
+                found[peer] = LinkShape(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b]))
+        return found
 
     def region_name(self, rank: int) -> str:
         """Name of the region that a rank is in."""

@@ -27,6 +27,8 @@ class Options:
     traced_steps: int = 8
     device: str = "auto"
     log_dir: Path | None = None
+    emulate_links: bool = False
+    """Messages between regions take as long as the cluster's links would need (all ranks on one machine)."""
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")

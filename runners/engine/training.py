@@ -103,6 +103,7 @@ class Training:
             timeout_s=options.timeout_s,
             device=device,
             near=frozenset(r for r, region in self.layout.region_of.items() if region == here),
+            shapes=self.layout.link_shapes(rank) if options.emulate_links else None,
         )
         sums = {name: SumGroup(members, self.wires) for name, members in self.layout.groups_of(rank).items()}
         self._all = sums["all"]
