@@ -79,7 +79,8 @@ class UniformEstimate:
     high_s: float
     """Ends of the 90 % interval."""
     terms: Mapping[str, Term]
-    """compute, tensor-parallel, bubble, p2p, data-parallel, optimizer: they add up to step_s."""
+    """compute, tensor-parallel (with context and expert traffic), bubble, p2p, data-parallel, optimizer: they add
+    up to step_s."""
     memory: tuple[MemoryBreakdown, ...]
     """Per stage."""
     flops: float = 0.0
@@ -209,8 +210,10 @@ def estimate_uniform(
     )
     message = config.micro_batch_size * batch.seq_len / config.cp * model.hidden_size * batch.element_bytes / config.tp
     send = send_s(message, boundary) if config.pp > 1 else 0.0
-    busiest = float(stage.max())
-    compute_s = micro_batches * busiest
+    slowest = int(stage.argmax())
+    busiest = float(stage[slowest])
+    communication_s = micro_batches * float(np.add.reduceat(times.communication_s, bounds[:-1])[slowest])
+    compute_s = micro_batches * busiest - communication_s
     bubble_s = (float(stage.sum()) - busiest) / config.interleave
     p2p_s = send * exposed_sends(config, micro_batches)
 
@@ -224,9 +227,10 @@ def estimate_uniform(
     )
     shards = group.members if config.zero >= 1 else 1
     optimizer_s = update_s(parameters / shards, pool.device, batch, fused=config.kernels.fused)
-    step = compute_s + bubble_s + p2p_s + dp_s + optimizer_s
+    step = compute_s + communication_s + bubble_s + p2p_s + dp_s + optimizer_s
     terms = {
         "compute": Term(seconds=compute_s, source=times.source, relative_error=times.relative_error),
+        "tensor-parallel": Term(seconds=communication_s, source=times.source, relative_error=times.relative_error),
         "bubble": Term(seconds=bubble_s, source=times.source, relative_error=times.relative_error),
         "p2p": Term(seconds=p2p_s, source="spec", relative_error=0.5),
         "data-parallel": Term(seconds=dp_s, source="spec", relative_error=0.5),
