@@ -19,6 +19,7 @@ COMMANDS = {
     "overhead": "communication and memory of collectives and configurations, formula by formula",
     "grid3d": "every (data, tensor, pipeline) split of a number of devices, ranked",
     "export": "plan -> what other systems read",
+    "show": "devices, models and links of the catalogues",
     "serve": "the web application",
 }
 """What each command is for; one whose module is not installed is not offered."""

@@ -122,9 +122,9 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
     from polygon import files
     from polygon.domain.plan import Constraints, Problem
 
-    if files.file_format(path) == "polygon-problem":
-        return files.read_problem(path)
-    cluster = files.read_cluster(path)
+    cluster = files.read_cluster_or_problem(path)
+    if isinstance(cluster, Problem):
+        return cluster
     for option, value in (("--model", args.model), ("--global-batch", args.global_batch)):
         if value is None:
             raise InputError(f"{option}: found nothing, expected it beside the cluster {path}")

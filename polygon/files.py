@@ -113,8 +113,24 @@ def read_cluster(path: PathLike) -> Cluster:
     """A cluster, from polygon's YAML (or JSON) or from PTAFM's text format, told apart by what the file holds."""
     text = read_text(path)
     with located(f"{path}: "):
-        data = foreign.ptafm_cluster(text) if foreign.is_ptafm(text) else parse(text)
-        return convert.cluster_from_spec(check(ClusterSpec, data), default_name=_stem(path))
+        return _cluster(path, _cluster_or_problem_data(text))
+
+
+def read_cluster_or_problem(path: PathLike) -> Cluster | Problem:
+    """What a command takes that plans from scratch: a cluster in any format, or a whole problem."""
+    text = read_text(path)
+    with located(f"{path}: "):
+        data = _cluster_or_problem_data(text)
+        is_problem = isinstance(data, dict) and data.get("format") == "polygon-problem"
+        return _problem(path, data) if is_problem else _cluster(path, data)
+
+
+def _cluster_or_problem_data(text: str) -> Any:
+    return foreign.ptafm_cluster(text) if foreign.is_ptafm(text) else parse(text)
+
+
+def _cluster(path: PathLike, data: Any) -> Cluster:
+    return convert.cluster_from_spec(check(ClusterSpec, data), default_name=_stem(path))
 
 
 def write_cluster(path: PathLike, cluster: Cluster) -> None:
@@ -155,16 +171,22 @@ def read_constraints(path: PathLike) -> Constraints:
 def read_problem(path: PathLike) -> Problem:
     """A problem file; its cluster may be a path (seen from the file), its model a path or a catalogue name."""
     data = read_yaml(path)
+    with located(f"{path}: "):
+        return _problem(path, data)
+
+
+def _problem(path: PathLike, data: Any) -> Problem:
+    """The problem of parsed data, with what it names read from the files beside it and from the catalogue."""
     if isinstance(data, dict):
         data = dict(data)
+        folder = Path(path).parent
         if isinstance(data.get("cluster"), str):
-            data["cluster"] = convert.cluster_data(read_cluster(Path(path).parent / data["cluster"]))
+            with located("cluster: "):
+                data["cluster"] = convert.cluster_data(read_cluster(folder / data["cluster"]))
         if isinstance(data.get("model"), str):
             name = data["model"]
-            model = read_model(Path(path).parent / name if _is_path(name) else name)
-            data["model"] = convert.model_data(model)
-    with located(f"{path}: "):
-        return convert.problem_from_spec(check(ProblemSpec, data), default_name=_stem(path))
+            data["model"] = convert.model_data(read_model(folder / name if _is_path(name) else name))
+    return convert.problem_from_spec(check(ProblemSpec, data), default_name=_stem(path))
 
 
 def read_groups(path: PathLike) -> Groups:
@@ -189,16 +211,6 @@ def read_plan(path: PathLike) -> PlanFile:
 def write_plan(path: PathLike, problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> None:
     """Write a plan file; `estimate` is free in form."""
     write_json(path, convert_plan.plan_data(problem, plan, estimate))
-
-
-def file_format(path: PathLike) -> str:
-    """What a file says it is: `polygon-plan`, `polygon-groups`, ...; empty where it says nothing."""
-    text = read_text(path)
-    if foreign.is_ptafm(text):
-        return ""
-    with located(f"{path}: "):
-        data = parse(text)
-    return str(data.get("format", "")) if isinstance(data, dict) else ""
 
 
 def _is_path(name: PathLike) -> bool:

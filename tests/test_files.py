@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -318,7 +320,48 @@ def test_problem_file_with_names(tmp_path):
     )
     read = files.read_problem(problem)
     assert read.cluster.name == "lab" and read.model == catalogue.model("gpt3-1.3b")
-    assert files.file_format(problem) == "polygon-problem"
+    either = files.read_cluster_or_problem(problem)
+    assert isinstance(either, Problem) and either.model == read.model
+    assert isinstance(files.read_cluster_or_problem(tmp_path / "lab.yaml"), Cluster)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lab.yaml", "lob.yaml", "cluster: {folder}/lob.yaml: found no such file, expected a file"),
+        ("gpt3-1.3b", "gpt3-1.4b", "model: found model 'gpt3-1.4b', expected 'gpt3-1.3b' (nearest) or another of"),
+        ("seq_len: 2048", "seq_len: 4096", "batch.seq_len: found 4096, expected at most 2048"),
+        ("global_batch: 8,", "", "batch.global_batch: found nothing, expected a whole number"),
+    ],
+)
+def test_faults_of_a_problem_file(old, new, message, tmp_path):
+    """The message begins with the problem's file, then says what in it is wrong."""
+    (tmp_path / "lab.yaml").write_text("regions: [{name: lab, nodes: [{device: t4, count: 2}]}]\n", encoding="utf-8")
+    text = "format: polygon-problem\ncluster: lab.yaml\nmodel: gpt3-1.3b\nbatch: {global_batch: 8, seq_len: 2048}\n"
+    problem = tmp_path / "problem.yaml"
+    problem.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        files.read_cluster_or_problem(problem)
+    assert str(error.value).startswith(f"{problem}: {message.format(folder=tmp_path)}")
+
+
+def test_documented_examples_are_true(tmp_path):
+    """Every YAML example of the documentation is read by the reader that it documents."""
+    text = (Path(__file__).parent.parent / "docs" / "file-formats.md").read_text("utf-8")
+    cluster, matrices, model, problem = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "lab.yaml").write_text(cluster, encoding="utf-8")
+    lab = files.read_cluster(tmp_path / "lab.yaml")
+    assert lab.devices == 2 * 8 + 5 * 4 + 4
+    with_matrices = cluster[: cluster.index("links:")] + matrices
+    (tmp_path / "matrices.yaml").write_text(with_matrices, encoding="utf-8")
+    again = files.read_cluster(tmp_path / "matrices.yaml")
+    np.testing.assert_array_equal(again.bytes_per_s, lab.bytes_per_s)
+    np.testing.assert_array_equal(again.capacity_bytes_per_s, lab.capacity_bytes_per_s)
+    (tmp_path / "model.yaml").write_text(model, encoding="utf-8")
+    llama = dataclasses.replace(catalogue.model("llama3-8b"), name="mine", source="")
+    assert files.read_model(tmp_path / "model.yaml") == llama
+    (tmp_path / "problem.yaml").write_text(problem, encoding="utf-8")
+    assert files.read_problem(tmp_path / "problem.yaml").batch.global_batch == 1024
 
 
 def test_write_is_atomic_and_keeps_the_mode(tmp_path, monkeypatch):
