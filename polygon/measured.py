@@ -37,6 +37,8 @@ class MeasuredRun:
     context_bytes: float = 0.0
     """What the way of measuring memory counts beside the allocator."""
     device_label: str = ""
+    profiled_precision: bool = False
+    """Whether it ran in the 32-bit precision that profiles of this format were measured in."""
 
 
 class NotExpressibleError(Exception):
@@ -56,9 +58,9 @@ class StagedRun:
     config: StagedConfig
     step_s: float | None
     memory_bytes: float | None
-    again_step_s: float | None
-    """The same configuration measured a second time."""
-    again_memory_bytes: float | None
+    """The mean where the configuration was measured twice."""
+    measurements: Mapping[str, tuple[float, ...]]
+    """Every measurement of time and memory."""
     device_label: str
     calibration: bool = False
 
@@ -106,8 +108,12 @@ def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRu
         tied_embeddings=False,
     )
 
-    def number(source: Mapping[str, Any], key: str, use: str) -> float | None:
-        return float(source[key]) if source.get(key) and entry.get(use, True) else None
+    def numbers(key: str, use: str) -> tuple[float, ...]:
+        if not entry.get(use, True):
+            return ()
+        return tuple(float(source[key]) for source in (measured, again) if source.get(key))
+
+    times, memories = numbers("iteration_time_s", "use_time"), numbers("peak_memory_per_gpu_bytes", "use_memory")
 
     return StagedRun(
         identifier=str(entry["id"]),
@@ -127,10 +133,9 @@ def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRu
             micro_batches=max(1, math.ceil(global_batch / size)),
             kernels=Kernels(attention="materialised", fused=False, dropout=True),
         ),
-        step_s=number(measured, "iteration_time_s", "use_time"),
-        memory_bytes=number(measured, "peak_memory_per_gpu_bytes", "use_memory"),
-        again_step_s=number(again, "iteration_time_s", "use_time"),
-        again_memory_bytes=number(again, "peak_memory_per_gpu_bytes", "use_memory"),
+        step_s=sum(times) / len(times) if times else None,
+        memory_bytes=sum(memories) / len(memories) if memories else None,
+        measurements={"time": times, "memory": memories},
         device_label="+".join(sorted(entry["cluster"]["gpus_by_type_count"])),
     )
 
@@ -199,6 +204,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         calibration=str(row.get("dataset")).startswith("mosaicml") and gpus <= 8,
         context_bytes=0.0 if "allocated" in kind else CONTEXT_BYTES,
         device_label=str(row["gpu_type"]),
+        profiled_precision=precision in ("fp32", "tf32"),
     )
 
 
@@ -279,7 +285,7 @@ def _precision(text: str) -> str:
         if name in text:
             return name
     if "fp32" in text:
-        return "fp32"
+        return "tf32"  # what the vendor's containers compute fp32 products in; without such units it is fp32
     if "fp16" in text:
         return "fp16"
     raise NotExpressibleError(f"precision {text!r} is not one of fp32, tf32, fp16, bf16, fp8")

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from polygon.cost.kernels import LAUNCH_S, UNALIGNED, Silicon, gemm_s, silicon, stream_s
-from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, intra_node_all_reduce_s
+from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s, one_node
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
@@ -86,7 +86,8 @@ class Split:
     micro_batch_size: int
     seq_len: int
     tp: int
-    link: Link
+    group: Group
+    """The tensor-parallel devices."""
     recompute: str
     sequence_parallel: bool
     cp: int
@@ -115,6 +116,7 @@ def layer_times(
     intra_node: Link,
     *,
     tp: int = 1,
+    tp_group: Group | None = None,
     micro_batch_size: int = 1,
     recompute: str = "none",
     sequence_parallel: bool = False,
@@ -131,6 +133,8 @@ def layer_times(
     ----------
     intra_node : Link
         Between two devices of the node; carries the tensor-parallel all-reduces.
+    tp_group : optional
+        Where the tensor-parallel devices lie on several nodes.
     recompute : str
         `none`, `selective` (attention scores) or `full` (whole blocks, with their tensor-parallel communication).
     sequence_parallel : bool
@@ -146,7 +150,7 @@ def layer_times(
         micro_batch_size=micro_batch_size,
         seq_len=batch.seq_len,
         tp=tp,
-        link=intra_node,
+        group=tp_group or one_node(tp, intra_node),
         recompute=recompute,
         sequence_parallel=sequence_parallel and tp > 1,
         cp=cp,
@@ -233,7 +237,7 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
         cast = CAST_BYTES * (tokens * (2 * h + q / tp + width) + model.layer_parameters(1) / tp)
         forward, backward = forward + stream_s(chip, cast, 8), backward + stream_s(chip, cast, 8)
 
-    reduce_s = 2 * intra_node_all_reduce_s(e * tokens * h, tp, split.link)
+    reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
     # With sequence parallelism the backward gathers its saved inputs once more.
     sent_f, sent_b = reduce_s, reduce_s * (1.5 if split.sequence_parallel else 1.0)
     pipelined = kernels.tp_overlap == "pipelined"
@@ -316,7 +320,7 @@ def _embedding_s(model: Model, chip: Silicon, split: Split) -> tuple[float, floa
         patch = model.channels * model.patch_size**2
         moved_s = stream_s(chip, 3 * e * tokens * h, 2)
         return gemm_s(chip, tokens, h, patch) + moved_s, gemm_s(chip, patch, h, tokens) + moved_s, 0.0
-    reduce_s = intra_node_all_reduce_s(e * tokens * h, split.tp, split.link)
+    reduce_s = all_reduce_s(e * tokens * h, split.group)
     return stream_s(chip, 5 * e * tokens * h, 3) + reduce_s, stream_s(chip, 8 * e * tokens * h, 3), reduce_s
 
 
@@ -330,7 +334,7 @@ def _head_s(model: Model, chip: Silicon, split: Split) -> tuple[float, float, fl
     loss_f, loss_b = LOSS_BYTES[split.kernels.loss]
     forward += stream_s(chip, rows * columns * loss_f + 3 * e * tokens * h, 8)
     backward += stream_s(chip, rows * columns * loss_b + 4 * e * tokens * h, 6)
-    reduce_s = intra_node_all_reduce_s(e * rows * h, split.tp, split.link)
+    reduce_s = all_reduce_s(e * rows * h, split.group)
     return forward, backward + reduce_s, reduce_s
 
 

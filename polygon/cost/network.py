@@ -52,6 +52,11 @@ class Group:
         return math.ceil(self.members / self.per_node)
 
 
+def one_node(members: int, link: Link) -> Group:
+    """A group of devices of one node."""
+    return Group(members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link)
+
+
 @lru_cache(maxsize=65536)
 def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link) -> float:
     """Seconds of an all-reduce of `n_bytes` among devices of one node; 0 for one member.

@@ -227,8 +227,9 @@ class KindProfile:
             model,
             batch,
             device,
-            split.link,
+            split.group.intra_node,
             tp=split.tp,
+            tp_group=split.group,
             micro_batch_size=split.micro_batch_size,
             recompute=split.recompute,
             sequence_parallel=split.sequence_parallel,
@@ -309,7 +310,17 @@ class LinkCurves:
     devices_per_node: Mapping[str, int]
 
     def link(self, zone_a: str, device_a: str, zone_b: str, device_b: str) -> LinkCurve | None:
-        """The curve between two devices on different nodes, in whichever direction it was measured."""
+        """The curve between two devices on different nodes, in whichever direction it was measured.
+
+        Zones that are not known (empty) stand for any one zone.
+        """
+        if not zone_a:
+            same_zone = (
+                curve
+                for (za, da, zb, db), curve in self.between.items()
+                if za == zb and (da, db) == (device_a, device_b)
+            )
+            return next(same_zone, None)
         return self.between.get((zone_a, device_a, zone_b, device_b)) or self.between.get(
             (zone_b, device_b, zone_a, device_a)
         )

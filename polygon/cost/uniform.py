@@ -125,17 +125,19 @@ def _shared_link(pool: Pool, tp: int, members: int) -> Link:
     return Link(latency_s=pool.inter_node.latency_s, bytes_per_s=rate)
 
 
-def data_parallel_group(pool: Pool, config: ParallelConfig) -> Group:
-    """The devices that hold the same weights: a stride of tp apart, as Megatron and torch deal ranks."""
-    members = config.dp * config.cp
-    per_node = min(members, max(1, pool.devices_per_node // config.tp))
+def _group(pool: Pool, members: int, per_node: int) -> Group:
     return Group(
         members=members,
-        per_node=per_node,
+        per_node=max(1, min(members, per_node, pool.devices_per_node)),
         devices_per_node=pool.devices_per_node,
         intra_node=pool.intra_node,
         inter_node=pool.inter_node,
     )
+
+
+def data_parallel_group(pool: Pool, config: ParallelConfig) -> Group:
+    """The devices that hold the same weights: a stride of tp apart, as Megatron and torch deal ranks."""
+    return _group(pool, config.dp * config.cp, pool.devices_per_node // config.tp)
 
 
 def estimate_uniform(
@@ -173,6 +175,7 @@ def estimate_uniform(
             pool.device,
             pool.intra_node,
             tp=config.tp,
+            tp_group=_group(pool, config.tp, config.tp),
             micro_batch_size=config.micro_batch_size,
             recompute=config.recompute,
             sequence_parallel=config.sequence_parallel,

@@ -1,0 +1,109 @@
+"""Measured layer times and links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.catalogue import device
+from polygon.cost.compute import layer_times
+from polygon.cost.profiles import LinkCurve, kind_profile, link_curves, model_profiles
+from polygon.domain.cluster import Link
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch, Model
+
+MEASURED = Path(__file__).parents[2] / "instances" / "measured"
+PROFILES = model_profiles(json.loads((MEASURED / "sailor_profiles.json").read_text()))
+OPT = Model(
+    name="OPT-350",
+    blocks=24,
+    hidden_size=1024,
+    heads=16,
+    kv_heads=16,
+    head_dim=64,
+    ffn_size=4096,
+    vocab_size=50272,
+    max_seq_len=2048,
+)
+BATCH = Batch(global_batch=64, seq_len=2048, precision="tf32")
+NVLINK = Link(latency_s=2e-6, bytes_per_s=450e9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 60),
+    tp=st.sampled_from([1, 2, 4]),
+    name=st.sampled_from(["gh200", "a100-80gb", "rtx-3090", "v100-16gb"]),
+)
+def test_a_larger_micro_batch_is_never_faster(size, tp, name):
+    """Interpolated (and extrapolated) times grow with the micro-batch, in every layer."""
+    small, large = (
+        layer_times(OPT, BATCH, device(name), NVLINK, tp=tp, micro_batch_size=s, profile=PROFILES["OPT-350"])
+        for s in (size, size + 1)
+    )
+    assert small.source == "profile"
+    assert (small.forward_s <= large.forward_s + 1e-12).all()
+    assert (small.backward_s <= large.backward_s + 1e-12).all()
+
+
+def test_measured_points_are_returned_as_they_are():
+    """At a measured size and degree the profile is the measurement (where it is monotone)."""
+    times = layer_times(
+        OPT, BATCH, device("gh200"), NVLINK, tp=4, micro_batch_size=8, profile=PROFILES["OPT-350"], recompute="full"
+    )
+    assert times.forward_s[1] == pytest.approx(0.003021)
+    assert times.backward_s[1] == pytest.approx(0.006469 + 0.003021)
+
+
+def test_a_degree_between_two_measured_ones_lies_between_them():
+    """tp = 3 was not measured; its time lies between tp = 2 and tp = 4."""
+    profile = PROFILES["OPT-350"]
+    two, three, four = (profile.measurement("gh200", tp, 16) for tp in (2, 3, 4))
+    assert (np.minimum(two.forward_s, four.forward_s) <= three.forward_s + 1e-12).all()
+    assert (three.forward_s <= np.maximum(two.forward_s, four.forward_s) + 1e-12).all()
+
+
+def test_a_profile_of_another_model_or_device_is_not_used():
+    """The model's own times stand where nothing was measured."""
+    other = Model(**{**{s: getattr(OPT, s) for s in OPT.__slots__}, "blocks": 12})
+    assert layer_times(other, BATCH, device("gh200"), NVLINK, profile=PROFILES["OPT-350"]).source != "profile"
+    assert layer_times(OPT, BATCH, device("h200"), NVLINK, profile=PROFILES["OPT-350"]).source != "profile"
+
+
+@settings(deadline=None)
+@given(size=st.floats(1, 1e11), factor=st.floats(1, 100))
+def test_link_curves_are_clamped(size, factor):
+    """Whatever the fit says: time is positive, grows with the message, and never beats the best measured rate."""
+    curves = link_curves(json.loads((MEASURED / "sailor_network.json").read_text()))
+    for curve in list(curves.between.values())[:5] + list(curves.inside.values()):
+        assert curve.transfer_s(size) >= size / curve.most_bytes_per_s * (1 - 1e-12)
+        assert curve.transfer_s(size * factor) >= curve.transfer_s(size) * (1 - 1e-9)
+    assert LinkCurve(coefficients=(-1.0, 2.0, -5.0), most_bytes_per_s=1e9).transfer_s(1e6) > 0
+
+
+def test_own_format_replaces_only_what_was_measured():
+    """A profile of the block leaves embedding and head to the model."""
+    data = {
+        "format": "polygon-layer-profile",
+        "device": "a100-80gb",
+        "seq_len": 2048,
+        "precision": "tf32",
+        "layers": [
+            {"kind": "block", "tp": 1, "micro_batch_size": 1, "forward_s": 0.01, "backward_s": 0.03},
+            {"kind": "block", "tp": 1, "micro_batch_size": 3, "forward_s": 0.03, "backward_s": 0.07},
+        ],
+    }
+    args = (OPT, BATCH, device("a100-80gb"), NVLINK)
+    measured = layer_times(*args, micro_batch_size=2, profile=kind_profile(data))
+    spec = layer_times(*args, micro_batch_size=2)
+    assert measured.forward_s[1:-1] == pytest.approx(0.02)
+    assert measured.backward_s[1:-1] == pytest.approx(0.05)
+    assert measured.forward_s[0] == spec.forward_s[0]
+    assert measured.backward_s[-1] == spec.backward_s[-1]
+    with pytest.raises(InputError, match=r"layers\[0\].*forward_s"):
+        kind_profile({**data, "layers": [{"kind": "block", "micro_batch_size": 1}]})
