@@ -96,12 +96,14 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
         fields = link.model_dump(exclude={"from_region", "to_region"})
         links.append(LinkUse(source=names[link.from_region], target=names[link.to_region], **fields))
     simple: Any = spec.model_dump(exclude={"format", "version", "problem", "stages", "routes", "links", "estimate"})
-    windows = simple.pop("windows")
-    require(len(windows) == len(stages), "windows", Phrase(f"{len(windows)} entries"), f"{len(stages)}, one a stage")
-    for s, window in enumerate(windows):
-        require(window >= 1, f"windows[{s}]", window, "a whole number >= 1")
+    spans = simple.pop("spans")
+    require(len(spans) == len(stages), "spans", Phrase(f"{len(spans)} entries"), f"{len(stages)}, one a stage")
+    for s, (row, stage) in enumerate(zip(spans, stages, strict=True)):
+        require(len(row) == stage.width, f"spans[{s}]", Phrase(f"{len(row)} entries"), f"{stage.width}, one a worker")
+        for w, span in enumerate(row):
+            require(span >= 1, f"spans[{s}][{w}]", span, "a whole number >= 1")
     plan = Plan(
-        stages=stages, routes=_routes(spec.routes, stages), windows=tuple(windows), links=tuple(links), **simple
+        stages=stages, routes=_routes(spec.routes, stages), spans=tuple(map(tuple, spans)), links=tuple(links), **simple
     )
     return PlanFile(problem, plan, spec.estimate)
 

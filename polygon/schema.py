@@ -154,6 +154,11 @@ class ClusterSpec(Strict):
     capacity_gbps: Matrix | None = None
 
 
+def _as_lists(kind: Any) -> Any:
+    """A type with tuples of any length read as lists."""
+    return list[_as_lists(get_args(kind)[0])] if get_origin(kind) is tuple else kind  # type: ignore[misc]
+
+
 def _from_dataclass(name: str, source: type, *, without: Sequence[str] = (), optional: Sequence[str] = ()) -> Any:
     """A strict schema class with the fields of a domain dataclass (tuples are lists in a file)."""
     hints = get_type_hints(source)
@@ -161,9 +166,7 @@ def _from_dataclass(name: str, source: type, *, without: Sequence[str] = (), opt
     for field in dataclasses.fields(source):
         if field.name in without:
             continue
-        kind = hints[field.name]
-        if get_origin(kind) is tuple:
-            kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        kind = _as_lists(hints[field.name])
         if field.name in optional:
             fields[field.name] = (kind | None, None)
         elif field.default is not dataclasses.MISSING:

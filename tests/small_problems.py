@@ -7,6 +7,7 @@ import numpy as np
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
 
 LAN = Link(latency_s=1e-5, bytes_per_s=1e10)
 
@@ -44,23 +45,24 @@ def small_model(blocks: int = 4, **changes) -> Model:
     return Model(**(fields | changes))
 
 
-def small_plan(cluster, layers, stages, routes, *, micro_batch_size=2, windows=None, compression="none", streams=1):
-    """A plan from layer borders, devices of each stage and routes (GPipe unless windows are given)."""
+def small_plan(cluster, layers, stages, routes, *, micro_batch_size=2, spans=None, compression="none", streams=1):
+    """A plan from layer borders, devices of each stage and routes (GPipe unless spans of the stages are given)."""
     pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
     routes = np.asarray(routes)
     n = len(cluster.regions)
+    built = tuple(
+        Stage(
+            first_layer=first,
+            last_layer=last,
+            workers=tuple(Worker(pool=pool_of[device], devices=(device,)) for device in devices),
+        )
+        for (first, last), devices in zip(layers, stages, strict=True)
+    )
     return Plan(
-        stages=tuple(
-            Stage(
-                first_layer=first,
-                last_layer=last,
-                workers=tuple(Worker(pool=pool_of[device], devices=(device,)) for device in devices),
-            )
-            for (first, last), devices in zip(layers, stages, strict=True)
-        ),
+        stages=built,
         routes=routes,
         micro_batch_size=micro_batch_size,
-        windows=windows or (len(routes),) * len(stages),
+        spans=stage_spans(built, spans or (len(routes),) * len(stages)),
         links=tuple(
             LinkUse(
                 source=a,
@@ -84,22 +86,22 @@ def routed_problem(ranks: int, *, compression: str = "none", streams: int = 1, m
     """
     shapes = {
         1: ((1,), [(0, 6)], [[0]], [[0]] * 8, (8,)),
-        2: ((1, 1), [(0, 2), (2, 6)], [[0], [1]], [[0, 0]] * 8, (2, 1)),
-        4: ((2, 2), [(0, 2), (2, 6)], [[0], [1, 2, 3]], [[0, w] for w in (0, 1, 2, 0, 1, 0, 2, 0)], (4, 3)),
+        2: ((1, 1), [(0, 2), (2, 6)], [[0], [1]], [[0, 0]] * 8, (1, 1)),
+        4: ((2, 2), [(0, 2), (2, 6)], [[0], [1, 2, 3]], [[0, w] for w in (0, 1, 2, 0, 1, 0, 2, 0)], (1, 3)),
         8: (
             (3, 3, 2),
             [(0, 1), (1, 4), (4, 6)],
             [[0, 1], [2, 3, 4, 6], [5, 7]],
             [[0, 0, 0], [1, 1, 1], [0, 2, 0], [0, 3, 0], [1, 0, 1], [0, 1, 0], [0, 0, 1], [1, 2, 0]],
-            (5, 4, 2),
+            (1, 2, 2),
         ),
     }
-    regions, layers, stages, routes, windows = shapes[ranks]
+    regions, layers, stages, routes, spans = shapes[ranks]
     cluster = small_cluster(*regions)
     problem = Problem(
         cluster=cluster,
         model=model or small_model(),
         batch=Batch(**({"global_batch": 16, "seq_len": 16, "precision": "fp32"} | batch)),
     )
-    plan = small_plan(cluster, layers, stages, routes, windows=windows, compression=compression, streams=streams)
+    plan = small_plan(cluster, layers, stages, routes, spans=spans, compression=compression, streams=streams)
     return problem, plan

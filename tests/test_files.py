@@ -136,7 +136,7 @@ def plans(draw):
         stages=tuple(stages),
         routes=np.array(routes),
         micro_batch_size=draw(st.integers(1, 4)),
-        windows=tuple(draw(st.integers(1, 9)) for _ in stages),
+        spans=tuple(tuple(draw(st.integers(1, 9)) for _ in stage.workers) for stage in stages),
         links=tuple(
             LinkUse(
                 source=a, target=b, activations=draw(st.sampled_from(COMPRESSIONS)), streams=draw(st.integers(1, 8))
@@ -200,7 +200,7 @@ def test_cluster_survives_its_file(text_format, parse, cluster):
 @given(case=plans())
 @settings(max_examples=60, deadline=None)
 def test_plan_survives_its_file(case):
-    """Stages, routes, windows, links and options come back equal, and the text is a fixed point."""
+    """Stages, routes, spans, links and options come back equal, and the text is a fixed point."""
     problem, plan = case
     data = convert_plan.plan_data(problem, plan, {"step_s": 1.5})
     back = reread(PlanSpec, convert_plan.plan_from_spec, data, format_json, parse_json)
@@ -258,7 +258,7 @@ def big_plan():
         for s in range(64)
     )
     routes = np.tile(np.arange(4096)[:, None] % 160, (1, 64))
-    return problem, Plan(stages=stages, routes=routes, micro_batch_size=1, windows=tuple(range(160 * 64, 0, -160)))
+    return problem, Plan(stages=stages, routes=routes, micro_batch_size=1, spans=((160,) * 160,) * 64)
 
 
 def test_large_plan(tmp_path):

@@ -1,7 +1,7 @@
 """The plan: which worker holds which layers, which way every micro-batch goes, and how links are used.
 
 A plan says only what cannot be derived. Shares follow from the routes, ranks from the devices, the order of every
-worker's actions from routes and windows (`polygon.domain.schedule`).
+worker's actions from routes and spans (`polygon.domain.schedule`).
 """
 
 from __future__ import annotations
@@ -112,10 +112,9 @@ class Plan:
         ``routes[m, s]`` is the worker (its place in ``stages[s].workers``) that computes micro-batch m.
     micro_batch_size : int
         Sequences in a micro-batch; times micro_batches gives the global batch.
-    windows : tuple of int
-        Per stage, how many consecutive micro-batches may be forwarded before the backward of the first of them is
-        due (see `polygon.domain.schedule`). Never grows from stage to stage. All equal to the number of
-        micro-batches: GPipe. Width times (stages - s) in a plan of equal widths: 1F1B.
+    spans : tuple of tuple of int
+        ``spans[s][w]``: how many micro-batches are let pass while worker w of stage s is busy with one (see
+        `polygon.domain.schedule`). All equal to the number of micro-batches: GPipe; all equal to the width: 1F1B.
     links : tuple of LinkUse
         Every ordered pair of regions over which the plan sends; a pair not named sends unpacked.
     reduction : str
@@ -127,7 +126,7 @@ class Plan:
     stages: tuple[Stage, ...]
     routes: np.ndarray
     micro_batch_size: int
-    windows: tuple[int, ...]
+    spans: tuple[tuple[int, ...], ...]
     links: tuple[LinkUse, ...] = ()
     reduction: str = "all-reduce"
     local_steps: int = 1

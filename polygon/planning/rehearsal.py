@@ -32,7 +32,7 @@ def rehearsal_problem(
 
     Kept: the cluster, the stages and their order, the packing of links, and, within the limits, widths, shares and
     routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number of
-    micro-batches (an even selection of the routes in which each worker still has work), windows (so that each worker
+    micro-batches (an even selection of the routes in which each worker still has work), spans (so that each worker
     holds about as many micro-batches as before). A tensor-parallel group becomes one rank, ZeRO is left out.
 
     Parameters
@@ -52,14 +52,15 @@ def rehearsal_problem(
     require(max_ranks is None or max_ranks >= 1, "max_ranks", max_ranks, "a whole number >= 1")
     require(max_layers >= 3, "max_layers", max_layers, "a whole number >= 3")
     stages, routes = list(plan.stages), np.asarray(plan.routes)
-    windows = [window / stage.width for window, stage in zip(plan.windows, stages, strict=True)]
+    slack = [np.array(plan.spans[s]) * plan.shares(s) / plan.micro_batches for s in range(len(stages))]
     if max_ranks is not None and len(stages) > max_ranks:
-        stages, routes, windows = _merge_stages(stages, routes, windows, max_ranks)
+        stages, routes, slack = _merge_stages(stages, routes, slack, max_ranks)
     widths = _shrink([stage.width for stage in stages], max_ranks)
-    kept_workers = []
+    kept_workers, kept_slack = [], []
     for s, (stage, width) in enumerate(zip(stages, widths, strict=True)):
         workers, place = _merge_workers(stage.workers, np.bincount(routes[:, s], minlength=stage.width), width)
         kept_workers.append(workers)
+        kept_slack.append(np.array([slack[s][place == w].max() for w in range(width)]))
         routes = np.concatenate([routes[:, :s], place[routes[:, s]][:, None], routes[:, s + 1 :]], axis=1)
     routes = routes[_select(routes, widths, max_micro_batches)]
     counts = _layer_counts([stage.last_layer - stage.first_layer for stage in stages], max_layers)
@@ -81,14 +82,14 @@ def rehearsal_problem(
         stages=small_stages,
         routes=routes,
         micro_batch_size=micro_batch_size,
-        windows=_windows(windows, widths, len(routes)),
+        spans=_spans(kept_slack, routes),
     )
     return replace(problem, model=model, batch=batch), small_plan
 
 
 def _merge_stages(
-    stages: list[Stage], routes: np.ndarray, windows: list[float], count: int
-) -> tuple[list[Stage], np.ndarray, list[float]]:
+    stages: list[Stage], routes: np.ndarray, slack: list[np.ndarray], count: int
+) -> tuple[list[Stage], np.ndarray, list[np.ndarray]]:
     """Join neighbouring stages to `count` of about equally many; the first one's workers hold the layers of all."""
     groups = np.array_split(np.arange(len(stages)), count)
     merged = [
@@ -96,7 +97,7 @@ def _merge_stages(
         for group in groups
     ]
     first = [int(group[0]) for group in groups]
-    return merged, routes[:, first], [windows[s] for s in first]
+    return merged, routes[:, first], [slack[s] for s in first]
 
 
 def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:
@@ -146,12 +147,15 @@ def _layer_counts(counts: Sequence[int], max_layers: int) -> list[int]:
     return small
 
 
-def _windows(per_worker: Sequence[float], widths: Sequence[int], micro_batches: int) -> tuple[int, ...]:
-    """Windows for the new widths, at most all micro-batches, never growing from stage to stage."""
-    windows = [
-        max(1, min(micro_batches, round(window * width))) for window, width in zip(per_worker, widths, strict=True)
-    ]
-    return tuple(np.maximum.accumulate(windows[::-1])[::-1].tolist())
+def _spans(slack: Sequence[np.ndarray], routes: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Spans that are as much longer than what a worker's own share asks for as they were in the full plan."""
+    micro_batches = len(routes)
+    spans = []
+    for s, more in enumerate(slack):
+        shares = np.maximum(1, np.bincount(routes[:, s], minlength=len(more)))
+        wanted = np.ceil(more * micro_batches / shares - 1e-9)
+        spans.append(tuple(int(span) for span in np.clip(wanted, 1, micro_batches)))
+    return tuple(spans)
 
 
 def _small_model(model: Model, blocks: int) -> Model:

@@ -84,7 +84,7 @@ def test_plan_keeps_only_the_nodes_it_uses():
         Stage(first_layer=s, last_layer=s + 1, workers=(Worker(pool=s, devices=(device,)),))
         for s, device in enumerate((2, 7))
     )
-    plan = Plan(stages=stages, routes=np.zeros((1, 2), int), micro_batch_size=1, windows=(1, 1))
+    plan = Plan(stages=stages, routes=np.zeros((1, 2), int), micro_batch_size=1, spans=((1,), (1,)))
     network = lab_network(cluster, plan=plan)
     assert [host.devices for host in network.hosts] == [(2, 3), (6, 7)]
     assert network.host_of_device(7).index == 1

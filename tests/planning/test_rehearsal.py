@@ -21,14 +21,14 @@ def plans(draw):
     numbers = iter(draw(st.permutations(range(cluster.devices)))[: sum(widths)])
     micro_batches = draw(st.integers(1, 80))
     routes = [[draw(st.integers(0, width - 1)) for width in widths] for _ in range(micro_batches)]
-    windows = tuple(sorted((draw(st.integers(1, 30)) for _ in widths), reverse=True))
+    spans = tuple(draw(st.integers(1, 30)) for _ in widths)
     model = small_model(blocks=sum(counts) - 2)
     plan = small_plan(
         cluster,
         list(itertools.pairwise(borders)),
         [[next(numbers) for _ in range(width)] for width in widths],
         routes,
-        windows=windows,
+        spans=spans,
     )
     problem, _ = routed_problem(1)
     return Problem(cluster=cluster, model=model, batch=problem.batch), plan
@@ -49,7 +49,7 @@ def test_rehearsal_keeps_the_shape_within_the_limits(problem_plan, max_ranks):
     assert borders[0] == 0
     assert borders[-1] == small.model.layers <= max(MAX_LAYERS, len(short.stages), 3) + stages
     assert (np.diff(borders) >= 1).all()
-    assert all(a >= b >= 1 for a, b in itertools.pairwise(short.windows))
+    assert all(len(row) == stage.width and min(row) >= 1 for row, stage in zip(short.spans, short.stages, strict=True))
     assert short.micro_batches * short.micro_batch_size == small.batch.global_batch
     for s, stage in enumerate(short.stages):
         assert short.routes[:, s].max() < stage.width
@@ -60,11 +60,11 @@ def test_rehearsal_keeps_the_shape_within_the_limits(problem_plan, max_ranks):
 
 
 def test_small_plan_is_kept_as_it_is():
-    """A plan within the limits keeps its routes, windows and workers."""
+    """A plan within the limits keeps its routes, spans and workers."""
     problem, plan = routed_problem(8)
     _, short = rehearsal_problem(problem, plan)
     assert (short.routes == plan.routes).all()
-    assert short.windows == plan.windows
+    assert short.spans == plan.spans
     assert [stage.workers for stage in short.stages] == [stage.workers for stage in plan.stages]
 
 

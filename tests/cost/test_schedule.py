@@ -1,0 +1,177 @@
+"""The schedule kernels against an independent event-driven simulator, and the laws of a makespan."""
+
+import heapq
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.cost import schedule as kernels
+from polygon.cost.schedule import ScheduleTimes, backward_order, plain_step_s
+from polygon.domain.schedule import windows, worker_order
+from tests.routed_plans import plain_plan, routed_plans
+
+
+def simulate_events(plan, times):
+    """Discrete events: workers take their next action when it is due, messages queue on their channel.
+
+    Knows of the schedule only every worker's list of actions. Returns the end of every (kind, micro-batch, stage).
+    """
+    offset = np.cumsum([0] + [stage.width for stage in plan.stages])
+    micro_batches, stages = plan.routes.shape
+    todo = {
+        int(offset[s]) + w: [(a.kind, a.micro_batch, s) for a in worker_order(plan, s, w)]
+        for s, stage in enumerate(plan.stages)
+        for w in range(stage.width)
+    }
+    arrived = {("F", m, 0) for m in range(micro_batches)}
+    channel_free, busy, ends, events, tick = {}, set(), {}, [], itertools.count()
+
+    def begin_what_can(now):
+        for worker, actions in todo.items():
+            if worker in busy or not actions:
+                continue
+            kind, m, s = actions[0]
+            if (kind == "B" and s == stages - 1 and ("F", m, s) in ends) or (kind, m, s) in arrived:
+                actions.pop(0)
+                busy.add(worker)
+                duration = (times.forward_s if kind == "F" else times.backward_s)[worker]
+                heapq.heappush(events, (now + duration, next(tick), "done", worker, (kind, m, s)))
+
+    begin_what_can(0.0)
+    while events:
+        now, _, what, worker, (kind, m, s) = heapq.heappop(events)
+        if what == "arrive":
+            arrived.add((kind, m, s))
+        else:
+            busy.discard(worker)
+            ends[kind, m, s] = now
+            down = kind == "F"
+            if (down and s + 1 < stages) or (not down and s > 0):
+                boundary = s if down else s - 1
+                to = s + 1 if down else s - 1
+                channel = (down, worker, int(times.routes[m, to]))
+                hold = (times.down_busy_s if down else times.up_busy_s)[m, boundary]
+                latency = (times.down_latency_s if down else times.up_latency_s)[m, boundary]
+                leaves = max(now, channel_free.get(channel, 0.0)) + hold
+                channel_free[channel] = leaves
+                heapq.heappush(events, (leaves + latency, next(tick), "arrive", -1, (kind, m, to)))
+        begin_what_can(now)
+    assert not any(todo.values()), "the schedule deadlocked"
+    return ends
+
+
+def random_times(plan, seed):
+    """Durations and messages drawn at random; one channel for every (sender, receiver, direction)."""
+    rng = np.random.default_rng(seed)
+    offset = np.cumsum([0] + [stage.width for stage in plan.stages])
+    routes = plan.routes + offset[:-1]
+    micro_batches, stages = routes.shape
+    workers = int(offset[-1])
+    shape = (micro_batches, stages - 1)
+    order, first = backward_order(windows(plan))
+    busy = rng.random((2, workers, workers)) * rng.choice([0.0, 1.0, 5.0])
+    latency = rng.random((2, workers, workers)) * rng.choice([0.0, 3.0])
+    a, b = routes[:, :-1], routes[:, 1:]
+    return ScheduleTimes(
+        routes=routes,
+        order=order,
+        first=first,
+        forward_s=rng.random(workers) + 0.1,
+        backward_s=rng.random(workers) * 2 + 0.1,
+        down_busy_s=busy[0][a, b].reshape(shape),
+        down_latency_s=latency[0][a, b].reshape(shape),
+        up_busy_s=busy[1][b, a].reshape(shape),
+        up_latency_s=latency[1][b, a].reshape(shape),
+        down_channel=(a * workers + b).reshape(shape),
+        up_channel=(workers * workers + b * workers + a).reshape(shape),
+        channels=2 * workers * workers,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
+def test_kernel_equals_event_driven_simulation(plan, seed):
+    """Every action starts when an independent simulator says so."""
+    times = random_times(plan, seed)
+    ends = simulate_events(plan, times)
+    ends_s, start_s = times.simulate(record=True)
+    for (kind, m, s), end_s in ends.items():
+        k = "FB".index(kind)
+        assert np.isclose(start_s[k, m, s] + times.duration_s(k, m, s), end_s, rtol=1e-12)
+    for worker in range(len(ends_s)):
+        mine = [end for (_, m, s), end in ends.items() if times.routes[m, s] == worker]
+        assert np.isclose(ends_s[worker], max(mine, default=0.0), rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
+def test_makespan_is_at_least_every_path_and_every_worker(plan, seed):
+    """No shorter than any micro-batch's way down and up, nor than any worker's work."""
+    times = random_times(plan, seed)
+    ends_s, _ = times.simulate()
+    work = np.zeros(len(ends_s))
+    np.add.at(work, times.routes.ravel(), (times.forward_s + times.backward_s)[times.routes].ravel())
+    assert ends_s.max() >= work.max() * (1 - 1e-12)
+    path = (times.forward_s + times.backward_s)[times.routes].sum(axis=1)
+    path += (times.down_busy_s + times.down_latency_s + times.up_busy_s + times.up_latency_s).sum(axis=1)
+    assert ends_s.max() >= path.max() * (1 - 1e-12)
+
+
+@given(stages=st.integers(1, 5), micro_batches=st.integers(1, 12), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=60)
+def test_plain_kernel_equals_routed_kernel(stages, micro_batches, seed):
+    """One worker a stage, messages that only have latency: both kernels agree."""
+    plan = plain_plan(stages, 1, micro_batches, span=1)
+    times = random_times(plan, seed)
+    rng = np.random.default_rng(seed)
+    transfer_s = rng.random(stages)
+    zero = np.zeros_like(times.down_busy_s)
+    same = np.broadcast_to(transfer_s[:-1], zero.shape).copy()
+    plain = plain_step_s(
+        times.forward_s, times.backward_s, transfer_s, np.arange(stages, 0, -1, dtype=np.int64), micro_batches
+    )
+    fields = {name: getattr(times, name) for name in ("routes", "order", "first", "forward_s", "backward_s")}
+    channels = {name: getattr(times, name) for name in ("down_channel", "up_channel", "channels")}
+    routed = ScheduleTimes(
+        **fields, **channels, down_busy_s=zero, up_busy_s=zero, down_latency_s=same, up_latency_s=same
+    )
+    assert np.isclose(plain, routed.simulate()[0].max(), rtol=1e-12)
+
+
+def test_plain_1f1b_of_equal_stages_takes_the_textbook_time():
+    """Without messages: (micro-batches + stages - 1) * (forward + backward) (Narayanan et al., SC'21)."""
+    f, b = np.full(4, 1.0), np.full(4, 2.0)
+    assert plain_step_s(f, b, np.zeros(4), np.array([4, 3, 2, 1]), 8) == (8 + 4 - 1) * 3.0
+
+
+@given(plan=routed_plans(), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=25)
+def test_compiled_kernels_equal_their_source(plan, seed):
+    """Numba's result is Python's."""
+    times = random_times(plan, seed)
+    order, first = kernels.backward_order.py_func(windows(plan))
+    assert (order == times.order).all()
+    assert (first == times.first).all()
+    ends_s, start_s = times.simulate(record=True)
+    python_ends, python_starts = np.empty_like(ends_s), np.zeros_like(start_s)
+    kernels.routed_ends_s.py_func(
+        times.routes,
+        times.order,
+        times.first,
+        times.forward_s,
+        times.backward_s,
+        times.down_busy_s,
+        times.down_latency_s,
+        times.up_busy_s,
+        times.up_latency_s,
+        times.down_channel,
+        times.up_channel,
+        times.channels,
+        False,
+        python_ends,
+        python_starts,
+    )
+    assert (python_ends == ends_s).all()
+    assert (python_starts == start_s).all()

@@ -1,0 +1,38 @@
+"""Plans at random, for the laws of schedules: any widths, routes and spans, on one region."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from polygon.domain.plan import Plan, Stage, Worker
+from polygon.domain.schedule import stage_spans
+
+
+def plan_of(widths, routes, spans):
+    """A plan with one layer a stage and devices numbered through."""
+    first = np.cumsum([0, *widths])
+    stages = tuple(
+        Stage(
+            first_layer=s,
+            last_layer=s + 1,
+            workers=tuple(Worker(pool=0, devices=(int(first[s]) + w,)) for w in range(width)),
+        )
+        for s, width in enumerate(widths)
+    )
+    spans = spans if isinstance(spans[0], tuple) else stage_spans(stages, spans)
+    return Plan(stages=stages, routes=np.asarray(routes, dtype=np.int64), micro_batch_size=1, spans=spans)
+
+
+def plain_plan(stages, width, micro_batches, span):
+    """Equal widths, micro-batches dealt in turn, the same span everywhere."""
+    routes = [[m % width] * stages for m in range(micro_batches)]
+    return plan_of([width] * stages, routes, (span,) * stages)
+
+
+@st.composite
+def routed_plans(draw, max_stages=5, max_width=4, max_micro_batches=14):
+    """Any routes and spans."""
+    widths = draw(st.lists(st.integers(1, max_width), min_size=1, max_size=max_stages))
+    micro_batches = draw(st.integers(1, max_micro_batches))
+    routes = [[draw(st.integers(0, width - 1)) for width in widths] for _ in range(micro_batches)]
+    spans = tuple(tuple(draw(st.integers(1, 6)) for _ in range(width)) for width in widths)
+    return plan_of(widths, routes, spans)
