@@ -1,0 +1,426 @@
+"""What a plan is predicted to cost: step time by term, memory by worker, traffic by link, money and energy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from polygon.cost.bounds import lower_bound_s
+from polygon.cost.compute import model_flops_per_step, update_s
+from polygon.cost.memory import MemoryBreakdown, stage_memory
+from polygon.cost.reduction import ReductionCost, stage_reduction
+from polygon.cost.schedule import ScheduleTimes, backward_order
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.domain.plan import Plan, Problem
+from polygon.domain.schedule import in_flight, windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEstimate:
+    """One worker in one step."""
+
+    stage: int
+    worker: int
+    region: str
+    device: str
+    tp: int
+    micro_batches: int
+    busy_s: float
+    peak_bytes: float
+    limit_bytes: float
+    memory_owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEstimate:
+    """Traffic of one step from one region to another."""
+
+    source: str
+    target: str
+    activation_bytes: float
+    gradient_bytes: float
+    busy_fraction: float
+    """Share of the step in which the busiest sender's channel to the target is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Prediction for one optimizer step. Terms add up to `step_s`, as the worker that ends last sees it."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    """90 % interval."""
+    terms: dict[str, float]
+    """Seconds: compute, pipeline (waiting even if links were free), transfer (waiting for links), reduction, update."""
+    sources: dict[str, str]
+    tokens_per_s: float
+    mfu: float
+    lower_bound_s: float
+    gap: float
+    """step_s / lower_bound_s - 1."""
+    cross_region_bytes: float
+    cost_usd: float
+    energy_j: float
+    """Upper estimate: every used device draws its rated power all the step."""
+    workers: tuple[WorkerEstimate, ...]
+    links: tuple[LinkEstimate, ...]
+    limited_by: str
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTimes:
+    """Everything the step time is made of; the search looks at `step_s` alone."""
+
+    schedule: ScheduleTimes
+    messages: Messages
+    place: Placement
+    ends_s: np.ndarray
+    reductions: tuple[ReductionCost, ...]
+    tied_s: float
+    update_s: np.ndarray
+    """Shape (workers,)."""
+
+    @property
+    def done_s(self) -> np.ndarray:
+        """When each worker has reduced and updated, shape (workers,)."""
+        done = np.empty_like(self.ends_s)
+        for s, reduction in enumerate(self.reductions):
+            mine = self.place.stage == s
+            done[mine] = self.ends_s[mine].max() + reduction.total_s
+        if self.tied_s:
+            ends = (self.place.stage == 0) | (self.place.stage == len(self.reductions) - 1)
+            done[ends] = done[ends].max() + self.tied_s
+        return done + self.update_s
+
+    @property
+    def step_s(self) -> float:
+        """Makespan of the whole step [s]; inf where a needed link is missing."""
+        return float(self.done_s.max())
+
+
+def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> ScheduleTimes:
+    """Durations of a plan's actions and messages, ready to simulate."""
+    forward, backward = np.empty(len(place.stage)), np.empty(len(place.stage))
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            i = place.offset[s] + w
+            worker = stage.workers[w]
+            times = tables.times(worker.pool, worker.tp, plan.micro_batch_size, stage.recompute)
+            forward[i] = times.forward_s[stage.last_layer] - times.forward_s[stage.first_layer]
+            backward[i] = times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer]
+        if stage.zero >= 2 and stage.width > 1:
+            extra = sharding_traffic_s(plan, tables, place, s)
+            span = slice(place.offset[s], place.offset[s] + stage.width)
+            backward[span] += extra if stage.zero == 2 else 2 * extra
+            forward[span] += 0 if stage.zero == 2 else extra
+    order, first = backward_order(windows(plan))
+    return ScheduleTimes(
+        routes=plan.routes + place.offset[None, :],
+        order=order,
+        first=first,
+        forward_s=forward,
+        backward_s=backward,
+        down_busy_s=messages.busy_s[0],
+        down_latency_s=messages.latency_s[0],
+        up_busy_s=messages.busy_s[1],
+        up_latency_s=messages.latency_s[1],
+        down_channel=messages.channel[0],
+        up_channel=messages.channel[1],
+        channels=messages.channels,
+    )
+
+
+def shard_groups(place: Placement, stage: int) -> np.ndarray:
+    """Over how many workers each worker of a stage shards under ZeRO: those of its pool and degree, shape (width,)."""
+    mine = place.stage == stage
+    key = place.pool[mine] * 64 + place.tp[mine]
+    _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+def sharding_traffic_s(plan: Plan, tables: CostTables, place: Placement, stage: int) -> np.ndarray:
+    """Seconds per micro-batch to gather weights once or scatter gradients once within shard groups, shape (width,)."""
+    held = plan.stages[stage]
+    shards = shard_groups(place, stage)
+    mine = np.flatnonzero(place.stage == stage)
+    seconds = np.zeros(len(mine))
+    for k, i in enumerate(mine):
+        if shards[k] > 1:
+            pool = tables.problem.cluster.pools[place.pool[i]]
+            memory = tables.memory(int(place.tp[i]), plan.micro_batch_size, held.recompute)
+            n_bytes = (memory.parameters[held.last_layer] - memory.parameters[held.first_layer]) * place.tp[i]
+            n_bytes *= tables.problem.batch.element_bytes
+            inside = shards[k] * place.tp[i] <= pool.devices_per_node
+            link = pool.intra_node if inside else pool.inter_node
+            seconds[k] = (shards[k] - 1) * link.transfer_s(n_bytes / shards[k])
+    return seconds
+
+
+def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> float:
+    """Parameters on one device of a worker of `tp` devices, a tied head's own copy included."""
+    held = plan.stages[stage]
+    memory = tables.memory(tp, plan.micro_batch_size, held.recompute)
+    count = float(memory.parameters[held.last_layer] - memory.parameters[held.first_layer])
+    if held.first_layer > 0 and held.last_layer == tables.problem.model.layers:
+        count += memory.layers.tied_parameters
+    return count
+
+
+def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
+    """How many stages have workers in both regions of every pair, shape (regions, regions)."""
+    present = np.zeros((len(plan.stages), regions), dtype=np.int64)
+    present[place.stage, place.region] = 1
+    return present.T @ present
+
+
+def step_times(plan: Plan, tables: CostTables) -> StepTimes:
+    """Simulate a plan's schedule and price its reduction and update."""
+    problem = tables.problem
+    place = Placement.of(plan, tables.links)
+    messages = price_messages(plan, problem.model, problem.batch, tables.links, place)
+    schedule = schedule_times(plan, tables, place, messages)
+    ends_s, _ = schedule.simulate()
+    shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
+    reductions = []
+    updates = np.empty(len(place.stage))
+    for s, stage in enumerate(plan.stages):
+        tps = [worker.tp for worker in stage.workers]
+        n_values = max(held_parameters(plan, tables, s, tp) * tp for tp in set(tps))
+        cost = stage_reduction(plan, s, n_values, problem.batch, tables.links, place, shared)
+        if plan.local_steps > 1:
+            cost = ReductionCost(
+                node_s=cost.node_s / plan.local_steps,
+                region_s=cost.region_s / plan.local_steps,
+                across_s=cost.across_s / plan.local_steps,
+                across_bytes=tuple((a, b, n / plan.local_steps) for a, b, n in cost.across_bytes),
+            )
+        reductions.append(cost)
+        shards = shard_groups(place, s) if stage.zero else np.ones(stage.width)
+        for w, worker in enumerate(stage.workers):
+            device = problem.cluster.pools[worker.pool].device
+            count = held_parameters(plan, tables, s, worker.tp) / float(shards[w])
+            updates[place.offset[s] + w] = update_s(count, device, problem.batch)
+    return StepTimes(
+        schedule=schedule,
+        messages=messages,
+        place=place,
+        ends_s=ends_s,
+        reductions=tuple(reductions),
+        tied_s=tied_embedding_s(plan, tables),
+        update_s=updates,
+    )
+
+
+def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
+    """Seconds to exchange the gradient of embeddings that first and last stage both hold; 0 if one stage does."""
+    model, batch = tables.problem.model, tables.problem.batch
+    if not model.tied_embeddings or model.family == "vit" or len(plan.stages) == 1:
+        return 0.0
+    first, last = plan.stages[0].workers, plan.stages[-1].workers
+    n_values = model.head_weight_parameters()
+    best = np.inf
+    for a in {w.pool for w in first}:
+        for b in {w.pool for w in last}:
+            link = tables.problem.cluster.node_link(a, b)
+            if link is not None:
+                source, target = int(tables.links.region[a]), int(tables.links.region[b])
+                mode = plan.link_use(source, target).weight_gradients if source != target else "none"
+                best = min(best, link.transfer_s(packed_bytes(n_values, batch.gradient_bytes, mode)))
+    return best
+
+
+def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
+    """Peak bytes of one device of every worker, stage by stage."""
+    result = []
+    for s, stage in enumerate(plan.stages):
+        held = in_flight(plan, s)
+        shards = shard_groups(place, s)
+        for w, worker in enumerate(stage.workers):
+            layers = tables.memory(worker.tp, plan.micro_batch_size, stage.recompute).layers
+            result.append(
+                stage_memory(
+                    layers,
+                    stage.first_layer,
+                    stage.last_layer,
+                    in_flight=float(held[w]),
+                    zero=stage.zero,
+                    shards=int(shards[w]),
+                    batch=tables.problem.batch,
+                )
+            )
+    return result
+
+
+def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> Estimate:
+    """Predict what one step of a plan costs.
+
+    Parameters
+    ----------
+    tables : CostTables, optional
+        Of the same problem, if they exist already.
+
+    Returns
+    -------
+    Estimate
+        ``step_s`` is inf where the plan uses a link that does not exist.
+    """
+    tables = tables or CostTables(problem)
+    times = step_times(plan, tables)
+    done = times.done_s
+    step_s = float(done.max())
+    last = int(done.argmax())
+    terms = _terms(times, last)
+    cluster, batch = problem.cluster, problem.batch
+    links = _link_estimates(plan, problem, times, step_s)
+    peak = sum(
+        cluster.pools[w.pool].device.peak_flops(batch.precision) * w.tp for stage in plan.stages for w in stage.workers
+    )
+    hours = step_s / 3600
+    egress = sum(
+        (use.activation_bytes + use.gradient_bytes)
+        / 1e9
+        * cluster.regions[cluster.region_index(use.source)].egress_usd_per_gb
+        for use in links
+    )
+    devices = [(cluster.pools[w.pool], w.tp) for stage in plan.stages for w in stage.workers]
+    memory = worker_memory(plan, tables, times.place)
+    workers = tuple(
+        WorkerEstimate(
+            stage=int(times.place.stage[i]),
+            worker=int(i - times.place.offset[times.place.stage[i]]),
+            region=cluster.regions[times.place.region[i]].name,
+            device=cluster.pools[times.place.pool[i]].device.name,
+            tp=int(times.place.tp[i]),
+            micro_batches=int(shares),
+            busy_s=float(shares * (times.schedule.forward_s[i] + times.schedule.backward_s[i])),
+            peak_bytes=memory[i].total_bytes,
+            limit_bytes=cluster.pools[times.place.pool[i]].device.memory_bytes,
+            memory_owner=memory[i].owner,
+        )
+        for i, shares in enumerate(np.concatenate([plan.shares(s) for s in range(len(plan.stages))]))
+    )
+    sources, relative_error = _sources(plan, tables)
+    bound = lower_bound_s(tables)
+    return Estimate(
+        step_s=step_s,
+        low_s=step_s * (1 - relative_error),
+        high_s=step_s * (1 + relative_error),
+        terms=terms,
+        sources=sources,
+        tokens_per_s=batch.tokens / step_s,
+        mfu=model_flops_per_step(problem.model, batch) / (step_s * peak),
+        lower_bound_s=bound,
+        gap=step_s / bound - 1,
+        cross_region_bytes=sum(use.activation_bytes + use.gradient_bytes for use in links),
+        cost_usd=sum(pool.price_usd_per_hour * tp for pool, tp in devices) * hours + egress,
+        energy_j=sum(pool.device.power_w * tp for pool, tp in devices) * step_s,
+        workers=workers,
+        links=links,
+        limited_by=_limit(terms, times, problem),
+    )
+
+
+def _terms(times: StepTimes, last: int) -> dict[str, float]:
+    """Split the step, as the worker that ends last sees it, into terms that add up."""
+    schedule = times.schedule
+    stage = int(times.place.stage[last])
+    slowest = int(np.flatnonzero(times.place.stage == stage)[times.ends_s[times.place.stage == stage].argmax()])
+    count = int((schedule.routes[:, stage] == slowest).sum())
+    compute = count * float(schedule.forward_s[slowest] + schedule.backward_s[slowest])
+    free = ScheduleTimes(
+        routes=schedule.routes,
+        order=schedule.order,
+        first=schedule.first,
+        forward_s=schedule.forward_s,
+        backward_s=schedule.backward_s,
+        down_busy_s=np.zeros_like(schedule.down_busy_s),
+        down_latency_s=np.zeros_like(schedule.down_latency_s),
+        up_busy_s=np.zeros_like(schedule.up_busy_s),
+        up_latency_s=np.zeros_like(schedule.up_latency_s),
+        down_channel=schedule.down_channel,
+        up_channel=schedule.up_channel,
+        channels=schedule.channels,
+    )
+    ideal, _ = free.simulate()
+    end, step_s, update = float(times.ends_s[slowest]), times.step_s, float(times.update_s[last])
+    return {
+        "compute": compute,
+        "pipeline": float(ideal[slowest]) - compute,
+        "transfer": end - float(ideal[slowest]),
+        "reduction": step_s - update - end,
+        "update": update,
+    }
+
+
+def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: float) -> tuple[LinkEstimate, ...]:
+    """Traffic between regions, activations and their gradients apart from weight gradients."""
+    names = [region.name for region in problem.cluster.regions]
+    n = len(names)
+    place, messages = times.place, times.messages
+    source, target = place.region[messages.sender], place.region[messages.receiver]
+    pair = (source * n + target).ravel()
+    moved = np.bincount(pair, weights=messages.n_bytes.ravel(), minlength=n * n).reshape(n, n)
+    workers = len(place.stage)
+    channel = (messages.sender * n + target).ravel()
+    busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
+    reduced = np.zeros((n, n))
+    for reduction in times.reductions:
+        for a, b, n_bytes in reduction.across_bytes:
+            reduced[a, b] += n_bytes
+    tied = times.tied_s > 0 and len(plan.stages) > 1
+    if tied:
+        a, b = (int(place.region[place.stage == s][0]) for s in (0, len(plan.stages) - 1))
+        if a != b:
+            values = problem.model.head_weight_parameters()
+            for x, y in ((a, b), (b, a)):
+                mode = plan.link_use(x, y).weight_gradients
+                reduced[x, y] += packed_bytes(values, problem.batch.gradient_bytes, mode)
+    return tuple(
+        LinkEstimate(
+            source=names[a],
+            target=names[b],
+            activation_bytes=float(moved[a, b]),
+            gradient_bytes=float(reduced[a, b]),
+            busy_fraction=float(busy[place.region == a, b].max(initial=0.0)) / step_s,
+        )
+        for a in range(n)
+        for b in range(n)
+        if a != b and moved[a, b] + reduced[a, b] > 0
+    )
+
+
+def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float]:
+    seen, error = set(), 0.0
+    for stage in plan.stages:
+        for pool, tp in {(w.pool, w.tp) for w in stage.workers}:
+            times = tables.times(pool, tp, plan.micro_batch_size, stage.recompute)
+            seen.add(times.source)
+            error = max(error, times.relative_error)
+    return {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}, error
+
+
+def _limit(terms: dict[str, float], times: StepTimes, problem: Problem) -> str:
+    """What would have to be better for the step to be faster, in words."""
+    largest = max(terms, key=lambda name: terms[name])
+    place, messages = times.place, times.messages
+    if largest == "compute":
+        work = times.schedule.forward_s + times.schedule.backward_s
+        busy = np.bincount(times.schedule.routes.ravel(), minlength=len(work)) * work
+        i = int(busy.argmax())
+        return f"compute of stage {place.stage[i]} ({problem.cluster.pools[place.pool[i]].device.name})"
+    if largest == "transfer" and messages.busy_s.size:
+        slowest = int((messages.busy_s + messages.latency_s).argmax())
+        ends = messages.sender.ravel()[slowest], messages.receiver.ravel()[slowest]
+        names = [problem.cluster.regions[place.region[w]].name for w in ends]
+        return f"transfer from {names[0]} to {names[1]}"
+    if largest == "reduction":
+        s = int(np.argmax([reduction.total_s for reduction in times.reductions]))
+        return f"gradient reduction of stage {s}"
+    return {"pipeline": "pipeline filling and imbalance of stages", "update": "optimizer update"}.get(largest, largest)

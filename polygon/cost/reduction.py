@@ -1,0 +1,241 @@
+"""How long the workers of a stage need to combine their weight gradients.
+
+Three levels, as the runner does it: inside every node, between the nodes of a region, between regions. On each level
+the group first reduce-scatters, the next level works on the scattered parts, and all-gathers on the way back
+(BlueConnect, Cho et al. 2019). Between regions the parts of k node pairs travel side by side, k being the least number
+of nodes that a region lends to the stage.
+
+With n bytes per worker, g workers in a node, N nodes in a region, R regions:
+
+    T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
+
+A node's workers share its network card, so the second level moves the node's whole n. `across` is the faster of a
+ring over the regions and a direct exchange (reduce-scatter and all-gather, every pair of regions at once).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from polygon.cost.transfers import LinkTable, Placement, packed_bytes
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionCost:
+    """Seconds of one gradient reduction by level, and the bytes it sends from region to region."""
+
+    node_s: float
+    region_s: float
+    across_s: float
+    across_bytes: tuple[tuple[int, int, float], ...] = ()
+    """Rows (source region, target region, bytes)."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the three levels one after another."""
+        return self.node_s + self.region_s + self.across_s
+
+
+@njit(cache=True)
+def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -> float:
+    """Ring all-reduce of `n_bytes` among equals: 2 (p-1) (a + n / (p b)); 0 for one (Patarasuk and Yuan 2009)."""
+    if members <= 1:
+        return 0.0
+    if bytes_per_s <= 0:
+        return np.inf
+    return 2 * (members - 1) * (latency_s + n_bytes / (members * bytes_per_s))
+
+
+@njit(cache=True)
+def across_regions_s(piece_s: np.ndarray) -> tuple[float, bool]:
+    """All-reduce between regions, the faster of direct exchange and ring.
+
+    Parameters
+    ----------
+    piece_s : ndarray, shape (regions, regions)
+        Seconds for one region's part (1 / regions of the buffer) from region to region; the diagonal is not used.
+
+    Returns
+    -------
+    tuple of float and bool
+        Seconds and whether the direct exchange is the faster; the ring visits the nearest region next.
+    """
+    n = piece_s.shape[0]
+    if n == 1:
+        return 0.0, True
+    worst = 0.0
+    for a in range(n):
+        for b in range(n):
+            if a != b and piece_s[a, b] > worst:
+                worst = piece_s[a, b]
+    visited = np.zeros(n, dtype=np.bool_)
+    visited[0] = True
+    here, hop = 0, 0.0
+    for _ in range(n - 1):
+        nearest, best = -1, np.inf
+        for b in range(n):
+            if not visited[b]:
+                cost = max(piece_s[here, b], piece_s[b, here])
+                if nearest < 0 or cost < best:
+                    nearest, best = b, cost
+        hop = max(hop, best)
+        visited[nearest] = True
+        here = nearest
+    hop = max(hop, max(piece_s[here, 0], piece_s[0, here]))
+    direct, ring = 2 * worst, 2 * (n - 1) * hop
+    return (direct, True) if direct <= ring else (ring, False)
+
+
+@njit(cache=True)
+def levels_s(
+    n_bytes: float,
+    pools: np.ndarray,
+    nodes: np.ndarray,
+    members: np.ndarray,
+    wire_bytes: np.ndarray,
+    pair_share: np.ndarray,
+    pool_region: np.ndarray,
+    latency_s: np.ndarray,
+    bytes_per_s: np.ndarray,
+    node_latency_s: np.ndarray,
+    node_bytes_per_s: np.ndarray,
+    capacity_bytes_per_s: np.ndarray,
+) -> tuple[float, float, float, bool]:
+    """Seconds inside nodes, inside regions and across regions, and whether regions exchange directly.
+
+    Parameters
+    ----------
+    n_bytes : float
+        Gradient bytes that a worker holds.
+    pools, nodes, members : ndarray, shape (n,)
+        The pools that hold workers of the stage, how many of their nodes do, and how many workers per node.
+    wire_bytes : ndarray, shape (regions, regions)
+        Bytes of the gradient once packed for the way from region to region.
+    pair_share : ndarray, shape (regions, regions)
+        How many stages reduce over each pair of regions at the same time.
+    """
+    count = pools.shape[0]
+    node_s = 0.0
+    for i in range(count):
+        p = pools[i]
+        node_s = max(node_s, ring_s(n_bytes, members[i], node_latency_s[p], node_bytes_per_s[p]))
+    regions = np.empty(count, dtype=np.int64)
+    lent = np.zeros(count, dtype=np.int64)
+    found = 0
+    region_s = 0.0
+    for i in range(count):
+        r = pool_region[pools[i]]
+        known = False
+        for k in range(found):
+            known = known or regions[k] == r
+        if known:
+            continue
+        total, latency, rate = 0, 0.0, np.inf
+        for j in range(count):
+            if pool_region[pools[j]] != r:
+                continue
+            total += nodes[j]
+            for k in range(count):
+                if pool_region[pools[k]] == r and (k != j or nodes[j] > 1):
+                    latency = max(latency, latency_s[pools[j], pools[k]])
+                    rate = min(rate, bytes_per_s[pools[j], pools[k]])
+        region_s = max(region_s, ring_s(n_bytes, total, latency, rate))
+        regions[found] = r
+        lent[found] = total
+        found += 1
+    if found == 1:
+        return node_s, region_s, 0.0, True
+    parallel = lent[:found].min()
+    # Which pool stands for a region does not matter: links between regions are the same for all its pools.
+    stands = np.empty(found, dtype=np.int64)
+    for k in range(found):
+        for i in range(count):
+            if pool_region[pools[i]] == regions[k]:
+                stands[k] = pools[i]
+    piece = np.zeros((found, found))
+    for a in range(found):
+        for b in range(found):
+            if a != b:
+                ra, rb = regions[a], regions[b]
+                rate = min(
+                    bytes_per_s[stands[a], stands[b]] * parallel,
+                    capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]),
+                )
+                n = wire_bytes[ra, rb] / found
+                piece[a, b] = latency_s[stands[a], stands[b]] + n / rate if rate > 0 else np.inf
+    across_s, direct = across_regions_s(piece)
+    return node_s, region_s, across_s, direct
+
+
+def stage_members(place: Placement, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pools of a stage's workers, nodes used in each, and most workers on one node; shape (pools used,) each."""
+    mine = place.stage == stage
+    nodes, first, per_node = np.unique(place.node[mine], return_index=True, return_counts=True)
+    node_pool = place.pool[mine][first]
+    pools, inverse, node_counts = np.unique(node_pool, return_inverse=True, return_counts=True)
+    members = np.zeros(len(pools), dtype=np.int64)
+    np.maximum.at(members, inverse, per_node)
+    del nodes
+    return pools, node_counts.astype(np.int64), members
+
+
+def gradient_wire_bytes(plan: Plan, n_values: float, batch: Batch, regions: int) -> np.ndarray:
+    """Bytes of a gradient of `n_values` once packed, by source and target region."""
+    wire = np.full((regions, regions), n_values * float(batch.gradient_bytes))
+    for use in plan.links:
+        wire[use.source, use.target] = packed_bytes(n_values, batch.gradient_bytes, use.weight_gradients)
+    return wire
+
+
+def stage_reduction(
+    plan: Plan, stage: int, n_values: float, batch: Batch, links: LinkTable, place: Placement, pair_share: np.ndarray
+) -> ReductionCost:
+    """Cost of one reduction of a stage's gradients.
+
+    Parameters
+    ----------
+    n_values : float
+        Weight gradients that one worker holds (all its tensor-parallel ranks together).
+    pair_share : ndarray, shape (regions, regions)
+        How many stages reduce over each pair of regions (they share its capacity).
+    """
+    pools, nodes, members = stage_members(place, stage)
+    if int(nodes.sum()) == 1 and int(members[0]) == 1:
+        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
+    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions))
+    node_s, region_s, across_s, direct = levels_s(
+        n_values * batch.gradient_bytes,
+        pools,
+        nodes,
+        members,
+        wire,
+        pair_share.astype(float),
+        links.region,
+        links.latency_s,
+        links.bytes_per_s,
+        links.node_latency_s,
+        links.node_bytes_per_s,
+        links.capacity_bytes_per_s,
+    )
+    return ReductionCost(
+        node_s=node_s,
+        region_s=region_s,
+        across_s=across_s,
+        across_bytes=_across_bytes(np.unique(links.region[pools]), wire, direct),
+    )
+
+
+def _across_bytes(regions: np.ndarray, wire: np.ndarray, direct: bool) -> tuple[tuple[int, int, float], ...]:
+    """Who sends how much to whom across regions."""
+    n = len(regions)
+    if n == 1:
+        return ()
+    if direct:
+        return tuple((int(a), int(b), 2 * float(wire[a, b]) / n) for a in regions for b in regions if a != b)
+    after = np.roll(regions, -1)
+    return tuple((int(a), int(b), 2 * (n - 1) / n * float(wire[a, b])) for a, b in zip(regions, after, strict=True))

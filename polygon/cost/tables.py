@@ -1,0 +1,99 @@
+"""Costs of one problem, looked up instead of recomputed: layer times and memory as running sums, links as matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from polygon.cost.compute import layer_times
+from polygon.cost.memory import LayerMemory, layer_memory
+from polygon.cost.transfers import LinkTable
+from polygon.domain.plan import Problem
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences per micro-batch that plans may use; the lower bound looks at the same ones."""
+
+TENSOR_DEGREES = (1, 2, 4, 8)
+
+
+def running_sum(values: np.ndarray) -> np.ndarray:
+    """Sums of the first 0, 1, ... values, shape (n + 1,)."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassTimes:
+    """Running sums of seconds per micro-batch over the layers, shape (layers + 1,) each."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    source: str
+    relative_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassMemory:
+    """Running sums over the layers, shape (layers + 1,), and what is needed for one layer at a time."""
+
+    parameters: np.ndarray
+    activation_bytes: np.ndarray
+    layers: LayerMemory
+
+
+class CostTables:
+    """Layer costs of a problem for every pool, tensor-parallel degree, micro-batch size and recomputation."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.links = LinkTable(problem.cluster)
+        self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
+        self._memory: dict[tuple[int, int, str], ClassMemory] = {}
+        headroom = 1 - problem.constraints.memory_headroom
+        self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
+        self.micro_batch_sizes = tuple(b for b in MICRO_BATCH_SIZES if problem.batch.global_batch % b == 0)
+
+    def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
+        """Seconds per micro-batch on a worker of `tp` devices of a pool."""
+        key = (pool, tp, micro_batch_size, recompute)
+        if key not in self._times:
+            place = self.problem.cluster.pools[pool]
+            layer = layer_times(
+                self.problem.model,
+                self.problem.batch,
+                place.device,
+                place.intra_node,
+                tp=tp,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+            )
+            self._times[key] = ClassTimes(
+                forward_s=running_sum(layer.forward_s),
+                backward_s=running_sum(layer.backward_s),
+                source=layer.source,
+                relative_error=layer.relative_error,
+            )
+        return self._times[key]
+
+    def memory(self, tp: int, micro_batch_size: int, recompute: str) -> ClassMemory:
+        """Bytes and parameters on one device of a worker of `tp` devices."""
+        key = (tp, micro_batch_size, recompute)
+        if key not in self._memory:
+            layers = layer_memory(
+                self.problem.model, self.problem.batch, tp=tp, micro_batch_size=micro_batch_size, recompute=recompute
+            )
+            self._memory[key] = ClassMemory(
+                parameters=running_sum(layers.parameters),
+                activation_bytes=running_sum(layers.activation_bytes),
+                layers=layers,
+            )
+        return self._memory[key]
+
+    def tensor_degrees(self, pool: int) -> tuple[int, ...]:
+        """Degrees that divide a node of the pool and the model's heads."""
+        place, model = self.problem.cluster.pools[pool], self.problem.model
+        return tuple(
+            t
+            for t in TENSOR_DEGREES
+            if place.devices_per_node % t == 0 and model.heads % t == 0 and model.kv_heads % min(t, model.kv_heads) == 0
+        )

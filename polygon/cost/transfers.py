@@ -1,0 +1,241 @@
+"""What messages between workers cost: link, sharing and packing of every message of a routed plan.
+
+A message of one worker to another takes the link between their nodes. Everything that several workers send over one
+thing at the same time shares it in proportion to the number of messages each has to send in a step:
+
+- a node pair gets the link's rate (`Cluster`: what one node pair gets with enough streams);
+- all messages that leave a node share its network card, taken as the rate of the pool's `inter_node` link;
+- all messages from one region to another share the capacity of the region pair, and all that leave a region its
+  egress, where such limits are given.
+
+Workers on one node talk over the node's own link and share nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import njit
+
+from polygon.domain.cluster import Cluster
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Plan
+
+BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 256) / 4}
+"""Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (`polygon_comm`)."""
+
+TOPK_FRACTION = 0.05
+POWERSGD_RANK = 8
+
+
+def packed_bytes(n_values: float, element_bytes: int, mode: str) -> float:
+    """Bytes on the wire of `n_values` numbers of `element_bytes` each under a packing (`COMPRESSIONS`).
+
+    A packing never grows a message: bf16 of a 2-byte tensor is the tensor. Top-k sends a 4-byte place and a 2-byte
+    value for the largest 5 %; PowerSGD (rank 8) is priced for square matrices.
+    """
+    plain = n_values * element_bytes
+    if mode == "none":
+        return plain
+    if mode == "topk":
+        return min(plain, TOPK_FRACTION * n_values * 6)
+    if mode == "powersgd":
+        return min(plain, 2 * POWERSGD_RANK * n_values**0.5 * 4)
+    return min(plain, BYTES_RATIO[mode] * 4 * n_values)
+
+
+def boundary_values(model: Model, batch: Batch, micro_batch_size: int) -> int:
+    """Numbers in the activation (or its gradient) of one micro-batch between two stages."""
+    return micro_batch_size * batch.seq_len * model.hidden_size
+
+
+class LinkTable:
+    """Latency and rate between pools as matrices, for vectorised pricing.
+
+    Attributes
+    ----------
+    latency_s, bytes_per_s : ndarray, shape (pools, pools)
+        Between two different nodes; rate 0 where regions have no link.
+    node_latency_s, node_bytes_per_s : ndarray, shape (pools,)
+        Between two devices of one node.
+    card_bytes_per_s : ndarray, shape (pools,)
+        What a node can send in all.
+    region : ndarray of int, shape (pools,)
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        pools = cluster.pools
+        n = len(pools)
+        self.cluster = cluster
+        self.region = np.array([pool.region for pool in pools], dtype=np.int64)
+        self.latency_s = cluster.latency_s[np.ix_(self.region, self.region)].astype(float)
+        self.bytes_per_s = cluster.bytes_per_s[np.ix_(self.region, self.region)].astype(float)
+        for a in range(n):
+            for b in range(n):
+                if self.region[a] == self.region[b]:
+                    link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
+                    self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
+        self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools])
+        self.node_bytes_per_s = np.array([pool.intra_node.bytes_per_s for pool in pools])
+        self.card_bytes_per_s = np.array([pool.inter_node.bytes_per_s for pool in pools])
+        self.capacity_bytes_per_s = np.minimum(
+            cluster.capacity_bytes_per_s, np.array([region.egress_bytes_per_s for region in cluster.regions])[:, None]
+        ).astype(float)
+        self.egress_bytes_per_s = np.array([region.egress_bytes_per_s for region in cluster.regions], dtype=float)
+        self.first_node = np.concatenate([[0], np.cumsum([pool.nodes for pool in pools])])[:-1].astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Where the workers of a plan are, as arrays over all workers, stage by stage."""
+
+    stage: np.ndarray
+    pool: np.ndarray
+    region: np.ndarray
+    node: np.ndarray
+    """Node number over the whole cluster."""
+    tp: np.ndarray
+    offset: np.ndarray
+    """First worker of every stage, shape (stages,)."""
+
+    @classmethod
+    def of(cls, plan: Plan, links: LinkTable) -> Placement:
+        """Read the places of a plan's workers."""
+        pools = links.cluster.pools
+        rows = [
+            (s, worker.pool, links.first_node[worker.pool] + pools[worker.pool].node_of(worker.devices[0]), worker.tp)
+            for s, stage in enumerate(plan.stages)
+            for worker in stage.workers
+        ]
+        stage, pool, node, tp = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+        widths = [stage_.width for stage_ in plan.stages]
+        return cls(
+            stage=stage,
+            pool=pool,
+            region=links.region[pool],
+            node=node,
+            tp=tp,
+            offset=np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64),
+        )
+
+
+@njit(cache=True)
+def number_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Number the different values of `keys` (>= 0) in order of appearance and count them, by hashing.
+
+    Returns
+    -------
+    numbers : ndarray of int64, shape (n,)
+        Number of each entry's value; -1 for negative entries.
+    counts : ndarray, shape (n,)
+        How often each entry's value occurs; 1 for negative entries.
+    different : int
+    """
+    size = 2
+    while size < 2 * keys.shape[0]:
+        size *= 2
+    table = np.full(size, -1, dtype=np.int64)
+    number_of = np.zeros(size, dtype=np.int64)
+    tally = np.zeros(keys.shape[0])
+    numbers = np.full(keys.shape[0], -1, dtype=np.int64)
+    different = 0
+    for i in range(keys.shape[0]):
+        key = keys[i]
+        if key < 0:
+            continue
+        slot = (key * 2654435761 + (key >> 13)) & (size - 1)
+        while table[slot] != -1 and table[slot] != key:
+            slot = (slot + 1) & (size - 1)
+        if table[slot] == -1:
+            table[slot] = key
+            number_of[slot] = different
+            different += 1
+        numbers[i] = number_of[slot]
+        tally[numbers[i]] += 1
+    counts = np.ones(keys.shape[0])
+    for i in range(keys.shape[0]):
+        if numbers[i] >= 0:
+            counts[i] = tally[numbers[i]]
+    return numbers, counts, different
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Messages:
+    """All messages between stages of one step; down (activations) first, then up (gradients).
+
+    Every array has shape (2, micro_batches, stages - 1); entry [1, m, s] goes from stage s + 1 to s.
+    """
+
+    sender: np.ndarray
+    receiver: np.ndarray
+    n_bytes: np.ndarray
+    busy_s: np.ndarray
+    latency_s: np.ndarray
+    channel: np.ndarray
+    """Channel of each message (one per sender, receiver and direction)."""
+    channels: int
+    connected: bool
+
+    @cached_property
+    def total_bytes(self) -> float:
+        """Bytes that all messages carry."""
+        return float(self.n_bytes.sum())
+
+
+def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, place: Placement) -> Messages:
+    """Time and size of every activation and gradient message of a plan (sharing as in the module's docstring)."""
+    routes = plan.routes + place.offset[None, :]
+    a, b = routes[:, :-1], routes[:, 1:]
+    sender, receiver = np.stack([a, b]), np.stack([b, a])
+    pool_s, pool_r = place.pool[sender], place.pool[receiver]
+    node_s, node_r = place.node[sender], place.node[receiver]
+    region_s, region_r = place.region[sender], place.region[receiver]
+    same_node = node_s == node_r
+    far = region_s != region_r
+
+    regions = len(links.cluster.regions)
+    values = boundary_values(model, batch, plan.micro_batch_size)
+    size = np.full((2, regions, regions), values * float(batch.element_bytes))
+    for use in plan.links:
+        size[0, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activations)
+        size[1, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activation_gradients)
+    n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
+
+    rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
+    latency = np.where(same_node, links.node_latency_s[pool_s], links.latency_s[pool_s, pool_r])
+    nodes = int(links.first_node[-1] + links.cluster.pools[-1].nodes)
+    workers = len(place.stage)
+
+    def share(group: np.ndarray) -> np.ndarray:
+        """Part of what `group` shares that the sender's own messages may use."""
+        keys = np.where(same_node, -1, group)
+        own = np.where(same_node, -1, group * workers + sender)
+        return (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
+
+    direction = np.arange(2)[:, None, None]
+    channel, _, channels = number_keys(((direction * workers + sender) * workers + receiver).ravel())
+
+    rate = np.minimum(
+        rate * share(node_s * nodes + node_r),
+        np.where(same_node, np.inf, links.card_bytes_per_s[pool_s] * share(node_s)),
+    )
+    pair_capacity = np.where(far, links.capacity_bytes_per_s[region_s, region_r], np.inf)
+    if np.isfinite(pair_capacity).any():
+        rate = np.minimum(rate, pair_capacity * share(np.where(far, region_s * regions + region_r, -1)))
+    egress = np.where(far, links.egress_bytes_per_s[region_s], np.inf)
+    if np.isfinite(egress).any():
+        rate = np.minimum(rate, egress * share(np.where(far, region_s, -1)))
+    with np.errstate(divide="ignore"):
+        busy = n_bytes / rate
+    return Messages(
+        sender=sender,
+        receiver=receiver,
+        n_bytes=n_bytes,
+        busy_s=busy,
+        latency_s=latency,
+        channel=channel.reshape(sender.shape),
+        channels=int(channels),
+        connected=bool((rate > 0).all()),
+    )
