@@ -1,0 +1,255 @@
+"""Allocations as the solvers see them: what to evaluate, what a small step is, where to begin."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.planning.bank import Bank
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from solvers.allocation import AllocationProblem, AllocationSpace
+from solvers.problem import Problem as SolverProblem
+
+
+class Candidates(SolverProblem[Allocation]):
+    """Allocations of a problem's devices to at most `stages` stages, with their micro-batch size.
+
+    The value is the fluid step time; the best different allocations met are kept in `elite`.
+    """
+
+    def __init__(self, decoder: Decoder, stages: int, *, keep: int = 48) -> None:
+        self.decoder = decoder
+        pools = decoder.problem.cluster.pools
+        self.space = AllocationSpace(
+            groups=stages,
+            capacity=np.array([pool.devices for pool in pools]),
+            pool=np.array([p for p, _ in decoder.classes]),
+            units=np.array([t for _, t in decoder.classes]),
+            empty_groups=True,
+        )
+        self.sizes = decoder.tables.micro_batch_sizes
+        self._keep = keep
+        self._heap: list[tuple[float, int, Allocation]] = []
+        self._seen: set[Hashable] = set()
+        self._count = itertools.count()
+
+    def evaluate(self, x: Allocation) -> float:
+        """Fluid seconds per step."""
+        value, _ = self.decoder.fluid_s(x)
+        if np.isfinite(value) and (len(self._heap) < self._keep or value < -self._heap[0][0]):
+            key = self.key(x)
+            if key not in self._seen:
+                self._seen.add(key)
+                entry = (-value, next(self._count), x)
+                if len(self._heap) < self._keep:
+                    heapq.heappush(self._heap, entry)
+                else:
+                    heapq.heapreplace(self._heap, entry)
+        return value
+
+    @property
+    def elite(self) -> list[Allocation]:
+        """The best different allocations met, best first."""
+        return [x for _, _, x in sorted(self._heap, key=lambda entry: (-entry[0], entry[1]))]
+
+    def random(self, rng: np.random.Generator) -> Allocation:
+        """A random allocation and micro-batch size."""
+        size = int(self.sizes[rng.integers(len(self.sizes))])
+        return Allocation(workers=self._compact(self.space.random(rng)), micro_batch_size=size)
+
+    def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
+        """Shift, exchange, employ or release workers; split, merge or move a stage; another micro-batch size."""
+        kind = rng.random()
+        if kind < 0.12 and len(self.sizes) > 1:
+            at = self.sizes.index(x.micro_batch_size)
+            choices = [i for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]
+            return replace(x, micro_batch_size=int(self.sizes[choices[rng.integers(len(choices))]]))
+        if kind < 0.34:
+            return replace(x, workers=self._restructure(x.workers, rng))
+        return replace(x, workers=self._compact(self.space.neighbour(x.workers, rng)))
+
+    def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Split a stage into two, merge two neighbours, or move a stage to another place."""
+        rows = [row for row in workers if row.any()]
+        kind = rng.integers(3)
+        if kind == 0 and len(rows) < self.space.groups:
+            s = int(rng.integers(len(rows)))
+            part = (rows[s] + rng.integers(0, 2, size=rows[s].shape)) // 2 if rng.random() < 0.5 else None
+            if part is None:
+                keep = rng.random(rows[s].shape) < 0.5
+                part = np.where(keep, rows[s], 0)
+            rows[s : s + 1] = [part, rows[s] - part]
+        elif kind == 1 and len(rows) > 1:
+            s = int(rng.integers(len(rows) - 1))
+            rows[s : s + 2] = [rows[s] + rows[s + 1]]
+        elif len(rows) > 1:
+            row = rows.pop(int(rng.integers(len(rows))))
+            rows.insert(int(rng.integers(len(rows) + 1)), row)
+        return self._compact(np.array(rows))
+
+    def _compact(self, workers: np.ndarray) -> np.ndarray:
+        """Stages first, then the empty rows."""
+        result = np.zeros((self.space.groups, self.space.classes), dtype=np.int64)
+        rows = workers[workers.any(axis=1)]
+        result[: len(rows)] = rows
+        return result
+
+    def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
+        """A repaired mixture of the matrices; the micro-batch size of one parent."""
+        mixed = self.space.crossover(a.workers, b.workers, rng)
+        return Allocation(
+            workers=self._compact(mixed), micro_batch_size=(a if rng.random() < 0.5 else b).micro_batch_size
+        )
+
+    def key(self, x: Allocation) -> Hashable:
+        """Stages and micro-batch size."""
+        return x.micro_batch_size, x.workers.tobytes()
+
+
+class ExactCandidates(Candidates):
+    """The same allocations, valued by the exact simulation of the decoded plan."""
+
+    def __init__(self, decoder: Decoder, stages: int) -> None:
+        super().__init__(decoder, stages)
+        self._values: dict[Hashable, float] = {}
+
+    def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
+        """The best by the fluid objective of a few steps away: exact values are dear, most steps are bad."""
+        steps = [super(ExactCandidates, self).neighbour(x, rng) for _ in range(12)]
+        values = [self.decoder.fluid_s(step)[0] for step in steps]
+        return steps[int(np.argmin(values))]
+
+    def evaluate(self, x: Allocation) -> float:
+        """Exact seconds per step; what was evaluated before is remembered."""
+        key = self.key(x)
+        if key not in self._values:
+            plan = self.decoder.decode(x)
+            self._values[key] = float("inf") if isinstance(plan, Infeasible) else self.decoder.step_times(plan).step_s
+        return self._values[key]
+
+
+class GroupCandidates(AllocationProblem):
+    """Whole regions dealt to a fixed number of stages, for the ants: value, weight and affinity.
+
+    Classes are pools at one tensor-parallel degree; the micro-batch size is fixed.
+    """
+
+    def __init__(self, decoder: Decoder, stages: int, micro_batch_size: int) -> None:
+        pools = decoder.problem.cluster.pools
+        super().__init__(
+            AllocationSpace(
+                groups=stages,
+                capacity=np.array([pool.devices for pool in pools]),
+                pool=np.array([p for p, _ in decoder.classes]),
+                units=np.array([t for _, t in decoder.classes]),
+            )
+        )
+        self.decoder = decoder
+        self.micro_batch_size = micro_batch_size
+
+    def evaluate(self, x: np.ndarray) -> float:
+        """Fluid seconds per step."""
+        return self.decoder.fluid_s(Allocation(workers=x, micro_batch_size=self.micro_batch_size))[0]
+
+    def weight(self) -> np.ndarray:
+        """Micro-batches per second of one worker in a block, shape (classes,)."""
+        return block_rates(self.decoder, self.micro_batch_size)
+
+    def affinity(self) -> np.ndarray:
+        """How well two classes combine gradients: 1 / (1 + a gradient's seconds over the median)."""
+        bank = self.decoder.bank(self.micro_batch_size)
+        blocks = self.decoder.problem.model.blocks / self.space.groups
+        per_block = float(bank.parameters[0, 2] - bank.parameters[0, 1]) * int(bank.tp[0]) * bank.gradient_bytes
+        return self._closeness(bank, per_block * blocks * bank.gradient_ratio)
+
+    def next_affinity(self) -> np.ndarray:
+        """How well one class passes activations to another in the next stage."""
+        bank = self.decoder.bank(self.micro_batch_size)
+        return self._closeness(bank, bank.activation_wire * bank.micro_batches / self.space.groups)
+
+    def _closeness(self, bank: Bank, n_bytes: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            seconds = (
+                bank.latency_s[np.ix_(bank.pool, bank.pool)]
+                + n_bytes[np.ix_(bank.region, bank.region)] / bank.bytes_per_s[np.ix_(bank.pool, bank.pool)]
+            )
+        finite = seconds[np.isfinite(seconds)]
+        scale = float(np.median(finite[finite > 0])) if (finite > 0).any() else 1.0
+        return np.where(np.isfinite(seconds), 1 / (1 + seconds / scale), 1e-6)
+
+
+def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
+    """Micro-batches per second that one worker of each class computes in a block, shape (classes,)."""
+    bank = decoder.bank(micro_batch_size)
+    return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
+
+
+def region_walks(decoder: Decoder) -> list[list[int]]:
+    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+    cluster = decoder.problem.cluster
+    n = len(cluster.regions)
+    with np.errstate(divide="ignore"):
+        cost = cluster.latency_s + 1e6 / cluster.bytes_per_s
+    walks = []
+    for first in range(n):
+        walk, left = [first], set(range(n)) - {first}
+        while left:
+            here = walk[-1]
+            walk.append(min(sorted(left), key=lambda r: max(cost[here, r], cost[r, here])))
+            left.remove(walk[-1])
+        walks.append(walk)
+    return walks[: min(n, 12)]
+
+
+def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+    """Allocations that a careful person would try first, shape (stages, classes) each.
+
+    For every tensor-parallel degree: all pools along a walk through close regions cut into stages of equal compute;
+    each region alone; each device type alone; all devices as one stage.
+    """
+    pools = decoder.problem.cluster.pools
+    rates = block_rates(decoder, micro_batch_size)
+    for tp in sorted({t for _, t in decoder.classes}):
+        column: dict[int, int] = {}
+        for c, (p, t) in enumerate(decoder.classes):
+            if t <= tp and (p not in column or t > decoder.classes[column[p]][1]):
+                column[p] = c
+        walks = region_walks(decoder)
+        regions = sorted({pools[p].region for p in column})
+        types = sorted({pools[p].device.name for p in column})
+        chains = [_along(walk, column, decoder) for walk in walks]
+        chains += [[p for p in column if pools[p].region == r] for r in regions[:16]]
+        chains += [[p for p in chains[0] if pools[p].device.name == name] for name in types]
+        for chain in chains:
+            yield from _cut_evenly(chain, column, decoder, rates, stages)
+
+
+def _cut_evenly(
+    chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
+) -> Iterator[np.ndarray]:
+    """The workers of a chain of pools, cut into 1, 2, 3, 4, 6, 8, ... consecutive stages of equal compute."""
+    pools = decoder.problem.cluster.pools
+    counts = np.array([pools[p].devices // decoder.classes[column[p]][1] for p in chain])
+    columns = np.array([column[p] for p in chain])
+    if counts.sum() == 0:
+        return
+    worker_column = np.repeat(columns, counts)
+    done = np.cumsum(rates[worker_column])
+    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        if count > min(stages, len(worker_column)):
+            return
+        stage = np.minimum((done - rates[worker_column] / 2) / done[-1] * count, count - 1e-9).astype(np.int64)
+        x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
+        np.add.at(x, (stage, worker_column), 1)
+        yield x
+
+
+def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:
+    """Pools in the order of a walk through their regions."""
+    pools = decoder.problem.cluster.pools
+    place = {region: i for i, region in enumerate(walk)}
+    return sorted(column, key=lambda p: (place[pools[p].region], p))

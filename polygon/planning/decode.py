@@ -1,0 +1,309 @@
+"""From an allocation to a complete plan: everything that follows from who serves which stage.
+
+An allocation says how many workers of each class (pool and tensor-parallel degree) serve each stage, and the
+micro-batch size. Decode adds the layer split, recomputation and ZeRO (`polygon.planning.fluid`), devices, shares and
+routes (`polygon.planning.routing`), the windows of the schedule, and the packing of every link.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from polygon.cost.estimate import StepTimes, step_times, worker_memory
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import Placement, boundary_values, packed_bytes
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
+from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
+from polygon.planning.routing import build_routes
+
+SOCKET_WINDOW_BYTES = 4 * 2**20
+"""Largest TCP send buffer of a Linux host as it comes (net.ipv4.tcp_wmem)."""
+WINDOW_USE = 0.82
+"""Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
+MAX_STREAMS = 16
+
+PACKING_ORDER = ("none", "bf16", "int8", "int4", "powersgd", "topk")
+"""From what changes numbers least to what changes them most."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Allocation:
+    """Workers of each class in each stage, and the micro-batch size.
+
+    Parameters
+    ----------
+    workers : ndarray of int64, shape (stages, classes)
+        Columns as in the decoder's `classes`; empty rows are skipped.
+    micro_batch_size : int
+    """
+
+    workers: np.ndarray
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Infeasible:
+    """Why an allocation, or a whole problem, has no plan."""
+
+    reason: str
+
+
+class Decoder:
+    """Decodes allocations of one problem; holds its cost tables and arrays."""
+
+    def __init__(self, problem: Problem, *, tensor_limit: int | None = None) -> None:
+        self.problem = problem
+        self.tables = CostTables(problem)
+        self.classes = worker_classes(self.tables, tensor_limit)
+        if self.classes:
+            self.packing = strongest_packing(problem)
+            self._widest = max(problem.cluster.pools[p].devices // t for p, t in self.classes)
+            self._bank = lru_cache(maxsize=None)(self._build_bank)
+
+    def _build_bank(self, micro_batch_size: int) -> Bank:
+        return build_bank(self.tables, self.classes, micro_batch_size, self.packing, min(self._widest, 256))
+
+    def bank(self, micro_batch_size: int) -> Bank:
+        """Arrays of the problem at a micro-batch size."""
+        return self._bank(micro_batch_size)
+
+    def fluid_s(self, allocation: Allocation) -> tuple[float, int]:
+        """The search's objective [s], and why it is inf (`polygon.planning.fluid`)."""
+        rows = allocation.workers.shape[0]
+        scratch = _scratch(rows)
+        return fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, *scratch)
+
+    def decode(self, allocation: Allocation) -> Plan | Infeasible:
+        """The plan of an allocation.
+
+        Returns
+        -------
+        Plan or Infeasible
+            Windows are first set so that messages can hide, and shrunk to what memory holds; links get the weakest
+            packing that costs less than 1 % of the step.
+        """
+        rows = allocation.workers.shape[0]
+        bounds, options, count = _scratch(rows)
+        value, why = fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, bounds, options, count)
+        if why != FITS or not math.isfinite(value):
+            return Infeasible(reason=REASONS.get(why, "the step would never end"))
+        stages = self._stages(allocation, bounds, options, int(count[0]))
+        draft = self._route(stages, allocation.micro_batch_size)
+        if isinstance(draft, Infeasible):
+            return draft
+        fitted = self._fit_spans(draft)
+        return self._relax_links(fitted) if isinstance(fitted, Plan) else fitted
+
+    def _stages(self, allocation: Allocation, bounds: np.ndarray, options: np.ndarray, count: int) -> list[Stage]:
+        """Deal out devices: in every pool large tensor-parallel groups first, so that none straddles two nodes."""
+        rows = [row for row in allocation.workers if row.any()]
+        taken = dict.fromkeys((p for p, _ in self.classes), 0)
+        workers: list[list[Worker]] = [[] for _ in rows]
+        by_degree = sorted(range(len(self.classes)), key=lambda c: (self.classes[c][0], -self.classes[c][1]))
+        for c in by_degree:
+            pool, tp = self.classes[c]
+            first = self.problem.cluster.pools[pool].first_device
+            for s, row in enumerate(rows):
+                for _ in range(int(row[c])):
+                    start = first + taken[pool]
+                    workers[s].append(Worker(pool=pool, devices=tuple(range(start, start + tp))))
+                    taken[pool] += tp
+        return [
+            Stage(
+                first_layer=int(bounds[s]),
+                last_layer=int(bounds[s + 1]),
+                workers=tuple(workers[s]),
+                recompute=OPTIONS[options[s]][0],
+                zero=OPTIONS[options[s]][1] if len(workers[s]) > 1 else 0,
+            )
+            for s in range(count)
+        ]
+
+    def _route(self, stages: list[Stage], micro_batch_size: int) -> Plan | Infeasible:
+        """Shares and routes; workers left without a micro-batch are dropped."""
+        problem, links = self.problem, self.tables.links
+        micro_batches = problem.batch.global_batch // micro_batch_size
+        seconds = []
+        for stage in stages:
+            by_class = {}
+            for key in {(w.pool, w.tp) for w in stage.workers}:
+                times = self.tables.times(*key, micro_batch_size, stage.recompute)
+                span = stage.last_layer, stage.first_layer
+                by_class[key] = float(
+                    times.forward_s[span[0]]
+                    - times.forward_s[span[1]]
+                    + times.backward_s[span[0]]
+                    - times.backward_s[span[1]]
+                )
+            seconds.append(np.array([by_class[w.pool, w.tp] for w in stage.workers]))
+        regions = [np.array([links.region[w.pool] for w in stage.workers], dtype=np.int64) for stage in stages]
+        routes = build_routes(seconds, regions, self._message_s(micro_batch_size), micro_batches)
+        if routes is None:
+            return Infeasible(reason=REASONS[NO_LINK])
+        kept = []
+        for s, stage in enumerate(stages):
+            busy = np.unique(routes[:, s])
+            if len(busy) < stage.width:
+                routes[:, s] = np.searchsorted(busy, routes[:, s])
+                stage = replace(stage, workers=tuple(stage.workers[w] for w in busy))
+            kept.append(stage)
+        return Plan(
+            stages=tuple(kept),
+            routes=routes,
+            micro_batch_size=micro_batch_size,
+            spans=tuple((micro_batches,) * stage.width for stage in kept),
+            links=self._links(kept, self.packing),
+        )
+
+    def _message_s(self, micro_batch_size: int) -> np.ndarray:
+        """Seconds of one message between regions; inf where there is no link."""
+        cluster, batch = self.problem.cluster, self.problem.batch
+        n_bytes = packed_bytes(
+            boundary_values(self.problem.model, batch, micro_batch_size), batch.element_bytes, self.packing
+        )
+        with np.errstate(divide="ignore"):
+            return cluster.latency_s + n_bytes / cluster.bytes_per_s
+
+    def _links(self, stages: list[Stage], packing: str) -> tuple[LinkUse, ...]:
+        """One entry for every ordered pair of regions between which the plan may send."""
+        cluster = self.problem.cluster
+        regions = sorted({cluster.pools[w.pool].region for stage in stages for w in stage.workers})
+        return tuple(
+            LinkUse(
+                source=a,
+                target=b,
+                activations=packing,
+                activation_gradients=packing,
+                weight_gradients=packing,
+                streams=useful_streams(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b])),
+            )
+            for a in regions
+            for b in regions
+            if a != b and cluster.bytes_per_s[a, b] > 0
+        )
+
+    def _fit_spans(self, plan: Plan) -> Plan | Infeasible:
+        """Spans as long as what they should hide, shortened to what memory can hold."""
+        times = step_times(plan, self.tables)
+        wanted, least = wanted_spans(times, messages=True), wanted_spans(times, messages=False)
+        hide, factor = np.ones(len(wanted)), np.ones(len(wanted))
+        attempt = plan
+        for _ in range(40):
+            spans = np.maximum(1, np.ceil(factor * (least + hide * (wanted - least)) - 1e-6))
+            attempt = replace(plan, spans=_by_stage(spans, times.place))
+            over = self._over_memory(attempt)
+            if not over.any():
+                return attempt
+            # Whoever holds too much needs less to be under way behind it: shorten its span and those further on.
+            blamed = times.place.stage >= int(times.place.stage[over].min())
+            if (spans[blamed] <= 1).all():
+                break
+            factor = np.where(blamed & (hide <= 0), factor * 0.8, factor)
+            hide = np.where(blamed, np.where(hide > 0.2, hide / 2, 0.0), hide)
+        return Infeasible(reason=self.over_memory(attempt))
+
+    def _over_memory(self, plan: Plan) -> np.ndarray:
+        """Which workers have too little memory, shape (workers,)."""
+        place = Placement.of(plan, self.tables.links)
+        need = np.array([memory.total_bytes for memory in worker_memory(plan, self.tables, place)])
+        return need > self.tables.limit_bytes[place.pool]
+
+    def over_memory(self, plan: Plan) -> str:
+        """Which worker of a plan has too little memory, and by how much; empty if all fit."""
+        place = Placement.of(plan, self.tables.links)
+        for i, memory in enumerate(worker_memory(plan, self.tables, place)):
+            limit = float(self.tables.limit_bytes[place.pool[i]])
+            if memory.total_bytes > limit:
+                pool = self.problem.cluster.pools[place.pool[i]]
+                return (
+                    f"stage {place.stage[i]} on {pool.device.name} in {self.problem.cluster.regions[pool.region].name} "
+                    f"lacks {(memory.total_bytes - limit) / 2**30:.1f} GiB, most of it {memory.owner}"
+                )
+        return ""
+
+    def _relax_links(self, plan: Plan) -> Plan:
+        """Pack links less where it costs nothing: the weakest packing for all messages within 1 % of the step."""
+        if not plan.links:
+            return plan
+        allowed = [mode for mode in PACKING_ORDER if mode in self.problem.constraints.compressions]
+        best = step_times(plan, self.tables).step_s
+        for field in ("weight_gradients", "activation_gradients", "activations"):
+            for mode in allowed:
+                if mode == self.packing:
+                    break
+                links = tuple(_repacked(use, field, mode) for use in plan.links)
+                candidate = replace(plan, links=links)
+                if step_times(candidate, self.tables).step_s <= 1.01 * best:
+                    plan = candidate
+                    break
+        return plan
+
+    def step_times(self, plan: Plan) -> StepTimes:
+        """Exact times of a plan."""
+        return step_times(plan, self.tables)
+
+
+def _repacked(use: LinkUse, field: str, mode: str) -> LinkUse:
+    change: dict[str, Any] = {field: mode}
+    return replace(use, **change)
+
+
+def strongest_packing(problem: Problem) -> str:
+    """The allowed packing that sends least between regions."""
+    allowed = [
+        mode for mode in PACKING_ORDER if mode in problem.constraints.compressions and mode not in ("powersgd", "topk")
+    ]
+    return allowed[-1] if allowed else "none"
+
+
+def useful_streams(latency_s: float, bytes_per_s: float) -> int:
+    """TCP streams that fill a link: rate / (0.82 window / round trip), 1 to 16."""
+    round_trip_s = 2 * latency_s
+    if round_trip_s <= 0 or bytes_per_s <= 0:
+        return 1
+    one = WINDOW_USE * SOCKET_WINDOW_BYTES / round_trip_s
+    return max(1, min(MAX_STREAMS, math.ceil(bytes_per_s / one)))
+
+
+def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
+    """Micro-batches that pass while a worker is busy with one, and (if `messages`) its message travels and returns.
+
+    A worker that computes n of M micro-batches is busy with one while M / n pass; a message under way for L seconds,
+    in a step whose busiest worker needs T, lets M L / T pass.
+
+    Returns
+    -------
+    ndarray, shape (workers,)
+    """
+    schedule, place = times.schedule, times.place
+    micro_batches, stages = schedule.routes.shape
+    shares = np.maximum(np.bincount(schedule.routes.ravel(), minlength=len(place.stage)), 1)
+    spans = micro_batches / shares
+    if messages and stages > 1:
+        period_s = float((shares * (schedule.forward_s + schedule.backward_s)).max()) / micro_batches
+        trip_s = schedule.down_busy_s + schedule.down_latency_s + schedule.up_busy_s + schedule.up_latency_s
+        longest_s = np.zeros(len(spans))
+        np.maximum.at(longest_s, schedule.routes[:, :-1].ravel(), trip_s.ravel())
+        spans = spans + longest_s / period_s
+    return np.minimum(spans, micro_batches)
+
+
+def _by_stage(values: np.ndarray, place: Placement) -> tuple[tuple[int, ...], ...]:
+    """Whole numbers of all workers, stage by stage."""
+    ends = [*place.offset[1:].tolist(), len(values)]
+    return tuple(tuple(int(v) for v in values[a:b]) for a, b in zip(place.offset.tolist(), ends, strict=True))
+
+
+def _scratch(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Room for what `fluid_step_s` hands back."""
+    return (
+        np.zeros(rows + 1, dtype=np.int64),
+        np.zeros(rows, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+    )

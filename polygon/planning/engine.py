@@ -1,0 +1,259 @@
+"""The search: simple starts, a memetic search on the fluid objective, and exact simulation of the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polygon.domain.groups import Groups
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, simple_starts
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from solvers.ants import Ants
+from solvers.genetic import Genetic
+from solvers.local_search import Restarts
+from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
+
+MAX_STAGES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to search; counts make a search repeatable, the time limit may cut it short."""
+
+    fluid_evaluations: int = 12_000
+    exact_evaluations: int = 250
+    patience: int = 3_000
+    """Fluid evaluations without improvement after which the first phase ends."""
+    time_limit_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """Outcome of a search."""
+
+    plan: Plan | None
+    value_s: float
+    reason: str = ""
+    """Why there is no plan."""
+    evaluations: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    runners_up: tuple[tuple[float, Allocation], ...] = ()
+
+
+Tell = Callable[[str, float, float], None]
+"""Phase, part of it done (0 to 1), best step so far [s]."""
+
+
+def most_stages(problem: Problem) -> int:
+    """More stages than these are never tried: layers, devices, and 32."""
+    return min(problem.model.layers, problem.cluster.devices, MAX_STAGES)
+
+
+def find_groups(
+    problem: Problem,
+    rng: np.random.Generator,
+    *,
+    stages: int | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+) -> tuple[Groups | None, str]:
+    """Group devices into pipeline stages by an ant colony.
+
+    Parameters
+    ----------
+    stages : int, optional
+        Number of stages; by default the best of 2 .. 8 (as many as layers and devices allow).
+
+    Returns
+    -------
+    groups : Groups or None
+    reason : str
+        Why there are none.
+    """
+    effort = effort or Effort()
+    decoder = Decoder(problem)
+    if not decoder.classes:
+        return None, "every region is forbidden"
+    limit = most_stages(problem)
+    counts = [stages] if stages else [s for s in (1, 2, 3, 4, 5, 6, 8) if s <= limit]
+    best: tuple[float, np.ndarray, int] | None = None
+    budget = max(400, effort.fluid_evaluations // (2 * len(counts)))
+    last_reason = ""
+    for i, count in enumerate(counts):
+        size = _likely_size(decoder, count)
+        candidates = GroupCandidates(decoder, count, size)
+        starts = [x for x in simple_starts(decoder, count, size) if x.any(axis=1).all()]
+        values = [candidates.evaluate(x) for x in starts]
+        order = np.argsort(values, kind="stable")[:3]
+        stop = _limit(budget, budget // 2, effort.time_limit_s / len(counts))
+        result = Ants().solve(candidates, rng, stop, start=[starts[k] for k in order])
+        if result.solution is not None and (best is None or result.value < best[0]):
+            best = (result.value, result.solution, size)
+        elif result.solution is None and starts:
+            last_reason = _why_not(decoder, [Allocation(workers=x, micro_batch_size=size) for x in starts[:8]])
+        if tell:
+            tell(f"ants, {count} stages", (i + 1) / len(counts), best[0] if best else math.inf)
+        if result.stopped_by == "interrupt":
+            break
+    if best is None:
+        return None, last_reason or "no grouping fits"
+    value, x, size = best
+    allocation = np.zeros((x.shape[0], len(problem.cluster.pools)), dtype=np.int64)
+    for c, (pool, tp) in enumerate(decoder.classes):
+        allocation[:, pool] += x[:, c] * tp
+    return Groups(
+        problem=problem,
+        allocation=allocation,
+        objective={"step_s": value, "micro_batch_size": size, "model": "fluid"},
+        solver="ants",
+    ), ""
+
+
+def _likely_size(decoder: Decoder, stages: int) -> int:
+    """Micro-batch size under which the simple starts do best."""
+    best, chosen = math.inf, decoder.tables.micro_batch_sizes[0]
+    for size in decoder.tables.micro_batch_sizes:
+        for x in simple_starts(decoder, stages, size):
+            value, _ = decoder.fluid_s(Allocation(workers=x, micro_batch_size=size))
+            if value < best:
+                best, chosen = value, size
+    return chosen
+
+
+def _limit(evaluations: int, patience: int, seconds: float) -> Stop:
+    rules: list[Stop] = [MaxEvaluations(evaluations), NoImprovement(patience)]
+    if math.isfinite(seconds):
+        rules.append(TimeLimit(seconds))
+    return AnyOf(tuple(rules))
+
+
+def find_plan(
+    problem: Problem,
+    rng: np.random.Generator,
+    *,
+    groups: Groups | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+) -> Found:
+    """Search for the plan with the least step time.
+
+    First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
+    of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
+    """
+    effort = effort or Effort()
+    decoder = Decoder(problem)
+    if not decoder.classes:
+        return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
+    candidates = Candidates(decoder, most_stages(problem))
+    starts = _starts(decoder, candidates, groups)
+    ranked = sorted(((candidates.evaluate(x), i) for i, x in enumerate(starts)), key=lambda pair: pair[0])
+    first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
+
+    def told(phase: str, total: int) -> Callable[[Progress, object], None] | None:
+        if tell is None:
+            return None
+        return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
+
+    fluid = Genetic().solve(
+        candidates,
+        rng,
+        _limit(effort.fluid_evaluations, effort.patience, 0.6 * effort.time_limit_s),
+        start=first,
+        callback=told("memetic search", effort.fluid_evaluations),
+    )
+    evaluations, seconds = fluid.evaluations + len(starts), fluid.seconds
+    if fluid.solution is None:
+        return Found(
+            plan=None, value_s=math.inf, reason=_why_not(decoder, starts), evaluations=evaluations, seconds=seconds
+        )
+    exact = ExactCandidates(decoder, candidates.space.groups)
+    left_s = max(0.2, effort.time_limit_s - fluid.seconds)
+    interrupted = fluid.stopped_by == "interrupt"
+    count = 1 if interrupted else effort.exact_evaluations
+    result = Restarts(patience=max(20, count // 4)).solve(
+        exact,
+        rng,
+        _limit(count, count, left_s),
+        start=candidates.elite[: max(1, count // 3)],
+        callback=told("exact simulation", effort.exact_evaluations),
+    )
+    plan = decoder.decode(result.solution) if result.solution is not None else Infeasible(reason="")
+    if isinstance(plan, Infeasible):
+        reason = _why_not(decoder, candidates.elite[:8])
+        return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
+    ranked_exact = sorted(((exact.evaluate(x), i, x) for i, x in enumerate(candidates.elite[: count // 3])))
+    return Found(
+        plan=replace(plan, solver="memetic"),
+        value_s=result.value,
+        evaluations=evaluations + result.evaluations,
+        seconds=seconds + result.seconds,
+        interrupted=interrupted or result.stopped_by == "interrupt",
+        runners_up=tuple((value, x) for value, _, x in ranked_exact[:8] if math.isfinite(value)),
+    )
+
+
+def _starts(decoder: Decoder, candidates: Candidates, groups: Groups | None) -> list[Allocation]:
+    """Simple starts in every micro-batch size, and the groups at every tensor-parallel degree."""
+    rows = candidates.space.groups
+    starts = [
+        Allocation(workers=x, micro_batch_size=size)
+        for size in candidates.sizes
+        for x in simple_starts(decoder, rows, size)
+    ]
+    if groups is not None:
+        for limit in sorted({t for _, t in decoder.classes}):
+            x = np.zeros((rows, candidates.space.classes), dtype=np.int64)
+            for s, row in enumerate(groups.allocation[:rows]):
+                left = row.copy()
+                for c in sorted(range(len(decoder.classes)), key=lambda c: -decoder.classes[c][1]):
+                    pool, tp = decoder.classes[c]
+                    if tp <= limit:
+                        x[s, c] = left[pool] // tp
+                        left[pool] -= x[s, c] * tp
+            starts += [Allocation(workers=x, micro_batch_size=size) for size in candidates.sizes]
+    return starts
+
+
+def _why_not(decoder: Decoder, tried: list[Allocation]) -> str:
+    """The least of what stands in the way of a plan, in words."""
+    problem = decoder.problem
+    best: tuple[float, str] | None = None
+    reasons = []
+    for x in tried:
+        outcome = decoder.decode(x)
+        if isinstance(outcome, Infeasible):
+            reasons.append(outcome.reason)
+    missing = memory_missing(decoder)
+    if missing > 0:
+        best = (
+            missing,
+            f"{problem.model.name} does not fit: all devices together lack {missing / 2**30:.1f} GiB for weights, "
+            f"gradients and optimizer state alone",
+        )
+    if best is not None:
+        return best[1]
+    shortest = min((reason for reason in reasons if "GiB" in reason), key=_gib, default="")
+    return shortest or (reasons[0] if reasons else "no allocation of devices to stages is possible")
+
+
+def _gib(reason: str) -> float:
+    words = reason.split()
+    return float(words[words.index("GiB,") - 1]) if "GiB," in words else math.inf
+
+
+def memory_missing(decoder: Decoder) -> float:
+    """Bytes by which all allowed devices together fall short of the model's sharded states (0 or less: enough)."""
+    tables = decoder.tables
+    bank = decoder.bank(tables.micro_batch_sizes[0])
+    least = float(bank.state_bytes[:, 1].min()) * tables.problem.model.parameters
+    pools = {p for p, _ in decoder.classes}
+    room = sum(
+        max(0.0, float(tables.limit_bytes[p]) - bank.context_bytes) * tables.problem.cluster.pools[p].devices
+        for p in pools
+    )
+    return least - room

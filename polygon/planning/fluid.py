@@ -1,0 +1,567 @@
+"""The step time of an allocation without dealing out routes: the objective of the search.
+
+Micro-batches are taken as a flow. For stages with workers of seconds t[c] per micro-batch (forward and backward), an
+allocation's step takes about
+
+    T = max_b (makespan_b - t_b) + sum_s t_s + 2 sum_s message_s,   then reduction and update,
+
+where makespan_b is the longest of: the least time in which stage b's workers finish all micro-batches in whole
+shares; the time in which a link carries all of its messages; and what Little's law asks where memory lets only a few
+micro-batches be in flight behind a stage. The layer split is exact (see `split_layers`): the least makespan over all
+ways to cut the layers, each stage with the fastest recomputation and ZeRO option that fits its memory. The exact
+simulation of the decoded plan (`polygon.cost.schedule`) decides between the best candidates.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from polygon.cost.reduction import levels_s
+from polygon.planning.bank import Bank
+
+FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
+REASONS = {
+    NO_MEMORY: "no split of the layers fits the memory of its stages",
+    NO_LINK: "two neighbouring stages, or two members of one stage, have no link",
+    NO_STAGE: "there is no stage, or there are more stages than layers",
+    TOO_FEW_MICRO_BATCHES: "a stage has more workers than there are micro-batches",
+}
+
+
+@njit(cache=True)
+def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
+    """Least time in which `counts[c]` workers of `seconds[c]` each finish `micro_batches` in whole shares.
+
+    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: bisection between the fluid time and one
+    micro-batch more per worker.
+    """
+    rate = 0.0
+    slowest = 0.0
+    for c in range(members):
+        rate += counts[c] / seconds[c]
+        slowest = max(slowest, seconds[c])
+    low = micro_batches / rate
+    if members == 1:
+        return seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9)
+    high = low + slowest
+    for _ in range(18):
+        middle = 0.5 * (low + high)
+        done = 0.0
+        for c in range(members):
+            done += counts[c] * np.floor(middle / seconds[c] + 1e-9)
+        if done >= micro_batches:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@njit(cache=True)
+def _shards_traffic_s(bank: Bank, c: int, n_bytes: float, shards: int) -> float:
+    """Seconds to gather (or scatter) `n_bytes` of weights once within a shard group of class c."""
+    if shards <= 1:
+        return 0.0
+    p = bank.pool[c]
+    if shards * bank.tp[c] <= bank.devices_per_node[c]:
+        return (shards - 1) * (bank.node_latency_s[p] + n_bytes / shards / bank.node_bytes_per_s[p])
+    return (shards - 1) * (bank.latency_s[p, p] + n_bytes / shards / bank.bytes_per_s[p, p])
+
+
+@njit(cache=True)
+def stage_option(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: int,
+    held: np.ndarray,
+    first: int,
+    last: int,
+    seconds: np.ndarray,
+) -> int:
+    """First option under which layers [first, last) fit every class of a stage; -1 if none does.
+
+    `held[c]` is how many micro-batches a worker of class c has in flight; `seconds` receives their seconds per
+    micro-batch, shape (members,).
+    """
+    layers = bank.parameters.shape[1] - 1
+    for option in range(bank.option_zero.shape[0]):
+        zero, recompute = bank.option_zero[option], bank.option_recompute[option]
+        fits = True
+        for i in range(members):
+            c = classes[i]
+            if zero and counts[i] < 2:
+                shards = 1
+            else:
+                shards = min(counts[i], bank.state_bytes.shape[1] - 1)
+            here = bank.parameters[c, last] - bank.parameters[c, first]
+            if last == layers and first > 0:
+                here += bank.tied[c]
+            transient = max(bank.transient_bytes[c, recompute, first], bank.transient_bytes[c, recompute, last - 1])
+            if last - first > 2:
+                transient = max(transient, bank.transient_bytes[c, recompute, first + 1])
+            need = (
+                here * bank.state_bytes[zero, shards if zero else 1]
+                + (bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]) * held[i]
+                + transient
+                + bank.context_bytes
+            )
+            if need > bank.limit_bytes[c]:
+                fits = False
+                break
+            seconds[i] = (
+                bank.forward_s[c, recompute, last]
+                - bank.forward_s[c, recompute, first]
+                + bank.backward_s[c, recompute, last]
+                - bank.backward_s[c, recompute, first]
+            )
+            if zero >= 2:
+                once = _shards_traffic_s(bank, c, here * bank.tp[c] * bank.element_bytes, shards)
+                seconds[i] += once * (3 if zero == 3 else 1)
+        if fits:
+            return option
+    return -1
+
+
+@njit(cache=True)
+def in_flight_estimate(
+    bank: Bank, classes: np.ndarray, counts: np.ndarray, members: int, window: int, held: np.ndarray
+) -> None:
+    """Micro-batches in flight on a worker of each class of a stage under a window, by speed."""
+    layer = min(1, bank.parameters.shape[1] - 2)
+    rate = 0.0
+    for i in range(members):
+        c = classes[i]
+        t = (
+            bank.forward_s[c, 0, layer + 1]
+            - bank.forward_s[c, 0, layer]
+            + bank.backward_s[c, 0, layer + 1]
+            - bank.backward_s[c, 0, layer]
+        )
+        held[i] = 1.0 / t
+        rate += counts[i] / t
+    for i in range(members):
+        # Workers of unlike speed cannot be dealt perfectly evenly: one micro-batch more may be in flight.
+        share = np.ceil(bank.micro_batches * held[i] / rate)
+        in_window = np.ceil(window * held[i] / rate - 1e-9) + (1.0 if members > 1 else 0.0)
+        held[i] = max(1.0, min(in_window, share))
+
+
+@njit(cache=True)
+def _extend(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: int,
+    held: np.ndarray,
+    first: int,
+    limit: int,
+    goal_s: float,
+    seconds: np.ndarray,
+) -> int:
+    """Largest end of a stage that starts at layer `first`, ends by `limit`, fits and takes at most `goal_s`."""
+    low, high = first, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        option = stage_option(bank, classes, counts, members, held, first, middle, seconds)
+        if option >= 0 and whole_makespan_s(counts, seconds, members, bank.micro_batches) <= goal_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(cache=True)
+def split_layers(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: np.ndarray,
+    held: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    seconds: np.ndarray,
+) -> float:
+    """Cut the layers so that the slowest stage's makespan is least; inf if no cut fits.
+
+    Stage by stage the longest run of layers that stays within a goal is taken (no other choice leaves less to the
+    stages after it, because time and memory never fall with more layers), and the goal is bisected.
+
+    Parameters
+    ----------
+    classes, counts, held, seconds : ndarray, shape (stages, most classes)
+        Worker classes of each stage, their workers, micro-batches in flight, and (out) seconds per micro-batch.
+    members : ndarray, shape (stages,)
+    bounds : ndarray, shape (stages + 1,)
+        Out: first layer of every stage, and the end.
+    options : ndarray, shape (stages,)
+        Out: index of recomputation and ZeRO.
+    """
+    stages = members.shape[0]
+    layers = bank.parameters.shape[1] - 1
+    trial = np.zeros(stages + 1, dtype=np.int64)
+    low, high, found = 0.0, np.inf, False
+    for _ in range(26):
+        goal = 0.5 * (low + high) if found else np.inf
+        at = 0
+        worst = 0.0
+        ok = True
+        for s in range(stages):
+            trial[s] = at
+            limit = layers - (stages - 1 - s)
+            end = _extend(bank, classes[s], counts[s], members[s], held[s], at, limit, goal, seconds[s])
+            if end <= at or (s == stages - 1 and end < layers):
+                ok = False
+                break
+            stage_option(bank, classes[s], counts[s], members[s], held[s], at, end, seconds[s])
+            worst = max(worst, whole_makespan_s(counts[s], seconds[s], members[s], bank.micro_batches))
+            at = end
+        trial[stages] = at
+        if ok:
+            high = worst
+            bounds[:] = trial
+            if not found:
+                found = True
+                low = 0.0
+        elif not found:
+            return np.inf
+        else:
+            low = goal
+        if found and high - low <= 1e-4 * high:
+            break
+    for s in range(stages):
+        options[s] = stage_option(
+            bank, classes[s], counts[s], members[s], held[s], bounds[s], bounds[s + 1], seconds[s]
+        )
+    return high
+
+
+@njit(cache=True)
+def region_shares(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: int,
+    seconds: np.ndarray,
+    share: np.ndarray,
+    nodes: np.ndarray,
+) -> None:
+    """Part of the micro-batches that each region takes in a stage, and the nodes that it lends; shape (regions,)."""
+    share[:] = 0.0
+    nodes[:] = 0
+    rate = 0.0
+    for i in range(members):
+        rate += counts[i] / seconds[i]
+    for i in range(members):
+        c = classes[i]
+        share[bank.region[c]] += counts[i] / seconds[i] / rate
+        per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
+        nodes[bank.region[c]] += (counts[i] + per_node - 1) // per_node
+
+
+@njit(cache=True)
+def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.ndarray, flow: np.ndarray) -> bool:
+    """Send micro-batches from the regions of one stage to those of the next; False where a link is missing.
+
+    What can stay in its region stays; the rest goes over the quickest links first.
+
+    Parameters
+    ----------
+    supply, demand : ndarray, shape (regions,)
+        Parts of the micro-batches; each sums to one. Changed.
+    stands : ndarray of int, shape (regions,)
+        Any pool of each region.
+    flow : ndarray, shape (regions, regions)
+        Out.
+    """
+    n = supply.shape[0]
+    flow[:, :] = 0.0
+    left = 0.0
+    for r in range(n):
+        stay = min(supply[r], demand[r])
+        flow[r, r] = stay
+        supply[r] -= stay
+        demand[r] -= stay
+        left += supply[r]
+    while left > 1e-9:
+        best, source, target = np.inf, -1, -1
+        for a in range(n):
+            if supply[a] <= 1e-12:
+                continue
+            for b in range(n):
+                if demand[b] <= 1e-12 or a == b:
+                    continue
+                rate = bank.bytes_per_s[stands[a], stands[b]]
+                if rate <= 0:
+                    continue
+                cost = bank.latency_s[stands[a], stands[b]] + bank.activation_wire[a, b] / rate
+                if cost < best:
+                    best, source, target = cost, a, b
+        if source < 0:
+            return False
+        moved = min(supply[source], demand[target])
+        flow[source, target] += moved
+        supply[source] -= moved
+        demand[target] -= moved
+        left -= moved
+    return True
+
+
+@njit(cache=True)
+def room_in_flight(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: int,
+    seconds: np.ndarray,
+    first: int,
+    last: int,
+    option: int,
+) -> float:
+    """Micro-batches that a stage's workers can hold activations of at one time, each its share by speed."""
+    zero, recompute = bank.option_zero[option], bank.option_recompute[option]
+    layers = bank.parameters.shape[1] - 1
+    rate = 0.0
+    for i in range(members):
+        rate += counts[i] / seconds[i]
+    room = np.inf
+    for i in range(members):
+        c = classes[i]
+        here = bank.parameters[c, last] - bank.parameters[c, first]
+        if last == layers and first > 0:
+            here += bank.tied[c]
+        shards = min(counts[i], bank.state_bytes.shape[1] - 1) if zero else 1
+        each = bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]
+        free = bank.limit_bytes[c] - bank.context_bytes - here * bank.state_bytes[zero, shards]
+        transient = max(
+            bank.transient_bytes[c, recompute, first],
+            max(bank.transient_bytes[c, recompute, (first + last) // 2], bank.transient_bytes[c, recompute, last - 1]),
+        )
+        held = max(1.0, np.floor((free - transient) / max(each, 1.0)))
+        room = min(room, held * rate * seconds[i])
+    return room
+
+
+@njit(cache=True)
+def gather_stages(x: np.ndarray, classes: np.ndarray, counts: np.ndarray, members: np.ndarray) -> int:
+    """Drop empty rows of an allocation; fills (stage, member) lists of classes and counts; returns the stages."""
+    stages = 0
+    for s in range(x.shape[0]):
+        k = 0
+        for c in range(x.shape[1]):
+            if x[s, c] > 0:
+                classes[stages, k] = c
+                counts[stages, k] = x[s, c]
+                k += 1
+        if k:
+            members[stages] = k
+            stages += 1
+    return stages
+
+
+@njit(cache=True)
+def fluid_step_s(
+    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray
+) -> tuple[float, int]:
+    """Seconds per step of an allocation, and why not if it is inf.
+
+    Parameters
+    ----------
+    bank : Bank
+    x : ndarray of int64, shape (rows, classes)
+        Workers of each class in each stage; empty rows are no stages.
+    bounds, options : ndarray of int64, shape (rows + 1,), (rows,)
+        Out: the layer split and the memory options.
+    stages_out : ndarray of int64, shape (1,)
+        Out: number of stages.
+    """
+    rows, columns = x.shape
+    widest = 1
+    for s in range(rows):
+        k = 0
+        for c in range(columns):
+            if x[s, c] > 0:
+                k += 1
+        widest = max(widest, k)
+    classes = np.zeros((rows, widest), dtype=np.int64)
+    counts = np.zeros((rows, widest), dtype=np.int64)
+    members = np.zeros(rows, dtype=np.int64)
+    stages = gather_stages(x, classes, counts, members)
+    stages_out[0] = stages
+    layers = bank.parameters.shape[1] - 1
+    if stages == 0 or stages > layers:
+        return np.inf, NO_STAGE
+    micro_batches = bank.micro_batches
+    held = np.zeros((stages, widest))
+    seconds = np.zeros((stages, widest))
+    window = 0
+    for s in range(stages - 1, -1, -1):
+        width = 0
+        for i in range(members[s]):
+            width += counts[s, i]
+        if width > micro_batches:
+            return np.inf, TOO_FEW_MICRO_BATCHES
+        window = min(micro_batches, window + width)
+        in_flight_estimate(bank, classes[s], counts[s], members[s], window, held[s])
+    slowest = split_layers(
+        bank, classes, counts, members[:stages], held, bounds[: stages + 1], options[:stages], seconds
+    )
+    if not np.isfinite(slowest):
+        return np.inf, NO_MEMORY
+    return _assemble(bank, classes, counts, members, seconds, bounds, options, stages)
+
+
+@njit(cache=True)
+def _assemble(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: np.ndarray,
+    seconds: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    stages: int,
+) -> tuple[float, int]:
+    """Step time from the split: pipeline, messages, reduction, update."""
+    micro_batches = bank.micro_batches
+    regions = bank.activation_wire.shape[0]
+    stands = np.zeros(regions, dtype=np.int64)
+    for p in range(bank.pool_region.shape[0]):
+        stands[bank.pool_region[p]] = p
+    share, next_share = np.zeros(regions), np.zeros(regions)
+    nodes, next_nodes = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
+    flow = np.zeros((regions, regions))
+    passing = np.zeros(stages)
+    message = np.zeros(stages)
+    bottleneck, link_bound = 0.0, 0.0
+    for s in range(stages):
+        spent, total = 0.0, 0.0
+        for i in range(members[s]):
+            total += counts[s, i] / seconds[s, i]
+            spent += counts[s, i]
+        passing[s] = spent / total
+        bottleneck = max(bottleneck, whole_makespan_s(counts[s], seconds[s], members[s], micro_batches) - passing[s])
+        if s + 1 < stages:
+            region_shares(bank, classes[s], counts[s], members[s], seconds[s], share, nodes)
+            region_shares(bank, classes[s + 1], counts[s + 1], members[s + 1], seconds[s + 1], next_share, next_nodes)
+            if not transport(bank, share, next_share, stands, flow):
+                return np.inf, NO_LINK
+            senders = 0
+            for i in range(members[s]):
+                senders += counts[s, i]
+            for a in range(regions):
+                for b in range(regions):
+                    if flow[a, b] <= 0:
+                        continue
+                    pa, pb = stands[a], stands[b]
+                    if a == b:
+                        pa, pb = (
+                            _pools_in(bank, classes[s], members[s], a),
+                            _pools_in(bank, classes[s + 1], members[s + 1], a),
+                        )
+                    rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
+                    pairs = max(1, nodes[a]) * max(1, next_nodes[b])
+                    together = min(rate * pairs, max(1, nodes[a]) * bank.card_bytes_per_s[pa])
+                    if a != b:
+                        together = min(together, bank.capacity_bytes_per_s[a, b])
+                    n_bytes = bank.activation_wire[a, b]
+                    carried = flow[a, b] * micro_batches * n_bytes / together
+                    link_bound = max(link_bound, carried)
+                    single = latency + n_bytes / min(rate, together)
+                    message[s] += flow[a, b] * single
+    fill = 0.0
+    for s in range(stages - 1, -1, -1):
+        fill += passing[s] + 2 * message[s]
+        room = room_in_flight(bank, classes[s], counts[s], members[s], seconds[s], bounds[s], bounds[s + 1], options[s])
+        if room < micro_batches:
+            # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
+            bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
+    end = max(bottleneck, link_bound) + fill
+    return _with_reductions(bank, classes, counts, members, bounds, options, passing, message, stages, end)
+
+
+@njit(cache=True)
+def _pools_in(bank: Bank, classes: np.ndarray, members: int, region: int) -> int:
+    """A pool that a stage uses in a region."""
+    for i in range(members):
+        if bank.region[classes[i]] == region:
+            return bank.pool[classes[i]]
+    return -1
+
+
+@njit(cache=True)
+def _with_reductions(
+    bank: Bank,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    passing: np.ndarray,
+    message: np.ndarray,
+    stages: int,
+    end: float,
+) -> tuple[float, int]:
+    """When the last stage has reduced and updated, given when stage 0 ends its last backward."""
+    regions = bank.activation_wire.shape[0]
+    layers = bank.parameters.shape[1] - 1
+    pair_share = np.zeros((regions, regions))
+    for s in range(stages):
+        for i in range(members[s]):
+            for j in range(members[s]):
+                a, b = bank.region[classes[s, i]], bank.region[classes[s, j]]
+                first_a, first_b = True, True
+                for k in range(i):
+                    first_a = first_a and bank.region[classes[s, k]] != a
+                for k in range(j):
+                    first_b = first_b and bank.region[classes[s, k]] != b
+                if a != b and first_a and first_b:
+                    pair_share[a, b] += 1
+    step, early = 0.0, 0.0
+    for s in range(stages):
+        m = members[s]
+        n_values, update = 0.0, 0.0
+        pools, nodes, on_node = np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64)
+        for i in range(m):
+            c = classes[s, i]
+            here = bank.parameters[c, bounds[s + 1]] - bank.parameters[c, bounds[s]]
+            if s > 0 and bounds[s + 1] == layers:
+                here += bank.tied[c]
+            n_values = max(n_values, here * bank.tp[c])
+            shards = counts[s, i] if bank.option_zero[options[s]] > 0 else 1
+            update = max(update, here / shards * bank.update_s_per_parameter[c])
+            pools[i] = bank.pool[c]
+            per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
+            nodes[i] = (counts[s, i] + per_node - 1) // per_node
+            on_node[i] = min(counts[s, i], per_node)
+        reduction = 0.0
+        if m > 1 or counts[s, 0] > 1:
+            n_bytes = n_values * bank.gradient_bytes
+            node_s, region_s, across_s, _ = levels_s(
+                n_bytes,
+                pools,
+                nodes,
+                on_node,
+                n_bytes * bank.gradient_ratio,
+                pair_share,
+                bank.pool_region,
+                bank.latency_s,
+                bank.bytes_per_s,
+                bank.node_latency_s,
+                bank.node_bytes_per_s,
+                bank.capacity_bytes_per_s,
+            )
+            reduction = node_s + region_s + across_s
+            if not np.isfinite(reduction):
+                return np.inf, NO_LINK
+        tied = 0.0
+        if bank.tied_values > 0 and stages > 1 and (s == 0 or s == stages - 1):
+            a, b = classes[0, 0], classes[stages - 1, 0]
+            rate = bank.bytes_per_s[bank.pool[a], bank.pool[b]]
+            if rate <= 0:
+                return np.inf, NO_LINK
+            ratio = bank.gradient_ratio[bank.region[a], bank.region[b]]
+            tied = bank.latency_s[bank.pool[a], bank.pool[b]] + bank.tied_values * bank.gradient_bytes * ratio / rate
+        step = max(step, end - early + reduction + tied + update)
+        early += passing[s] * 0.6 + message[s]
+    return step, FITS

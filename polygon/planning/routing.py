@@ -1,0 +1,162 @@
+"""Shares and routes: which worker of each stage computes each micro-batch.
+
+Shares are the whole numbers that end a stage soonest. Routes keep a micro-batch in its region where they can, send the
+rest over the quickest links, and spread every worker's micro-batches evenly over the step, so that no worker waits for
+a burst.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numba import njit
+
+
+def apportion(seconds: np.ndarray, micro_batches: int) -> np.ndarray:
+    """Whole shares whose slowest worker ends soonest.
+
+    Parameters
+    ----------
+    seconds : ndarray, shape (workers,)
+        Per micro-batch.
+
+    Returns
+    -------
+    ndarray of int64, shape (workers,)
+        Shares that sum to `micro_batches` and minimise max(share * seconds): start from what every worker can do in
+        the fluid time, then give one at a time to the worker that would end soonest (optimal, Fox 1966).
+    """
+    fluid_s = micro_batches / (1.0 / seconds).sum()
+    shares = np.floor(fluid_s / seconds + 1e-9).astype(np.int64)
+    heap = [((share + 1) * t, w) for w, (share, t) in enumerate(zip(shares.tolist(), seconds.tolist(), strict=True))]
+    heapq.heapify(heap)
+    for _ in range(micro_batches - int(shares.sum())):
+        _, w = heap[0]
+        shares[w] += 1
+        heapq.heapreplace(heap, ((int(shares[w]) + 1) * float(seconds[w]), w))
+    return shares
+
+
+def spread(shares: np.ndarray) -> np.ndarray:
+    """Deal out places 0 .. sum - 1 so that every owner's places are as even as can be.
+
+    Returns
+    -------
+    ndarray of int64, shape (sum of shares,)
+        The owner of each place: owner w's k-th place is wanted at (k + 1/2) / share of the way.
+    """
+    owners = np.repeat(np.arange(len(shares)), shares)
+    first = np.cumsum(shares) - shares
+    wanted = (np.arange(len(owners)) - first[owners] + 0.5) / shares[owners]
+    return owners[np.lexsort((owners, wanted))]
+
+
+@njit(cache=True)
+def deal_regions(before: np.ndarray, flow: np.ndarray) -> np.ndarray:
+    """Region of every micro-batch in a stage, given its region in the stage before and the flow between them.
+
+    Parameters
+    ----------
+    before : ndarray of int64, shape (micro_batches,)
+    flow : ndarray of int64, shape (regions, regions)
+        How many micro-batches go from region to region.
+
+    Returns
+    -------
+    ndarray of int64, shape (micro_batches,)
+        Every source region deals its micro-batches to targets evenly, and targets as a whole are served evenly: the
+        target whose two arrears together are greatest is next.
+    """
+    n = flow.shape[0]
+    given = np.zeros((n, n))
+    seen = np.zeros(n)
+    wanted = np.zeros(n)
+    served = np.zeros(n)
+    for a in range(n):
+        for b in range(n):
+            wanted[b] += flow[a, b] / before.shape[0]
+    after = np.empty(before.shape[0], dtype=np.int64)
+    for m in range(before.shape[0]):
+        a = before[m]
+        seen[a] += 1
+        total = flow[a].sum()
+        best, lag = -1, -np.inf
+        for b in range(n):
+            if given[a, b] < flow[a, b]:
+                behind = seen[a] * flow[a, b] / total - given[a, b] + (m + 1) * wanted[b] - served[b]
+                if behind > lag + 1e-12:
+                    best, lag = b, behind
+        after[m] = best
+        given[a, best] += 1
+        served[best] += 1
+    return after
+
+
+def region_flow(supply: np.ndarray, demand: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
+    """How many micro-batches go from region to region between two stages.
+
+    What can stay stays; the rest takes the quickest links first.
+
+    Parameters
+    ----------
+    supply, demand : ndarray of int64, shape (regions,)
+        Micro-batches in each region, with equal sums.
+    seconds : ndarray, shape (regions, regions)
+        Of one message; inf where there is no link.
+
+    Returns
+    -------
+    ndarray of int64, shape (regions, regions), or None where a needed link is missing
+    """
+    supply, demand = supply.copy(), demand.copy()
+    stay = np.minimum(supply, demand)
+    flow = np.diag(stay)
+    supply -= stay
+    demand -= stay
+    sources, targets = np.flatnonzero(supply), np.flatnonzero(demand)
+    pairs = sorted((float(seconds[a, b]), int(a), int(b)) for a in sources for b in targets)
+    for cost, a, b in pairs:
+        moved = min(int(supply[a]), int(demand[b]))
+        if moved and np.isfinite(cost):
+            flow[a, b] += moved
+            supply[a] -= moved
+            demand[b] -= moved
+    return flow if supply.sum() == 0 else None
+
+
+def build_routes(
+    worker_seconds: list[np.ndarray], worker_regions: list[np.ndarray], message_s: np.ndarray, micro_batches: int
+) -> np.ndarray | None:
+    """Routes of all micro-batches.
+
+    Parameters
+    ----------
+    worker_seconds, worker_regions : list of ndarray, shape (width,)
+        For every stage, seconds per micro-batch and region of each worker.
+    message_s : ndarray, shape (regions, regions)
+        Seconds of one message between regions; inf where there is no link.
+
+    Returns
+    -------
+    ndarray of int64, shape (micro_batches, stages), or None where a needed link is missing
+    """
+    regions = len(message_s)
+    routes = np.empty((micro_batches, len(worker_seconds)), dtype=np.int64)
+    before: np.ndarray | None = None
+    for s, (seconds, places) in enumerate(zip(worker_seconds, worker_regions, strict=True)):
+        shares = apportion(seconds, micro_batches)
+        in_region = np.bincount(places, weights=shares, minlength=regions).astype(np.int64)
+        if before is None:
+            here = spread(in_region)
+        else:
+            supply = np.bincount(before, minlength=regions).astype(np.int64)
+            flow = region_flow(supply, in_region, message_s)
+            if flow is None:
+                return None
+            here = deal_regions(before, flow)
+        for r in np.flatnonzero(in_region):
+            workers = np.flatnonzero(places == r)
+            routes[here == r, s] = workers[spread(shares[workers])]
+        before = here
+    return routes
