@@ -1,0 +1,55 @@
+"""Say what a plan costs and whether it can be run.
+
+    python -m polygon.evaluate plan.json [--trace trace.json] [--json]
+
+Exit code 0 for a plan that can be run, 3 for one that breaks a rule (each is listed).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from polygon import cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module's docstring."""
+    parser = cli.Parser(
+        prog="polygon evaluate",
+        description="Estimate, breakdown, lower bound and violations of a plan.",
+        parents=[cli.output_options()],
+    )
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the predicted timeline (Chrome trace, opens in Perfetto)"
+    )
+    args = parser.parse_args(argv)
+
+    from polygon import files
+    from polygon.cost.estimate import estimate
+    from polygon.cost.tables import CostTables
+    from polygon.planning.violations import violations
+    from polygon.report import describe_plan
+
+    problem, plan, _ = files.read_plan(args.plan)
+    tables = CostTables(problem)
+    broken = violations(problem, plan, tables)
+    structural = [text for text in broken if "GiB over" not in text]
+    if structural:
+        cli.emit({"violations": broken}, "\n".join(f"violation: {text}" for text in broken), as_json=args.json)
+        return cli.EXIT_INFEASIBLE
+    result = estimate(problem, plan, tables)
+    talk = cli.Talk(quiet=args.quiet)
+    if args.trace:
+        from polygon.export.predicted import predicted_trace
+
+        files.write_json(args.trace, predicted_trace(problem, plan, tables))
+        talk.say(f"predicted timeline in {args.trace} (open it in https://ui.perfetto.dev)")
+    text = describe_plan(problem, plan, result)
+    text += "".join(f"\nviolation: {line}" for line in broken) or "\nviolations    none"
+    cli.emit({**result.to_dict(), "violations": broken}, text, as_json=args.json)
+    return cli.EXIT_INFEASIBLE if broken else cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,74 @@
+"""Group devices into pipeline stages by an ant colony.
+
+    python -m polygon.init CLUSTER --model gpt3-1.3b --global-batch 1024 --seq-len 2048 -o groups.json
+
+Data centers are grouped by compute, latency and bandwidth; large ones are split over several stages, small ones are
+merged, and the stages are ordered.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from polygon import cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module's docstring."""
+    parser = cli.Parser(
+        prog="polygon init",
+        description="Group devices into pipeline stages by an ant colony.",
+        parents=[
+            cli.problem_options(required=False),
+            cli.search_options(),
+            cli.output_options(out="where the groups go (JSON)"),
+        ],
+    )
+    parser.add_argument("cluster", help="cluster YAML, PTAFM's text file, or a problem file")
+    parser.add_argument(
+        "--stages",
+        type=cli.whole(1),
+        metavar="N",
+        help="pipeline stages (default: the file's, else the best of 1 to 8)",
+    )
+    args = parser.parse_args(argv)
+    problem = cli.read_problem(args.cluster, args)
+
+    import numpy as np
+
+    from polygon import files
+    from polygon.domain.errors import require
+    from polygon.planning.engine import Effort, find_groups, most_stages
+    from polygon.report import describe_groups, seconds
+
+    stages = args.stages or getattr(problem.cluster, "stages", None)
+    if stages:
+        require(stages <= most_stages(problem), "stages", stages, f"at most {most_stages(problem)} for this problem")
+    talk = cli.Talk(quiet=args.quiet)
+    effort = Effort(time_limit_s=args.time_limit or float("inf"))
+    with talk.progress("grouping", 1.0) as show:
+        groups, reason = find_groups(
+            problem,
+            np.random.default_rng(args.seed),
+            stages=stages,
+            effort=effort,
+            tell=lambda phase, part, best: show(part, f"{phase}: {seconds(best)}"),
+        )
+    if groups is None:
+        return cli.infeasible(reason)
+    from dataclasses import replace
+
+    groups = replace(groups, seed=args.seed)
+    if args.out:
+        files.write_groups(args.out, groups)
+        talk.say(f"groups in {args.out}")
+    cli.emit(
+        {"stages": groups.allocation.tolist(), "objective": dict(groups.objective)},
+        describe_groups(groups) + f"\nabout {seconds(groups.objective['step_s'])} a step before refinement",
+        as_json=args.json,
+    )
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,136 @@
+"""What people read of groups, plans and estimates."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from polygon.cost.estimate import Estimate
+from polygon.domain.groups import Groups
+from polygon.domain.plan import Plan, Problem
+
+
+def seconds(value: float) -> str:
+    """Three digits and a unit."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.3g} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def layer_span(problem: Problem, first: int, last: int) -> str:
+    """Layers [first, last) in words."""
+    blocks = problem.model.blocks
+    parts = ["embedding"] if first == 0 else []
+    low, high = max(first, 1), min(last - 1, blocks)
+    if low <= high:
+        parts.append(f"blocks {low}-{high}" if high > low else f"block {low}")
+    if last == problem.model.layers:
+        parts.append("head")
+    return " + ".join(parts)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as they must be; numbers stand as they are given."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def describe_groups(groups: Groups) -> str:
+    """Which devices form which stage."""
+    cluster = groups.problem.cluster
+    rows = []
+    for s, row in enumerate(groups.allocation):
+        members = [
+            f"{count} {cluster.pools[p].device.name} ({cluster.regions[cluster.pools[p].region].name})"
+            for p, count in enumerate(row.tolist())
+            if count
+        ]
+        rows.append([str(s), str(int(row.sum())), ", ".join(members)])
+    idle = cluster.devices - int(groups.allocation.sum())
+    text = table(["stage", "devices", "from"], rows)
+    return text + (f"\n{idle} of {cluster.devices} devices are left out" if idle else "")
+
+
+def describe_plan(problem: Problem, plan: Plan, estimate: Estimate) -> str:
+    """Stages, speed, memory, traffic, bound and what limits the plan."""
+    parts = [_stage_table(problem, plan, estimate), "", _headline(problem, plan, estimate)]
+    if estimate.links:
+        rows = [
+            [
+                f"{use.source} -> {use.target}",
+                size(use.activation_bytes),
+                size(use.gradient_bytes),
+                f"{use.busy_fraction:.0%}",
+                _packing(problem, plan, use.source, use.target),
+            ]
+            for use in sorted(estimate.links, key=lambda use: -(use.activation_bytes + use.gradient_bytes))[:12]
+        ]
+        parts += [
+            "",
+            table(["between regions, per step", "activations", "gradients", "busiest sender", "packing"], rows),
+        ]
+        if len(estimate.links) > 12:
+            parts.append(f"... and {len(estimate.links) - 12} more")
+    return "\n".join(parts)
+
+
+def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        workers = [w for w in estimate.workers if w.stage == s]
+        kinds = Counter((w.region, w.device, w.tp) for w in workers)
+        for i, ((region, device, tp), count) in enumerate(sorted(kinds.items())):
+            mine = [w for w in workers if (w.region, w.device, w.tp) == (region, device, tp)]
+            shares = sorted({w.micro_batches for w in mine})
+            fullest = max(mine, key=lambda w: w.peak_bytes / w.limit_bytes)
+            extras = [name for name in (f"recompute {stage.recompute}", f"ZeRO-{stage.zero}") if name[-4:] != "none"]
+            extras = [name for name in extras if name != "ZeRO-0"]
+            rows.append(
+                [
+                    str(s) if i == 0 else "",
+                    layer_span(problem, stage.first_layer, stage.last_layer) if i == 0 else "",
+                    region,
+                    f"{count} x {device}" if tp == 1 else f"{count} x {tp} {device}",
+                    f"{shares[0]}" if len(shares) == 1 else f"{shares[0]}-{shares[-1]}",
+                    f"{max(w.busy_s for w in mine) / estimate.step_s:.0%}",
+                    f"{fullest.peak_bytes / 2**30:.1f} of {fullest.limit_bytes / 2**30:.1f} GiB",
+                    ", ".join(extras) if i == 0 else "",
+                ]
+            )
+    return table(["stage", "layers", "region", "workers", "share", "busy", "memory", ""], rows)
+
+
+def _headline(problem: Problem, plan: Plan, estimate: Estimate) -> str:
+    used, all_devices = plan.world_size, problem.cluster.devices
+    terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > 0)
+    lines = [
+        f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
+        f"              {terms}",
+        f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
+        f"bound         no plan is faster than {seconds(estimate.lower_bound_s)}; gap {estimate.gap:.0%}",
+        f"limited by    {estimate.limited_by}",
+        f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
+        f"devices       {used} of {all_devices}"
+        + (" (the others would not make it faster)" if used < all_devices else ""),
+        f"across        {size(estimate.cross_region_bytes)} between regions per step",
+        f"cost          {estimate.cost_usd:.3g} USD and at most {estimate.energy_j / 3.6e6:.3g} kWh per step",
+    ]
+    return "\n".join(lines)
+
+
+def _packing(problem: Problem, plan: Plan, source: str, target: str) -> str:
+    cluster = problem.cluster
+    use = plan.link_use(cluster.region_index(source), cluster.region_index(target))
+    kinds = {use.activations, use.activation_gradients, use.weight_gradients}
+    text = (
+        use.activations if len(kinds) == 1 else f"{use.activations}/{use.activation_gradients}/{use.weight_gradients}"
+    )
+    return f"{text}, {use.streams} streams" if use.streams > 1 else text
