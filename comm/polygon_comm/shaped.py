@@ -103,7 +103,7 @@ class Pacer:
             return self._free_at_s + self._shape.latency_s
 
 
-class ShapedReceipt(dist._Work):  # type: ignore[misc]
+class ShapedReceipt(dist._Work):
     """A receive that is complete when its bytes are there and its time has come."""
 
     def __init__(self, works: list, stamp: torch.Tensor, clock: Clock, tensors: list[torch.Tensor]) -> None:
@@ -123,7 +123,7 @@ class ShapedReceipt(dist._Work):  # type: ignore[misc]
         return all(work.is_completed() for work in self._works) and self._clock.now_s() >= float(self._stamp)
 
 
-class ShapedSending(dist._Work):  # type: ignore[misc]
+class ShapedSending(dist._Work):
     """A send; complete when the bytes are out of the sender's hands."""
 
     def __init__(self, works: list, keep: list[torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ class ShapedSending(dist._Work):  # type: ignore[misc]
         return all(work.is_completed() for work in self._works)
 
 
-class _Done(dist._Work):  # type: ignore[misc]
+class _Done(dist._Work):
     """A collective under way in the group's thread."""
 
     def __init__(self, future: Future) -> None:
@@ -183,7 +183,7 @@ class ShapedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: Any, shapes: Mapping[int, LinkShape], clock: Clock | None = None) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the stub lacks this constructor
         self._rank, self._size = group.rank(), group.size()
         self._group = group
         self.clock: Clock = clock if clock is not None else RealClock()
@@ -244,7 +244,7 @@ class ShapedGroup(dist.ProcessGroup):
         receipt.wait()
         sending.wait()
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Done:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         """Ring all-reduce: 2 (p - 1) rounds of one p-th."""
         operation = opts.reduceOp if opts is not None else ReduceOp.SUM
         combine = next((f for op, f in _SUMS.items() if operation == op), None)
@@ -271,7 +271,7 @@ class ShapedGroup(dist.ProcessGroup):
 
         return self._collective(body, tensors)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> _Done:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> _Done:  # type: ignore[override]
         """From the root to each other rank directly."""
         root = opts.rootRank
 
@@ -286,7 +286,7 @@ class ShapedGroup(dist.ProcessGroup):
 
         return self._collective(body, tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Done:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         """Ring all-gather: p - 1 rounds of one rank's tensor."""
 
         def body(tag: int) -> None:

@@ -1,0 +1,380 @@
+"""Measure what layers cost on this device: `python -m runners.profile_layers MODEL -o profile.json`.
+
+Per kind of layer (embedding, block, moe, head), micro-batch size and tensor-parallel degree: seconds of forward,
+backward, backward with recomputation and optimizer update, and bytes of weights and kept activations. A degree above 1
+is measured by the shapes that one rank of the group holds; its communication is not part of the profile. The file is
+what the planner reads in place of its device model (docs/lab.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    _root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(_root)
+    sys.path.insert(1, str(_root / "comm"))
+
+from polygon.domain.errors import InputError, PolygonError
+from polygon.domain.model import Model
+from polygon.files import read_model, write_json
+from polygon.notation import format_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STACK = 3
+"""Blocks run one after the other in one measurement: as in a stage, each finds the caches full of the others' data."""
+WARM_UPS = 2
+LEAST_REPEATS, MOST_REPEATS = 5, 40
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def shard(model: Model, tp: int) -> Model:
+    """The shapes that one of `tp` devices holds: heads, feed-forward width and vocabulary divided.
+
+    Raises
+    ------
+    InputError
+        Where they cannot be divided evenly (key-value heads are repeated when there are fewer than devices).
+    """
+    sizes = {"heads": model.heads, "ffn_size": model.ffn_size}
+    if model.experts:
+        sizes["expert_ffn_size"] = model.expert_ffn_size
+    for name, size in sizes.items():
+        if size % tp:
+            raise InputError(f"--tp: found {tp}, expected a divisor of {name} = {size}")
+    kv_heads = model.kv_heads // tp if model.kv_heads % tp == 0 else 1
+    vocabulary = -(-model.vocab_size // tp) if model.family != "vit" else model.vocab_size
+    changed: dict[str, Any] = {name: size // tp for name, size in sizes.items()}
+    return replace(model, kv_heads=kv_heads, vocab_size=vocabulary, **changed)
+
+
+def _kinds(model: Model) -> dict[str, int]:
+    """A layer of every kind that the model has."""
+    found: dict[str, int] = {}
+    for layer in range(model.layers):
+        found.setdefault(model.layer_kind(layer), layer)
+    return found
+
+
+def _inputs(model: Model, kind: str, size: int, seq_len: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    """What a layer of that kind takes, made up."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    if kind == "embedding":
+        if model.family == "vit":
+            image = (size, model.channels, model.image_size, model.image_size)
+            return (torch.randn(image, generator=generator).to(device),)
+        return (torch.randint(model.vocab_size, (size, seq_len), generator=generator).to(device),)
+    hidden = torch.randn((size, seq_len, model.hidden_size), generator=generator).to(device, dtype).requires_grad_()
+    if kind != "head":
+        return (hidden,)
+    shape = (size,) if model.family == "vit" else (size, seq_len)
+    return hidden, torch.randint(model.vocab_size, shape, generator=generator).to(device)
+
+
+def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> int:
+    """Bytes that a forward pass keeps for its backward, weights left out; a storage that is kept twice counts once."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()  # kept alive while counting, so that no address is used twice
+    del output
+    return sum(kept.values())
+
+
+class Stopwatch:
+    """Seconds of a piece of work on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)
+
+    def time_s(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds that the work takes, and its result."""
+        self._synchronize()
+        start_s = time.perf_counter()
+        result = work()
+        self._synchronize()
+        return time.perf_counter() - start_s, result
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+class LayerBench:
+    """One kind of layer with the shapes of one rank, ready to be timed."""
+
+    def __init__(self, model: Model, kind: str, layer: int, device: torch.device, precision: str) -> None:
+        import torch
+
+        from runners.engine.layers import build_layer
+
+        self.model, self.kind, self.device = model, kind, device
+        self.copies = STACK if kind in ("block", "moe") else 1
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.modules: list[nn.Module] = [build_layer(model, layer, copy, device) for copy in range(self.copies)]
+        self.parameters = [p for module in self.modules for p in module.parameters()]
+        self._watch = Stopwatch(device)
+        self._optimizer = torch.optim.AdamW(self.parameters)
+
+    def _forward(self, inputs: tuple, recompute: bool) -> torch.Tensor:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        x, rest = inputs[0], inputs[1:]
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            for module in self.modules:
+                x = checkpoint(module, x, *rest, use_reentrant=False) if recompute else module(x, *rest)
+                x = x if self.kind == "head" else x.to(self.dtype)
+        return x
+
+    def _pass(self, inputs: tuple, gradient: torch.Tensor | None, recompute: bool) -> tuple[float, float]:
+        forward_s, output = self._watch.time_s(lambda: self._forward(inputs, recompute))
+        backward_s, _ = self._watch.time_s(lambda: output.backward(gradient))
+        return forward_s, backward_s
+
+    def measure(self, size: int, seq_len: int, seconds: float) -> dict[str, Any]:
+        """One row of the profile."""
+        import torch
+
+        inputs = _inputs(self.model, self.kind, size, seq_len, self.dtype, self.device)
+        with torch.no_grad():
+            shape = self._forward(inputs, False)
+        gradient = None if self.kind == "head" else torch.randn_like(shape)
+        passes = {recompute: self._repeat(inputs, gradient, recompute, seconds) for recompute in (False, True)}
+        if self.kind == "embedding":
+            passes[True] = passes[False]  # nothing is kept, nothing to recompute
+        updates = [self._watch.time_s(self._optimizer.step)[0] for _ in range(WARM_UPS + LEAST_REPEATS)][WARM_UPS:]
+        kept = kept_bytes(lambda: self._forward(inputs, False), self.parameters)
+        row = {
+            "kind": self.kind,
+            "micro_batch_size": size,
+            "forward_s": passes[False][0] / self.copies,
+            "backward_s": passes[False][1] / self.copies,
+            "backward_recompute_s": passes[True][1] / self.copies,
+            "update_s": _median(updates) / self.copies,
+            "parameters": sum(p.numel() for p in self.parameters) // self.copies,
+            "activation_bytes": kept / self.copies,
+            "spread": passes[False][2],
+        }
+        if self.device.type == "cuda":
+            row["peak_bytes"] = self._peak_bytes(inputs, gradient) / self.copies
+        return row
+
+    def _repeat(
+        self, inputs: tuple, gradient: torch.Tensor | None, recompute: bool, seconds: float
+    ) -> tuple[float, float, float]:
+        """Median forward and backward, and the half width of the middle half of their sums over the median."""
+        for _ in range(WARM_UPS):
+            self._pass(inputs, gradient, recompute)
+        forwards: list[float] = []
+        backwards: list[float] = []
+        end_s = time.perf_counter() + seconds
+        while len(forwards) < LEAST_REPEATS or (len(forwards) < MOST_REPEATS and time.perf_counter() < end_s):
+            forward_s, backward_s = self._pass(inputs, gradient, recompute)
+            forwards.append(forward_s)
+            backwards.append(backward_s)
+        sums = sorted(f + b for f, b in zip(forwards, backwards, strict=True))
+        quarter = len(sums) // 4
+        spread = (sums[-1 - quarter] - sums[quarter]) / 2 / _median(sums)
+        return _median(forwards), _median(backwards), spread
+
+    def _peak_bytes(self, inputs: tuple, gradient: torch.Tensor | None) -> float:
+        import torch
+
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._pass(inputs, gradient, False)
+        return float(torch.cuda.max_memory_allocated(self.device) - before)
+
+
+def profile_layers(
+    model: Model,
+    *,
+    seq_len: int,
+    precision: str,
+    sizes: Sequence[int],
+    degrees: Sequence[int],
+    device: torch.device,
+    seconds: float,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Rows of a profile: every kind of layer at every micro-batch size and tensor-parallel degree.
+
+    Stops growing the micro-batch of a kind where the device's memory ends.
+    """
+    import torch
+
+    rows = []
+    for tp in degrees:
+        part = shard(model, tp)
+        for kind, layer in _kinds(part).items():
+            bench = LayerBench(part, kind, layer, device, precision)
+            for size in sizes:
+                try:
+                    row = bench.measure(size, seq_len, seconds)
+                except torch.OutOfMemoryError:
+                    say(f"{kind}, tp {tp}, micro-batch {size}: out of memory; larger ones are left out")
+                    break
+                rows.append({**row, "tp": tp})
+                say(
+                    f"{kind}, tp {tp}, micro-batch {size}: forward {1e3 * row['forward_s']:.3f} ms, backward "
+                    f"{1e3 * row['backward_s']:.3f} ms (+-{100 * row['spread']:.0f} %), "
+                    f"keeps {row['activation_bytes'] / 1e6:.2f} MB"
+                )
+            del bench
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def _whole_numbers(text: str, option: str) -> list[int]:
+    try:
+        values = sorted({int(word) for word in text.split(",") if word})
+    except ValueError:
+        values = []
+    if not values or values[0] < 1:
+        raise InputError(f"{option}: found {text!r}, expected whole numbers >= 1 such as 1,2,4")
+    return values
+
+
+def _choose_device(name: str) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device: found 'cuda', expected cpu (torch sees no GPU here)")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("model", help="name in the catalogue, or a model file")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's longest)")
+    parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    parser.add_argument("--micro-batch-sizes", default="1,2,4,8", help="sequences (default: 1,2,4,8)")
+    parser.add_argument("--tp", default="1", help="tensor-parallel degrees whose shapes are measured (default: 1)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--device-name", help="type in the cluster file (default: this GPU's, or cpu-core)")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU: threads of one rank (default: 1)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per measurement (default: 0.5)")
+    parser.add_argument("-o", "--out", help="profile file")
+    parser.add_argument("--json", action="store_true", help="the profile on stdout")
+    return parser
+
+
+def _device_name(given: str | None, device: torch.device) -> str:
+    """Name of the device type: as the catalogue has it where it has it."""
+    import torch
+
+    from polygon import catalogue
+
+    name = given or (torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu-core")
+    try:
+        return catalogue.device(name).name
+    except InputError:
+        if given:
+            return given
+        raise InputError(
+            f"--device-name: found nothing and {name!r} in no catalogue, expected the cluster file's name"
+        ) from None
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """The command; raises `InputError` for anything the user can mend."""
+    args = _parser().parse_args(argv)
+    model = read_model(args.model)
+    seq_len = model.tokens_per_image if model.family == "vit" else args.seq_len or model.max_seq_len
+    sizes, degrees = _whole_numbers(args.micro_batch_sizes, "--micro-batch-sizes"), _whole_numbers(args.tp, "--tp")
+    for option, value in (("--seq-len", seq_len), ("--threads", args.threads), ("--seconds", args.seconds)):
+        if not value > 0:
+            raise InputError(f"{option}: found {value!r}, expected a number > 0")
+    for tp in degrees:
+        shard(model, tp)
+    import torch
+
+    device = _choose_device(args.device)
+    name = _device_name(args.device_name, device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    rows = profile_layers(
+        model,
+        seq_len=seq_len,
+        precision=args.precision,
+        sizes=sizes,
+        degrees=degrees,
+        device=device,
+        seconds=args.seconds,
+        say=lambda text: print(text, file=sys.stderr),  # noqa: T201
+    )
+    profile = {
+        "format": "polygon-layer-profile",
+        "version": 1,
+        "device": name,
+        "model": model.name,
+        "hidden_size": model.hidden_size,
+        "seq_len": seq_len,
+        "precision": args.precision,
+        "measured_on": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "torch": torch.__version__,
+        "threads": args.threads if device.type == "cpu" else None,
+        "layers": rows,
+    }
+    if args.out:
+        write_json(args.out, profile)
+    if args.json or not args.out:
+        sys.stdout.write(format_json(profile))
+
+
+def _processor() -> str:
+    """Name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: 0 fine, 2 bad input."""
+    try:
+        run(argv)
+    except PolygonError as error:
+        sys.stderr.write(f"profile_layers: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

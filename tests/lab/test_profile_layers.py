@@ -1,0 +1,85 @@
+"""What layers cost on this device, measured: what is counted exactly is checked exactly, times only for their order."""
+
+import json
+
+import pytest
+import torch
+
+from polygon.domain.errors import InputError
+from polygon.domain.model import Model
+from runners.profile_layers import kept_bytes, main, shard
+
+TINY = {
+    "name": "tiny", "blocks": 2, "hidden_size": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn_size": 64,
+    "vocab_size": 100, "max_seq_len": 16,
+}  # fmt: skip
+
+
+def test_a_shard_is_what_one_rank_of_the_group_holds():
+    """Heads, feed-forward width and vocabulary are divided; key-value heads are repeated when there are too few."""
+    model = Model(**(TINY | {"kv_heads": 2}))
+    part = shard(model, 4)
+    assert (part.heads, part.kv_heads, part.ffn_size, part.vocab_size, part.head_dim) == (1, 1, 16, 25, 8)
+    assert shard(model, 1) == model
+    with pytest.raises(InputError, match="--tp: found 3, expected a divisor of heads = 4"):
+        shard(model, 3)
+
+
+def test_kept_bytes_counts_what_backward_needs_once():
+    """exp keeps its output; the two factors of a product are kept, the same one twice counts once; weights never."""
+    x = torch.randn(1000, requires_grad=True)
+    weight = torch.randn(1000, requires_grad=True)
+    assert kept_bytes(lambda: x.exp(), []) == 4000
+    assert kept_bytes(lambda: x.exp() * weight, [weight]) == 4000
+    assert kept_bytes(lambda: x.exp() * weight.exp(), [weight]) == 8000
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    """A GPT of 2 blocks."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def test_profile_holds_every_kind_size_and_degree(model_file, tmp_path):
+    """Rows of all kinds, parameters as the model counts them, halved by tp 2; larger micro-batches keep more."""
+    out = tmp_path / "profile.json"
+    words = [model_file, "--precision", "fp32", "--micro-batch-sizes", "1,4", "--tp", "1,2", "--device", "cpu"]
+    threads = torch.get_num_threads()
+    try:
+        assert main([*words, "--seconds", "0.01", "-o", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    profile = json.loads(out.read_text())
+    assert (profile["format"], profile["device"], profile["seq_len"]) == ("polygon-layer-profile", "cpu-core", 16)
+    rows = {(row["kind"], row["micro_batch_size"], row["tp"]): row for row in profile["layers"]}
+    assert set(rows) == {(k, b, tp) for k in ("embedding", "block", "head") for b in (1, 4) for tp in (1, 2)}
+    assert all(row[key] > 0 for row in rows.values() for key in ("forward_s", "backward_s", "update_s"))
+    model = Model(**TINY)
+    assert rows["block", 1, 1]["parameters"] == model.layer_parameters(1)
+    # Of a block only norms and output biases are whole on both ranks.
+    whole = 4 * model.hidden_size + 2 * model.hidden_size
+    assert rows["block", 1, 2]["parameters"] == (model.layer_parameters(1) - whole) // 2 + whole
+    for kind in ("block", "head"):
+        assert rows[kind, 4, 1]["activation_bytes"] == pytest.approx(4 * rows[kind, 1, 1]["activation_bytes"], rel=0.02)
+    assert rows["block", 1, 2]["activation_bytes"] < rows["block", 1, 1]["activation_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tp", "3"], "--tp: found 3"),
+        (["--micro-batch-sizes", "0"], "--micro-batch-sizes: found '0'"),
+        (["--micro-batch-sizes", "x"], "--micro-batch-sizes: found 'x'"),
+        (["--seconds", "0"], "--seconds: found 0.0"),
+        (["--device", "cuda"], "--device: found 'cuda'"),
+    ],
+)
+def test_bad_words_are_one_line_and_status_2(words, message, model_file, capsys):
+    """Every wrong word is named."""
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main([model_file, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
