@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
             cli.output_options(out="where the plan goes (JSON)"),
         ],
     )
-    parser.add_argument("groups", nargs="?", help="groups from polygon init (or a problem file)")
-    parser.add_argument("--cluster", help="plan for a cluster directly, without groups")
+    parser.add_argument("groups", nargs="?", help="groups from polygon init")
+    parser.add_argument("--cluster", help="plan for a cluster (or a problem file) directly, without groups")
     args = parser.parse_args(argv)
     problem, groups = _read(args)
 
@@ -81,8 +81,6 @@ def _read(args: Any) -> tuple[Any, Any]:
         raise InputError("search: expected either a groups file or --cluster FILE with --model and --global-batch")
     if args.cluster is not None:
         return cli.read_problem(args.cluster, args), None
-    if files.file_format(args.groups) == "polygon-problem":
-        return files.read_problem(args.groups), None
     groups = files.read_groups(args.groups)
     return groups.problem, groups
 
