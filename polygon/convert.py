@@ -24,6 +24,9 @@ from polygon.schema import ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionS
 DEFAULT_INTRA_REGION = Link(latency_s=0.5 / MS, bytes_per_s=10 * GBPS)
 """Between nodes of a region where a file says nothing: 10 Gbit/s Ethernet, what most clouds give a node at least."""
 
+MOST_DEVICES = 10**7
+"""More are taken for a slip of the pen."""
+
 # Clusters
 
 
@@ -46,6 +49,8 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     regions = tuple(_region(region, f"regions[{i}]", spec, own, used) for i, region in enumerate(spec.regions))
     latency_s, bytes_per_s, capacity = _matrices(spec, names)
     _check_connected(names, bytes_per_s)
+    devices = sum(group.devices for region in regions for group in region.node_groups)
+    require(devices <= MOST_DEVICES, "regions", Phrase(f"{devices} devices"), f"at most {MOST_DEVICES}")
     for r, region in enumerate(regions):
         latency_s[r, r] = region.intra_region.latency_s
         bytes_per_s[r, r] = region.intra_region.bytes_per_s
@@ -140,6 +145,7 @@ def _matrices(spec: ClusterSpec, names: list[str]) -> tuple[np.ndarray, np.ndarr
         a, b = np.argwhere(missing)[0]
         raise InputError(f"latency_ms[{a}][{b}]: found nothing, expected a number, as bandwidth_gbps has one there")
     latency_ms[np.isnan(latency_ms)] = 0.0
+    require(bool((gbps < 1e12).all()), "bandwidth_gbps", float(gbps.max()), "a number < 1e12")
     return latency_ms / MS, gbps * GBPS, capacity_gbps * GBPS
 
 

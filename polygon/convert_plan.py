@@ -39,6 +39,8 @@ def groups_from_spec(spec: GroupsSpec) -> Groups:
         for i, member in enumerate(group.members):
             where = f"stages[{s}].members[{i}]"
             _check_pool(problem.cluster, member.pool, member.region, member.device, where)
+            most = problem.cluster.pools[member.pool].devices
+            require(member.devices <= most, f"{where}.devices", member.devices, f"at most the {most} of the pool")
             allocation[s, member.pool] += member.devices
     return Groups(problem=problem, allocation=allocation, objective=spec.objective, solver=spec.solver, seed=spec.seed)
 

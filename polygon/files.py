@@ -110,7 +110,7 @@ def write_json(path: PathLike, data: Any) -> None:
 
 
 def read_cluster(path: PathLike) -> Cluster:
-    """A cluster, from polygon's YAML (or JSON) or from PTAFM's text format, told apart by what the file holds."""
+    """A cluster, from polygon's YAML (or JSON) or from PTAFM's text or a hostfile, told apart by content."""
     text = read_text(path)
     with located(f"{path}: "):
         return _cluster(path, _cluster_or_problem_data(text))
@@ -126,7 +126,10 @@ def read_cluster_or_problem(path: PathLike) -> Cluster | Problem:
 
 
 def _cluster_or_problem_data(text: str) -> Any:
-    return foreign.ptafm_cluster(text) if foreign.is_ptafm(text) else parse(text)
+    """Plain data in the form of polygon's own files, whatever format the text is in."""
+    if foreign.is_ptafm(text):
+        return foreign.ptafm_cluster(text)
+    return foreign.hostfile_cluster(text) if foreign.is_hostfile(text) else parse(text)
 
 
 def _cluster(path: PathLike, data: Any) -> Cluster:

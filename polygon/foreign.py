@@ -1,4 +1,4 @@
-"""Formats that are not polygon's own: Hugging Face's `config.json`, PTAFM's text file, Sailor's quotas.
+"""Formats that are not polygon's own: Hugging Face's `config.json`, PTAFM's text file, hostfiles.
 
 Every function takes text or parsed JSON and gives what `polygon.schema` describes, or a model; faults are `InputError`
 with the place inside the file.
@@ -40,6 +40,8 @@ _SYNONYMS = {
     "channels": ("num_channels",),
 }
 """Our field: the keys that config.json may use for it."""
+
+_MAY_BE_NULL = ("kv_heads", "head_dim", "ffn_size", "experts", "experts_per_token", "expert_ffn_size")
 
 _LLAMA = {
     "family": "llama",
@@ -110,8 +112,8 @@ def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
     """
     config = _text_part(data)
     model_type = config.get("model_type", data.get("model_type"))
+    require(isinstance(model_type, str), "model_type", model_type, f"one of {', '.join(sorted(FAMILIES))}")
     if model_type not in FAMILIES:
-        require(isinstance(model_type, str), "model_type", model_type, f"one of {', '.join(sorted(FAMILIES))}")
         raise InputError(f"model_type: found {model_type!r}, expected {one_of(str(model_type), FAMILIES)}")
     for key in _MLA_KEYS:
         require(config.get(key) is None, key, config.get(key), "nothing: latent attention is not supported")
@@ -158,7 +160,7 @@ def _number(config: Mapping[str, Any], field: str, defaults: Mapping[str, Any]) 
     for key in _SYNONYMS[field]:
         if key in config:
             value = config[key]
-            if value is None:
+            if value is None and field in _MAY_BE_NULL:
                 return None
             fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(fits, key, value, "a whole number >= 1")
@@ -310,3 +312,44 @@ def _ptafm_pairs(
         known = values.setdefault((a, b), value)
         require(known == value, f"line {line}: {name}", value, f"{known:g}, which an earlier line gives for {a} {b}")
     return values
+
+
+# Hostfiles of DeepSpeed and FlagScale
+
+_HOST = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(?:\s+type=(?P<type>\S+))?")
+
+
+def is_hostfile(text: str) -> bool:
+    """Whether the first line that says something is a host of a hostfile."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    first = next((line for line in lines if line), "")
+    return _HOST.fullmatch(first) is not None
+
+
+def hostfile_cluster(text: str) -> dict[str, Any]:
+    """The cluster of a hostfile with device types, as `polygon.schema.ClusterSpec` reads it.
+
+    Lines ``HOST slots=N type=DEVICE``; `type` is FlagScale's addition, which DeepSpeed ignores. One region; a hostfile
+    says nothing about links, so they have the defaults of a cluster file.
+
+    References
+    ----------
+    deepspeed/launcher/runner.py (`_parse_hostfile`); flagos-ai/FlagScale, hetero training.
+    """
+    nodes: dict[tuple[str, int], int] = {}
+    hosts: set[str] = set()
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.split("#")[0].strip()
+        if not line:
+            continue
+        match = _HOST.fullmatch(line)
+        if match is None or int(match["slots"]) < 1:
+            raise InputError(f"line {number}: found {line!r}, expected 'HOST slots=N type=DEVICE' with N >= 1")
+        require(match["host"] not in hosts, f"line {number}", match["host"], "each host once")
+        found = Phrase(f"{line!r} without a type")
+        require(match["type"] is not None, f"line {number}", found, "type=DEVICE at the end of the line")
+        hosts.add(match["host"])
+        kind = (match["type"], int(match["slots"]))
+        nodes[kind] = nodes.get(kind, 0) + 1
+    listed = [{"device": kind, "count": n, "devices_per_node": slots} for (kind, slots), n in nodes.items()]
+    return {"source": "hostfile", "regions": [{"name": "cluster", "nodes": listed}]}

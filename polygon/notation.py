@@ -57,6 +57,8 @@ def parse_yaml(text: str) -> Any:
         raise InputError(f"{where}not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise InputError(f"not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # a tag that does not fit its value, as in !!int x
+        raise InputError(f"not YAML: {error}") from None
     except RecursionError:
         raise InputError("not YAML: nested too deeply") from None
 
@@ -76,7 +78,7 @@ _LOADERS: list[Any] = []
 
 
 def _loader() -> Any:
-    """The safe loader (in C where it is there) with YAML 1.2 numbers and without double keys."""
+    """The safe loader (in C where it is there) with YAML 1.2 numbers, without double keys and without dates."""
     if _LOADERS:
         return _LOADERS[0]
     import yaml
@@ -85,12 +87,18 @@ def _loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key_node, _ in node.value:
+                if not isinstance(key_node.value, str):
+                    continue
                 if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
                     problem = f"found key {key_node.value!r} twice in one mapping, expected it once"
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-                seen.add(key_node.value if isinstance(key_node.value, str) else id(key_node))
+                seen.add(key_node.value)
             return super().construct_mapping(node, deep)
 
+    Loader.yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()
+    }
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),

@@ -236,3 +236,31 @@ def test_ptafm_faults_name_the_line(old, new, message, tmp_path):
     with pytest.raises(InputError) as error:
         files.read_cluster(file)
     assert str(error.value).startswith(f"{file}: {message}")
+
+
+def test_hostfile(tmp_path):
+    """Hosts of one type and size form a group of nodes; comments and blank lines are skipped."""
+    file = tmp_path / "hostfile"
+    file.write_text("# ours\nn1 slots=8 type=A100\n\nn2 slots=8 type=A100  # new\nn3 slots=4 type=T4\n", "utf-8")
+    cluster = files.read_cluster(file)
+    shape = [(pool.device.name, pool.nodes, pool.devices_per_node) for pool in cluster.pools]
+    assert shape == [("a100-40gb", 2, 8), ("t4", 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2 type=t4\na slots=2 type=t4\n", "line 2: found 'a', expected each host once"),
+        ("a slots=2\n", "line 1: found 'a slots=2' without a type, expected type=DEVICE at the end of the line"),
+        ("a slots=2 type=t4\nb slot=2\n", "line 2: found 'b slot=2', expected 'HOST slots=N type=DEVICE' with N >= 1"),
+        ("a slots=0 type=t4\n", "line 1: found 'a slots=0 type=t4', expected 'HOST slots=N type=DEVICE' with N >= 1"),
+        ("a slots=2 type=t44\n", "regions[0].nodes[0].device: found device 't44', expected 't4' (nearest)"),
+    ],
+)
+def test_hostfile_faults(text, message, tmp_path):
+    """Every fault names its line."""
+    file = tmp_path / "hostfile"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        files.read_cluster(file)
+    assert str(error.value).startswith(f"{file}: {message}")
