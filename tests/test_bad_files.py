@@ -5,20 +5,22 @@ The lists in `tests/bad` hold a line for each file: its name, a colon, the messa
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from polygon import cli, files
-from polygon.__main__ import main, module_of
+from polygon.__main__ import main
 
 FOLDER = Path("tests/bad")
 COMMANDS = {
-    "clusters": ("init", ["--model", "gpt-tiny", "--global-batch", "8"], files.read_cluster),
-    "groups": ("search", [], files.read_groups),
-    "plans": ("evaluate", [], files.read_plan),
+    "clusters": ("init", ["--model", "gpt-tiny", "--global-batch", "8"]),
+    "groups": ("search", []),
+    "plans": ("evaluate", []),
 }
-"""For each list: the command that reads such files, its further options, and the reader that it uses."""
+"""For each list: the command that reads such files and its further options."""
 
 
 def cases():
@@ -32,11 +34,8 @@ def cases():
 @pytest.mark.parametrize(("kind", "file", "message"), list(cases()))
 def test_message_and_exit_code(kind, file, message, capsys):
     """Nothing on stdout, one line on stderr that names the file, exit 2."""
-    command, options, read = COMMANDS[kind]
-    if module_of(command):
-        code = cli.run(main, [command, str(file), *options])
-    else:
-        code = cli.run(lambda argv: read(file) and 0)
+    command, options = COMMANDS[kind]
+    code = cli.run(main, [command, str(file), *options])
     output = capsys.readouterr()
     assert code == 2
     assert output.out == ""
@@ -46,6 +45,15 @@ def test_message_and_exit_code(kind, file, message, capsys):
         assert output.err.startswith(expected.removesuffix("...").rstrip())
     else:
         assert output.err == expected + "\n"
+
+
+def test_as_a_process_of_its_own():
+    """The same without our test's process around it: `python -m polygon.init` on a bad file."""
+    file = FOLDER / "negative.yaml"
+    command = [sys.executable, "-m", "polygon.init", str(file), "--model", "gpt-tiny", "--global-batch", "8"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = f"{file}: links[0].bandwidth_gbps: found -3, expected a number > 0\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", expected)
 
 
 def test_every_malformed_file_is_listed():
