@@ -9,9 +9,11 @@ GLOO_SOCKET_IFNAME names the network interface where the one towards --dist-url 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +23,9 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.domain.errors import InputError, PolygonError
-from polygon.domain.plan import Plan
+from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
+from runners.engine.options import Options
 
 
 def make_parser() -> Parser:
@@ -74,8 +77,53 @@ def print_progress(result: dict[str, Any]) -> None:
     print(f"step {result['step']:5d}  loss {loss:.4f}  norm {norm:.3f}  {rate:,.0f} tokens/s", file=sys.stderr)  # noqa: T201
 
 
+def end_process(message: str) -> None:
+    """What to do when some rank was lost: say so and end at once, whatever the other threads wait for."""
+    print(message, file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(1)
+
+
+def run_rank(
+    problem: Problem, plan: Plan, rank: int, host: str, port: int, options: Options, listen_fd: int | None = None
+) -> int:
+    """Train; SIGTERM and SIGINT end the run after the current step, with a checkpoint where one is wanted.
+
+    Returns
+    -------
+    int
+        Exit code: 0, or 128 + signal where the run was stopped by a signal (on any rank: then by SIGTERM).
+    """
+    from runners.engine.training import Training, train
+
+    received: list[int] = []
+
+    def listen(training: Training) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            training.stop_requested.set()
+
+        signal.signal(signal.SIGTERM, stop)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, stop)
+
+    report = print_progress if rank == 0 else (lambda result: None)
+    finished = train(
+        problem,
+        plan,
+        rank,
+        host,
+        port,
+        options,
+        on_loss=end_process,
+        report=report,
+        on_start=listen,
+        listen_fd=listen_fd,
+    )
+    return 0 if finished else 128 + (received or [signal.SIGTERM])[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit code: 0 fine, 1 a peer was lost, 2 bad input."""
+    """Run; the exit code: 0 fine, 1 a peer was lost, 2 bad input, 128 + n stopped by signal n."""
     arguments = make_parser().parse_args(argv)
     try:
         options = options_from(arguments)
@@ -84,13 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.dist_url, arguments.world_size, arguments.rank, os.environ
         )
         check_place(plan, world_size, rank)
-        from runners.engine.training import train
-
-        train(problem, plan, rank, host, port, options, print_progress if rank == 0 else lambda result: None)
+        return run_rank(problem, plan, rank, host, port, options)
     except PolygonError as error:
         print(f"dist_runner: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, InputError) else 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from runners.engine.arguments import Parser, add_training_options, options_from,
 from runners.engine.options import Options
 
 PR_SET_PDEATHSIG = 1
-GRACE_S = 5.0
-"""How long ranks have to end by themselves after SIGTERM."""
+FAILURE_GRACE_S, INTERRUPT_GRACE_S = 3.0, 60.0
+"""How long ranks have to end by themselves, and after an interruption to finish the step and save."""
 
 
 def say(text: str) -> None:
@@ -106,14 +106,11 @@ class Launcher:
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             import torch
 
-            from runners.dist_runner import print_progress
-            from runners.engine.training import train
+            from runners.dist_runner import run_rank
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             fd = None if listener is None else listener.detach()
-            report = print_progress if number == 0 else (lambda result: None)
-            train(self.problem, self.plan, number, "127.0.0.1", port, self.options, report, listen_fd=fd)
-            code = 0
+            code = run_rank(self.problem, self.plan, number, "127.0.0.1", port, self.options, fd)
         except PolygonError as error:
             say(str(error))
             code = 2 if isinstance(error, InputError) else 1
@@ -141,7 +138,7 @@ class Launcher:
             if failed and guilty is None and not self.interrupted:
                 guilty = min(failed, key=Rank.severity)
             if (guilty is not None or self.interrupted) and deadline == float("inf"):
-                deadline = time.monotonic() + GRACE_S
+                deadline = time.monotonic() + (INTERRUPT_GRACE_S if self.interrupted else FAILURE_GRACE_S)
                 self._signal_all(signal.SIGTERM)
             if time.monotonic() > deadline or self.interruptions > 1:
                 self._signal_all(signal.SIGKILL)

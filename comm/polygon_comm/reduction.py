@@ -125,6 +125,27 @@ class SumGroup:
             from_leader.rootRank = 0
             self._near.broadcast([vector], from_leader).wait()
 
+    @property
+    def near_place(self) -> int:
+        """Place of this rank among the members in its region."""
+        return self._mine.index(self._wires.rank)
+
+    @property
+    def near_size(self) -> int:
+        """Members in this rank's region."""
+        return len(self._mine)
+
+    def share_parts(self, vector: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
+        """Fill in the stretches (start, stop) of the vector that the other members in the region hold."""
+        works = []
+        for place, (start, stop) in enumerate(parts):
+            if self._near is not None and stop > start:
+                options = BroadcastOptions()
+                options.rootRank = place
+                works.append(self._near.broadcast([vector[start:stop]], options))
+        for work in works:
+            work.wait()
+
     def _next_tag(self) -> int:
         self._rounds += 1
         return self.members.first_tag + self._rounds % TAGS_PER_GROUP

@@ -61,6 +61,18 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--traced-steps", type=int, default=default.traced_steps, help="steps in the trace (default %(default)s)"
     )
+    failure = parser.add_argument_group("checkpoints and failures")
+    failure.add_argument("--checkpoint-dir", type=Path, help="where checkpoints are written and looked for")
+    failure.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: only at the end")
+    failure.add_argument("--keep", type=int, default=default.checkpoints_kept, help="newest kept (default %(default)s)")
+    failure.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, of any plan")
+    failure.add_argument(
+        "--dead-after",
+        type=float,
+        default=default.dead_after_s,
+        metavar="SECONDS",
+        help="silence after which a rank counts as lost (default %(default)g)",
+    )
     training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
 
 
@@ -76,6 +88,11 @@ def options_from(arguments: argparse.Namespace) -> Options:
         seed=arguments.seed,
         data=arguments.data,
         timeout_s=arguments.timeout,
+        dead_after_s=arguments.dead_after,
+        checkpoint_dir=arguments.checkpoint_dir,
+        checkpoint_every=arguments.checkpoint_every,
+        checkpoints_kept=arguments.keep,
+        resume=arguments.resume,
         lookahead=arguments.lookahead,
         traced_steps=arguments.traced_steps,
         device=arguments.device,

@@ -1,4 +1,4 @@
-"""Weight gradients in flat vectors, summed over the stage's workers while backward still runs.
+"""Weights and their gradients in flat vectors, the gradients summed over the stage's workers while backward still runs.
 
 A bucket is the gradients of one layer; ``parameter.grad`` is a view into it, so what is summed is what the optimizer
 uses. A bucket goes to the summing thread when the worker's last micro-batch of the step has passed its layer, and
@@ -21,19 +21,24 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """Gradients of some parameters in one vector."""
+    """Some parameters and their gradients, each in one vector: matrices first, what has one dimension last."""
 
     def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], group: SumGroup) -> None:
         self.name, self.group = name, group
-        self.parameters = dict(parameters)
-        first = next(iter(self.parameters.values()))
-        total = sum(parameter.numel() for parameter in self.parameters.values())
-        self.vector = torch.zeros(total, dtype=torch.float32, device=first.device)
+        self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
+        self.matrix_elements = sum(p.numel() for p in self.parameters.values() if p.ndim > 1)
+        self.places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        """Start, stop and shape of every parameter in the vectors."""
+        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters.values()])
+        self.vector = torch.zeros_like(self.weights)
         start = 0
-        for parameter in self.parameters.values():
-            parameter.grad = self.vector[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
+        for key, parameter in self.parameters.items():
+            stop = start + parameter.numel()
+            self.places[key] = (start, stop, tuple(parameter.shape))
+            parameter.data = self.weights[start:stop].view_as(parameter)
+            parameter.grad = self.vector[start:stop].view_as(parameter)
+            start = stop
         self.missing = 0
 
     def sum_(self, dtype: torch.dtype) -> None:
@@ -111,8 +116,3 @@ class Reducer:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
-
-    def zero(self) -> None:
-        """Set all gradients to zero."""
-        for bucket in self.buckets:
-            bucket.vector.zero_()

@@ -120,6 +120,20 @@ class Layout:
             for peer in sorted(peers)
         }
 
+    def watched(self, rank: int) -> list[int]:
+        """Ranks whose loss this rank must notice: all it talks to, and rank 0, which sees everybody."""
+        if rank == 0:
+            return list(range(1, self.plan.world_size))
+        near = {
+            other
+            for name, members in self.groups_of(rank).items()
+            if name != "all"
+            for region in members.regions
+            if rank in region
+            for other in region
+        }
+        return sorted((near | set(self.streams(rank)) | {0}) - {rank})
+
 
 def check_runnable(problem: Problem, plan: Plan) -> None:
     """Require what the runner can execute; `InputError` says what it cannot."""

@@ -22,6 +22,13 @@ class Options:
     data: Path | None = None
     timeout_s: float = 300.0
     """How long one message may take before its peer counts as lost."""
+    dead_after_s: float = 8.0
+    """Silence after which a rank counts as lost and all ranks end."""
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0: only when the run is stopped or ends."""
+    checkpoints_kept: int = 3
+    resume: bool = False
     lookahead: int = 16
     """Receives posted ahead of the action that needs the first of them."""
     traced_steps: int = 8
@@ -37,10 +44,20 @@ class Options:
         require_number(self.learning_rate, "--learning-rate", above=0)
         require_number(self.weight_decay, "--weight-decay", at_least=0)
         require_number(self.timeout_s, "--timeout", above=0)
+        require_number(self.dead_after_s, "--dead-after", above=0)
+        require(self.checkpoint_every >= 0, "--checkpoint-every", self.checkpoint_every, "a whole number >= 0")
+        require(self.checkpoints_kept >= 1, "--keep", self.checkpoints_kept, "a whole number >= 1")
+        require(
+            self.checkpoint_dir is not None or not (self.resume or self.checkpoint_every),
+            "--checkpoint-dir",
+            None,
+            "a directory (with --resume or --checkpoint-every)",
+        )
         if self.clip_norm is not None:
             require_number(self.clip_norm, "--clip-norm", above=0)
         require(self.device in ("auto", "cpu", "cuda"), "--device", self.device, "auto, cpu or cuda")
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""
-        return {key: str(value) for key, value in asdict(self).items() if key not in ("device", "log_dir", "data")}
+        own = ("device", "log_dir", "data", "checkpoint_dir")
+        return {key: str(value) for key, value in asdict(self).items() if key not in own}

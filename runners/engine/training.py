@@ -1,30 +1,30 @@
-"""A run of one rank: meet the others, execute the plan's steps, update the weights, log."""
+"""A run of one rank: meet the others, execute the plan's steps, update the weights, save, log."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import sys
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 from polygon_comm.reduction import SumGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
-from polygon.domain.errors import InputError, PolygonError
+from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
+from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
 from runners.engine.data import samples_for
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
+from runners.engine.meeting import RunFailedError, agree, leave_together, open_store, run_digest
 from runners.engine.options import Options
+from runners.engine.update import Update
+from runners.engine.watch import Watch
 from runners.engine.worker import StageWorker
-
-
-class RunFailedError(PolygonError):
-    """A run that cannot go on; the message says who noticed what."""
 
 
 def choose_device(options: Options, local_rank: int) -> torch.device:
@@ -38,149 +38,160 @@ def choose_device(options: Options, local_rank: int) -> torch.device:
     return device
 
 
-def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int | None = None) -> TCPStore:
-    """The place where ranks meet, kept by rank 0 (on a socket that listens already, where it is given one)."""
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        return TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunFailedError(f"rank {rank}: no meeting point at tcp://{host}:{port}: {reason}") from error
-
-
-def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
-    """A short name of what is to be run; equal on ranks that run the same thing."""
-    parts = [repr(problem.model), repr(problem.batch), repr(plan.stages), plan.routes.tolist(), plan.micro_batch_size]
-    parts += [plan.spans, repr(plan.links), plan.reduction, plan.local_steps, options.shared()]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:12]
-
-
-def agree(store: Store, rank: int, world_size: int, digest: str) -> None:
-    """Wait for all ranks and require that they run the same thing; the same error on all of them if not."""
-    try:
-        store.set(f"digest/{rank}", digest)
-        if rank == 0:
-            store.set("verdict", _verdict(store, world_size, digest))
-        verdict = store.get("verdict").decode()
-        store.set(f"seen/{rank}", "1")
-        if rank == 0:
-            # Rank 0 keeps the meeting point: it must not leave before all who came have read the verdict.
-            for other in range(world_size):
-                if store.check([f"digest/{other}"]):
-                    store.get(f"seen/{other}")
-    except RuntimeError as error:
-        raise RunFailedError(f"rank {rank}: the ranks did not meet: {str(error).splitlines()[0]}") from error
-    if verdict != "ok":
-        raise InputError(verdict)
-
-
-def _verdict(store: Store, world_size: int, digest: str) -> str:
-    for other in range(world_size):
-        try:
-            found = store.get(f"digest/{other}").decode()
-        except RuntimeError:
-            return f"rank {other} did not come"
-        if found != digest:
-            return f"plan and options of rank {other}: found digest {found}, expected {digest} as on rank 0"
-    return "ok"
-
-
 class Training:
     """A rank in the middle of a run."""
 
-    def __init__(self, problem: Problem, plan: Plan, rank: int, store: Store, address: str, options: Options) -> None:
-        check_runnable(problem, plan)
-        self.layout, self.rank, self.options = Layout(problem, plan), rank, options
-        pool = problem.cluster.pools[plan.stages[plan.rank_places[rank][0]].workers[plan.rank_places[rank][1]].pool]
+    def __init__(
+        self, layout: Layout, rank: int, store: TCPStore, address: str, options: Options, watch: Watch | None = None
+    ) -> None:
+        problem, plan = layout.problem, layout.plan
+        self.layout, self.rank, self.options, self.store = layout, rank, options, store
+        stage, worker, _ = plan.rank_places[rank]
+        pool = problem.cluster.pools[plan.stages[stage].workers[worker].pool]
         device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
         device = choose_device(options, (device_number - pool.first_device) % pool.devices_per_node)
-        here = self.layout.region_of[rank]
+        here = layout.region_of[rank]
         self.wires = Wires(
             PrefixStore("wires", store),
             rank,
-            self.layout.streams(rank),
+            layout.streams(rank),
             address=address,
             timeout_s=options.timeout_s,
             device=device,
-            near=frozenset(r for r, region in self.layout.region_of.items() if region == here),
-            shapes=self.layout.link_shapes(rank) if options.emulate_links else None,
+            near=frozenset(r for r, region in layout.region_of.items() if region == here),
+            shapes=layout.link_shapes(rank) if options.emulate_links else None,
         )
-        sums = {name: SumGroup(members, self.wires) for name, members in self.layout.groups_of(rank).items()}
+        sums = {name: SumGroup(members, self.wires) for name, members in layout.groups_of(rank).items()}
         self._all = sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         self.log = RunLog(path, options.traced_steps)
         samples = samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
-        self.worker = StageWorker(self.layout, rank, self.wires, sums, samples, options, self.log)
-        self.optimizer = self._make_optimizer(problem.batch.optimizer)
-        self.tokens = problem.batch.tokens
+        doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
+        self.worker = StageWorker(layout, rank, self.wires, sums, samples, options, self.log, doing)
+        self.buckets = self.worker.reducer.buckets
+        self.update = Update(
+            self.buckets,
+            problem.batch.optimizer,
+            options,
+            sharded=plan.stages[stage].zero >= 1,
+            scaled=problem.batch.precision == "fp16",
+        )
+        self.progress = Progress(seed=options.seed)
+        self.stop_requested = threading.Event()
+        self.checkpoints: Checkpoints | None = None
+        if options.checkpoint_dir is not None:
+            self.checkpoints = Checkpoints(
+                options.checkpoint_dir,
+                problem.model,
+                options.checkpoints_kept,
+                rank,
+                plan.world_size,
+                store.clone(),  # type: ignore[attr-defined]
+            )
+        if options.resume:
+            self._resume()
+        self.worker.begin(self.progress.step, options.steps, self.progress.samples)
         self.log.write(
-            "run", rank=rank, world_size=plan.world_size, stage=self.worker.stage, worker=self.worker.worker,
-            region=self.layout.region_name(rank), device=str(device), model=problem.model.name,
-            parameters=sum(p.numel() for p in self.worker.parameters().values()), time_s=time.time(),
-            torch=torch.__version__, options=options.shared(),
+            "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,
+            region=layout.region_name(rank), device=str(device), model=problem.model.name,
+            parameters=sum(len(bucket.vector) for bucket in self.buckets), time_s=time.time(),
+            first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
-    def _make_optimizer(self, name: str) -> torch.optim.Optimizer:
-        parameters = self.worker.parameters().values()
-        decay = self.options.weight_decay
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if name == "sgd":
-            return torch.optim.SGD(groups, lr=self.options.learning_rate, momentum=0.9)
-        return torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=(0.9, 0.95))
+    def _resume(self) -> None:
+        """Load the newest checkpoint that every rank can load; none: start from the beginning."""
+        assert self.checkpoints is not None
+        model = self.layout.problem.model
+        names = [name for bucket in self.buckets for name in bucket.parameters]
+        step, faults = self.checkpoints.agree(file_of(model, name) for name in names)
+        for fault in faults:
+            self._say(f"rank {self.rank}: checkpoint not used: {fault}")
+        if step is None:
+            if self.rank == 0:
+                self._say(f"no whole checkpoint in {self.options.checkpoint_dir}: starting from step 0")
+            return
+        self.progress, states = self.checkpoints.load(step, names, self.options.seed)
+        for bucket in self.buckets:
+            self.update.load(bucket, {name: states[name] for name in bucket.parameters})
+        if self.rank == 0:
+            self._say(f"resumed from step {step}")
 
-    def _scalars(self) -> tuple[float, float]:
-        """Mean loss and gradient norm of the whole model, from all ranks."""
+    def _say(self, text: str) -> None:
+        self.log.write("note", text=text)
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def _scalars(self) -> tuple[float, float, bool]:
+        """Mean loss, norm of the whole model's gradient, whether anyone wants to stop: the same on all ranks."""
         worker = self.worker
         squares = torch.zeros((), dtype=torch.float64)
-        for bucket in worker.reducer.buckets:
+        for bucket in self.buckets:
             # Of equal copies one counts: a stage's first worker; of a tied weight, the embedding's.
             if worker.worker == 0 and (bucket.name != "tied" or worker.is_first):
                 squares += torch.linalg.vector_norm(bucket.vector, dtype=torch.float64).cpu() ** 2
-        pair = torch.stack([worker.loss_sum.cpu(), squares])
-        if self.wires.device.type == "cuda":
-            pair = pair.to(self.wires.device)
-        self._all.sum_(pair, "scalars")
-        loss, squares = pair.tolist()
-        return loss * worker.loss_scale, squares**0.5
+        stop = torch.tensor(float(self.stop_requested.is_set()), dtype=torch.float64)
+        values = torch.stack([worker.loss_sum.cpu(), squares, stop]).to(self.wires.device)
+        self._all.sum_(values, "scalars")
+        loss, square, stops = values.tolist()
+        return loss * worker.loss_scale, square**0.5, stops > 0
 
-    def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step; returns what was measured."""
-        start_s, worker, options = time.time(), self.worker, self.options
+    def step(self) -> tuple[dict[str, Any], bool]:
+        """One optimizer step: what was measured, and whether to go on."""
+        start_s, worker, step = time.time(), self.worker, self.progress.step
         self.log.step = step
+        worker.overflow_scale = self.update.loss_scale
         worker.run_schedule(step)
         scalars = worker.reducer.submit(self._scalars)
         with self.log.interval("exposed", "wait for reduction"):
             worker.reducer.wait()
-            loss, norm = scalars.result()
+            loss, norm, stop = scalars.result()
         with self.log.interval("update", "update"):
-            if options.clip_norm is not None and norm > options.clip_norm:
-                for bucket in worker.reducer.buckets:
-                    bucket.vector.mul_(options.clip_norm / norm)
-            factor = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
-            for group in self.optimizer.param_groups:
-                group["lr"] = options.learning_rate * factor
-            self.optimizer.step()
-            worker.reducer.zero()
+            applied = self.update.apply(norm, step)
         worker.finish_sends(step)
-        seconds = time.time() - start_s
+        self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
+        seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
         self.log.write("order", step=step, actions=" ".join(map(str, worker.executed)))
         result = {
-            "step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds, "tokens": self.tokens,
-            "tokens_per_s": self.tokens / seconds, "seconds_by_kind": self.log.take_seconds(),
+            "step": step, "loss": loss, "gradient_norm": norm / worker.overflow_scale, "applied": applied,
+            "seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds,
+            "seconds_by_kind": self.log.take_seconds(),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self.log.write("step", **result)
-        return result
+        return result, not stop and self.progress.step < self.options.steps
+
+    def save(self) -> None:
+        """Start writing a checkpoint of the steps done so far."""
+        if self.checkpoints is None:
+            return
+        self._note_write_errors()
+        model, worker = self.layout.problem.model, self.worker
+        files: dict[str, dict[str, dict[str, Any]]] = {}
+        width = self.layout.plan.stages[worker.stage].width
+        for index, bucket in enumerate(self.buckets):
+            state = self.update.state(bucket)
+            # Workers of a stage hold the same: they take turns. The tied weight is the first stage's to write.
+            if index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
+                for name, tensors in state.items():
+                    files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
+        with self.log.interval("checkpoint", "copy for checkpoint"):
+            self.checkpoints.save(self.progress, files)
+
+    def _note_write_errors(self) -> None:
+        """A checkpoint that could not be written is reported, not a reason to stop training."""
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            self._say(f"rank {self.rank}: {error}")
 
     def close(self) -> None:
-        """Wait for the last messages and end the threads."""
+        """Wait for the last messages and files, and end the threads."""
         self.worker.finish_sends(self.options.steps)
         self.worker.reducer.close()
+        if self.checkpoints is not None:
+            self._note_write_errors()
+            self.checkpoints.close()
         self.log.write("end", time_s=time.time())
         self.log.close()
 
@@ -192,10 +203,34 @@ def train(
     host: str,
     port: int,
     options: Options,
+    *,
+    on_loss: Callable[[str], None],
     report: Callable[[dict[str, Any]], None] = lambda result: None,
+    on_start: Callable[[Training], None] = lambda training: None,
     listen_fd: int | None = None,
-) -> None:
+) -> bool:
     """Run a plan's rank to the end.
+
+    Parameters
+    ----------
+    problem, plan, rank
+        What to run, and which part of it.
+    host, port
+        Where rank 0 listens.
+    options : Options
+    on_loss : callable
+        Called from another thread when some rank was lost, with what is told on all ranks; must end the process.
+    report : callable
+        Called after every step with what was measured.
+    on_start : callable
+        Called before the first step (to set `stop_requested` from a signal, say).
+    listen_fd : int, optional
+        Socket that listens on the port already (rank 0).
+
+    Returns
+    -------
+    bool
+        Whether all steps were done; False if somebody asked to stop before.
 
     Raises
     ------
@@ -207,25 +242,41 @@ def train(
     check_runnable(problem, plan)
     store = open_store(host, port, rank, options.timeout_s, listen_fd)
     agree(store, rank, plan.world_size, run_digest(problem, plan, options))
-    layout = Layout(problem, plan)
+    layout, address = Layout(problem, plan), local_address(host, port)
     training: Training | None = None
-    try:
-        training = Training(problem, plan, rank, store, local_address(host, port), options)
-        for step in range(options.steps):
-            report(training.step(step))
-        training.close()
-        _leave_together(store, rank, plan.world_size)
-    except PeerLostError as error:
-        executed = training.worker.executed if training else []
-        last = f"last action {executed[-1]}" if executed else "before the first action"
-        raise RunFailedError(
-            f"{layout.describe(rank)}: lost {layout.describe(error.peer)}: {error} ({last})"
-        ) from error
+    with contextlib.closing(
+        Watch(
+            rank,
+            layout.watched(rank),
+            store,
+            address=address,
+            dead_after_s=options.dead_after_s,
+            describe=layout.describe,
+            on_loss=on_loss,
+        )
+    ) as watch:
+        try:
+            training = Training(layout, rank, store, address, options, watch)
+            on_start(training)
+            _run_steps(training, report)
+            training.close()
+            leave_together(store, rank, plan.world_size)
+        except (PeerLostError, RuntimeError) as error:
+            # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
+            verdict = watch.verdict(options.dead_after_s + 1)
+            if not verdict and not isinstance(error, PeerLostError):
+                raise
+            peer = f"lost {layout.describe(error.peer)}: {error}" if isinstance(error, PeerLostError) else str(error)
+            raise RunFailedError(verdict or f"{layout.describe(rank)}: {peer} ({watch.doing})") from error
+    return training.progress.step >= options.steps
 
 
-def _leave_together(store: Store, rank: int, world_size: int) -> None:
-    """Rank 0 keeps the meeting point, so it leaves last."""
-    store.set(f"done/{rank}", "1")
-    if rank == 0:
-        for other in range(world_size):
-            store.get(f"done/{other}")
+def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:
+    options = training.options
+    go_on = training.progress.step < options.steps
+    while go_on:
+        result, go_on = training.step()
+        report(result)
+        due = options.checkpoint_every and training.progress.step % options.checkpoint_every == 0
+        if due or not go_on:
+            training.save()

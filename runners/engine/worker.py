@@ -7,7 +7,7 @@ actions ahead, over the border of the step too; sends are not waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,7 +25,12 @@ from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
 
-COMPUTE_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class StageWorker:
@@ -40,7 +45,9 @@ class StageWorker:
         samples: Samples,
         options: Options,
         log: RunLog,
+        on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
+        self.on_action = on_action
         self.layout, self.rank, self.wires, self.samples, self.log = layout, rank, wires, samples, log
         self.plan, model, batch = layout.plan, layout.problem.model, layout.problem.batch
         self.stage, self.worker, _ = self.plan.rank_places[rank]
@@ -52,13 +59,16 @@ class StageWorker:
         self.layers = build_layers(model, range(stage.first_layer, stage.last_layer), options.seed, wires.device)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
         self.loss_scale = 1.0 / (self.global_batch * (1 if model.family == "vit" else batch.seq_len))
+        self.overflow_scale = 1.0
+        """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
         self._shape = (self.plan.micro_batch_size, batch.seq_len, model.hidden_size)
         self._recompute = stage.recompute != "none"
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._sendings: deque[tuple[int, Sending]] = deque()
         self._posted: dict[tuple[int, Action], Receipt] = {}
-        self._ahead = self._receives(options.steps)
+        self._ahead: Iterator[tuple[int, Action]] = iter(())
+        self._first_sample = 0
         self._lookahead = options.lookahead
         self.reducer = Reducer(self._buckets(sums), _gradient_dtype(batch.gradient_precision), log)
 
@@ -88,8 +98,13 @@ class StageWorker:
             buckets.append(Bucket("tied", {TIED_WEIGHT: tied[0]}, sums["tied"]))
         return buckets
 
-    def _receives(self, steps: int) -> Iterator[tuple[int, Action]]:
-        for step in range(steps):
+    def begin(self, first_step: int, steps: int, first_sample: int) -> None:
+        """Prepare to run the steps from `first_step` to `steps` on samples from `first_sample` on."""
+        self._ahead = self._receives(first_step, steps)
+        self._first_sample = first_sample - first_step * self.global_batch
+
+    def _receives(self, first_step: int, steps: int) -> Iterator[tuple[int, Action]]:
+        for step in range(first_step, steps):
             for action in self.actions:
                 if not (self.is_first if action.kind == "F" else self.is_last):
                     yield step, action
@@ -125,7 +140,7 @@ class StageWorker:
 
     def _numbers(self, step: int, micro_batch: int) -> range:
         size = self.plan.micro_batch_size
-        first = step * self.global_batch + micro_batch * size
+        first = self._first_sample + step * self.global_batch + micro_batch * size
         return range(first, first + size)
 
     def _precision(self) -> AbstractContextManager:
@@ -157,7 +172,7 @@ class StageWorker:
         inputs, output = self._held.pop(micro_batch)
         with self.log.interval("compute", f"B{micro_batch}"):
             if gradient is None:
-                (output * self.loss_scale).backward()
+                (output * (self.loss_scale * self.overflow_scale)).backward()
             else:
                 output.backward(gradient)
         if inputs is not None:
@@ -174,6 +189,7 @@ class StageWorker:
             if action == last:
                 self.reducer.arm()
             self.executed.append(action)
+            self.on_action(f"{action} of step {step}")
             (self._forward if action.kind == "F" else self._backward)(step, action.micro_batch)
         self._post_ahead()
         self.reducer.finish()

@@ -14,6 +14,7 @@ import pytest
 from polygon.domain.schedule import worker_order
 from polygon.files import write_plan
 from runners.dist_runner import main as dist_runner
+from runners.engine.checkpoint import steps_in
 from runners.engine.summary import log_lines
 from tests.real_ranks import free_port
 from tests.small_problems import routed_problem
@@ -66,14 +67,17 @@ def ranks_of(pid):
 def long_run(plan_file, tmp_path):
     """A launched run in the middle of its steps."""
     process = subprocess.Popen(
-        [*COMMAND, plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"],
+        [
+            *(*COMMAND, plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"),
+            *("--checkpoint-dir", tmp_path / "checkpoints", "--dead-after", "2"),
+        ],
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "step     2" in line:
+        if "step    12" in line:
             break
     yield process
     if process.poll() is None:
@@ -104,14 +108,33 @@ def test_killed_rank_stops_all_and_is_named(long_run):
     )
 
 
-def test_interrupt_leaves_no_orphans(long_run):
-    """Ctrl-C ends the launcher and every rank."""
+def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run):
+    """A rank that hangs (SIGSTOP) ends the run within the limit, here 2 s and the launcher's 3 s of grace."""
+    ranks = ranks_of(long_run.pid)
+    start_s = time.monotonic()
+    os.kill(ranks[1], signal.SIGSTOP)
+    talk = long_run.stderr.read()
+    assert long_run.wait(30) == 1
+    assert time.monotonic() - start_s < 10
+    assert gone(ranks)
+    assert re.search(
+        r"lost rank 1 \(stage 1, worker 0, region region-0\): no sign of life for 2\.\d s; "
+        r"its last action was [FB]\d of step \d+",
+        talk,
+    )
+
+
+def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path):
+    """Ctrl-C ends the launcher and every rank after the step, with a checkpoint of it."""
     ranks = ranks_of(long_run.pid)
     long_run.send_signal(signal.SIGINT)
     talk = long_run.stderr.read()
     assert long_run.wait(30) == 130
     assert "interrupted" in talk
     assert gone(ranks)
+    [step] = steps_in(tmp_path / "checkpoints")
+    steps = [line["step"] for line in log_lines(tmp_path / "log", 3) if line["type"] == "step"]
+    assert step == steps[-1] + 1
 
 
 def test_killed_launcher_leaves_no_orphans(long_run):

@@ -5,6 +5,7 @@ import torch
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from runners.dist_runner import end_process
 from runners.engine.data import samples_for
 from runners.engine.layers import build_layers
 from runners.engine.options import Options
@@ -21,7 +22,16 @@ LLAMA = small_model(
 def run_rank(rank, port, problem, plan, options):
     """Losses of every step as this rank sees them."""
     losses = []
-    train(problem, plan, rank, "127.0.0.1", port, options, lambda result: losses.append(result["loss"]))
+    train(
+        problem,
+        plan,
+        rank,
+        "127.0.0.1",
+        port,
+        options,
+        on_loss=end_process,
+        report=lambda result: losses.append(result["loss"]),
+    )
     return losses
 
 

@@ -1,0 +1,238 @@
+"""Checkpoints that any plan can resume from: one file per layer, under the layer's name in the full model.
+
+``DIR/step-00000120/blocks.3.layer`` holds the weights and optimizer state of one layer with a checksum; which stage or
+worker wrote it does not matter. The copies of a tied weight are one file of their own. A stage's workers share the
+writing, in a thread, from a copy taken between two steps; a file appears whole or not at all. A step counts as usable
+for a rank when all files of its layers are there and whole; all ranks resume from the newest step usable for all, so a
+damaged or unfinished one falls back to the one before. The number of samples consumed is part of it: the order of the
+data goes on where it stopped, whatever plan continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Model
+from runners.engine.layers import TIED_COPY, TIED_WEIGHT
+
+MAGIC = b"polygon1"
+SUFFIX = ".layer"
+TIED_FILE = "tied"
+
+
+class DamagedError(Exception):
+    """A file is not what was written."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples consumed: the number of the next one."""
+    seed: int = 0
+
+
+def canonical(model: Model, name: str) -> str:
+    """Name of a parameter in checkpoints: a tied head's copy is the embedding's weight."""
+    return TIED_WEIGHT if name == TIED_COPY and _tied(model) else name
+
+
+def file_of(model: Model, name: str) -> str:
+    """Stem of the file that holds a parameter."""
+    name = canonical(model, name)
+    if name == TIED_WEIGHT and _tied(model):
+        return TIED_FILE
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def _tied(model: Model) -> bool:
+    return model.tied_embeddings and model.family != "vit"
+
+
+def _shape_of(model: Model) -> dict[str, Any]:
+    return {key: value for key, value in asdict(model).items() if key not in ("name", "source")}
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write a file with its checksum, whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    body = buffer.getbuffer()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(MAGIC + hashlib.sha256(body).digest())
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_file(path: Path) -> Any:
+    """Content of a file; `DamagedError` where it is missing, cut or changed."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}") from error
+    head = len(MAGIC) + hashlib.sha256().digest_size
+    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(data[head:]).digest() != data[len(MAGIC) : head]:
+        raise DamagedError(f"{path}: checksum differs")
+    return torch.load(io.BytesIO(data[head:]), weights_only=True)
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    """Where the files of a step are."""
+    return directory / f"step-{step:08d}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Steps that have a directory, oldest first."""
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*") if path.is_dir())
+
+
+class Checkpoints:
+    """Writes and reads one rank's part of the checkpoints in a directory.
+
+    Parameters
+    ----------
+    directory : Path
+        Shared by all ranks, or one on each host (then a host must have the files of the layers it is to hold).
+    model : Model
+    keep : int
+        Newest steps that are kept.
+    rank, world_size : int
+    store : Store
+        A connection of its own: it is waited on in the writing thread.
+    """
+
+    def __init__(self, directory: Path, model: Model, keep: int, rank: int, world_size: int, store: Store) -> None:
+        self.directory, self.model, self.keep = directory, model, keep
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+        """Copy the tensors and write them in the background.
+
+        Parameters
+        ----------
+        progress : Progress
+        files : mapping of file stem to mapping of parameter name to its tensors
+            This rank's part.
+        """
+        self.wait()
+        copies = {
+            stem: {name: {key: _copy(value) for key, value in state.items()} for name, state in parameters.items()}
+            for stem, parameters in files.items()
+        }
+        self._writing = self._thread.submit(self._write, progress, copies)
+
+    def _write(self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+        place = step_directory(self.directory, progress.step)
+        head = {"progress": asdict(progress), "model": _shape_of(self.model)}
+        outcome = "ok"
+        try:
+            for stem, parameters in files.items():
+                write_file(place / f"{stem}{SUFFIX}", head | {"parameters": parameters})
+        except OSError as error:
+            outcome = f"{place}: {error.strerror}"
+        key = f"saved/{progress.step}"
+        self._store.set(f"{key}/{self._rank}", outcome)
+        outcomes = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._world_size)]
+        failed = [(rank, text) for rank, text in enumerate(outcomes) if text != "ok"]
+        if failed:
+            shutil.rmtree(place, ignore_errors=True)
+            raise OSError(f"checkpoint of step {progress.step} not written on rank {failed[0][0]}: {failed[0][1]}")
+        for step in [s for s in steps_in(self.directory) if s <= progress.step][: -self.keep]:
+            shutil.rmtree(step_directory(self.directory, step), ignore_errors=True)
+
+    def wait(self) -> None:
+        """Return when the last save is done on all ranks; OSError if it could not be written somewhere."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._writing is not None and not self._writing.done()
+
+    def close(self) -> None:
+        """Wait for the last save and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def usable(self, stems: Iterable[str]) -> tuple[list[int], list[str]]:
+        """Steps whose files of these layers are whole, oldest first, and what is wrong with the others."""
+        wanted, good, faults = sorted(set(stems)), [], []
+        for step in steps_in(self.directory):
+            try:
+                for stem in wanted:
+                    read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
+                good.append(step)
+            except DamagedError as fault:
+                faults.append(str(fault))
+        return good, faults
+
+    def agree(self, stems: Iterable[str]) -> tuple[int | None, list[str]]:
+        """The newest step that every rank can load (None: there is none), and what this rank found damaged."""
+        steps, faults = self.usable(stems)
+        self._store.set(f"usable/{self._rank}", json.dumps(steps))
+        if self._rank == 0:
+            common = set(steps)
+            for rank in range(1, self._world_size):
+                common &= set(json.loads(self._store.get(f"usable/{rank}")))
+            self._store.set("resume", json.dumps(max(common, default=None)))
+        return json.loads(self._store.get("resume")), faults
+
+    def load(self, step: int, names: Iterable[str], seed: int) -> tuple[Progress, dict[str, dict[str, Any]]]:
+        """Progress and the state of the named parameters at a step.
+
+        Raises
+        ------
+        InputError
+            The checkpoint is of another model or data order.
+        """
+        states: dict[str, dict[str, Any]] = {}
+        progress = Progress()
+        by_file: dict[str, Any] = {}
+        for name in names:
+            stem = file_of(self.model, name)
+            if stem not in by_file:
+                by_file[stem] = read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
+            content = by_file[stem]
+            found, expected = content["model"], _shape_of(self.model)
+            different = [key for key in expected if found.get(key) != expected[key]]
+            if different:
+                key = different[0]
+                raise InputError(f"{self.directory}: model.{key}: found {found.get(key)!r}, expected {expected[key]!r}")
+            progress = Progress(**content["progress"])
+            states[name] = content["parameters"][canonical(self.model, name)]
+        require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
+        return progress, states
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

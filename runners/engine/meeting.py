@@ -1,0 +1,72 @@
+"""Where ranks meet, agree that they run the same thing, and part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from polygon.domain.errors import InputError, PolygonError
+from polygon.domain.plan import Plan, Problem
+from runners.engine.options import Options
+
+
+class RunFailedError(PolygonError):
+    """A run that cannot go on; the message says who noticed what."""
+
+
+def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int | None = None) -> TCPStore:
+    """The place where ranks meet, kept by rank 0 (on a socket that listens already, where it is given one)."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailedError(f"rank {rank}: no meeting point at tcp://{host}:{port}: {reason}") from error
+
+
+def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
+    """A short name of what is to be run; equal on ranks that run the same thing."""
+    parts = [repr(problem.model), repr(problem.batch), repr(plan.stages), plan.routes.tolist(), plan.micro_batch_size]
+    parts += [plan.spans, repr(plan.links), plan.reduction, plan.local_steps, options.shared()]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:12]
+
+
+def agree(store: Store, rank: int, world_size: int, digest: str) -> None:
+    """Wait for all ranks and require that they run the same thing; the same error on all of them if not."""
+    try:
+        store.set(f"digest/{rank}", digest)
+        if rank == 0:
+            store.set("verdict", _verdict(store, world_size, digest))
+        verdict = store.get("verdict").decode()
+        store.set(f"seen/{rank}", "1")
+        if rank == 0:
+            # Rank 0 keeps the meeting point: it must not leave before all who came have read the verdict.
+            for other in range(world_size):
+                if store.check([f"digest/{other}"]):
+                    store.get(f"seen/{other}")
+    except RuntimeError as error:
+        raise RunFailedError(f"rank {rank}: the ranks did not meet: {str(error).splitlines()[0]}") from error
+    if verdict != "ok":
+        raise InputError(verdict)
+
+
+def _verdict(store: Store, world_size: int, digest: str) -> str:
+    for other in range(world_size):
+        try:
+            found = store.get(f"digest/{other}").decode()
+        except RuntimeError:
+            return f"rank {other} did not come"
+        if found != digest:
+            return f"plan and options of rank {other}: found digest {found}, expected {digest} as on rank 0"
+    return "ok"
+
+
+def leave_together(store: Store, rank: int, world_size: int) -> None:
+    """Rank 0 keeps the meeting point, so it leaves last."""
+    store.set(f"done/{rank}", "1")
+    if rank == 0:
+        for other in range(world_size):
+            store.get(f"done/{other}")

@@ -1,0 +1,101 @@
+"""Laws of checkpoints, on real ranks: any plan goes on where any other stopped; damage falls back."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from runners.dist_runner import end_process
+from runners.engine.checkpoint import SUFFIX, DamagedError, read_file, step_directory, steps_in, write_file
+from runners.engine.options import Options
+from runners.engine.training import train
+from tests.real_ranks import run_ranks
+from tests.small_problems import routed_problem, small_model
+
+STEPS = 8
+
+
+def run_rank(rank, port, problem, plan, options):
+    """Loss by step, as this rank sees it."""
+    losses = {}
+
+    def note(result):
+        losses[result["step"]] = result["loss"]
+
+    train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, report=note)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def whole_run():
+    """Losses of an uninterrupted run of one rank."""
+    return run_ranks(run_rank, 1, *routed_problem(1), Options(steps=STEPS, learning_rate=3e-3))[0]
+
+
+def test_any_plan_resumes_from_any_other(whole_run, tmp_path):
+    """8 ranks with sharded optimizer state, then 2, then 1, then 4: the losses of the run that never stopped."""
+    losses = {}
+    for ranks, until in ((8, 3), (2, 4), (1, 6), (4, STEPS)):
+        problem, plan = routed_problem(ranks)
+        if ranks == 8:
+            stages = tuple(dataclasses.replace(stage, zero=1) for stage in plan.stages)
+            plan = dataclasses.replace(plan, stages=stages)
+        options = Options(steps=until, learning_rate=3e-3, checkpoint_dir=tmp_path, resume=True, checkpoints_kept=2)
+        found = run_ranks(run_rank, ranks, problem, plan, options)[0]
+        assert min(found) == len(losses)
+        losses |= found
+    assert losses == pytest.approx(whole_run, rel=1e-5)
+    assert steps_in(tmp_path) == [6, STEPS]
+    assert not list(tmp_path.glob("**/.*"))
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(whole_run, tmp_path):
+    """A changed byte is noticed; the rank that needs the file makes all ranks use the step before."""
+    problem, plan = routed_problem(2)
+    first = Options(steps=6, learning_rate=3e-3, checkpoint_dir=tmp_path, checkpoint_every=3)
+    run_ranks(run_rank, 2, problem, plan, first)
+    assert steps_in(tmp_path) == [3, 6]
+    file = step_directory(tmp_path, 6) / f"blocks.2{SUFFIX}"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedError, match="checksum"):
+        read_file(file)
+    found = run_ranks(run_rank, 2, problem, plan, Options(**(dataclasses.asdict(first) | {"steps": 8, "resume": True})))
+    assert sorted(found[0]) == list(range(3, 8))
+    assert found[0] == pytest.approx({step: whole_run[step] for step in range(3, 8)}, rel=1e-5)
+
+
+def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp_path):
+    """Training goes on, nothing half-written stays, and the log says why."""
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    options = Options(
+        steps=4, learning_rate=3e-3, checkpoint_dir=blocked / "sub", checkpoint_every=2, log_dir=tmp_path / "log"
+    )
+    found = run_ranks(run_rank, 2, *routed_problem(2), options)
+    assert found[0] == pytest.approx({step: whole_run[step] for step in range(4)}, rel=1e-5)
+    assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    """The message names the difference."""
+    options = Options(steps=1, checkpoint_dir=tmp_path)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    other = routed_problem(1, model=small_model(heads=2, kv_heads=2, head_dim=16))
+    with pytest.raises(RuntimeError, match=r"model\.heads: found 4, expected 2"):
+        run_ranks(run_rank, 1, *other, Options(steps=2, checkpoint_dir=tmp_path, resume=True))
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path):
+    """What cannot be serialised leaves nothing behind; a cut file is damaged; a missing one too."""
+    path = tmp_path / "x.layer"
+    with pytest.raises(Exception, match="pickle"):
+        write_file(path, lambda: None)
+    assert list(Path(tmp_path).iterdir()) == []
+    write_file(path, {"a": 1})
+    assert read_file(path) == {"a": 1}
+    path.write_bytes(path.read_bytes()[:-1])
+    for file in (path, tmp_path / "y.layer"):
+        with pytest.raises(DamagedError):
+            read_file(file)
