@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polygon.catalogue import device as device_by_name
@@ -167,7 +167,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
     if global_batch % (micro_batch * dp):
         micro_batches = math.ceil(global_batch / (micro_batch * dp))
         global_batch = micro_batches * micro_batch * dp
-    device = device_named(str(row["gpu_type"]))
+    device = _as_measured(device_named(str(row["gpu_type"])), row, precision)
     config = ParallelConfig(
         dp=dp,
         tp=degrees["tp"],
@@ -179,7 +179,8 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         zero=int(row.get("zero_stage") or 0),
         recompute=_recompute(str(row.get("recompute") or "none")),
         sequence_parallel=bool(row.get("sequence_parallel")),
-        overlap=_overlap(str(row.get("overlap") or "none"), int(row.get("zero_stage") or 0)),
+        overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0)),
+        gathers_per_layer=12 if "deepspeed" in framework.lower() and "zero" in framework.lower() else 1,
         p2p_overlap="p2p" in str(row.get("overlap") or "").lower(),
         stage_layers=_stage_layers(str(row.get("notes") or "")),
         kernels=kernels,
@@ -262,6 +263,27 @@ def device_named(label: str) -> Device:
         raise NotExpressibleError(str(error)) from None
 
 
+def _as_measured(device: Device, row: Mapping[str, Any], precision: str) -> Device:
+    """The device with what the row says of it: another peak, or the slower memory of early or export boards."""
+    text = " ".join(str(row.get(key) or "") for key in ("gpu_type", "notes", "interconnect")).lower()
+    scale = 1.0
+    stated = row.get("gpu_peak_dense_tflops_per_s")
+    if stated:
+        scale = float(stated) * 1e12 / device.peak_flops(precision)
+        if not 0.5 < scale < 0.99:  # within rounding, or the peak of another precision
+            scale = 1.0
+    if device.name.startswith("h100-sxm") and "hbm2e" in text:
+        # Between H100 NVL (835 TFLOP/s) and SXM (989), memory of the PCIe board.
+        return replace(
+            device,
+            flops={key: value * min(scale, 0.92) for key, value in device.flops.items()},
+            memory_bytes_per_s=2.04e12,
+        )
+    if scale == 1.0:
+        return device
+    return replace(device, flops={key: value * scale for key, value in device.flops.items()})
+
+
 def _pool(row: Mapping[str, Any], device: Device, gpus: int) -> Pool:
     per_node = min(int(row.get("gpus_per_node") or 8), gpus)
     intra = float(row.get("intra_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or 300.0)
@@ -281,6 +303,7 @@ def _pool(row: Mapping[str, Any], device: Device, gpus: int) -> Pool:
 
 def _precision(text: str) -> str:
     text = text.lower()
+    text = text.replace("float", "fp")
     for name in ("fp8", "bf16", "tf32"):
         if name in text:
             return name
@@ -304,7 +327,9 @@ def _recompute(text: str) -> str:
 
 def _overlap(text: str, zero: int) -> str:
     lower = text.lower()
-    if "param" in lower or zero == 3:
+    if zero == 3:
+        return "backward" if "deepspeed" in lower else "full"
+    if "param" in lower:
         return "full"
     if re.search(r"no dp|none|not overlapped|no overlap", lower):
         return "none"
@@ -314,6 +339,18 @@ def _overlap(text: str, zero: int) -> str:
 def _stage_layers(notes: str) -> tuple[int, ...]:
     match = re.search(r"stages layers (\[\[.*?\]\])", notes)
     return tuple(len(part.split(",")) for part in re.findall(r"\[([\d, ]+)\]", match.group(1))) if match else ()
+
+
+EAGER = ("llm-foundry", "deepspeed", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
+"""Frameworks that run element-wise work as separate operations, unless a note says that they compile."""
+
+
+def _fused(framework: str, text: str) -> bool:
+    """Whether element-wise work runs in fused kernels; `unfused` or `compile` in the notes decides."""
+    if "unfused" in text or "no fus" in text:
+        return False
+    compiled = "compile" in text and not re.search(r"no (torch\.)?compile|without (torch\.)?compile|eager", text)
+    return compiled or not any(word in framework for word in EAGER)
 
 
 def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") -> Kernels:
@@ -332,13 +369,15 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         tp_overlap = "backward"
     else:
         tp_overlap = "none"
-    attention = "materialised" if not flash else "triton" if "triton" in text else "flash"
+    vendor = any(word in name for word in ("megatron", "nemo", "maxtext", "transformer engine"))
+    attention = "materialised" if not flash else "triton" if "triton" in text else "flash" if vendor else "flash2"
     return Kernels(
         attention=attention,
         loss="vocab-parallel" if megatron or "nemo" in name else "torch",
-        fused="llm-foundry" not in name and "deepspeed" not in name,
+        fused=_fused(name, text),
         dropout=(megatron and year < 2025) or "dropout 0.1" in text,
         attention_dropout="attention dropout 0.1" in text,
         deterministic="deterministic" in text,
+        selective="operators" if "titan" in name else "attention",
         tp_overlap=tp_overlap,
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from polygon.cost.kernels import LAUNCH_S, UNALIGNED, Silicon, gemm_s, silicon, stream_s
+from polygon.cost.kernels import LAUNCH_S, Silicon, gemm_s, silicon, stream_s
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s, one_node
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import require
@@ -37,7 +37,7 @@ class Kernels:
     """How a framework computes: what it fuses, and whether it materialises the attention scores."""
 
     attention: str = "flash"
-    """Kernel: `flash`, `triton` (its first generation), or `materialised` (scores written to memory)."""
+    """Kernel: `flash` (the vendor's), `flash2`, `triton` (the first generation), `materialised` (scores written)."""
     fused: bool = True
     """Whether element-wise operations and the optimizer run as fused kernels."""
     loss: str = "torch"
@@ -47,6 +47,9 @@ class Kernels:
     attention_dropout: bool = False
     """Inside a fused attention kernel."""
     deterministic: bool = False
+    selective: str = "attention"
+    """What selective recomputation repeats: `attention`, or every second product and what is element-wise
+    (`operators`, torchtitan's per-operator checkpointing)."""
     tp_overlap: str = "none"
     """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
 
@@ -56,14 +59,14 @@ class Kernels:
         require(self.tp_overlap in TP_OVERLAP, "tp_overlap", self.tp_overlap, " or ".join(TP_OVERLAP))
 
 
-ATTENTION = ("flash", "triton", "materialised")
+ATTENTION = ("flash", "flash2", "triton", "materialised")
 TP_OVERLAP = ("none", "backward", "pipelined")
 LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
 """Bytes moved per logit beside the product itself, forward and backward: torch's cross entropy in fp32; Megatron's,
 which takes maximum, difference, exponential, sum and quotient in kernels of their own; one fused kernel."""
 
 FUSED = Kernels()
-UNFUSED_PASSES = 1.27
+UNFUSED_PASSES = 1.35
 """Memory passes of eager element-wise kernels over those of fused ones (fitted, MosaicML)."""
 CAST_BYTES = 4
 """Bytes moved per element that is cast to 8 bits, with its transpose."""
@@ -75,6 +78,12 @@ DROPOUT_SLOWS = (1.25, 1.5)
 backward's are left (FlashAttention-4 measurements, Dao-AILab/flash-attention pull request 2597)."""
 DETERMINISTIC_SLOWS = 1.3
 """Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
+EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
+"""Bytes moved per element, forward and backward, beyond a fused kernel: RMSNorm as seven fp32 operations, rotary
+positions as complex fp32 numbers."""
+HOST_S = {True: (0.6e-3, 0.8e-3), False: (1.2e-3, 1.7e-3)}
+"""Seconds the host needs to launch forward and backward of one block: smallest times in Sailor's profiles (eager:
+1.2-1.5 and 1.7 ms); half of that assumed for fused kernels, which are about half as many."""
 HIDING = 0.8
 """Part of a communication that overlap hides where the overlapped compute is long enough."""
 
@@ -231,12 +240,21 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     moved_b = (15 + 2 * drop) * outer + (2 + 2 * up) * width
     if moe:  # rows are gathered by expert and put back
         moved_f, moved_b = moved_f + 4 * model.experts_per_token * h, moved_b + 4 * model.experts_per_token * h
-    forward += attention_f + stream_s(chip, passes * e * tokens * moved_f, 8 * passes)
-    backward += attention_b + stream_s(chip, passes * e * tokens * moved_b, 12 * passes)
+    bytes_f, bytes_b = passes * e * moved_f, passes * e * moved_b
+    if not model.learned_positions and model.family != "vit":
+        bytes_f, bytes_b = bytes_f + 2 * e * (q + kv) / tp, bytes_b + 2 * e * (q + kv) / tp
+    if not kernels.fused and model.rms_norm:
+        bytes_f += 2 * EAGER_NORM_BYTES[0] * outer + EAGER_ROTARY_BYTES[0] * (q + kv) / tp
+        bytes_b += 2 * EAGER_NORM_BYTES[1] * outer + EAGER_ROTARY_BYTES[1] * (q + kv) / tp
+    moved_s = stream_s(chip, tokens * bytes_f, 8 * passes)
+    forward += attention_f + moved_s
+    backward += attention_b + stream_s(chip, tokens * bytes_b, 12 * passes)
     if chip.operand_bytes == 1:
         cast = CAST_BYTES * (tokens * (2 * h + q / tp + width) + model.layer_parameters(1) / tp)
         forward, backward = forward + stream_s(chip, cast, 8), backward + stream_s(chip, cast, 8)
 
+    host_f, host_b = HOST_S[kernels.fused]
+    forward, backward = max(forward, host_f), max(backward, host_b)
     reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
     # With sequence parallelism the backward gathers its saved inputs once more.
     sent_f, sent_b = reduce_s, reduce_s * (1.5 if split.sequence_parallel else 1.0)
@@ -252,8 +270,8 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     communication = exposed_f + exposed_b + ring_f + ring_b + 2 * expert_s
     if split.recompute == "full":
         return forward, backward + recomputed, communication + sent_f + ring_f + expert_s
-    if split.recompute == "selective" and kernels.attention == "materialised":
-        backward += attention_f
+    if split.recompute == "selective":
+        backward += attention_f if kernels.selective == "attention" else 0.5 * products_f + moved_s
     return forward, backward, communication
 
 
@@ -297,9 +315,11 @@ def _attention_s(model: Model, chip: Silicon, split: Split) -> tuple[float, floa
     peak = chip.peak_flops_16
     if split.kernels.attention != "materialised":
         flops = tokens * split.seq_len * heads * padded_head(model.head_dim) * (2.0 if model.causal else 4.0)
-        triton = split.kernels.attention == "triton"
-        forward = efficiency.triton_forward if triton else efficiency.flash_forward
-        backward = efficiency.triton_backward if triton else efficiency.flash_backward
+        forward, backward = {
+            "flash": (efficiency.flash_forward, efficiency.flash_backward),
+            "flash2": (efficiency.flash2_forward, efficiency.flash2_backward),
+            "triton": (efficiency.triton_forward, efficiency.triton_backward),
+        }[split.kernels.attention]
         forward_s, backward_s = flops / (peak * forward), 2.5 * flops / (peak * backward)
         if split.kernels.attention_dropout:
             forward_s, backward_s = forward_s * DROPOUT_SLOWS[0], backward_s * DROPOUT_SLOWS[1]
@@ -308,7 +328,7 @@ def _attention_s(model: Model, chip: Silicon, split: Split) -> tuple[float, floa
         return forward_s + LAUNCH_S, backward_s + 2 * LAUNCH_S
     flops = 4.0 * tokens * split.seq_len * heads * model.head_dim
     score_bytes = tokens * split.seq_len * heads * chip.element_bytes
-    product_s = flops / (peak * chip.gemm * (UNALIGNED if model.head_dim % 8 else 1.0))
+    product_s = flops / (peak * chip.gemm * (chip.unaligned if model.head_dim % 8 else 1.0))
     passes_f, passes_b = SCORE_PASSES[split.kernels.fused]
     forward = product_s + stream_s(chip, passes_f * score_bytes, 4)
     return forward, 2 * product_s + stream_s(chip, passes_b * score_bytes, 6)

@@ -28,8 +28,11 @@ class Efficiency:
     memory: float
     """Of the memory bandwidth, by element-wise kernels."""
     flash_forward: float
-    """Of the 16-bit peak, by the attention kernel that the framework of the day uses."""
+    """Of the 16-bit peak, by the attention kernel that the vendor's library has for it."""
     flash_backward: float
+    flash2_forward: float
+    """The same for FlashAttention-2, which knows no unit newer than Ampere's (Dao 2023)."""
+    flash2_backward: float
     triton_forward: float
     """The same for the first generation of fused attention (Triton, 2023)."""
     triton_backward: float
@@ -41,20 +44,20 @@ class Efficiency:
     """Half of a 90 % interval over the time of a layer."""
 
 
-UNALIGNED = 0.6
-"""What matrix units keep of their speed when a dimension is no multiple of eight elements."""
 VECTOR_GEMM = 0.9
 """Of the fp32 peak, by products that run without matrix units (Sailor's profiles of V100 and GeForce cards)."""
 LAUNCH_S = 5e-6
 """Seconds that a kernel costs beside its work."""
 
 AMPERE = Efficiency(
-    gemm=0.778,
-    memory=0.97,
+    gemm=0.784,
+    memory=0.98,
     flash_forward=0.60,
     flash_backward=0.52,
-    triton_forward=0.524,
-    triton_backward=0.260,
+    flash2_forward=0.60,
+    flash2_backward=0.52,
+    triton_forward=0.522,
+    triton_backward=0.261,
     flops_per_multiprocessor=2.89e12,
     source="calibrated",
     relative_error=0.12,
@@ -66,9 +69,11 @@ EFFICIENCY = {
     "ada": replace(AMPERE, flops_per_multiprocessor=1.29e12, source="spec", relative_error=0.25),
     "hopper": Efficiency(
         gemm=0.768,
-        memory=0.65,
+        memory=0.67,
         flash_forward=0.50,
         flash_backward=0.42,
+        flash2_forward=0.38,
+        flash2_backward=0.32,
         triton_forward=0.252,
         triton_backward=0.153,
         flops_per_multiprocessor=7.5e12,
@@ -112,6 +117,8 @@ class Silicon(NamedTuple):
     efficiency: Efficiency
     gemm: float
     """Of the peak, by the inner loop of a matrix multiplication in this precision."""
+    unaligned: float
+    """What is left of that when a dimension is no multiple of eight elements, so that matrix units stand idle."""
     peak_flops_16: float
     """Of 16-bit formats, in which attention is computed when the linear layers use 8 bits."""
 
@@ -127,6 +134,8 @@ def _silicon(
     peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, architecture: str, vector_peak: float
 ) -> Silicon:
     efficiency = EFFICIENCY[architecture]
+    gemm = VECTOR_GEMM if peak == vector_peak else efficiency.gemm
+    packed = 2.0 if element_bytes == 2 else 1.0  # vector units do two 16-bit operations in place of one
     return Silicon(
         peak_flops=peak,
         memory_bytes_per_s=bytes_per_s,
@@ -134,7 +143,8 @@ def _silicon(
         element_bytes=max(element_bytes, 2),
         operand_bytes=element_bytes,
         efficiency=efficiency,
-        gemm=VECTOR_GEMM if peak == vector_peak else efficiency.gemm,
+        gemm=gemm,
+        unaligned=min(1.0, packed * vector_peak * VECTOR_GEMM / (peak * gemm)),
         peak_flops_16=min(peak, peak_16),
     )
 
@@ -164,7 +174,7 @@ def gemm_s(chip: Silicon, rows: float, columns: float, inner: float) -> float:
     efficiency = chip.efficiency
     fill = max(_tile_fill(rows, columns, chip.multiprocessors, tile) for tile in TILES)
     if inner % 8 or columns % 8:
-        fill *= UNALIGNED
+        fill *= chip.unaligned
     math_s = 2.0 * rows * columns * inner / (chip.peak_flops * chip.gemm * fill)
     traffic = chip.operand_bytes * (rows * inner + inner * columns) + chip.element_bytes * rows * columns
     return math_s + traffic / (chip.memory_bytes_per_s * efficiency.memory) + LAUNCH_S

@@ -65,10 +65,13 @@ def _layer_memory(
     flash_attention: bool,
     fused: bool,
     dropout: bool,
+    cp: int,
+    ep: int,
+    keep_operators: bool,
 ) -> LayerMemory:
     layers = model.layers
     parameters, activations, transient = np.zeros(layers), np.zeros(layers), np.zeros(layers)
-    tokens = micro_batch_size * seq_len
+    tokens = micro_batch_size * seq_len / cp
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     e = element_bytes
     shard = tp if sequence_parallel else 1
@@ -85,7 +88,11 @@ def _layer_memory(
             activations[layer] = 2 * e * tokens * h / shard
             transient[layer] = rows * model.vocab_size / tp * (e + 4)
         else:
-            parameters[layer] = (count - 2 * norm) / tp + 2 * norm
+            experts = 0
+            if kind == "moe":
+                per_expert = h * model.expert_ffn_size * (3 if model.gated_mlp else 2)
+                experts = per_expert * model.experts
+            parameters[layer] = (count - 2 * norm - experts) / tp + 2 * norm + experts / ep / tp
             width = model.ffn_size
             if kind == "moe":
                 width = model.expert_ffn_size * (model.experts_per_token + model.shared_experts)
@@ -95,6 +102,10 @@ def _layer_memory(
             whole = tokens * (outside + inside)
             if not fused:
                 whole *= UNFUSED_FACTOR
+            if recompute == "selective" and keep_operators:
+                # Every second product's output, the attention's, and the input of the block.
+                kept = (3 * h + q + kv + width * per_width / 2) / tp
+                whole = tokens * e * (h / shard + kept)
             scores = tokens * seq_len * model.heads / tp * (2 * e + 1)
             if not flash_attention and recompute == "none":
                 whole += scores
@@ -123,6 +134,9 @@ def layer_memory(
     flash_attention: bool = True,
     fused: bool = True,
     dropout: bool = False,
+    cp: int = 1,
+    ep: int = 1,
+    keep_operators: bool = False,
 ) -> LayerMemory:
     """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
 
@@ -145,6 +159,9 @@ def layer_memory(
         flash_attention,
         fused,
         dropout,
+        cp,
+        ep,
+        keep_operators,
     )
 
 

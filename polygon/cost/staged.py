@@ -11,7 +11,7 @@ import numpy as np
 from polygon.cost.compute import FUSED, Kernels, LayerTimes, layer_times, update_s
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory, stage_memory
 from polygon.cost.profiles import LinkCurves, ModelProfile
-from polygon.cost.uniform import Term
+from polygon.cost.uniform import Term, interval_s
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model
 
@@ -132,7 +132,7 @@ def estimate_staged(
         "optimizer": Term(seconds=float(updates_s.max()), source=source, relative_error=0.5),
     }
     step = sum(term.seconds for term in terms.values())
-    spread = math.sqrt(sum((term.seconds * term.relative_error) ** 2 for term in terms.values()))
+    spread = interval_s(terms)
     return StagedEstimate(
         step_s=step,
         low_s=max(0.0, step - spread),

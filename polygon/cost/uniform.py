@@ -39,6 +39,8 @@ class ParallelConfig:
     schedule: str = "1f1b"
     overlap: str = "backward"
     """What hides data-parallel traffic: nothing; the last backward; that and the first forward (sharded gathers)."""
+    gathers_per_layer: int = 1
+    """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
     stage_layers: tuple[int, ...] = ()
@@ -196,6 +198,9 @@ def estimate_uniform(
             flash_attention=config.kernels.attention != "materialised",
             fused=config.kernels.fused,
             dropout=config.kernels.dropout,
+            cp=config.cp,
+            ep=config.ep,
+            keep_operators=config.kernels.selective == "operators",
         )
     bounds = stage_bounds(model, config)
     forward = np.add.reduceat(times.forward_s, bounds[:-1])
@@ -239,7 +244,7 @@ def estimate_uniform(
         "data-parallel": Term(seconds=dp_s, source="spec", relative_error=0.5),
         "optimizer": Term(seconds=optimizer_s, source="spec", relative_error=0.3),
     }
-    error = math.sqrt(sum((term.seconds * term.relative_error) ** 2 for term in terms.values()))
+    error = interval_s(terms)
     stages = tuple(
         stage_memory(
             memory,
@@ -261,6 +266,15 @@ def estimate_uniform(
         memory=stages,
         flops=model_flops_per_step(model, batch),
     )
+
+
+def interval_s(terms: Mapping[str, Term]) -> float:
+    """Half of the 90 % interval: terms of one source and error are wrong together, the others by themselves."""
+    together: dict[tuple[str, float], float] = {}
+    for term in terms.values():
+        key = (term.source, term.relative_error)
+        together[key] = together.get(key, 0.0) + term.seconds * term.relative_error
+    return math.sqrt(sum(part**2 for part in together.values()))
 
 
 def exposed_sends(config: ParallelConfig, micro_batches: int) -> int:
@@ -286,10 +300,13 @@ def _data_parallel_s(
         return 0.0
     if config.zero == 3:
         weights = memory.parameters * max(batch.element_bytes, 2)
-        gather = np.array([gather_s(float(w), group) for w in weights])
-        scatter = np.array([gather_s(float(w), group) for w in memory.parameters * batch.gradient_bytes])
-        forward = _visible_s(gather, times.forward_s)
-        backward = _visible_s(gather + scatter, times.backward_s)
+        pieces, hidden = config.gathers_per_layer, ZERO3_HIDING[config.overlap]
+        gather = np.array([pieces * gather_s(float(w) / pieces, group) for w in weights])
+        scatter = np.array(
+            [pieces * gather_s(float(w) / pieces, group) for w in memory.parameters * batch.gradient_bytes]
+        )
+        forward = _visible_s(gather, hidden * times.forward_s)
+        backward = _visible_s(gather + scatter, hidden * times.backward_s)
         copied = SHARD_COPIES * float(memory.parameters.sum()) * (max(batch.element_bytes, 2) + batch.gradient_bytes)
         copies_s = stream_s(silicon(device, batch.precision), copied)
         first_s = float(gather[0] + gather[1] + scatter[0])
@@ -322,5 +339,7 @@ CONTENTION = 0.126
 """How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
 LAST_BUCKET = 0.05
 """Part of the gradients whose reduction starts when backward has ended."""
-SHARD_COPIES = 3.5
+ZERO3_HIDING = {"none": 0.0, "backward": 0.5, "full": 1.0}
+"""Part of a layer's compute that may hide the gathering of the next."""
+SHARD_COPIES = 3.7
 """Passes over gathered weights and gradients that fully sharded training adds to every micro-batch."""
