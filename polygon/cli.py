@@ -25,6 +25,11 @@ EXIT_OK, EXIT_BAD_INPUT, EXIT_INFEASIBLE = 0, 2, 3
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 """128 + SIGINT and 128 + SIGPIPE, as shells have it."""
 
+LONGEST_DEFAULT = 8192
+"""Sequence length where the user gives none and the model takes more: few train at the most that a model can take."""
+
+SEQ_LEN_HELP = f"tokens of a sequence (default: the model's most, up to {LONGEST_DEFAULT})"
+
 Main = Callable[[list[str] | None], int]
 
 
@@ -102,7 +107,7 @@ def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
     named = "name in the catalogue, Hugging Face config.json (or its folder), or polygon's own model file"
     group.add_argument("--model", required=required, help=named)
     group.add_argument("--global-batch", type=whole(1), required=required, metavar="N", help="sequences per step")
-    group.add_argument("--seq-len", type=whole(1), metavar="N", help="tokens of a sequence (default: the model's most)")
+    group.add_argument("--seq-len", type=whole(1), metavar="N", help=SEQ_LEN_HELP)
     group.add_argument("--precision", default="bf16", help="of compute and activations (default %(default)s)")
     group.add_argument("--gradient-precision", default="fp32", help="of weight gradients (default %(default)s)")
     group.add_argument("--optimizer", default="adamw", help="adamw or sgd (default %(default)s)")
@@ -132,7 +137,7 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
     batch = files.read_batch(
         {
             "global_batch": args.global_batch,
-            "seq_len": args.seq_len or model.tokens_per_image or model.max_seq_len,
+            "seq_len": args.seq_len or model.tokens_per_image or min(model.max_seq_len, LONGEST_DEFAULT),
             "precision": args.precision,
             "gradient_precision": args.gradient_precision,
             "optimizer": args.optimizer,

@@ -105,3 +105,48 @@ def test_talk_goes_to_stderr_and_can_be_silenced(capsys):
     with cli.Talk(quiet=True).progress("searching", 10) as update:
         update(3, "best 2 s")
     assert capsys.readouterr() == ("", "working\n")
+
+
+def problem(*options):
+    """What `read_problem` makes of a shipped cluster and these options."""
+    parser = cli.Parser(prog="polygon x", parents=[cli.problem_options(required=False)])
+    return cli.read_problem("instances/one-node.yaml", parser.parse_args(list(options)))
+
+
+def test_problem_of_options():
+    """Cluster, model and batch; the sequence length defaults to what the model was made for."""
+    given = problem("--model", "gpt3-1.3b", "--global-batch", "8", "--precision", "fp16", "--optimizer", "sgd")
+    assert (given.model.name, given.batch.seq_len) == ("gpt3-1.3b", 2048)
+    assert (given.batch.precision, given.batch.gradient_precision, given.batch.optimizer) == ("fp16", "fp32", "sgd")
+    assert problem("--model", "vit-huge", "--global-batch", "8").batch.seq_len == 257
+    assert problem("--model", "llama3.2-1b", "--global-batch", "8").batch.seq_len == cli.LONGEST_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--model: found nothing, expected it beside the cluster instances/one-node.yaml"),
+        (("--model", "gpt3-1.3b"), "--global-batch: found nothing, expected it beside the cluster"),
+        (("--model", "gpt3-1.4b", "--global-batch", "8"), "model: found model 'gpt3-1.4b', expected 'gpt3-1.3b'"),
+        (("--model", "no/such.json", "--global-batch", "8"), "no/such.json: found no such file, expected a file"),
+        (
+            ("--model", "gpt2", "--global-batch", "8", "--seq-len", "2048"),
+            "batch.seq_len: found 2048, expected at most",
+        ),
+        (("--model", "gpt2", "--global-batch", "8", "--precision", "fp12"), "batch.precision: found 'fp12', expected"),
+        (("--model", "gpt2", "--global-batch", "8", "--constraints", "no.yaml"), "no.yaml: found no such file"),
+    ],
+)
+def test_problem_options_that_do_not_fit(options, message):
+    """The message names the option or the field."""
+    with pytest.raises(InputError) as error:
+        problem(*options)
+    assert str(error.value).startswith(message)
+
+
+def test_constraints_file(tmp_path):
+    """Constraints come from a file of their own."""
+    file = tmp_path / "constraints.yaml"
+    file.write_text("memory_headroom: 0.2\nforbidden_regions: [lab]\n", encoding="utf-8")
+    given = problem("--model", "gpt2", "--global-batch", "8", "--constraints", str(file))
+    assert (given.constraints.memory_headroom, given.constraints.forbidden_regions) == (0.2, ("lab",))
