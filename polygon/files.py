@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polygon import catalogue, convert, convert_plan, foreign
+from polygon import catalogue, convert, convert_plan, formats
 from polygon.convert_plan import PlanFile
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError, located
 from polygon.domain.groups import Groups
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, Plan, Problem
-from polygon.notation import format_json, format_yaml, parse_json, parse_yaml
-from polygon.schema import BatchSpec, ClusterSpec, ConstraintsSpec, GroupsSpec, ModelSpec, PlanSpec, ProblemSpec, check
+from polygon.notation import format_json, format_yaml, parse_json
+from polygon.schema import BatchSpec, ConstraintsSpec, GroupsSpec, PlanSpec, ProblemSpec, check
 
 PathLike = str | os.PathLike[str]
 S = TypeVar("S")
@@ -85,16 +85,11 @@ def _umask() -> int:
     return mask
 
 
-def parse(text: str) -> Any:
-    """Parse YAML or JSON, by what the text looks like."""
-    return parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text)
-
-
 def read_yaml(path: PathLike) -> Any:
     """Plain data of a YAML (or JSON) file."""
     text = read_text(path)
     with located(f"{path}: "):
-        return parse(text)
+        return formats.parse(text)
 
 
 def read_json(path: PathLike) -> Any:
@@ -110,30 +105,19 @@ def write_json(path: PathLike, data: Any) -> None:
 
 
 def read_cluster(path: PathLike) -> Cluster:
-    """A cluster, from polygon's YAML (or JSON) or from PTAFM's text or a hostfile, told apart by content."""
+    """A cluster, from polygon's YAML (or JSON), from PTAFM's text or a hostfile, told apart by content."""
     text = read_text(path)
     with located(f"{path}: "):
-        return _cluster(path, _cluster_or_problem_data(text))
+        return formats.cluster_from_text(text, _stem(path))
 
 
 def read_cluster_or_problem(path: PathLike) -> Cluster | Problem:
     """What a command takes that plans from scratch: a cluster in any format, or a whole problem."""
     text = read_text(path)
     with located(f"{path}: "):
-        data = _cluster_or_problem_data(text)
+        data = formats.parse_cluster(text)
         is_problem = isinstance(data, dict) and data.get("format") == "polygon-problem"
-        return _problem(path, data) if is_problem else _cluster(path, data)
-
-
-def _cluster_or_problem_data(text: str) -> Any:
-    """Plain data in the form of polygon's own files, whatever format the text is in."""
-    if foreign.is_ptafm(text):
-        return foreign.ptafm_cluster(text)
-    return foreign.hostfile_cluster(text) if foreign.is_hostfile(text) else parse(text)
-
-
-def _cluster(path: PathLike, data: Any) -> Cluster:
-    return convert.cluster_from_spec(check(ClusterSpec, data), default_name=_stem(path))
+        return _problem(path, data) if is_problem else formats.cluster_from_data(data, _stem(path))
 
 
 def write_cluster(path: PathLike, cluster: Cluster) -> None:
@@ -150,12 +134,9 @@ def read_model(name_or_path: PathLike) -> Model:
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
-    data = read_yaml(path)
-    name = path.resolve().parent.name if path.name == "config.json" else _stem(path)
+    text = read_text(path)
     with located(f"{path}: "):
-        if foreign.is_hugging_face(data):
-            return foreign.hugging_face_model(data, name)
-        return catalogue.model_from_spec(check(ModelSpec, {"name": name, **data} if isinstance(data, dict) else data))
+        return formats.model_from_text(text, path.resolve().parent.name if path.name == "config.json" else _stem(path))
 
 
 def read_batch(data: Mapping[str, Any]) -> Batch:
