@@ -17,8 +17,8 @@ import torch
 CODECS = ("none", "bf16", "int8", "int4", "topk", "powersgd")
 INT8_BLOCK = 256
 INT4_BLOCK = 64
-TOPK_DENSITY = 0.01
-POWERSGD_RANK = 4
+TOPK_DENSITY = 0.05
+POWERSGD_RANK = 8
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Int4(Codec):
 
 
 class TopK(Codec):
-    """Keeps the largest 1 % of the elements: 4 bytes for the place and 2 (bf16) for the value of each."""
+    """Keeps the largest 5 % of the elements: 4 bytes for the place and 2 (bf16) for the value of each."""
 
     name = "topk"
 

@@ -1,13 +1,15 @@
-"""Sums of vectors over ranks in several regions: inside each region, between the regions' leaders, back.
+"""Sums of vectors over ranks in several regions: inside each region, between leaders of the regions, back.
 
-Only leaders (the first rank of each region) use the links between regions, so a vector crosses a link once however
-wide the stage is. Between leaders the vector travels packed, and every leader adds up the very same unpacked numbers
-in the same order, so that replicas stay equal bit by bit.
+A region's leaders are the first rank on each of its nodes, as many in every region as the region with the fewest nodes
+has; leader i of a region sums part i of the vector in its region and exchanges it with the leaders i of the others, so
+that a vector crosses a link once however wide the stage is, over as many node pairs as there are. Between leaders it
+travels packed, and every leader adds up the very same unpacked numbers in the same order, so that replicas stay equal
+bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ class Members:
         Unique among the groups of a run.
     regions : tuple of tuples of rank
         Members of each region that has any, in ascending order.
+    leaders : tuple of tuples of rank
+        Of each region, those that exchange with the other regions; equally many in all.
     codec : str
         How vectors are packed between regions.
     first_tag : int
@@ -41,6 +45,7 @@ class Members:
 
     name: str
     regions: tuple[tuple[int, ...], ...]
+    leaders: tuple[tuple[int, ...], ...]
     codec: str = "none"
     first_tag: int = 0
 
@@ -49,26 +54,38 @@ class Members:
         """All members."""
         return tuple(rank for region in self.regions for rank in region)
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of every region."""
-        return tuple(region[0] for region in self.regions)
-
     def leader_pairs(self) -> list[tuple[int, int]]:
         """Pairs of ranks that exchange messages between regions."""
-        leaders = sorted(self.leaders)
-        return [(a, b) for i, a in enumerate(leaders) for b in leaders[i + 1 :]]
+        pairs = []
+        for lane in zip(*self.leaders, strict=True):
+            ranks = sorted(lane)
+            pairs += [(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]]
+        return pairs
 
 
 def members_of(
-    name: str, ranks: Sequence[int], region_of: Mapping[int, int], codec: str = "none", first_tag: int = 0
+    name: str,
+    ranks: Iterable[int],
+    region_of: Mapping[int, int],
+    node_of: Mapping[int, int] | None = None,
+    codec: str = "none",
+    first_tag: int = 0,
 ) -> Members:
-    """Group ranks by region, regions by their number."""
+    """Group ranks by region, regions by their number; without `node_of` a region counts as one node."""
     by_region: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         by_region.setdefault(region_of[rank], []).append(rank)
     regions = tuple(tuple(by_region[region]) for region in sorted(by_region))
-    return Members(name=name, regions=regions, codec=codec, first_tag=first_tag)
+    firsts = []
+    for region in regions:
+        first_on: dict[int, int] = {}
+        for rank in region:
+            first_on.setdefault(0 if node_of is None else node_of[rank], rank)
+        firsts.append(tuple(first_on.values()))
+    # Low-rank factors need whole matrices: one leader then carries all.
+    lanes = 1 if codec == "powersgd" else min(len(first) for first in firsts)
+    leaders = tuple(first[:lanes] for first in firsts)
+    return Members(name=name, regions=regions, leaders=leaders, codec=codec, first_tag=first_tag)
 
 
 class SumGroup:
@@ -103,27 +120,49 @@ class SumGroup:
         shapes : sequence of shapes
             Of the tensors that lie in the vector one after the other (for low-rank packing).
         """
-        far = len(self.members.regions) > 1
-        if self._near is not None:
-            if far:
-                to_leader = ReduceOptions()
-                to_leader.rootRank = 0
-                self._near.reduce([vector], to_leader).wait()
-            else:
+        if len(self.members.regions) == 1:
+            if self._near is not None:
                 self._near.allreduce([vector], AllreduceOptions()).wait()
-        if not far:
             return
-        if self._wires.rank == self._mine[0]:
-            small = vector.numel() < SMALL
-            if small or len(self.members.leaders) == 2 or self.members.codec == "powersgd":
-                packer = ErrorFeedback(make_codec("none")) if small else self._packer(key, 0, shapes)
-                vector.copy_(self._exchange(vector, packer))
-            else:
-                vector.copy_(self._exchange_parts(vector, key))
-        if self._near is not None:
-            from_leader = BroadcastOptions()
-            from_leader.rootRank = 0
-            self._near.broadcast([vector], from_leader).wait()
+        leaders = self.members.leaders[self.members.regions.index(self._mine)]
+        small = vector.numel() < SMALL
+        parts = vector.tensor_split(1 if small else len(leaders))
+        works = []
+        for part, leader in zip(parts, leaders, strict=False):
+            if self._near is not None:
+                options = ReduceOptions()
+                options.rootRank = self._mine.index(leader)
+                works.append(self._near.reduce([part], options))
+        for work in works:
+            work.wait()
+        for lane, part in enumerate(parts):
+            if leaders[lane] == self._wires.rank:
+                self._cross(lane, part, key, shapes, small=small)
+        self._hand_out(parts, leaders)
+
+    def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> None:
+        """Give every member in the region the parts that other members hold."""
+        works = []
+        for part, holder in zip(parts, holders, strict=False):
+            if self._near is not None and part.numel():
+                options = BroadcastOptions()
+                options.rootRank = self._mine.index(holder)
+                works.append(self._near.broadcast([part], options))
+        for work in works:
+            work.wait()
+
+    def _cross(
+        self, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
+    ) -> None:
+        """Replace a part by its sum over the leaders of a lane."""
+        leaders = [region[lane] for region in self.members.leaders]
+        if small:
+            total = self._exchange(vector, leaders, ErrorFeedback(make_codec("none")))
+        elif len(leaders) == 2 or self.members.codec == "powersgd":
+            total = self._exchange(vector, leaders, self._packer(key, 0, shapes))
+        else:
+            total = self._exchange_parts(vector, leaders, key)
+        vector.copy_(total)
 
     @property
     def near_place(self) -> int:
@@ -137,14 +176,7 @@ class SumGroup:
 
     def share_parts(self, vector: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """Fill in the stretches (start, stop) of the vector that the other members in the region hold."""
-        works = []
-        for place, (start, stop) in enumerate(parts):
-            if self._near is not None and stop > start:
-                options = BroadcastOptions()
-                options.rootRank = place
-                works.append(self._near.broadcast([vector[start:stop]], options))
-        for work in works:
-            work.wait()
+        self._hand_out([vector[start:stop] for start, stop in parts], self._mine)
 
     def _next_tag(self) -> int:
         self._rounds += 1
@@ -156,15 +188,15 @@ class SumGroup:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
         return self._feedback[slot]
 
-    def _exchange(self, vector: torch.Tensor, packer: ErrorFeedback) -> torch.Tensor:
+    def _exchange(self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback) -> torch.Tensor:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
         n_bytes, tag = packer.codec.payload_bytes(vector.numel(), vector.dtype), self._next_tag()
-        others = [leader for leader in self.members.leaders if leader != self._wires.rank]
+        others = [leader for leader in leaders if leader != self._wires.rank]
         receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
         payload, mine = packer.compress(vector)
         sendings = [self._wires.send(peer, tag, payload) for peer in others]
         total = torch.zeros_like(vector)
-        for leader in self.members.leaders:
+        for leader in leaders:
             if leader == self._wires.rank:
                 total += mine
             else:
@@ -173,9 +205,8 @@ class SumGroup:
             sending.wait()
         return total
 
-    def _exchange_parts(self, vector: torch.Tensor, key: str) -> torch.Tensor:
+    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> torch.Tensor:
         """Every leader sums one part and sends it to all: two latencies, 2 n (leaders - 1) / leaders bytes each."""
-        leaders = self.members.leaders
         place = leaders.index(self._wires.rank)
         parts = vector.tensor_split(len(leaders))
         packers = [self._packer(key, index, ()) for index in range(len(leaders))]

@@ -23,8 +23,9 @@ from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
 
-BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 256) / 4}
-"""Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (`polygon_comm`)."""
+BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
+"""Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (int8) or
+64 (int4), as `polygon_comm` makes them."""
 
 TOPK_FRACTION = 0.05
 POWERSGD_RANK = 8

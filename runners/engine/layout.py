@@ -34,6 +34,18 @@ class Layout:
             for device in worker.devices
         }
 
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """A number for every rank that is the same for the ranks of one node and differs between nodes."""
+        pools = self.problem.cluster.pools
+        nodes_before = [sum(pool.nodes for pool in pools[: pool.index]) for pool in pools]
+        return {
+            self.plan.device_ranks[device]: nodes_before[worker.pool] + pools[worker.pool].node_of(device)
+            for stage in self.plan.stages
+            for worker in stage.workers
+            for device in worker.devices
+        }
+
     def link_shapes(self, rank: int) -> dict[int, LinkShape]:
         """The cluster's links from a rank to the ranks in other regions that it exchanges messages with."""
         cluster, region_of = self.problem.cluster, self.region_of
@@ -92,11 +104,13 @@ class Layout:
             ranks["tied"] = self.stage_ranks(0) + self.stage_ranks(len(self.plan.stages) - 1)
         first_tag = 2 * STEPS_IN_FLIGHT * self.plan.micro_batches
         groups = {
-            name: members_of(name, members, self.region_of, self._codec(members), first_tag + place * TAGS_PER_GROUP)
+            name: members_of(
+                name, members, self.region_of, self.node_of, self._codec(members), first_tag + place * TAGS_PER_GROUP
+            )
             for place, (name, members) in enumerate(ranks.items())
         }
         last_tag = first_tag + len(groups) * TAGS_PER_GROUP
-        groups["all"] = members_of("all", list(range(self.plan.world_size)), self.region_of, "none", last_tag)
+        groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=last_tag)
         return groups
 
     def groups_of(self, rank: int) -> dict[str, Members]:

@@ -16,10 +16,10 @@ def contribution(rank, step):
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def sum_on_rank(rank, port, region_of, codec, streams):
+def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
     """Sums of several steps as this rank gets them, and the bytes it sent."""
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
-    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), codec)
+    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of, codec)
     peers = {b if a == rank else a: streams for a, b in members.leader_pairs() if rank in (a, b)}
     wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=30, device=torch.device("cpu"))
     group = SumGroup(members, wires)
@@ -36,23 +36,25 @@ def sum_on_rank(rank, port, region_of, codec, streams):
 
 
 @pytest.mark.parametrize(
-    ("region_of", "codec", "streams"),
+    ("region_of", "codec", "streams", "node_of"),
     [
-        ((0,), "none", 1),
-        ((0, 0, 0), "int8", 1),
-        ((0, 1), "none", 3),
-        ((0, 0, 1), "int8", 1),
-        ((1, 0, 2, 0, 1), "none", 1),
-        ((1, 0, 2, 0, 1), "bf16", 2),
-        ((0, 1, 2, 3), "int4", 1),
-        ((0, 1, 2), "topk", 1),
-        ((0, 1, 2), "powersgd", 1),
+        ((0,), "none", 1, None),
+        ((0, 0, 0), "int8", 1, None),
+        ((0, 1), "none", 3, None),
+        ((0, 0, 1), "int8", 1, None),
+        ((1, 0, 2, 0, 1), "none", 1, None),
+        ((1, 0, 2, 0, 1), "bf16", 2, None),
+        ((0, 1, 2, 3), "int4", 1, None),
+        ((0, 1, 2), "topk", 1, None),
+        ((0, 1, 2), "powersgd", 1, None),
+        ((0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 2, 3)),
+        ((0, 0, 0, 1, 1, 2, 2), "int8", 1, (0, 0, 1, 2, 3, 4, 5)),
     ],
 )
-def test_all_members_hold_the_same_sum(region_of, codec, streams):
+def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
     """Equal bit by bit on all; the true sum without packing; packed, what is missing never grows with the steps."""
     ranks = len(region_of)
-    results = run_ranks(sum_on_rank, ranks, region_of, codec, streams)
+    results = run_ranks(sum_on_rank, ranks, region_of, codec, streams, node_of)
     sums = torch.tensor(results[0][0])
     for rank in range(1, ranks):
         assert results[rank][0] == results[0][0]
@@ -66,4 +68,4 @@ def test_all_members_hold_the_same_sum(region_of, codec, streams):
     one = (sums[0] - true[0]).norm() / true[0].norm()
     assert drift < max(2.5 * one, 1e-6)
     unpacked = 4 * ELEMENTS * STEPS
-    assert results[0][2] < (0.6 if codec == "bf16" else 0.35) * unpacked * (ranks - 1)
+    assert results[0][2] < {"bf16": 0.6, "powersgd": 0.4}.get(codec, 0.35) * unpacked * (ranks - 1)
