@@ -117,6 +117,33 @@ def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
     return parent
 
 
+def profile_options() -> argparse.ArgumentParser:
+    """Measured layer times in place of the device model (see `read_profiles`)."""
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="layer times measured by runners.profile_layers, one file per device type",
+    )
+    return parent
+
+
+def read_profiles(args: argparse.Namespace) -> list[Any]:
+    """The profiles of `profile_options`."""
+    from polygon import files
+    from polygon.cost.profiles import kind_profile
+    from polygon.domain.errors import located
+
+    profiles = []
+    for path in args.profile:
+        data = files.read_json(path)
+        with located(f"{path}: "):
+            profiles.append(kind_profile(data))
+    return profiles
+
+
 def read_problem(path: str, args: argparse.Namespace) -> Any:
     """The problem of a cluster file and `problem_options`; a problem file stands for itself.
 

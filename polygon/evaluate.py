@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         prog="polygon evaluate",
         description="Estimate, breakdown, lower bound and violations of a plan.",
-        parents=[cli.output_options()],
+        parents=[cli.profile_options(), cli.output_options()],
     )
     parser.add_argument("plan", help="plan.json")
     parser.add_argument(
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan
 
     problem, plan, _ = files.read_plan(args.plan)
-    tables = CostTables(problem)
+    tables = CostTables(problem, cli.read_profiles(args))
     broken = violations(problem, plan, tables)
     structural = [text for text in broken if "GiB over" not in text]
     if structural:

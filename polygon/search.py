@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Find the plan with the least step time.",
         parents=[
             cli.problem_options(required=False),
+            cli.profile_options(),
             cli.search_options(),
             cli.output_options(out="where the plan goes (JSON)"),
         ],
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan, seconds
 
     talk = cli.Talk(quiet=args.quiet)
+    tables = CostTables(problem, cli.read_profiles(args))
     effort = Effort(time_limit_s=args.time_limit or float("inf"))
     with talk.progress("searching", 1.0) as show:
         found = find_plan(
@@ -52,13 +54,13 @@ def main(argv: list[str] | None = None) -> int:
             groups=groups,
             effort=effort,
             tell=lambda phase, part, best: show(part, f"{phase}: {seconds(best)}"),
+            tables=tables,
         )
     if found.interrupted:
         talk.say("interrupted: this is the best so far")
     if found.plan is None:
         return cli.infeasible(found.reason)
     plan = replace(found.plan, seed=args.seed)
-    tables = CostTables(problem)
     assert not violations(problem, plan, tables), "the search made a plan that breaks a rule"
     result = estimate(problem, plan, tables)
     if args.out:

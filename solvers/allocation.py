@@ -124,7 +124,7 @@ class AllocationSpace:
         """The nearest thing to X that is an allocation: nothing over capacity, no empty group that must not be.
 
         Takes from random groups what is too much, gives idle units where all must be used, and moves units from rows
-        with several to empty rows. Impossible only where there are fewer units than groups.
+        with several to empty rows. Impossible only where pools are too small for the groups.
         """
         x = np.maximum(x, 0)
         free = self.free(x)
@@ -156,8 +156,23 @@ class AllocationSpace:
             count = max(1, int(x[source, c]) // 2)
             x[source, c] -= count
             x[s, c] += count
-        elif len(idle):
-            x[s, idle[rng.integers(len(idle))]] = 1
+        else:
+            if not len(idle):
+                self._split_unit(x, rng)
+                idle = np.flatnonzero(self.free(x)[self.pool] >= self.units)
+            if len(idle):
+                x[s, idle[rng.integers(len(idle))]] = 1
+
+    def _split_unit(self, x: np.ndarray, rng: np.random.Generator) -> None:
+        """Replace one unit by one of a smaller class of its pool, so that something of the pool falls idle."""
+        smallest = np.array([min(classes, key=self.units.__getitem__, default=0) for classes in self._classes_of_pool])[
+            self.pool
+        ]
+        cells = np.argwhere(x * (self.units > self.units[smallest]))
+        if len(cells):
+            s, c = cells[rng.integers(len(cells))]
+            x[s, c] -= 1
+            x[s, smallest[c]] += 1
 
     def _use_idle(self, x: np.ndarray, rng: np.random.Generator) -> None:
         free = self.free(x)

@@ -53,7 +53,7 @@ class Search(Generic[S]):
         """Value of a solution; ends the search when the stop rule says so."""
         self.check()
         value = float(self.problem.evaluate(x))
-        self._record(x, value)
+        self.record(x, value)
         return value
 
     def evaluate_many(self, xs: Sequence[S]) -> list[float]:
@@ -64,7 +64,7 @@ class Search(Generic[S]):
             count = int(min(len(xs) - len(values), self.stop.evaluations_left(progress)))
             batch = xs[len(values) : len(values) + count]
             for x, value in zip(batch, self.problem.evaluate_many(batch), strict=True):
-                self._record(x, float(value))
+                self.record(x, float(value))
                 values.append(float(value))
                 if len(values) < len(xs):
                     self.check()
@@ -87,8 +87,9 @@ class Search(Generic[S]):
         if self.callback:
             self.callback(self.progress(), self.best)
 
-    def _record(self, x: S, value: float) -> None:
-        self.evaluations += 1
+    def record(self, x: S, value: float, *, evaluations: int = 1) -> None:
+        """Count evaluations made elsewhere (in a kernel), of which `x` was the best; keep it if it is the best ever."""
+        self.evaluations += evaluations
         if math.isnan(value):
             raise ValueError(f"evaluate returned NaN for {x!r}")
         if value < self.value:

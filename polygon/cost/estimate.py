@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from polygon.cost.bounds import lower_bound_s
-from polygon.cost.compute import model_flops_per_step, update_s
+from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, stage_memory
 from polygon.cost.reduction import ReductionCost, stage_reduction
 from polygon.cost.schedule import ScheduleTimes, backward_order
@@ -204,9 +204,8 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         reductions.append(cost)
         shards = shard_groups(place, s) if stage.zero else np.ones(stage.width)
         for w, worker in enumerate(stage.workers):
-            device = problem.cluster.pools[worker.pool].device
             count = held_parameters(plan, tables, s, worker.tp) / float(shards[w])
-            updates[place.offset[s] + w] = update_s(count, device, problem.batch)
+            updates[place.offset[s] + w] = tables.update_s(worker.pool, count)
     return StepTimes(
         schedule=schedule,
         messages=messages,

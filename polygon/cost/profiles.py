@@ -216,10 +216,15 @@ class KindProfile:
     precision: str
     points: Mapping[tuple[str, int], tuple[Measurement, ...]]
     """By layer kind (embedding, block, moe, head) and tensor-parallel degree."""
+    hidden_size: int | None = None
+    """Of the model that was measured; None: not said, any model is taken for it."""
+    update_s_per_parameter: float | None = None
+    """Of the optimizer, all measured layers together."""
 
     def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
         """Times of every layer, or None for another device, precision, sequence length or split."""
         same = (device.name, batch.seq_len, batch.precision) == (self.device, self.seq_len, self.precision)
+        same = same and self.hidden_size in (None, model.hidden_size)
         measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
         if not same or not measured or split.cp > 1 or split.ep > 1:
             return None
@@ -253,6 +258,14 @@ class KindProfile:
         )
 
 
+def _device_name(name: str) -> str:
+    """The catalogue's name of a device; a name that it does not have is the user's own."""
+    try:
+        return device_by_name(name).name
+    except InputError:
+        return name
+
+
 def kind_profile(data: Mapping[str, Any]) -> KindProfile:
     """Read our own profile format (docs/prediction.md)."""
     require(data.get("format") == LAYER_FORMAT, "format", data.get("format"), LAYER_FORMAT)
@@ -268,8 +281,12 @@ def kind_profile(data: Mapping[str, Any]) -> KindProfile:
             update_s=np.array([float(entry.get("update_s", 0.0))]),
         )
     require(bool(points), "layers", "none", "at least one measured layer")
+    counted = [entry for entry in data["layers"] if entry.get("update_s") and entry.get("parameters")]
+    update_s = sum(float(entry["update_s"]) for entry in counted)
     return KindProfile(
-        device=device_by_name(str(data.get("device"))).name,
+        device=_device_name(str(data.get("device"))),
+        hidden_size=int(data["hidden_size"]) if data.get("hidden_size") else None,
+        update_s_per_parameter=update_s / sum(int(e["parameters"]) for e in counted) if counted else None,
         seq_len=int(data["seq_len"]),
         precision=str(data.get("precision", "bf16")),
         points={key: tuple(by[size] for size in sorted(by)) for key, by in points.items()},

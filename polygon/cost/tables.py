@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from polygon.cost.compute import layer_times
+from polygon.cost.compute import layer_times, update_s
 from polygon.cost.memory import LayerMemory, layer_memory
+from polygon.cost.profiles import KindProfile
 from polygon.cost.transfers import LinkTable
 from polygon.domain.plan import Problem
 
@@ -42,10 +44,14 @@ class ClassMemory:
 
 
 class CostTables:
-    """Layer costs of a problem for every pool, tensor-parallel degree, micro-batch size and recomputation."""
+    """Layer costs of a problem for every pool, tensor-parallel degree, micro-batch size and recomputation.
 
-    def __init__(self, problem: Problem) -> None:
+    Where a profile was measured on a pool's device type, it takes the device model's place.
+    """
+
+    def __init__(self, problem: Problem, profiles: Sequence[KindProfile] = ()) -> None:
         self.problem = problem
+        self._profile_of = {profile.device: profile for profile in profiles}
         self.links = LinkTable(problem.cluster)
         self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str], ClassMemory] = {}
@@ -66,6 +72,7 @@ class CostTables:
                 tp=tp,
                 micro_batch_size=micro_batch_size,
                 recompute=recompute,
+                profile=self._profile_of.get(place.device.name),
             )
             self._times[key] = ClassTimes(
                 forward_s=running_sum(layer.forward_s),
@@ -74,6 +81,14 @@ class CostTables:
                 relative_error=layer.relative_error,
             )
         return self._times[key]
+
+    def update_s(self, pool: int, parameters_held: float) -> float:
+        """Seconds of the optimizer for as many parameters on one device of a pool."""
+        device = self.problem.cluster.pools[pool].device
+        profile = self._profile_of.get(device.name)
+        if profile is not None and profile.update_s_per_parameter is not None:
+            return parameters_held * profile.update_s_per_parameter
+        return update_s(parameters_held, device, self.problem.batch)
 
     def memory(self, tp: int, micro_batch_size: int, recompute: str) -> ClassMemory:
         """Bytes and parameters on one device of a worker of `tp` devices."""

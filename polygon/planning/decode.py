@@ -57,9 +57,11 @@ class Infeasible:
 class Decoder:
     """Decodes allocations of one problem; holds its cost tables and arrays."""
 
-    def __init__(self, problem: Problem, *, tensor_limit: int | None = None) -> None:
+    def __init__(
+        self, problem: Problem, *, tensor_limit: int | None = None, tables: CostTables | None = None
+    ) -> None:
         self.problem = problem
-        self.tables = CostTables(problem)
+        self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)
         if self.classes:
             self.packing = strongest_packing(problem)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, simple_starts
@@ -139,6 +140,7 @@ def find_plan(
     groups: Groups | None = None,
     effort: Effort | None = None,
     tell: Tell | None = None,
+    tables: CostTables | None = None,
 ) -> Found:
     """Search for the plan with the least step time.
 
@@ -146,7 +148,7 @@ def find_plan(
     of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
     """
     effort = effort or Effort()
-    decoder = Decoder(problem)
+    decoder = Decoder(problem, tables=tables)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
     candidates = Candidates(decoder, most_stages(problem))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 
 from polygon.catalogue import device
 from polygon.cost.compute import layer_times
+from polygon.cost.estimate import step_times
 from polygon.cost.profiles import LinkCurve, kind_profile, link_curves, model_profiles
+from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
+from tests.small_problems import routed_problem
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"
 PROFILES = model_profiles(json.loads((MEASURED / "sailor_profiles.json").read_text()))
@@ -107,3 +111,34 @@ def test_own_format_replaces_only_what_was_measured():
     assert measured.backward_s[-1] == spec.backward_s[-1]
     with pytest.raises(InputError, match=r"layers\[0\].*forward_s"):
         kind_profile({**data, "layers": [{"kind": "block", "micro_batch_size": 1}]})
+
+
+def test_a_profile_takes_the_device_model_s_place_in_a_plan_s_estimate():
+    """Compute and update of the device type that was measured come from the profile; another model's is not used."""
+    problem, plan = routed_problem(2)
+    data = {
+        "format": "polygon-layer-profile",
+        "device": "cpu",
+        "hidden_size": problem.model.hidden_size,
+        "seq_len": problem.batch.seq_len,
+        "precision": "fp32",
+        "layers": [
+            {
+                "kind": kind,
+                "micro_batch_size": 2,
+                "forward_s": 1.0,
+                "backward_s": 2.0,
+                "update_s": 5.0,
+                "parameters": 10,
+            }
+            for kind in ("embedding", "block", "head")
+        ],
+    }
+    profile = replace(kind_profile(data), device="cpu")  # the tests' own device, not the catalogue's
+    times = step_times(plan, CostTables(problem, [profile]))
+    assert times.schedule.forward_s == pytest.approx([2.0, 4.0])
+    assert times.schedule.backward_s == pytest.approx([4.0, 8.0])
+    held = problem.model.layer_parameters(0) + problem.model.layer_parameters(1)
+    assert times.update_s[0] == pytest.approx(0.5 * held)
+    wrong = replace(profile, hidden_size=64)
+    assert step_times(plan, CostTables(problem, [wrong])).schedule.forward_s[0] < 0.1

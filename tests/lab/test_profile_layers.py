@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from polygon.cost.profiles import kind_profile
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
 from runners.profile_layers import kept_bytes, main, shard
@@ -64,6 +65,8 @@ def test_profile_holds_every_kind_size_and_degree(model_file, tmp_path):
     for kind in ("block", "head"):
         assert rows[kind, 4, 1]["activation_bytes"] == pytest.approx(4 * rows[kind, 1, 1]["activation_bytes"], rel=0.02)
     assert rows["block", 1, 2]["activation_bytes"] < rows["block", 1, 1]["activation_bytes"]
+    read = kind_profile(profile)
+    assert read.hidden_size == 32 and read.points["block", 2][0].forward_s[0] == rows["block", 1, 2]["forward_s"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""Every (data, tensor, pipeline) split of a cluster's devices, priced, memory-checked and ranked.
+
+    python -m polygon.grid3d cluster.yaml llama2-7b --global-batch 256 --zero all --recompute all -o output.json
+    python -m polygon.grid3d cluster.json model.json --base-eff 0.4      (metadata files of an earlier searcher)
+    python -m polygon.grid3d cluster.yaml gpt3-175b --global-batch 1536 --all --backend dask --scheduler tcp://host:8786
+
+Every configuration is written with its cost terms or the reason why it is rejected, the best first. Options that take
+several values take a list (`1,2,4`) or `all`. A cluster of several pools is taken as equal devices: its slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from polygon import cli
+from polygon.cost.uniform import OVERLAPS, SCHEDULES
+from polygon.domain.errors import InputError
+from polygon.domain.plan import RECOMPUTE
+from polygon.grid3d.evaluate import case_of
+from polygon.grid3d.grid import BACKENDS, Result, evaluate_all
+from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
+from polygon.grid3d.splits import EVERYTHING, Options, all_splits
+
+COST_MODELS = ("polygon", "seed003")
+TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")
+SWITCH = {"on": (True,), "off": (False,), "all": (False, True)}
+
+
+def _several(kind: Callable[[str], Any], everything: tuple[Any, ...] | None) -> Callable[[str], tuple[Any, ...] | None]:
+    """An argparse type: values between commas, or `all`."""
+
+    def convert(text: str) -> tuple[Any, ...] | None:
+        if text == "all":
+            return everything
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+
+    return convert
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {', '.join(names)} or all")
+        return text
+
+    return convert
+
+
+def parser() -> cli.Parser:
+    """All options."""
+    top = cli.Parser(
+        prog="polygon grid3d",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[
+            cli.output_options(out="every configuration as JSON (default output.json)"),
+            cli.problem_options(required=False),
+        ],
+    )
+    top.add_argument("cluster", metavar="CLUSTER", help="cluster or problem file, or the searcher's cluster metadata")
+    top.add_argument("model_file", metavar="MODEL", nargs="?", help="as --model, or the searcher's model metadata")
+    top.add_argument("--top", type=cli.whole(1), default=10, metavar="K", help="rows shown (default %(default)s)")
+    what = top.add_argument_group("what is tried beside every (dp, tp, pp)", argument_default=argparse.SUPPRESS)
+    whole = cli.whole(1)
+    what.add_argument("--all", action="store_true", default=False, help="everything below")
+    what.add_argument("--cp", type=_several(whole, None), help="context-parallel degrees (default 1)")
+    what.add_argument("--ep", type=_several(whole, None), help="expert-parallel degrees (default 1)")
+    what.add_argument("--micro-batch-size", type=_several(whole, None), help="sequences (default 1)")
+    what.add_argument("--zero", type=_several(cli.whole(0, 3), (0, 1, 2, 3)), help="ZeRO stages (default 0)")
+    what.add_argument("--recompute", type=_several(_one_of(*RECOMPUTE), RECOMPUTE), help="(default none)")
+    what.add_argument("--schedule", type=_several(_one_of(*SCHEDULES), SCHEDULES), help="(default 1f1b)")
+    what.add_argument("--interleave", type=_several(whole, EVERYTHING.interleave), help="chunks a stage (default 1)")
+    what.add_argument("--sequence-parallel", choices=SWITCH, help="(default off)")
+    what.add_argument("--overlap", choices=OVERLAPS, default="backward", help="of DP traffic (default %(default)s)")
+    how = top.add_argument_group("how")
+    how.add_argument("--jobs", type=int, default=-1, help="processes (default: one a core)")
+    how.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
+    how.add_argument("--scheduler", metavar="ADDRESS", help="dask: of the scheduler (default: on this machine)")
+    price = top.add_argument_group("cost model")
+    price.add_argument("--cost-model", choices=COST_MODELS, help="(default: polygon; seed003 for metadata files)")
+    usual = Constants()
+    for option, value in (
+        ("--base-eff", usual.base_efficiency),
+        ("--dp-penalty", usual.dp_penalty),
+        ("--tp-penalty", usual.tp_penalty),
+        ("--imbalance-penalty", usual.imbalance_penalty),
+        ("--pp-overlap", usual.pp_overlap),
+        ("--mb-per-gb", usual.mb_per_gb),
+    ):
+        price.add_argument(option, type=cli.number(at_least=0), default=value, help="seed003 (default %(default)s)")
+    return top
+
+
+def _options(args: argparse.Namespace) -> Options:
+    chosen = EVERYTHING if args.all else Options()
+    # An option that was not given is not there: None would mean `all`.
+    values = {name: getattr(args, name, getattr(chosen, name)) for name in TRIED}
+    if isinstance(values["sequence_parallel"], str):
+        values["sequence_parallel"] = SWITCH[values["sequence_parallel"]]
+    return Options(**values, overlap=args.overlap)
+
+
+def _constants(args: argparse.Namespace) -> Constants:
+    return Constants(
+        base_efficiency=args.base_eff,
+        dp_penalty=args.dp_penalty,
+        tp_penalty=args.tp_penalty,
+        imbalance_penalty=args.imbalance_penalty,
+        pp_overlap=args.pp_overlap,
+        mb_per_gb=args.mb_per_gb,
+    )
+
+
+def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str, Any]]:
+    """What prices a split, the number of devices, and what the file says of the inputs."""
+    from polygon import files
+
+    data = files.read_yaml(args.cluster)
+    if is_metadata(data):
+        if args.model_file is None:
+            raise InputError("MODEL: found nothing, expected the model metadata beside the cluster metadata")
+        if args.cost_model == "polygon":
+            raise InputError(
+                f"{args.cluster}: found metadata, expected a cluster file for --cost-model polygon (or seed003)"
+            )
+        case = read_metadata(data, files.read_json(args.model_file), _constants(args))
+        return case, case.devices, {"cluster": args.cluster, "model": args.model_file, "cost_model": "seed003"}
+    args.model = args.model or args.model_file
+    problem = cli.read_problem(args.cluster, args)
+    priced, note = case_of(problem, _options(args))
+    if note:
+        talk.say(note)
+    says = {"cluster": problem.cluster.name, "model": problem.model.name, "cost_model": args.cost_model or "polygon"}
+    says["batch"] = {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len}
+    if args.cost_model == "seed003":
+        old = metadata_of(problem.model, problem.batch, priced.pool, _constants(args))
+        return old, problem.cluster.devices, says
+    return priced, problem.cluster.devices, says
+
+
+def _write(path: str, says: dict[str, Any], devices: int, result: Result) -> None:
+    """The file: what was asked, then one configuration a line."""
+    from polygon import files
+
+    head = {"format": "polygon-grid", **says, "devices": devices, "accepted": result.accepted}
+    text = json.dumps(head, ensure_ascii=False)[:-1]
+    lines = ",\n".join(row.line for row in result.rows)
+    files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """The best configurations with their terms."""
+    from polygon.overhead.report import table
+
+    names = [key for key in rows[0] if key not in ("step_s", "low_s", "high_s", "terms_s", "memory_bytes", "rejected")]
+    names = [name for name in names if name in ("dp", "tp", "pp") or len({row[name] for row in rows}) > 1]
+    terms = list(rows[0]["terms_s"])
+    header = ["rank", *names, "step ms", *(f"{term} ms" for term in terms)]
+    header += ["memory GB"] * ("memory_bytes" in rows[0])
+    body = []
+    for rank, row in enumerate(rows, start=1):
+        line = [str(rank), *(str(row[name]) for name in names), f"{row['step_s'] * 1e3:.5g}"]
+        line += [f"{row['terms_s'][term] * 1e3:.4g}" for term in terms]
+        body.append([*line, f"{row['memory_bytes'] / 1e9:.4g}"] if "memory_bytes" in row else line)
+    return table(header, body)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Price every split, write all, show the best."""
+    args = parser().parse_args(argv)
+    talk = cli.Talk(quiet=args.quiet)
+    case, devices, says = _case(args, talk)
+    options = Options() if isinstance(case, SearcherCase) else case.options
+    splits = list(all_splits(devices, options.cp))
+    start = time.perf_counter()
+    with talk.progress("splits", total=len(splits)) as show:
+        result = evaluate_all(
+            case,
+            splits,
+            jobs=args.jobs,
+            backend=args.backend,
+            scheduler=args.scheduler,
+            progress=lambda done: show(done, f"{done} of {len(splits)}"),
+        )
+    took_s = time.perf_counter() - start
+    path = args.out or "output.json"
+    _write(path, says, devices, result)
+    count = len(result.rows)
+    talk.say(
+        f"{count} configurations ({result.accepted} fit) in {took_s:.1f} s: {count / took_s:,.0f} a second; {path}"
+    )
+    best = result.top(args.top)
+    if not best:
+        return cli.infeasible(f"no configuration of {devices} devices fits; rejected for: {result.reasons()}")
+    if path != "-":
+        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, _table(best), as_json=args.json)
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

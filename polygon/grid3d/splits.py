@@ -1,0 +1,137 @@
+"""The configurations of a grid: every split of the devices, times the options asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polygon.cost.topologies import divisors
+from polygon.cost.uniform import ParallelConfig
+from polygon.domain.model import Batch, Model
+
+
+class Split(NamedTuple):
+    """dp x tp x pp x cp devices."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is tried beside every (dp, tp, pp); None: every value that can be."""
+
+    cp: tuple[int, ...] | None = (1,)
+    ep: tuple[int, ...] | None = (1,)
+    micro_batch_size: tuple[int, ...] | None = (1,)
+    zero: tuple[int, ...] = (0,)
+    recompute: tuple[str, ...] = ("none",)
+    schedule: tuple[str, ...] = ("1f1b",)
+    interleave: tuple[int, ...] = (1,)
+    sequence_parallel: tuple[bool, ...] = (False,)
+    overlap: str = "backward"
+
+
+EVERYTHING = Options(
+    cp=None,
+    ep=None,
+    micro_batch_size=None,
+    zero=(0, 1, 2, 3),
+    recompute=("none", "selective", "full"),
+    schedule=("1f1b", "gpipe"),
+    interleave=(1, 2, 4),
+    sequence_parallel=(False, True),
+)
+
+
+def all_splits(devices: int, cp: tuple[int, ...] | None = (1,)) -> Iterator[Split]:
+    """Every (dp, tp, pp, cp) with this product, tensor degree by tensor degree."""
+    for tp in divisors(devices):
+        for context in divisors(devices // tp):
+            if cp is not None and context not in cp:
+                continue
+            rest = devices // tp // context
+            for pp in divisors(rest):
+                yield Split(dp=rest // pp, tp=tp, pp=pp, cp=context)
+
+
+def split_fault(split: Split, model: Model, batch: Batch, devices_per_node: int) -> str | None:
+    """Why a split cannot be, whatever the options; None if it can."""
+    dp, tp, pp, cp = split
+    if tp > devices_per_node:
+        return f"tp {tp} is more than the {devices_per_node} devices of a node"
+    if model.heads % tp:
+        return f"tp {tp} does not divide the {model.heads} heads"
+    if model.ffn_size % tp:
+        return f"tp {tp} does not divide the MLP's width {model.ffn_size}"
+    if pp > model.blocks:
+        return f"pp {pp} is more than the {model.blocks} blocks"
+    if batch.seq_len % cp:
+        return f"cp {cp} does not divide the {batch.seq_len} tokens of a sequence"
+    if batch.global_batch % dp:
+        return f"dp {dp} does not divide the global batch {batch.global_batch}"
+    return None
+
+
+def micro_batch_sizes(split: Split, batch: Batch, options: Options) -> Iterator[tuple[int, str | None]]:
+    """Micro-batch sizes to try, each with why it cannot be (None if it can)."""
+    per_replica = batch.global_batch // split.dp
+    for size in options.micro_batch_size or divisors(per_replica):
+        fits = per_replica % size == 0
+        yield size, None if fits else f"micro-batch {size} does not divide the {per_replica} sequences of a replica"
+
+
+def _interleave_fits(split: Split, model: Model, chunks: int, micro_batches: int) -> bool:
+    """One chunk always fits; more need a pipeline, blocks for all chunks, and micro-batches in rounds of pp."""
+    if chunks == 1:
+        return True
+    return split.pp > 1 and model.blocks % (split.pp * chunks) == 0 and micro_batches % split.pp == 0
+
+
+def configurations(
+    split: Split, model: Model, batch: Batch, options: Options
+) -> Iterator[tuple[ParallelConfig | int, str | None]]:
+    """The configurations of a split that can be, and micro-batch sizes that cannot, with the reason.
+
+    A configuration that another one equals is left out: ZeRO over one rank, GPipe or chunks without a pipeline,
+    sequence parallelism without tensor parallelism, GPipe with chunks.
+    """
+    shards = split.dp * split.cp
+    for size, fault in micro_batch_sizes(split, batch, options):
+        if fault:
+            yield size, fault
+            continue
+        count = batch.global_batch // split.dp // size
+        for ep in options.ep or divisors(shards):
+            if shards % ep or (ep > 1 and (not model.experts or model.experts % ep)):
+                continue
+            for schedule in options.schedule:
+                for chunks in options.interleave:
+                    pipeline = schedule == options.schedule[0] or split.pp > 1
+                    if not pipeline or not _interleave_fits(split, model, chunks, count):
+                        continue
+                    if chunks > 1 and schedule != "1f1b":
+                        continue
+                    for zero in options.zero if shards > 1 else options.zero[:1]:
+                        for recompute in options.recompute:
+                            for sequence in options.sequence_parallel if split.tp > 1 else (False,):
+                                yield (
+                                    ParallelConfig(
+                                        dp=split.dp,
+                                        tp=split.tp,
+                                        pp=split.pp,
+                                        cp=split.cp,
+                                        ep=ep,
+                                        micro_batch_size=size,
+                                        zero=zero,
+                                        recompute=recompute,
+                                        schedule=schedule,
+                                        interleave=chunks,
+                                        sequence_parallel=sequence,
+                                        overlap=options.overlap,
+                                    ),
+                                    None,
+                                )

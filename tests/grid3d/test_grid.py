@@ -1,0 +1,216 @@
+"""Enumeration, rejection, ranking and the same answer wherever the work is done."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon import catalogue, cli
+from polygon.cost.topologies import divisors
+from polygon.cost.uniform import ParallelConfig, estimate_uniform
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.grid3d.__main__ import main
+from polygon.grid3d.evaluate import Case, uniform_pool
+from polygon.grid3d.grid import evaluate_all, parallel_config
+from polygon.grid3d.splits import EVERYTHING, Options, Split, all_splits, configurations
+
+MODEL = catalogue.model("gpt3-1.3b")
+BATCH = Batch(global_batch=64, seq_len=2048)
+POOL = Pool(
+    index=0,
+    region=0,
+    device=catalogue.device("a100-40gb"),
+    nodes=4,
+    devices_per_node=8,
+    intra_node=catalogue.link("nvlink3"),
+    inter_node=catalogue.link("infiniband-hdr-x8"),
+    first_device=0,
+    price_usd_per_hour=0.0,
+)
+
+CLUSTER = """\
+name: two nodes
+regions:
+- name: here
+  nodes:
+  - {device: a100-40gb, count: 2, devices_per_node: 8, intra_node: nvlink3, inter_node: infiniband-hdr-x8}
+"""
+
+
+def case(options: Options, usable_bytes: float = 36e9) -> Case:
+    return Case(model=MODEL, batch=BATCH, pool=POOL, usable_bytes=usable_bytes, options=options)
+
+
+@given(devices=st.integers(1, 400))
+def test_every_factorisation_once(devices):
+    """All (dp, tp, pp) with this product: as many as the prime factors allow, each once."""
+    splits = list(all_splits(devices))
+    assert len(set(splits)) == len(splits)
+    assert all(s.dp * s.tp * s.pp == devices for s in splits)
+    expected = sum(len(divisors(devices // dp)) for dp in divisors(devices))
+    assert len(splits) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(split=st.sampled_from(list(all_splits(32, None))))
+def test_configurations_are_legal_and_differ(split):
+    """No configuration twice, each with the split's degrees and a batch that divides."""
+    configs = [config for config, fault in configurations(split, MODEL, BATCH, EVERYTHING) if fault is None]
+    assert len(set(configs)) == len(configs)
+    for config in configs:
+        assert isinstance(config, ParallelConfig)
+        assert config.devices == 32 and BATCH.global_batch % (config.dp * config.micro_batch_size) == 0
+        assert config.interleave == 1 or config.pp > 1
+
+
+def test_rows_are_the_planners_own_estimate():
+    """A row holds what estimate_uniform says; its terms add up to the step."""
+    result = evaluate_all(
+        case(Options(zero=(0, 1), recompute=("none", "full"))), list(all_splits(32)), backend="serial"
+    )
+    for row in result.top(5):
+        estimate = estimate_uniform(MODEL, BATCH, POOL, parallel_config(row))
+        assert row["step_s"] == pytest.approx(estimate.step_s, rel=1e-6)
+        assert row["memory_bytes"] == pytest.approx(estimate.peak.total_bytes, rel=1e-6)
+        assert sum(row["terms_s"].values()) == pytest.approx(row["step_s"], rel=1e-5)
+
+
+def test_best_first_rejected_last_with_reason():
+    """Accepted rows by time, then rejected ones; every rejection says why, every accepted one fits."""
+    usable = 12e9
+    result = evaluate_all(case(Options(micro_batch_size=(1, 3)), usable), list(all_splits(32)), backend="serial")
+    rows = [json.loads(row.line) for row in result.rows]
+    good = [row for row in rows if row["rejected"] is None]
+    assert rows[: len(good)] == good
+    assert [row["step_s"] for row in good] == sorted(row["step_s"] for row in good)
+    assert all(row["memory_bytes"] <= usable for row in good)
+    reasons = " ".join(row["rejected"] for row in rows[len(good) :])
+    for words in (
+        "more than the 8 devices of a node",
+        "more than the 24 blocks",
+        "memory: needs",
+        "micro-batch 3 does not",
+    ):
+        assert words in reasons
+    assert result.best() == parallel_config(good[0])
+
+
+def test_nothing_fits_is_a_result():
+    """No accepted row, reasons counted."""
+    result = evaluate_all(case(Options(), usable_bytes=1e9), list(all_splits(32)), backend="serial")
+    assert result.best() is None and result.accepted == 0
+    assert result.reasons()["memory:"[:-1]] > 0
+
+
+def link(latency_s: float, rate: float) -> Link:
+    return Link(latency_s=latency_s, bytes_per_s=rate)
+
+
+def test_unequal_pools_are_levelled_down():
+    """Slowest device, least memory, worst links, nodes of the largest common size; unlinked regions are refused."""
+    import numpy as np
+
+    def region(name: str, device: str, per_node: int) -> Region:
+        group = NodeGroup(
+            device=device, nodes=2, devices_per_node=per_node, intra_node=link(3e-6, 3e11), inter_node=link(5e-6, 25e9)
+        )
+        return Region(name=name, node_groups=(group,), intra_region=link(5e-6, 25e9))
+
+    names = ("a100-80gb", "t4")
+    rate = np.array([[0, 1e9], [1e9, 0]])
+    cluster = Cluster(
+        name="two",
+        regions=(region("a", "a100-80gb", 8), region("b", "t4", 4)),
+        latency_s=np.full((2, 2), 0.03),
+        bytes_per_s=rate,
+        capacity_bytes_per_s=np.full((2, 2), np.inf),
+        catalogue={name: catalogue.device(name) for name in names},
+    )
+    pool, note = uniform_pool(cluster, "bf16")
+    assert note is not None and "slowest of" in note
+    assert (pool.device.name, pool.devices_per_node, pool.devices) == ("t4", 4, 24)
+    assert pool.inter_node == link(0.03, 1e9)
+    apart = replace_rate(cluster, np.zeros((2, 2)))
+    with pytest.raises(InputError, match="a and b: found no link"):
+        uniform_pool(apart, "bf16")
+
+
+def replace_rate(cluster: Cluster, rate: object) -> Cluster:
+    return replace(cluster, bytes_per_s=rate)
+
+
+def run(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code of the command and the text of its output file."""
+    (folder / "cluster.yaml").write_text(CLUSTER)
+    out = folder / "output.json"
+    code = cli.run(main, [str(folder / "cluster.yaml"), "gpt3-1.3b", "--global-batch", "32", "-o", str(out), *words])
+    return code, out.read_text()
+
+
+def test_command_writes_every_configuration(tmp_path, capsys):
+    """The file holds all splits, best first; the table shows the best; the same bytes from processes."""
+    code, text = run(tmp_path, "--jobs", "1", "--zero", "all", "--recompute", "none,full", "--top", "3")
+    assert code == 0
+    data = json.loads(text)
+    assert data["devices"] == 16 and data["model"] == "gpt3-1.3b"
+    splits = {(row["dp"], row["tp"], row["pp"]) for row in data["configurations"]}
+    assert splits == {s[:3] for s in all_splits(16)}
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 4 and "configurations" in shown.err
+    _, again = run(tmp_path, "--jobs", "2", "--zero", "all", "--recompute", "none,full")
+    assert again == text
+
+
+def test_dask_gives_the_same_bytes(tmp_path):
+    """A real Dask cluster of two worker processes writes the file that this process writes."""
+    distributed = pytest.importorskip("distributed")
+    options = ("--zero", "0,1", "--micro-batch-size", "all")
+    _, here = run(tmp_path, "--jobs", "1", *options)
+    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+    try:
+        code, there = run(tmp_path, "--backend", "dask", "--scheduler", cluster.scheduler_address, *options)
+    finally:
+        cluster.close()
+    assert code == 0 and there == here
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--zero", "5"], "expected a whole number in 0..3"),
+        (["--recompute", "some"], "expected none, selective, full or all"),
+        (["--backend", "dask", "--scheduler", "tcp://127.0.0.1:1"], "expected a Dask scheduler"),
+        (["--seq-len", "4096"], "at most 2048"),
+    ],
+)
+def test_bad_options_get_one_line(tmp_path, capsys, words, found):
+    """Exit 2 and one line."""
+    try:
+        code = run(tmp_path, *words)[0]
+    except FileNotFoundError:  # nothing was written
+        code = 2
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    lines = capsys.readouterr().err
+    assert found in lines
+    assert lines.count("\n") == 1
+
+
+def test_infeasible_says_why(tmp_path, capsys):
+    """Exit 3, the file is written all the same."""
+    code, text = run(tmp_path, "--model", "gpt3-175b")
+    assert code == 3 and json.loads(text)["accepted"] == 0
+    assert "no configuration of 16 devices fits" in capsys.readouterr().err
+
+
+def test_split_is_a_tuple_of_degrees():
+    """The last degree may be left out."""
+    assert Split(2, 4, 1) == (2, 4, 1, 1)
