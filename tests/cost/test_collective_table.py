@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -95,3 +96,19 @@ def test_errors_name_the_legal_values():
         collective_cell("p2p", ring, 1, hops=5)
     with pytest.raises(InputError, match="op: found 'gather', expected all_reduce or"):
         collective_cell("gather", ring, 1)
+
+
+def test_every_source_is_in_the_references():
+    """docs/REFERENCES.md lists what --verbose names."""
+    text = (Path(__file__).parents[2] / "docs" / "REFERENCES.md").read_text(encoding="utf-8")
+    link = Link(latency_s=1e-6, bytes_per_s=1e9)
+    sources = set()
+    for kind in KINDS:
+        topology = Topology(kind=kind, ranks=12, link=link, inter=link, per_node=4, nx=4, ny=3, in_network=True)
+        sources |= {cost.source for op in OPERATIONS for cost in cell_of(op, topology, 1e6).algorithms}
+    for source in sources:
+        names = source.replace("(", "").replace(")", "").split()
+        year = next((word for word in names if word.isdigit()), None)
+        lines = [line for line in text.splitlines() if names[0].strip(",") in line]
+        assert lines, source
+        assert year is None or any(year in line for line in lines), source
