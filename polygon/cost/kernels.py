@@ -125,8 +125,12 @@ class Silicon(NamedTuple):
 
 def architecture_of(device: Device) -> str:
     """Key of `EFFICIENCY` for a device; empty if its architecture is none of them."""
-    name = device.architecture.lower()
-    return next((key for key in EFFICIENCY if key and name.startswith(key)), "")
+    return _architecture(device.architecture)
+
+
+@lru_cache(maxsize=256)
+def _architecture(name: str) -> str:
+    return next((key for key in EFFICIENCY if key and name.lower().startswith(key)), "")
 
 
 @lru_cache(maxsize=256)
@@ -149,9 +153,16 @@ def _silicon(
     )
 
 
+_seen: dict[tuple[int, str], tuple[Device, Silicon]] = {}
+"""Devices hold a mapping and cannot be hashed: known by identity, and kept so that the identity stays theirs."""
+
+
 def silicon(device: Device, precision: str) -> Silicon:
     """The device in one precision, ready for the operator costs."""
-    return _silicon(
+    known = _seen.get((id(device), precision))
+    if known is not None and known[1].efficiency is EFFICIENCY[architecture_of(device)]:
+        return known[1]
+    made = _silicon(
         device.peak_flops(precision),
         device.peak_flops("fp16"),
         device.memory_bytes_per_s,
@@ -159,6 +170,10 @@ def silicon(device: Device, precision: str) -> Silicon:
         architecture_of(device),
         device.flops["fp32"],
     )
+    if len(_seen) > 1000:
+        _seen.clear()
+    _seen[id(device), precision] = (device, made)
+    return made
 
 
 @lru_cache(maxsize=65536)

@@ -73,7 +73,7 @@ def _layer_memory(
     parameters, activations, transient = np.zeros(layers), np.zeros(layers), np.zeros(layers)
     tokens = micro_batch_size * seq_len / cp
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    e = element_bytes
+    e = element_bytes if element_bytes > 1 else 1.5  # in fp8, what products keep has one byte, the rest two
     shard = tp if sequence_parallel else 1
     norm = h if model.rms_norm else 2 * h
     for layer in range(layers):
@@ -188,21 +188,59 @@ def stage_memory(
     gradient_copies : float
         Further copies of the gradients that the framework keeps (reduction buckets).
     """
+    rows = stage_rows(layers, first_layer, last_layer)
+    return breakdown(
+        *rows,
+        in_flight=in_flight,
+        zero=zero,
+        shards=shards,
+        batch=batch,
+        context_bytes=context_bytes,
+        gradient_copies=gradient_copies,
+    )
+
+
+def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[float, float, float, float]:
+    """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes."""
     held = float(layers.parameters[first_layer:last_layer].sum())
     if first_layer > 0 and last_layer == len(layers.parameters):
         held += layers.tied_parameters
+    return (
+        held,
+        float(layers.parameters[first_layer:last_layer].max(initial=0.0)),
+        float(layers.activation_bytes[first_layer:last_layer].sum()),
+        float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0)),
+    )
+
+
+def state_bytes(batch: Batch) -> tuple[float, float, float]:
+    """Bytes per parameter of weight, gradient and optimizer state (with the fp32 master of 16-bit weights)."""
     per_optimizer = {"adamw": 8, "sgd": 4}[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
-    largest = float(layers.parameters[first_layer:last_layer].max(initial=0.0))
-    weights = held * batch.element_bytes / (shards if zero >= 3 else 1)
-    gradients = held * batch.gradient_bytes * (1 + gradient_copies) / (shards if zero >= 2 else 1)
-    transient = float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0))
+    return max(batch.element_bytes, 2), batch.gradient_bytes, per_optimizer
+
+
+def breakdown(
+    held: float,
+    largest: float,
+    activation_bytes: float,
+    transient_bytes: float,
+    *,
+    in_flight: float,
+    zero: int,
+    shards: int,
+    batch: Batch,
+    context_bytes: float = CONTEXT_BYTES,
+    gradient_copies: float = 0.0,
+) -> MemoryBreakdown:
+    """Peak bytes from what `stage_rows` says of a stage."""
+    per_weight, per_gradient, per_optimizer = state_bytes(batch)
     if zero >= 3 and shards > 1:
-        transient += largest * (2 * batch.element_bytes + batch.gradient_bytes)
+        transient_bytes += largest * (2 * per_weight + per_gradient)
     return MemoryBreakdown(
-        weights=weights,
-        gradients=gradients,
+        weights=held * per_weight / (shards if zero >= 3 else 1),
+        gradients=held * per_gradient * (1 + gradient_copies) / (shards if zero >= 2 else 1),
         optimizer=held * per_optimizer / (shards if zero >= 1 else 1),
-        activations=float(layers.activation_bytes[first_layer:last_layer].sum()) * in_flight,
-        transient=transient,
+        activations=activation_bytes * in_flight,
+        transient=transient_bytes,
         context=context_bytes,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+
+import numpy as np
+from numba import njit
 
 from polygon.domain.cluster import Link
 
@@ -51,72 +53,102 @@ class Group:
         """Nodes that the group touches."""
         return math.ceil(self.members / self.per_node)
 
+    @property
+    def numbers(self) -> tuple[int, int, int, float, float, float, float]:
+        """What `ring_kernel` takes of the group."""
+        intra, inter = self.intra_node, self.inter_node
+        return (
+            self.members,
+            self.per_node,
+            self.devices_per_node,
+            intra.bytes_per_s,
+            intra.latency_s,
+            inter.bytes_per_s,
+            inter.latency_s,
+        )
+
 
 def one_node(members: int, link: Link) -> Group:
     """A group of devices of one node."""
     return Group(members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link)
 
 
-@lru_cache(maxsize=65536)
+_SIZES = np.array(ALL_REDUCE_SIZES)
+_RATES = np.array([ALL_REDUCE_NVSWITCH[max(n, 2)] for n in range(9)])
+
+
+@njit(cache=True)
+def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float) -> float:
+    """See `intra_node_all_reduce_s`."""
+    if members < 2 or n_bytes <= 0:
+        return 0.0
+    rates = _RATES[min(members, 8)]
+    scaled = n_bytes * REFERENCE_BYTES_PER_S / bytes_per_s
+    factor = 2 * (members - 1) / members
+    slow_link_s = max(0.0, latency_s - 3e-6) * members
+    if scaled <= _SIZES[0]:
+        return factor * _SIZES[0] / (rates[0] * 1e9) * (0.6 + 0.4 * scaled / _SIZES[0]) + slow_link_s
+    rate = rates[-1]
+    for i in range(len(_SIZES) - 1):
+        if scaled < _SIZES[i + 1]:
+            weight = math.log(scaled / _SIZES[i]) / math.log(_SIZES[i + 1] / _SIZES[i])
+            # Interpolate the time, not the rate: it is what must grow with the size.
+            low_s, high_s = _SIZES[i] / rates[i], _SIZES[i + 1] / rates[i + 1]
+            rate = scaled / math.exp(math.log(low_s) * (1 - weight) + math.log(high_s) * weight)
+            break
+    return factor * scaled / (rate * 1e9) + slow_link_s
+
+
+@njit(cache=True)
+def ring_kernel(
+    n_bytes: float,
+    members: int,
+    per_node: int,
+    devices_per_node: int,
+    fabric_bytes_per_s: float,
+    fabric_latency_s: float,
+    node_bytes_per_s: float,
+    node_latency_s: float,
+    passes: int,
+) -> float:
+    """All-reduce (2 passes), all-gather or reduce-scatter (1 pass) inside a node or over several.
+
+    Over several nodes: a ring at the rate of the narrower of fabric and shared cards; an all-reduce whose latency a
+    tree would shorten takes the tree.
+    """
+    if members < 2 or n_bytes <= 0:
+        return 0.0
+    nodes = -(-members // per_node)
+    if nodes == 1:
+        return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s)
+    rate = node_bytes_per_s * per_node / devices_per_node * CARD_EFFICIENCY
+    if per_node > 1:
+        rate = min(rate, FABRIC_EFFICIENCY * fabric_bytes_per_s)
+    latency_s = passes * ((members - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + node_latency_s))
+    if passes == 2:
+        tree_s = 2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + node_latency_s)
+        tree_s += 2 * (per_node - 1) * RING_STEP_S
+        latency_s = min(latency_s, tree_s + 0.1 * n_bytes / rate)
+    return passes * (members - 1) / members * n_bytes / rate + latency_s
+
+
 def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link) -> float:
     """Seconds of an all-reduce of `n_bytes` among devices of one node; 0 for one member.
 
     Interpolates the measured table in the logarithm of the size; a link of another rate is taken to move a
     proportionally larger buffer in the same time.
     """
-    if members < 2 or n_bytes <= 0:
-        return 0.0
-    rates = ALL_REDUCE_NVSWITCH[min(members, 8)]
-    scaled = n_bytes * REFERENCE_BYTES_PER_S / link.bytes_per_s
-    factor = 2 * (members - 1) / members
-    if scaled <= ALL_REDUCE_SIZES[0]:
-        floor_s = factor * ALL_REDUCE_SIZES[0] / (rates[0] * 1e9)
-        return floor_s * (0.6 + 0.4 * scaled / ALL_REDUCE_SIZES[0]) + max(0.0, link.latency_s - 3e-6) * members
-    x = math.log(scaled)
-    rate = rates[-1]
-    for (low, low_rate), (high, high_rate) in zip(
-        zip(ALL_REDUCE_SIZES, rates, strict=True), zip(ALL_REDUCE_SIZES[1:], rates[1:], strict=False), strict=False
-    ):
-        if scaled < high:
-            weight = (x - math.log(low)) / (math.log(high) - math.log(low))
-            # Interpolate the time, not the rate: it is what must grow with the size.
-            low_s, high_s = low / low_rate, high / high_rate
-            rate = scaled / math.exp(math.log(low_s) * (1 - weight) + math.log(high_s) * weight)
-            break
-    return factor * scaled / (rate * 1e9) + max(0.0, link.latency_s - 3e-6) * members
-
-
-def _wire_s(n_bytes: float, group: Group, passes: int) -> float:
-    """Ring of `passes` times (members - 1) steps; bandwidth of the narrower of fabric and shared cards."""
-    n, nodes = group.members, group.nodes
-    card = group.inter_node.bytes_per_s * group.per_node / group.devices_per_node * CARD_EFFICIENCY
-    rate = min(card, FABRIC_EFFICIENCY * group.intra_node.bytes_per_s) if group.per_node > 1 else card
-    latency_s = passes * ((n - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + group.inter_node.latency_s))
-    if passes == 2:
-        tree_s = (
-            2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + group.inter_node.latency_s)
-            + 2 * (group.per_node - 1) * RING_STEP_S
-        )
-        latency_s = min(latency_s, tree_s + 0.1 * n_bytes / rate)
-    return passes * (n - 1) / n * n_bytes / rate + latency_s
+    return intra_kernel(n_bytes, members, link.bytes_per_s, link.latency_s)
 
 
 def all_reduce_s(n_bytes: float, group: Group) -> float:
     """Seconds of an all-reduce of a buffer of `n_bytes` on every member."""
-    if group.members < 2 or n_bytes <= 0:
-        return 0.0
-    if group.nodes == 1:
-        return intra_node_all_reduce_s(n_bytes, group.members, group.intra_node)
-    return _wire_s(n_bytes, group, 2)
+    return ring_kernel(n_bytes, *group.numbers, 2)
 
 
 def gather_s(n_bytes: float, group: Group) -> float:
     """Seconds of an all-gather to (or reduce-scatter from) `n_bytes` on every member: half an all-reduce."""
-    if group.members < 2 or n_bytes <= 0:
-        return 0.0
-    if group.nodes == 1:
-        return 0.5 * intra_node_all_reduce_s(n_bytes, group.members, group.intra_node)
-    return _wire_s(n_bytes, group, 1)
+    return ring_kernel(n_bytes, *group.numbers, 1)
 
 
 def all_to_all_s(n_bytes: float, group: Group) -> float:

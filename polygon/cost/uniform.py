@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from polygon.cost.compute import FUSED, Kernels, LayerTimes, layer_times, model_flops_per_step, update_s
 from polygon.cost.kernels import silicon, stream_s
-from polygon.cost.memory import CONTEXT_BYTES, LayerMemory, MemoryBreakdown, layer_memory, stage_memory
-from polygon.cost.network import Group, all_reduce_s, gather_s, send_s
-from polygon.domain.cluster import Device, Link, Pool
+from polygon.cost.memory import (
+    CONTEXT_BYTES,
+    LayerMemory,
+    MemoryBreakdown,
+    breakdown,
+    layer_memory,
+    stage_rows,
+    state_bytes,
+)
+from polygon.cost.network import Group, send_s
+from polygon.cost.uniform_kernel import exposed_kernel, in_flight_kernel, many_kernel, terms_kernel
+from polygon.domain.cluster import Link, Pool
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
 
@@ -111,12 +120,7 @@ def stage_bounds(model: Model, config: ParallelConfig) -> list[int]:
 
 def in_flight(config: ParallelConfig, stage: int, micro_batches: int) -> float:
     """Most micro-batches whose activations a stage holds, in units of all of its layers."""
-    p, v = config.pp, config.interleave
-    if config.schedule == "gpipe":
-        return float(micro_batches)
-    if v == 1:
-        return float(min(micro_batches, p - stage))
-    return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    return in_flight_kernel(config.schedule == "gpipe", config.pp, config.interleave, stage, micro_batches)
 
 
 def _shared_link(pool: Pool, tp: int, members: int) -> Link:
@@ -142,6 +146,155 @@ def data_parallel_group(pool: Pool, config: ParallelConfig) -> Group:
     return _group(pool, config.dp * config.cp, pool.devices_per_node // config.tp)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a configuration costs by stage, whatever its width: the part that is worth keeping."""
+
+    bounds: tuple[int, ...]
+    stages: np.ndarray
+    """Shape (stages, 6): seconds of forward and backward, exposed communication in them, parameters, most parameters
+    of a layer, bytes of activations per micro-batch in flight, transient bytes."""
+    kinds: np.ndarray
+    """Shape (kinds, 4): layers of a kind, their forward and backward [s], their parameters."""
+    backward_s: float
+    parameters: float
+    send_s: float
+    copies_s: float
+    source: str
+    relative_error: float
+
+
+SHARD_COPIES = 3.7
+"""Passes over gathered weights and gradients that fully sharded training adds to every micro-batch (fitted)."""
+_layouts: dict[tuple[object, ...], Layout] = {}
+
+
+def _layout(model: Model, batch: Batch, pool: Pool, config: ParallelConfig) -> Layout:
+    """The layout of a configuration, kept between calls."""
+    key = (
+        model,
+        silicon(pool.device, batch.precision),
+        pool.intra_node,
+        pool.inter_node,
+        pool.devices_per_node,
+        batch.seq_len,
+        batch.gradient_precision,
+        config.tp,
+        config.pp,
+        config.cp,
+        config.ep,
+        config.interleave,
+        config.micro_batch_size,
+        config.recompute,
+        config.sequence_parallel,
+        config.stage_layers,
+        config.kernels,
+        config.dp * config.tp * config.cp < pool.devices_per_node,
+    )
+    known = _layouts.get(key)
+    if known is None:
+        if len(_layouts) > 20000:
+            _layouts.clear()
+        times, memory = _times(model, batch, pool, config), _memory(model, batch, config)
+        known = _layouts[key] = _lay_out(model, batch, pool, config, times, memory)
+    return known
+
+
+def _times(model: Model, batch: Batch, pool: Pool, config: ParallelConfig) -> LayerTimes:
+    return layer_times(
+        model,
+        batch,
+        pool.device,
+        pool.intra_node,
+        tp=config.tp,
+        tp_group=_group(pool, config.tp, config.tp),
+        micro_batch_size=config.micro_batch_size,
+        recompute=config.recompute,
+        sequence_parallel=config.sequence_parallel,
+        cp=config.cp,
+        cp_link=_shared_link(pool, config.tp, config.cp),
+        ep=config.ep,
+        ep_link=_shared_link(pool, config.tp, config.ep),
+        kernels=config.kernels,
+    )
+
+
+def _memory(model: Model, batch: Batch, config: ParallelConfig) -> LayerMemory:
+    return layer_memory(
+        model,
+        batch,
+        tp=config.tp,
+        micro_batch_size=config.micro_batch_size,
+        recompute=config.recompute,
+        sequence_parallel=config.sequence_parallel,
+        flash_attention=config.kernels.attention != "materialised",
+        fused=config.kernels.fused,
+        dropout=config.kernels.dropout,
+        cp=config.cp,
+        ep=config.ep,
+        keep_operators=config.kernels.selective == "operators",
+    )
+
+
+def _lay_out(
+    model: Model, batch: Batch, pool: Pool, config: ParallelConfig, times: LayerTimes, memory: LayerMemory
+) -> Layout:
+    bounds = stage_bounds(model, config)
+    starts = bounds[:-1]
+    backward = np.add.reduceat(times.backward_s, starts)
+    rows = np.array([stage_rows(memory, a, b) for a, b in itertools.pairwise(bounds)])
+    stages = np.column_stack(
+        [
+            np.add.reduceat(times.forward_s, starts) + backward,
+            np.add.reduceat(times.communication_s, starts),
+            rows,
+        ]
+    )
+    by_kind: dict[str, int] = {}
+    names = [model.layer_kind(layer) for layer in range(model.layers)]
+    for name in names:
+        by_kind[name] = by_kind.get(name, 0) + 1
+    first = [names.index(name) for name in by_kind]
+    kinds = np.array(
+        [
+            [count, times.forward_s[i], times.backward_s[i], memory.parameters[i]]
+            for count, i in zip(by_kind.values(), first, strict=True)
+        ]
+    )
+    per_weight, per_gradient, _ = state_bytes(batch)
+    copied = SHARD_COPIES * float(memory.parameters.sum()) * (per_weight + per_gradient)
+    stride = config.devices // config.pp
+    boundary = _group(pool, 2, 2 if stride < pool.devices_per_node else 1)
+    message = config.micro_batch_size * batch.seq_len / config.cp * model.hidden_size * batch.element_bytes / config.tp
+    return Layout(
+        bounds=tuple(bounds),
+        stages=stages,
+        kinds=kinds,
+        backward_s=float(backward.max()),
+        parameters=float(rows[:, 0].max()),
+        send_s=send_s(message, boundary) if config.pp > 1 else 0.0,
+        copies_s=stream_s(silicon(pool.device, batch.precision), copied),
+        source=times.source,
+        relative_error=times.relative_error,
+    )
+
+
+def _micro_batches(batch: Batch, config: ParallelConfig) -> int:
+    share, rest = divmod(batch.global_batch, config.dp * config.micro_batch_size)
+    if rest or share == 0:
+        raise InputError(
+            f"global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch_size = "
+            f"{config.dp * config.micro_batch_size}"
+        )
+    return share
+
+
+def _update_line(batch: Batch, pool: Pool, config: ParallelConfig) -> tuple[float, float]:
+    """Seconds of the optimizer: what it costs at least, and per parameter."""
+    base = update_s(0.0, pool.device, batch, fused=config.kernels.fused)
+    return base, (update_s(1e9, pool.device, batch, fused=config.kernels.fused) - base) / 1e9
+
+
 def estimate_uniform(
     model: Model,
     batch: Batch,
@@ -152,120 +305,165 @@ def estimate_uniform(
     memory: LayerMemory | None = None,
     context_bytes: float = CONTEXT_BYTES,
 ) -> UniformEstimate:
-    """Step time and memory of one configuration on equal devices.
+    r"""Step time and memory of one configuration on equal devices.
 
-    .. math:: T = \\sum_s t_s + (m - 1) \\max_s t_s + T_{dp} + T_{optimizer}
+    .. math:: T = \sum_s t_s / v + (m - 1) \max_s t_s + T_{dp} + T_{optimizer}
 
-    with the first sum divided by the interleaving. Ignores stragglers and data loading.
+    with v chunks of layers per device (the slowest stage's own share of the first sum is not divided). Ignores
+    stragglers and data loading.
 
     Parameters
     ----------
     times, memory : optional
         Measured ones in place of the model's (see `polygon.cost.profiles`).
     """
-    share, rest = divmod(batch.global_batch, config.dp * config.micro_batch_size)
-    if rest or share == 0:
-        raise InputError(
-            f"global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch_size = "
-            f"{config.dp * config.micro_batch_size}"
-        )
-    micro_batches = share
-    if times is None:
-        times = layer_times(
+    micro_batches = _micro_batches(batch, config)
+    if times is None and memory is None:
+        layout = _layout(model, batch, pool, config)
+    else:
+        layout = _lay_out(
             model,
             batch,
-            pool.device,
-            pool.intra_node,
-            tp=config.tp,
-            tp_group=_group(pool, config.tp, config.tp),
-            micro_batch_size=config.micro_batch_size,
-            recompute=config.recompute,
-            sequence_parallel=config.sequence_parallel,
-            cp=config.cp,
-            cp_link=_shared_link(pool, config.tp, config.cp),
-            ep=config.ep,
-            ep_link=_shared_link(pool, config.tp, config.ep),
-            kernels=config.kernels,
+            pool,
+            config,
+            times or _times(model, batch, pool, config),
+            memory or _memory(model, batch, config),
         )
-    if memory is None:
-        memory = layer_memory(
-            model,
-            batch,
-            tp=config.tp,
-            micro_batch_size=config.micro_batch_size,
-            recompute=config.recompute,
-            sequence_parallel=config.sequence_parallel,
-            flash_attention=config.kernels.attention != "materialised",
-            fused=config.kernels.fused,
-            dropout=config.kernels.dropout,
-            cp=config.cp,
-            ep=config.ep,
-            keep_operators=config.kernels.selective == "operators",
-        )
-    bounds = stage_bounds(model, config)
-    forward = np.add.reduceat(times.forward_s, bounds[:-1])
-    backward = np.add.reduceat(times.backward_s, bounds[:-1])
-    stage = forward + backward
-
-    per_device = pool.devices_per_node
-    stride = config.devices // config.pp
-    boundary = Group(
-        members=2,
-        per_node=2 if stride < per_device else 1,
-        devices_per_node=per_device,
-        intra_node=pool.intra_node,
-        inter_node=pool.inter_node,
-    )
-    message = config.micro_batch_size * batch.seq_len / config.cp * model.hidden_size * batch.element_bytes / config.tp
-    send = send_s(message, boundary) if config.pp > 1 else 0.0
-    slowest = int(stage.argmax())
-    busiest = float(stage[slowest])
-    communication_s = micro_batches * float(np.add.reduceat(times.communication_s, bounds[:-1])[slowest])
-    compute_s = micro_batches * busiest - communication_s
-    bubble_s = (float(stage.sum()) - busiest) / config.interleave
-    p2p_s = send * exposed_sends(config, micro_batches)
-
     group = data_parallel_group(pool, config)
-    parameters = max(
-        float(memory.parameters[a:b].sum()) + (memory.tied_parameters if a > 0 and b == model.layers else 0.0)
-        for a, b in itertools.pairwise(bounds)
+    per_weight, per_gradient, _ = state_bytes(batch)
+    seconds = np.empty(6)
+    step = terms_kernel(
+        layout.stages[:, 0],
+        layout.stages[:, 1],
+        layout.backward_s,
+        layout.parameters,
+        layout.kinds,
+        micro_batches,
+        config.interleave,
+        exposed_sends(config, micro_batches),
+        layout.send_s,
+        *group.numbers,
+        config.zero,
+        OVERLAPS.index(config.overlap),
+        config.gathers_per_layer,
+        float(per_weight),
+        float(per_gradient),
+        layout.copies_s,
+        *_update_line(batch, pool, config),
+        seconds,
     )
-    dp_s = _data_parallel_s(
-        batch, config, group, memory, times, parameters, micro_batches, float(backward.max()), pool.device
-    )
-    shards = group.members if config.zero >= 1 else 1
-    optimizer_s = update_s(parameters / shards, pool.device, batch, fused=config.kernels.fused)
-    step = compute_s + communication_s + bubble_s + p2p_s + dp_s + optimizer_s
     terms = {
-        "compute": Term(seconds=compute_s, source=times.source, relative_error=times.relative_error),
-        "tensor-parallel": Term(seconds=communication_s, source=times.source, relative_error=times.relative_error),
-        "bubble": Term(seconds=bubble_s, source=times.source, relative_error=times.relative_error),
-        "p2p": Term(seconds=p2p_s, source="spec", relative_error=0.5),
-        "data-parallel": Term(seconds=dp_s, source="spec", relative_error=0.5),
-        "optimizer": Term(seconds=optimizer_s, source="spec", relative_error=0.3),
+        name: Term(seconds=float(value), source=source or layout.source, relative_error=error or layout.relative_error)
+        for (name, source, error), value in zip(TERMS, seconds, strict=True)
     }
-    error = interval_s(terms)
-    stages = tuple(
-        stage_memory(
-            memory,
-            a,
-            b,
-            in_flight=in_flight(config, s, micro_batches),
-            zero=config.zero,
-            shards=group.members,
-            batch=batch,
-            context_bytes=context_bytes,
-        )
-        for s, (a, b) in enumerate(itertools.pairwise(bounds))
-    )
+    half = interval_s(terms)
     return UniformEstimate(
         step_s=step,
-        low_s=max(0.0, step - error),
-        high_s=step + error,
+        low_s=max(0.0, step - half),
+        high_s=step + half,
         terms=terms,
-        memory=stages,
+        memory=tuple(
+            breakdown(
+                *row,
+                in_flight=in_flight(config, s, micro_batches),
+                zero=config.zero,
+                shards=group.members,
+                batch=batch,
+                context_bytes=context_bytes,
+            )
+            for s, row in enumerate(layout.stages[:, 2:].tolist())
+        ),
         flops=model_flops_per_step(model, batch),
     )
+
+
+TERMS = (
+    ("compute", "", 0.0),
+    ("tensor-parallel", "", 0.0),
+    ("bubble", "", 0.0),
+    ("p2p", "spec", 0.5),
+    ("data-parallel", "spec", 0.5),
+    ("optimizer", "spec", 0.3),
+)
+"""Name, source and error of every term, in the kernel's order; empty: the layer times'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformEstimates:
+    """Many configurations: what `estimate_uniform` says of each, without the words."""
+
+    step_s: np.ndarray
+    """Shape (n,)."""
+    terms_s: np.ndarray
+    """Shape (n, 6), in the order of `TERMS`."""
+    peak_bytes: np.ndarray
+    """Shape (n,): of the stage that needs most, context included."""
+
+
+def estimate_many(
+    model: Model, batch: Batch, pool: Pool, configs: Sequence[ParallelConfig], *, context_bytes: float = CONTEXT_BYTES
+) -> UniformEstimates:
+    """Step time and peak memory of many configurations at once; the kernels on the first one count for all."""
+    if not configs:
+        return UniformEstimates(step_s=np.zeros(0), terms_s=np.zeros((0, 6)), peak_bytes=np.zeros(0))
+    number: dict[int, int] = {}
+    layouts: list[Layout] = []
+    interleaves: list[int] = []
+    integers = np.empty((len(configs), 9), dtype=np.int64)
+    per_node = pool.devices_per_node
+    for i, config in enumerate(configs):
+        micro_batches = _micro_batches(batch, config)
+        layout = _layout(model, batch, pool, config)
+        place = number.get(id(layout))
+        if place is None:
+            place = number[id(layout)] = len(layouts)
+            layouts.append(layout)
+            interleaves.append(config.interleave)
+        members = config.dp * config.cp
+        integers[i] = (
+            place,
+            micro_batches,
+            members,
+            max(1, min(members, per_node // config.tp)),
+            config.zero,
+            OVERLAPS.index(config.overlap),
+            config.gathers_per_layer,
+            exposed_sends(config, micro_batches),
+            config.schedule == "gpipe",
+        )
+    per_weight, per_gradient, per_optimizer = state_bytes(batch)
+    intra, inter = pool.intra_node, pool.inter_node
+    machine = np.array(
+        [
+            per_node,
+            intra.bytes_per_s,
+            intra.latency_s,
+            inter.bytes_per_s,
+            inter.latency_s,
+            per_weight,
+            per_gradient,
+            per_optimizer,
+            *_update_line(batch, pool, configs[0]),
+        ]
+    )
+    terms, peaks = np.empty((len(configs), 6)), np.empty(len(configs))
+    many_kernel(
+        integers,
+        np.cumsum([0, *(len(layout.stages) for layout in layouts)]),
+        np.concatenate([layout.stages for layout in layouts]),
+        np.cumsum([0, *(len(layout.kinds) for layout in layouts)]),
+        np.concatenate([layout.kinds for layout in layouts]),
+        np.array(
+            [
+                (layout.backward_s, layout.parameters, layout.send_s, layout.copies_s, float(v))
+                for layout, v in zip(layouts, interleaves, strict=True)
+            ]
+        ),
+        machine,
+        terms,
+        peaks,
+    )
+    return UniformEstimates(step_s=terms.sum(axis=1), terms_s=terms, peak_bytes=peaks + context_bytes)
 
 
 def interval_s(terms: Mapping[str, Term]) -> float:
@@ -284,62 +482,6 @@ def exposed_sends(config: ParallelConfig, micro_batches: int) -> int:
     return 2 * config.interleave * micro_batches * (0 if config.p2p_overlap else 1) + 2 * (config.pp - 1)
 
 
-def _data_parallel_s(
-    batch: Batch,
-    config: ParallelConfig,
-    group: Group,
-    memory: LayerMemory,
-    times: LayerTimes,
-    parameters: float,
-    micro_batches: int,
-    backward_s: float,
-    device: Device,
-) -> float:
-    """Exposed seconds of gradient reduction and weight gathering."""
-    if group.members < 2:
-        return 0.0
-    if config.zero == 3:
-        weights = memory.parameters * max(batch.element_bytes, 2)
-        pieces, hidden = config.gathers_per_layer, ZERO3_HIDING[config.overlap]
-        gather = np.array([pieces * gather_s(float(w) / pieces, group) for w in weights])
-        scatter = np.array(
-            [pieces * gather_s(float(w) / pieces, group) for w in memory.parameters * batch.gradient_bytes]
-        )
-        forward = _visible_s(gather, hidden * times.forward_s)
-        backward = _visible_s(gather + scatter, hidden * times.backward_s)
-        copied = SHARD_COPIES * float(memory.parameters.sum()) * (max(batch.element_bytes, 2) + batch.gradient_bytes)
-        copies_s = stream_s(silicon(device, batch.precision), copied)
-        first_s = float(gather[0] + gather[1] + scatter[0])
-        return micro_batches * (float(forward.sum() + backward.sum()) + copies_s) + first_s
-    gradient = parameters * batch.gradient_bytes
-    if config.zero == 0:
-        reduce, gather_weights = all_reduce_s(gradient, group), 0.0
-    else:
-        reduce = gather_s(gradient, group)
-        gather_weights = gather_s(parameters * max(batch.element_bytes, 2), group)
-    return exposed_data_parallel_s(reduce, gather_weights, backward_s, config.overlap)
-
-
 def exposed_data_parallel_s(reduce_s: float, gather_s: float, backward_s: float, overlap: str) -> float:
     """What is seen of a gradient reduction and a gathering of weights beside the last backward (and first forward)."""
-    if overlap == "none":
-        return reduce_s + gather_s
-    exposed = float(_visible_s(np.array(reduce_s), np.array(0.9 * backward_s))) + LAST_BUCKET * reduce_s
-    if overlap == "full":
-        gather_s = float(_visible_s(np.array(gather_s), np.array(0.4 * backward_s)))
-    return exposed + gather_s
-
-
-def _visible_s(communication_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
-    """What overlapped communication adds to compute: the longer part, and the compute that it slows."""
-    return np.maximum(communication_s - compute_s, 0.0) + CONTENTION * np.minimum(communication_s, compute_s)
-
-
-CONTENTION = 0.126
-"""How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
-LAST_BUCKET = 0.05
-"""Part of the gradients whose reduction starts when backward has ended."""
-ZERO3_HIDING = {"none": 0.0, "backward": 0.5, "full": 1.0}
-"""Part of a layer's compute that may hide the gathering of the next."""
-SHARD_COPIES = 3.7
-"""Passes over gathered weights and gradients that fully sharded training adds to every micro-batch."""
+    return exposed_kernel(reduce_s, gather_s, backward_s, OVERLAPS.index(overlap))

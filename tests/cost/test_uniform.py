@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.cost.uniform import ParallelConfig, estimate_uniform
+from polygon.cost.compute import layer_times
+from polygon.cost.memory import layer_memory
+from polygon.cost.uniform import ParallelConfig, estimate_many, estimate_uniform, stage_bounds
+from polygon.cost.uniform_kernel import terms_kernel
 from polygon.domain.cluster import Device, Link, Pool
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
@@ -82,3 +89,89 @@ def test_a_batch_that_does_not_divide_is_refused():
     """The message names the batch and what it must be a multiple of."""
     with pytest.raises(InputError, match="expected a multiple of dp x micro_batch_size = 6"):
         estimate_uniform(MODEL, BATCH, pool(), ParallelConfig(dp=3, micro_batch_size=2))
+
+
+@settings(deadline=None, max_examples=30)
+@given(many=st.lists(configs, min_size=1, max_size=6))
+def test_many_at_once_equal_one_by_one(many: list[ParallelConfig]):
+    """The batch interface gives what single estimates give."""
+    together = estimate_many(MODEL, BATCH, pool(), many)
+    for i, config in enumerate(many):
+        alone = estimate_uniform(MODEL, BATCH, pool(), config)
+        assert together.step_s[i] == pytest.approx(alone.step_s, rel=1e-12)
+        assert together.terms_s[i] == pytest.approx([term.seconds for term in alone.terms.values()], rel=1e-12)
+        assert together.peak_bytes[i] == pytest.approx(alone.peak.total_bytes, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    stage_s=st.lists(st.floats(1e-3, 1), min_size=1, max_size=6),
+    zero=st.integers(0, 3),
+    overlap=st.integers(0, 2),
+    members=st.sampled_from([1, 2, 16]),
+)
+def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int, members: int):
+    """Compiled and interpreted kernels agree."""
+    stages = np.array(stage_s)
+    kinds = np.array([[1, 0.01, 0.02, 1e6], [4, 0.02, 0.04, 4e6]])
+    machine = (members, min(members, 8), 8, 300e9, 2e-6, 200e9, 5e-6)
+    args = (
+        stages,
+        stages / 4,
+        0.3,
+        1e7,
+        kinds,
+        8,
+        1,
+        10,
+        1e-4,
+        *machine,
+        zero,
+        overlap,
+        1,
+        2.0,
+        4.0,
+        1e-3,
+        1e-5,
+        1e-11,
+    )
+    compiled, interpreted = np.empty(6), np.empty(6)
+    total = terms_kernel(*args, compiled)
+    assert terms_kernel.py_func(*args, interpreted) == pytest.approx(total)
+    assert compiled == pytest.approx(interpreted)
+
+
+@settings(deadline=None, max_examples=40)
+@given(config=configs, pipeline=st.sampled_from([2, 4]))
+def test_pipeline_is_no_shorter_than_its_busiest_stage_or_one_micro_batch(config: ParallelConfig, pipeline: int):
+    """Makespan >= busiest worker, and >= the way of one micro-batch through every stage."""
+    config = replace(config, pp=pipeline, dp=1, cp=1)
+    layers = layer_times(
+        MODEL,
+        BATCH,
+        A100,
+        pool().intra_node,
+        tp=config.tp,
+        micro_batch_size=config.micro_batch_size,
+        recompute=config.recompute,
+    )
+    estimate = estimate_uniform(MODEL, BATCH, pool(), config)
+    both = layers.forward_s + layers.backward_s
+    cuts = stage_bounds(MODEL, config)
+    stages = [float(both[a:b].sum()) for a, b in pairwise(cuts)]
+    micro_batches = BATCH.global_batch // config.micro_batch_size
+    assert estimate.step_s >= micro_batches * max(stages)
+    assert estimate.step_s >= sum(stages)
+
+
+def test_context_and_expert_parallelism_divide_activations_and_experts():
+    """Twice the context-parallel degree halves activations; experts spread over ep devices."""
+    long = Batch(global_batch=64, seq_len=2048)
+    one = layer_memory(MODEL, long, cp=1)
+    two = layer_memory(MODEL, long, cp=2)
+    assert two.activation_bytes[1] == pytest.approx(one.activation_bytes[1] / 2)
+    moe = replace(MODEL, experts=8, experts_per_token=2, expert_ffn_size=4096)
+    whole, spread = (layer_memory(moe, long, ep=ep).parameters[1] for ep in (1, 8))
+    expert = 2 * 2048 * 4096
+    assert whole - spread == pytest.approx(7 * expert)
+    assert layer_times(moe, long, A100, pool().intra_node, ep=8).communication_s[1] > 0

@@ -1,0 +1,256 @@
+"""The arithmetic of a uniform configuration as numba kernels: one configuration, or many at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from polygon.cost.network import ring_kernel
+
+COMPUTE, TENSOR, BUBBLE, P2P, DATA, OPTIMIZER = range(6)
+"""Places of the terms in what `terms_kernel` returns."""
+CONTENTION = 0.126
+"""How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
+LAST_BUCKET = 0.05
+"""Part of the gradients whose reduction starts when backward has ended."""
+ZERO3_HIDING = (0.0, 0.5, 1.0)
+"""Part of a layer's compute that may hide the gathering of the next: overlap none, backward, full."""
+
+
+@njit(cache=True)
+def visible_kernel(communication_s: float, compute_s: float) -> float:
+    """What overlapped communication adds to compute: the longer part, and the compute that it slows."""
+    return max(communication_s - compute_s, 0.0) + CONTENTION * min(communication_s, compute_s)
+
+
+@njit(cache=True)
+def exposed_kernel(reduce_s: float, gather_s: float, backward_s: float, overlap: int) -> float:
+    """What is seen of a reduction and a gathering beside the last backward (overlap: 0 none, 1 backward, 2 full)."""
+    if overlap == 0:
+        return reduce_s + gather_s
+    exposed = visible_kernel(reduce_s, 0.9 * backward_s) + LAST_BUCKET * reduce_s
+    if overlap == 2:
+        gather_s = visible_kernel(gather_s, 0.4 * backward_s)
+    return exposed + gather_s
+
+
+@njit(cache=True)
+def terms_kernel(
+    stage_s: np.ndarray,
+    stage_communication_s: np.ndarray,
+    backward_s: float,
+    parameters: float,
+    kinds: np.ndarray,
+    micro_batches: int,
+    interleave: int,
+    sends: int,
+    send_s: float,
+    members: int,
+    per_node: int,
+    devices_per_node: int,
+    fabric_bytes_per_s: float,
+    fabric_latency_s: float,
+    node_bytes_per_s: float,
+    node_latency_s: float,
+    zero: int,
+    overlap: int,
+    pieces: int,
+    weight_bytes: float,
+    gradient_bytes: float,
+    copies_s: float,
+    update_base_s: float,
+    update_parameter_s: float,
+    out: np.ndarray,
+) -> float:
+    """Seconds of every term into `out`; returns their sum.
+
+    Parameters
+    ----------
+    stage_s, stage_communication_s : ndarray, shape (stages,)
+        Forward and backward of a stage, and the communication exposed in them.
+    backward_s, parameters : float
+        Largest backward and most parameters of a stage.
+    kinds : ndarray, shape (kinds, 4)
+        Per layer kind: how many, forward, backward [s], parameters (used by ZeRO-3).
+    copies_s : float
+        ZeRO-3's passes over its gathered copies, per micro-batch.
+    update_base_s, update_parameter_s : float
+        Optimizer: launch, and seconds per parameter.
+    """
+    slowest = np.argmax(stage_s)
+    busiest = stage_s[slowest]
+    out[TENSOR] = micro_batches * stage_communication_s[slowest]
+    out[COMPUTE] = micro_batches * busiest - out[TENSOR]
+    out[BUBBLE] = (stage_s.sum() - busiest) / interleave
+    out[P2P] = sends * send_s
+    out[DATA] = 0.0
+    if members > 1 and zero == 3:
+        hidden, first_s, seen_s = ZERO3_HIDING[overlap], 0.0, 0.0
+        for k in range(kinds.shape[0]):
+            count, forward, backward, held = kinds[k]
+            gather, scatter = 0.0, 0.0
+            for which in range(2):
+                n_bytes = held * (weight_bytes if which == 0 else gradient_bytes) / pieces
+                seconds = pieces * ring_kernel(
+                    n_bytes,
+                    members,
+                    per_node,
+                    devices_per_node,
+                    fabric_bytes_per_s,
+                    fabric_latency_s,
+                    node_bytes_per_s,
+                    node_latency_s,
+                    1,
+                )
+                if which == 0:
+                    gather = seconds
+                else:
+                    scatter = seconds
+            seen_s += count * visible_kernel(gather, hidden * forward)
+            seen_s += count * visible_kernel(gather + scatter, hidden * backward)
+            if k == 0:
+                first_s += gather + scatter
+            elif k == 1:
+                first_s += gather
+        out[DATA] = micro_batches * (seen_s + copies_s) + first_s
+    elif members > 1:
+        passes = 2 if zero == 0 else 1
+        reduce_s = ring_kernel(
+            parameters * gradient_bytes,
+            members,
+            per_node,
+            devices_per_node,
+            fabric_bytes_per_s,
+            fabric_latency_s,
+            node_bytes_per_s,
+            node_latency_s,
+            passes,
+        )
+        gather_s = 0.0
+        if zero > 0:
+            gather_s = ring_kernel(
+                parameters * weight_bytes,
+                members,
+                per_node,
+                devices_per_node,
+                fabric_bytes_per_s,
+                fabric_latency_s,
+                node_bytes_per_s,
+                node_latency_s,
+                1,
+            )
+        out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
+    out[OPTIMIZER] = update_base_s + parameters / (members if zero >= 1 else 1) * update_parameter_s
+    return out.sum()
+
+
+@njit(cache=True)
+def in_flight_kernel(gpipe: bool, stages: int, interleave: int, stage: int, micro_batches: int) -> float:
+    """Most micro-batches whose activations a stage holds, in units of all of its layers."""
+    if gpipe:
+        return float(micro_batches)
+    if interleave == 1:
+        return float(min(micro_batches, stages - stage))
+    chunks = 2 * (stages - stage - 1) + (interleave - 1) * stages + 1
+    return min(micro_batches * interleave, chunks) / interleave
+
+
+@njit(cache=True)
+def peak_kernel(
+    held: np.ndarray,
+    largest: np.ndarray,
+    activation_bytes: np.ndarray,
+    transient_bytes: np.ndarray,
+    micro_batches: int,
+    interleave: int,
+    gpipe: bool,
+    zero: int,
+    shards: int,
+    weight_bytes: float,
+    gradient_bytes: float,
+    optimizer_bytes: float,
+) -> float:
+    """Most bytes that a device of any stage holds (see `polygon.cost.memory.stage_memory`), without context."""
+    stages, peak = len(held), 0.0
+    states = weight_bytes / (shards if zero >= 3 else 1) + gradient_bytes / (shards if zero >= 2 else 1)
+    states += optimizer_bytes / (shards if zero >= 1 else 1)
+    for s in range(stages):
+        total = held[s] * states + transient_bytes[s]
+        total += activation_bytes[s] * in_flight_kernel(gpipe, stages, interleave, s, micro_batches)
+        if zero >= 3 and shards > 1:
+            total += largest[s] * (2 * weight_bytes + gradient_bytes)
+        peak = max(peak, total)
+    return peak
+
+
+@njit(cache=True)
+def many_kernel(
+    integers: np.ndarray,
+    starts: np.ndarray,
+    stages: np.ndarray,
+    kind_starts: np.ndarray,
+    kinds: np.ndarray,
+    layouts: np.ndarray,
+    machine: np.ndarray,
+    terms: np.ndarray,
+    peaks: np.ndarray,
+) -> None:
+    """Terms and peaks of many configurations.
+
+    Parameters
+    ----------
+    integers : ndarray of int, shape (n, 9)
+        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not.
+    starts, kind_starts : ndarray, shape (layouts + 1,)
+        Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient)
+        and its kinds in `kinds`.
+    layouts : ndarray, shape (layouts, 5)
+        Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
+    machine : ndarray, shape (10,)
+        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope.
+    """
+    for i in range(integers.shape[0]):
+        layout = integers[i, 0]
+        rows = stages[starts[layout] : starts[layout + 1]]
+        backward_s, parameters, send_s, copies_s, interleave = layouts[layout]
+        terms_kernel(
+            rows[:, 0],
+            rows[:, 1],
+            backward_s,
+            parameters,
+            kinds[kind_starts[layout] : kind_starts[layout + 1]],
+            integers[i, 1],
+            int(interleave),
+            integers[i, 7],
+            send_s,
+            integers[i, 2],
+            integers[i, 3],
+            int(machine[0]),
+            machine[1],
+            machine[2],
+            machine[3],
+            machine[4],
+            integers[i, 4],
+            integers[i, 5],
+            integers[i, 6],
+            machine[5],
+            machine[6],
+            copies_s,
+            machine[8],
+            machine[9],
+            terms[i],
+        )
+        peaks[i] = peak_kernel(
+            rows[:, 2],
+            rows[:, 3],
+            rows[:, 4],
+            rows[:, 5],
+            integers[i, 1],
+            int(interleave),
+            integers[i, 8] > 0,
+            integers[i, 4],
+            integers[i, 2],
+            machine[5],
+            machine[6],
+            machine[7],
+        )
