@@ -33,7 +33,7 @@ def plain_step_s(
         Seconds from the end of an action on stage s (forward) or s + 1 (backward) to its arrival on the other side;
         the last entry is not used.
     windows : ndarray of int64, shape (stages,)
-        See `polygon.domain.schedule`.
+        See `polygon.domain.schedule`; never grow from stage to stage.
     """
     stages = forward_s.shape[0]
     free = np.zeros(stages)
@@ -44,6 +44,7 @@ def plain_step_s(
         backward_and_send[s] = backward_s[s] + transfer_s[s - 1]
     # arrived[m, s]: when the gradient of micro-batch m is there for the backward of stage s.
     arrived = np.zeros((micro_batches, stages + 1))
+    low, high = stages, stages - 1
     for key in range(micro_batches + windows[0] - 1):
         if key < micro_batches:
             arrival = 0.0
@@ -51,12 +52,16 @@ def plain_step_s(
                 start = arrival if arrival > free[s] else free[s]
                 free[s] = start + forward_s[s]
                 arrival = start + forward_and_send[s]
-        for s in range(stages - 1, -1, -1):
+        # Stages low .. high have a backward at this key; both only ever fall.
+        while low > 0 and windows[low - 1] <= key + 1:
+            low -= 1
+        while key - windows[high] + 1 >= micro_batches:
+            high -= 1
+        for s in range(high, low - 1, -1):
             m = key - windows[s] + 1
-            if 0 <= m < micro_batches:
-                start = arrived[m, s + 1] if arrived[m, s + 1] > free[s] else free[s]
-                free[s] = start + backward_s[s]
-                arrived[m, s] = start + backward_and_send[s]
+            start = arrived[m, s + 1] if arrived[m, s + 1] > free[s] else free[s]
+            free[s] = start + backward_s[s]
+            arrived[m, s] = start + backward_and_send[s]
     makespan = 0.0
     for s in range(stages):
         makespan = max(makespan, free[s])
@@ -74,8 +79,8 @@ def backward_order(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Returns
     -------
-    order : ndarray of int64, shape (micro_batches * stages,)
-        micro-batch * stages + stage.
+    order : ndarray of int64, shape (micro_batches * stages, 2)
+        Micro-batch and stage.
     first : ndarray of int64, shape (keys + 1,)
         Where each key's backwards begin.
     """
@@ -91,11 +96,12 @@ def backward_order(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for key in range(keys):
         first[key + 1] += first[key]
     place = first.copy()
-    order = np.empty(micro_batches * stages, dtype=np.int64)
+    order = np.empty((micro_batches * stages, 2), dtype=np.int64)
     for s in range(stages - 1, -1, -1):
         for m in range(micro_batches):
             key = m + windows[m, s] - 1
-            order[place[key]] = m * stages + s
+            order[place[key], 0] = m
+            order[place[key], 1] = s
             place[key] += 1
     return order, first
 
@@ -163,8 +169,7 @@ def routed_ends_s(
                         end = leaves
                 free[w] = end
         for i in range(first[key], first[key + 1]):
-            m = order[i] // stages
-            s = order[i] - m * stages
+            m, s = order[i, 0], order[i, 1]
             w = routes[m, s]
             start = arrived[m, s] if arrived[m, s] > free[w] else free[w]
             end = start + backward_s[w]
