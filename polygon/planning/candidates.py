@@ -64,6 +64,8 @@ class Candidates(SolverProblem[Allocation]):
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ or release workers; split, merge or move a stage; another micro-batch size."""
         kind = rng.random()
+        if not x.workers.any():
+            return self.random(rng)
         if kind < 0.12 and len(self.sizes) > 1:
             at = self.sizes.index(x.micro_batch_size)
             choices = [i for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]

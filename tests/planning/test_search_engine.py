@@ -1,0 +1,200 @@
+"""Plans that the search makes, and the bound that none may beat."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon import catalogue
+from polygon.cost.bounds import lower_bound_s
+from polygon.cost.estimate import estimate, step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Constraints, Problem
+from polygon.planning.candidates import Candidates
+from polygon.planning.decode import Decoder, Infeasible
+from polygon.planning.engine import Effort, find_groups, find_plan, most_stages
+from polygon.planning.violations import violations
+
+FAST = Effort(fluid_evaluations=600, exact_evaluations=20, patience=300)
+TYPES = ("a100-40gb", "t4", "v100-16gb")
+
+
+def small_gpt(**changes):
+    fields = {
+        "name": "small", "blocks": 6, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64,
+        "ffn_size": 4096, "vocab_size": 32000, "max_seq_len": 1024,
+    }  # fmt: skip
+    return Model(**(fields | changes))
+
+
+def cluster_of(groups, latency_s=0.02, bytes_per_s=1e8, capacity=np.inf):
+    """Regions given as lists of (type, nodes, devices per node), every pair linked alike."""
+    inside = Link(latency_s=5e-6, bytes_per_s=1e10)
+    between = Link(latency_s=5e-5, bytes_per_s=1e9)
+    regions = tuple(
+        Region(
+            name=f"r{r}",
+            intra_region=between,
+            node_groups=tuple(
+                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
+                for name, n, d in members
+            ),
+        )
+        for r, members in enumerate(groups)
+    )
+    n = len(regions)
+    return Cluster(
+        name="test",
+        regions=regions,
+        latency_s=np.full((n, n), latency_s),
+        bytes_per_s=np.full((n, n), bytes_per_s),
+        capacity_bytes_per_s=np.full((n, n), capacity),
+        catalogue={name: catalogue.device(name) for name in TYPES},
+    )
+
+
+@st.composite
+def problems(draw):
+    members = st.tuples(st.sampled_from(TYPES), st.integers(1, 2), st.sampled_from([1, 2, 4]))
+    groups = draw(st.lists(st.lists(members, min_size=1, max_size=2), min_size=1, max_size=3))
+    cluster = cluster_of(
+        groups, latency_s=draw(st.sampled_from([0.001, 0.05, 0.2])), bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9]))
+    )
+    batch = Batch(global_batch=draw(st.sampled_from([8, 12, 32])), seq_len=512)
+    allowed = draw(st.sampled_from([("none",), ("none", "bf16", "int8")]))
+    return Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=Constraints(compressions=allowed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 9))
+def test_decoded_plans_break_no_rule_and_beat_no_bound(problem, seed):
+    """Whatever allocation is decoded: the independent checker finds nothing, the step is no shorter than the bound."""
+    decoder = Decoder(problem)
+    candidates = Candidates(decoder, min(5, most_stages(problem)))
+    rng = np.random.default_rng(seed)
+    bound = lower_bound_s(CostTables(problem))
+    for _ in range(6):
+        plan = decoder.decode(candidates.random(rng))
+        if not isinstance(plan, Infeasible):
+            assert violations(problem, plan) == []
+            assert decoder.step_times(plan).step_s >= bound * (1 - 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(problem=problems())
+def test_search_is_repeatable_and_its_terms_add_up(problem):
+    """The same seed gives the same plan; the estimate's terms sum to the step."""
+    first, second = (find_plan(problem, np.random.default_rng(3), effort=FAST) for _ in range(2))
+    assert first.value_s == second.value_s
+    assert (first.plan.routes == second.plan.routes).all()
+    assert first.plan.stages == second.plan.stages
+    result = estimate(problem, first.plan)
+    assert np.isclose(sum(result.terms.values()), result.step_s)
+    assert np.isclose(result.step_s, first.value_s)
+    assert result.gap >= -1e-9
+    assert violations(problem, first.plan) == []
+
+
+def test_groups_cover_no_more_than_the_cluster_and_seed_the_search():
+    """Ants give every stage devices; a plan from the groups is at least as good as the fluid search without them."""
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 2, 2)], [("t4", 4, 1)], [("t4", 2, 1)]]),
+        model=small_gpt(),
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    groups, _ = find_groups(problem, np.random.default_rng(0), stages=3, effort=FAST)
+    assert groups.stages == 3
+    assert (groups.allocation.sum(axis=0) <= [4, 4, 2]).all()
+    found = find_plan(problem, np.random.default_rng(0), groups=groups, effort=FAST)
+    assert violations(problem, found.plan) == []
+
+
+def test_model_too_large_says_by_how_much():
+    """No plan, and the reason names the missing GiB."""
+    problem = Problem(
+        cluster=cluster_of([[("t4", 1, 1)]]),
+        model=small_gpt(blocks=96, hidden_size=8192, heads=64, kv_heads=64, head_dim=128, ffn_size=32768),
+        batch=Batch(global_batch=8, seq_len=512),
+    )
+    found = find_plan(problem, np.random.default_rng(0), effort=FAST)
+    assert found.plan is None
+    assert "GiB" in found.reason
+
+
+def test_regions_without_links_are_not_joined():
+    """Two regions without a link: the plan stays in one."""
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 2, 1)], [("a100-40gb", 2, 1)]], bytes_per_s=0.0),
+        model=small_gpt(),
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    plan = find_plan(problem, np.random.default_rng(0), effort=FAST).plan
+    assert len({problem.cluster.pools[w.pool].region for stage in plan.stages for w in stage.workers}) == 1
+
+
+def test_forbidden_region_is_left_out():
+    """Constraints hold in the found plan; forbidding everything leaves nothing."""
+    cluster = cluster_of([[("a100-40gb", 2, 1)], [("a100-40gb", 2, 1)]])
+    for forbidden in (("r0",), ("r0", "r1")):
+        problem = Problem(
+            cluster=cluster,
+            model=small_gpt(),
+            batch=Batch(global_batch=32, seq_len=512),
+            constraints=Constraints(forbidden_regions=forbidden),
+        )
+        found = find_plan(problem, np.random.default_rng(0), effort=FAST)
+        if len(forbidden) == 2:
+            assert found.plan is None
+        else:
+            assert violations(problem, found.plan) == []
+            assert all(problem.cluster.pools[w.pool].region == 1 for stage in found.plan.stages for w in stage.workers)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=problems(), factor=st.floats(1.0, 50.0), seed=st.integers(0, 5))
+def test_faster_links_never_slow_a_plan(problem, factor, seed):
+    """The same plan on a cluster whose links are faster takes no longer (without queues that overtake: latency too)."""
+    from dataclasses import replace
+
+    decoder = Decoder(problem)
+    plan = decoder.decode(Candidates(decoder, 3).random(np.random.default_rng(seed)))
+    if isinstance(plan, Infeasible):
+        return
+    cluster = problem.cluster
+    faster = replace(cluster, bytes_per_s=cluster.bytes_per_s * factor)
+    better = step_times(plan, CostTables(replace(problem, cluster=faster))).step_s
+    assert better <= step_times(plan, CostTables(problem)).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("change", ["device", "layer", "route", "span", "micro_batch", "link"])
+def test_checker_finds_what_is_broken(change):
+    """Each kind of damage to a good plan is reported."""
+    from dataclasses import replace
+
+    from polygon.domain.plan import LinkUse
+
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 2, 1)], [("a100-40gb", 2, 1)]], bytes_per_s=1e10),
+        model=small_gpt(),
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    plan = find_plan(problem, np.random.default_rng(0), effort=FAST).plan
+    assert violations(problem, plan) == []
+    stage = plan.stages[0]
+    broken = {
+        "device": lambda: replace(
+            plan,
+            stages=(
+                replace(stage, workers=(replace(stage.workers[0], devices=(99,)), *stage.workers[1:])),
+                *plan.stages[1:],
+            ),
+        ),
+        "layer": lambda: replace(plan, stages=(replace(stage, last_layer=stage.last_layer - 1), *plan.stages[1:])),
+        "route": lambda: replace(plan, routes=plan.routes + 7),
+        "span": lambda: replace(plan, spans=((0,) * stage.width, *plan.spans[1:])),
+        "micro_batch": lambda: replace(plan, micro_batch_size=plan.micro_batch_size * 2),
+        "link": lambda: replace(plan, links=(LinkUse(source=0, target=1, activations="int4"),)),
+    }[change]()
+    assert violations(problem, broken)
