@@ -113,7 +113,8 @@ def levels_s(
     n_bytes : float
         Gradient bytes that a worker holds.
     pools, nodes, members : ndarray, shape (n,)
-        The pools that hold workers of the stage, how many of their nodes do, and how many workers per node.
+        The pools that hold workers of the stage (those of a region side by side), how many of their nodes do, and how
+        many workers per node.
     wire_bytes : ndarray, shape (regions, regions)
         Bytes of the gradient once packed for the way from region to region.
     pair_share : ndarray, shape (regions, regions)
@@ -126,37 +127,30 @@ def levels_s(
         node_s = max(node_s, ring_s(n_bytes, members[i], node_latency_s[p], node_bytes_per_s[p]))
     regions = np.empty(count, dtype=np.int64)
     lent = np.zeros(count, dtype=np.int64)
+    stands = np.empty(count, dtype=np.int64)
     found = 0
     region_s = 0.0
-    for i in range(count):
+    i = 0
+    while i < count:
         r = pool_region[pools[i]]
-        known = False
-        for k in range(found):
-            known = known or regions[k] == r
-        if known:
-            continue
+        end = i
+        while end < count and pool_region[pools[end]] == r:
+            end += 1
         total, latency, rate = 0, 0.0, np.inf
-        for j in range(count):
-            if pool_region[pools[j]] != r:
-                continue
+        for j in range(i, end):
             total += nodes[j]
-            for k in range(count):
-                if pool_region[pools[k]] == r and (k != j or nodes[j] > 1):
+            for k in range(i, end):
+                if k != j or nodes[j] > 1:
                     latency = max(latency, latency_s[pools[j], pools[k]])
                     rate = min(rate, bytes_per_s[pools[j], pools[k]])
         region_s = max(region_s, ring_s(n_bytes, total, latency, rate))
-        regions[found] = r
-        lent[found] = total
+        # Which pool stands for a region does not matter: links between regions are the same for all its pools.
+        regions[found], lent[found], stands[found] = r, total, pools[i]
         found += 1
+        i = end
     if found == 1:
         return node_s, region_s, 0.0, True
     parallel = lent[:found].min()
-    # Which pool stands for a region does not matter: links between regions are the same for all its pools.
-    stands = np.empty(found, dtype=np.int64)
-    for k in range(found):
-        for i in range(count):
-            if pool_region[pools[i]] == regions[k]:
-                stands[k] = pools[i]
     piece = np.zeros((found, found))
     for a in range(found):
         for b in range(found):

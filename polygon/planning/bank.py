@@ -30,6 +30,8 @@ class Bank(NamedTuple):
     nodes: np.ndarray
     devices_per_node: np.ndarray
     """(c,) ints; the last two of the class's pool."""
+    kind: np.ndarray
+    """(c,) first class that computes and stores alike (same device, node links and degree, whatever the pool)."""
     forward_s: np.ndarray
     backward_s: np.ndarray
     """(c, r, n + 1) running sums of seconds per micro-batch."""
@@ -84,6 +86,16 @@ def worker_classes(tables: CostTables, limit: int | None = None) -> tuple[tuple[
     return tuple(classes)
 
 
+def _kinds(tables: CostTables, classes: tuple[tuple[int, int], ...]) -> np.ndarray:
+    pools = tables.problem.cluster.pools
+    first: dict[object, int] = {}
+    kinds = []
+    for c, (p, t) in enumerate(classes):
+        pool = pools[p]
+        kinds.append(first.setdefault((pool.device.name, pool.intra_node, pool.devices_per_node, t), c))
+    return np.array(kinds, dtype=np.int64)
+
+
 def state_bytes_per_parameter(tables: CostTables, shards: int) -> np.ndarray:
     """Bytes of weights, gradients and optimizer per parameter, shape (4, shards + 1) by ZeRO stage and shards."""
     layers = tables.memory(1, tables.micro_batch_sizes[0], "none").layers
@@ -126,6 +138,7 @@ def build_bank(
         tp=np.array([t for _, t in classes], dtype=np.int64),
         nodes=np.array([pool.nodes for pool in pools], dtype=np.int64),
         devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
+        kind=_kinds(tables, classes),
         forward_s=forward,
         backward_s=backward,
         parameters=np.array([m[0].parameters for m in memory]),

@@ -57,9 +57,7 @@ class Infeasible:
 class Decoder:
     """Decodes allocations of one problem; holds its cost tables and arrays."""
 
-    def __init__(
-        self, problem: Problem, *, tensor_limit: int | None = None, tables: CostTables | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, *, tensor_limit: int | None = None, tables: CostTables | None = None) -> None:
         self.problem = problem
         self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)

@@ -14,6 +14,8 @@ simulation of the decoded plan (`polygon.cost.schedule`) decides between the bes
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -72,7 +74,7 @@ def _shards_traffic_s(bank: Bank, c: int, n_bytes: float, shards: int) -> float:
 def stage_option(
     bank: Bank,
     classes: np.ndarray,
-    counts: np.ndarray,
+    shard_limit: np.ndarray,
     members: int,
     held: np.ndarray,
     first: int,
@@ -81,8 +83,8 @@ def stage_option(
 ) -> int:
     """First option under which layers [first, last) fit every class of a stage; -1 if none does.
 
-    `held[c]` is how many micro-batches a worker of class c has in flight; `seconds` receives their seconds per
-    micro-batch, shape (members,).
+    `held[i]` is how many micro-batches a worker of the i-th class has in flight, `shard_limit[i]` over how many of them
+    ZeRO can shard; `seconds` receives their seconds per micro-batch, shape (members,).
     """
     layers = bank.parameters.shape[1] - 1
     for option in range(bank.option_zero.shape[0]):
@@ -90,10 +92,7 @@ def stage_option(
         fits = True
         for i in range(members):
             c = classes[i]
-            if zero and counts[i] < 2:
-                shards = 1
-            else:
-                shards = min(counts[i], bank.state_bytes.shape[1] - 1)
+            shards = min(shard_limit[i], bank.state_bytes.shape[1] - 1) if zero else 1
             here = bank.parameters[c, last] - bank.parameters[c, first]
             if last == layers and first > 0:
                 here += bank.tied[c]
@@ -101,7 +100,7 @@ def stage_option(
             if last - first > 2:
                 transient = max(transient, bank.transient_bytes[c, recompute, first + 1])
             need = (
-                here * bank.state_bytes[zero, shards if zero else 1]
+                here * bank.state_bytes[zero, shards]
                 + (bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]) * held[i]
                 + transient
                 + bank.context_bytes
@@ -152,6 +151,7 @@ def _extend(
     bank: Bank,
     classes: np.ndarray,
     counts: np.ndarray,
+    shard_limit: np.ndarray,
     members: int,
     held: np.ndarray,
     first: int,
@@ -163,7 +163,7 @@ def _extend(
     low, high = first, limit
     while low < high:
         middle = (low + high + 1) // 2
-        option = stage_option(bank, classes, counts, members, held, first, middle, seconds)
+        option = stage_option(bank, classes, shard_limit, members, held, first, middle, seconds)
         if option >= 0 and whole_makespan_s(counts, seconds, members, bank.micro_batches) <= goal_s:
             low = middle
         else:
@@ -176,6 +176,7 @@ def split_layers(
     bank: Bank,
     classes: np.ndarray,
     counts: np.ndarray,
+    shard_limit: np.ndarray,
     members: np.ndarray,
     held: np.ndarray,
     bounds: np.ndarray,
@@ -189,8 +190,9 @@ def split_layers(
 
     Parameters
     ----------
-    classes, counts, held, seconds : ndarray, shape (stages, most classes)
-        Worker classes of each stage, their workers, micro-batches in flight, and (out) seconds per micro-batch.
+    classes, counts, shard_limit, held, seconds : ndarray, shape (stages, most classes)
+        Worker classes of each stage, their workers, over how many ZeRO shards, micro-batches in flight, and (out)
+        seconds per micro-batch.
     members : ndarray, shape (stages,)
     bounds : ndarray, shape (stages + 1,)
         Out: first layer of every stage, and the end.
@@ -209,11 +211,11 @@ def split_layers(
         for s in range(stages):
             trial[s] = at
             limit = layers - (stages - 1 - s)
-            end = _extend(bank, classes[s], counts[s], members[s], held[s], at, limit, goal, seconds[s])
+            end = _extend(bank, classes[s], counts[s], shard_limit[s], members[s], held[s], at, limit, goal, seconds[s])
             if end <= at or (s == stages - 1 and end < layers):
                 ok = False
                 break
-            stage_option(bank, classes[s], counts[s], members[s], held[s], at, end, seconds[s])
+            stage_option(bank, classes[s], shard_limit[s], members[s], held[s], at, end, seconds[s])
             worst = max(worst, whole_makespan_s(counts[s], seconds[s], members[s], bank.micro_batches))
             at = end
         trial[stages] = at
@@ -231,7 +233,7 @@ def split_layers(
             break
     for s in range(stages):
         options[s] = stage_option(
-            bank, classes[s], counts[s], members[s], held[s], bounds[s], bounds[s + 1], seconds[s]
+            bank, classes[s], shard_limit[s], members[s], held[s], bounds[s], bounds[s + 1], seconds[s]
         )
     return high
 
@@ -245,10 +247,12 @@ def region_shares(
     seconds: np.ndarray,
     share: np.ndarray,
     nodes: np.ndarray,
+    pool: np.ndarray,
 ) -> None:
-    """Part of the micro-batches that each region takes in a stage, and the nodes that it lends; shape (regions,)."""
-    share[:] = 0.0
-    nodes[:] = 0
+    """Part of the micro-batches that each region takes in a stage, the nodes it lends and one of its pools.
+
+    `share`, `nodes` and `pool` have shape (regions,) and come in as 0, 0 and -1.
+    """
     rate = 0.0
     for i in range(members):
         rate += counts[i] / seconds[i]
@@ -257,6 +261,7 @@ def region_shares(
         share[bank.region[c]] += counts[i] / seconds[i] / rate
         per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
         nodes[bank.region[c]] += (counts[i] + per_node - 1) // per_node
+        pool[bank.region[c]] = bank.pool[c]
 
 
 @njit(cache=True)
@@ -312,6 +317,7 @@ def room_in_flight(
     bank: Bank,
     classes: np.ndarray,
     counts: np.ndarray,
+    shard_limit: np.ndarray,
     members: int,
     seconds: np.ndarray,
     first: int,
@@ -330,7 +336,7 @@ def room_in_flight(
         here = bank.parameters[c, last] - bank.parameters[c, first]
         if last == layers and first > 0:
             here += bank.tied[c]
-        shards = min(counts[i], bank.state_bytes.shape[1] - 1) if zero else 1
+        shards = min(shard_limit[i], bank.state_bytes.shape[1] - 1) if zero else 1
         each = bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]
         free = bank.limit_bytes[c] - bank.context_bytes - here * bank.state_bytes[zero, shards]
         transient = max(
@@ -357,6 +363,49 @@ def gather_stages(x: np.ndarray, classes: np.ndarray, counts: np.ndarray, member
             members[stages] = k
             stages += 1
     return stages
+
+
+class Stages(NamedTuple):
+    """Stages of an allocation by worker class, and by kind of class where the place does not matter.
+
+    Arrays of shape (stages, most members); `members` and `kind_members` say how many entries of a row count.
+    """
+
+    classes: np.ndarray
+    counts: np.ndarray
+    members: np.ndarray
+    seconds: np.ndarray
+    """Per micro-batch, forward and backward."""
+    kinds: np.ndarray
+    kind_counts: np.ndarray
+    kind_shards: np.ndarray
+    """Over how many workers the smallest class of a kind can shard."""
+    kind_members: np.ndarray
+    kind_seconds: np.ndarray
+    bounds: np.ndarray
+    """(stages + 1,) the layer split."""
+    options: np.ndarray
+    """(stages,) memory options."""
+
+
+@njit(cache=True)
+def merge_kinds(bank: Bank, stages: Stages) -> None:
+    """Fill the arrays by kind from those by class."""
+    for s in range(stages.members.shape[0]):
+        k = 0
+        for i in range(stages.members[s]):
+            kind = bank.kind[stages.classes[s, i]]
+            n = stages.counts[s, i]
+            at = 0
+            while at < k and stages.kinds[s, at] != kind:
+                at += 1
+            if at == k:
+                stages.kinds[s, k], stages.kind_counts[s, k], stages.kind_shards[s, k] = kind, n, n
+                k += 1
+            else:
+                stages.kind_counts[s, at] += n
+                stages.kind_shards[s, at] = min(stages.kind_shards[s, at], n)
+        stages.kind_members[s] = k
 
 
 @njit(cache=True)
@@ -386,156 +435,174 @@ def fluid_step_s(
     classes = np.zeros((rows, widest), dtype=np.int64)
     counts = np.zeros((rows, widest), dtype=np.int64)
     members = np.zeros(rows, dtype=np.int64)
-    stages = gather_stages(x, classes, counts, members)
-    stages_out[0] = stages
+    n = gather_stages(x, classes, counts, members)
+    stages_out[0] = n
     layers = bank.parameters.shape[1] - 1
-    if stages == 0 or stages > layers:
+    if n == 0 or n > layers:
         return np.inf, NO_STAGE
-    micro_batches = bank.micro_batches
-    held = np.zeros((stages, widest))
-    seconds = np.zeros((stages, widest))
+    stages = Stages(
+        classes[:n],
+        counts[:n],
+        members[:n],
+        np.zeros((n, widest)),
+        np.zeros((n, widest), dtype=np.int64),
+        np.zeros((n, widest), dtype=np.int64),
+        np.zeros((n, widest), dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros((n, widest)),
+        bounds[: n + 1],
+        options[:n],
+    )
+    merge_kinds(bank, stages)
+    held = np.zeros((n, widest))
     window = 0
-    for s in range(stages - 1, -1, -1):
-        width = 0
-        for i in range(members[s]):
-            width += counts[s, i]
-        if width > micro_batches:
+    for s in range(n - 1, -1, -1):
+        width = stages.kind_counts[s].sum()
+        if width > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
-        window = min(micro_batches, window + width)
-        in_flight_estimate(bank, classes[s], counts[s], members[s], window, held[s])
+        window = min(bank.micro_batches, window + width)
+        in_flight_estimate(bank, stages.kinds[s], stages.kind_counts[s], stages.kind_members[s], window, held[s])
     slowest = split_layers(
-        bank, classes, counts, members[:stages], held, bounds[: stages + 1], options[:stages], seconds
+        bank,
+        stages.kinds,
+        stages.kind_counts,
+        stages.kind_shards,
+        stages.kind_members,
+        held,
+        stages.bounds,
+        stages.options,
+        stages.kind_seconds,
     )
     if not np.isfinite(slowest):
         return np.inf, NO_MEMORY
-    return _assemble(bank, classes, counts, members, seconds, bounds, options, stages)
+    for s in range(n):
+        for i in range(stages.members[s]):
+            at = 0
+            while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
+                at += 1
+            stages.seconds[s, i] = stages.kind_seconds[s, at]
+    return _assemble(bank, stages)
 
 
 @njit(cache=True)
-def _assemble(
-    bank: Bank,
-    classes: np.ndarray,
-    counts: np.ndarray,
-    members: np.ndarray,
-    seconds: np.ndarray,
-    bounds: np.ndarray,
-    options: np.ndarray,
-    stages: int,
-) -> tuple[float, int]:
-    """Step time from the split: pipeline, messages, reduction, update."""
-    micro_batches = bank.micro_batches
+def _boundary_s(bank: Bank, stages: Stages, s: int, stands: np.ndarray) -> tuple[float, float]:
+    """Mean seconds of a message from stage s to s + 1, and the time in which the fullest link carries all of them.
+
+    The first is inf where a link is missing.
+    """
     regions = bank.activation_wire.shape[0]
-    stands = np.zeros(regions, dtype=np.int64)
-    for p in range(bank.pool_region.shape[0]):
-        stands[bank.pool_region[p]] = p
     share, next_share = np.zeros(regions), np.zeros(regions)
     nodes, next_nodes = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
+    pool, next_pool = np.full(regions, -1, dtype=np.int64), np.full(regions, -1, dtype=np.int64)
+    region_shares(bank, stages.classes[s], stages.counts[s], stages.members[s], stages.seconds[s], share, nodes, pool)
+    t = s + 1
+    region_shares(
+        bank,
+        stages.classes[t],
+        stages.counts[t],
+        stages.members[t],
+        stages.seconds[t],
+        next_share,
+        next_nodes,
+        next_pool,
+    )
     flow = np.zeros((regions, regions))
-    passing = np.zeros(stages)
-    message = np.zeros(stages)
+    if not transport(bank, share, next_share, stands, flow):
+        return np.inf, np.inf
+    message, fullest = 0.0, 0.0
+    for a in range(regions):
+        for b in range(regions):
+            if flow[a, b] <= 0:
+                continue
+            pa, pb = (pool[a], next_pool[b]) if a == b else (stands[a], stands[b])
+            rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
+            pairs = max(1, nodes[a]) * max(1, next_nodes[b])
+            together = min(rate * pairs, max(1, nodes[a]) * bank.card_bytes_per_s[pa])
+            if a != b:
+                together = min(together, bank.capacity_bytes_per_s[a, b])
+            n_bytes = bank.activation_wire[a, b]
+            fullest = max(fullest, flow[a, b] * bank.micro_batches * n_bytes / together)
+            message += flow[a, b] * (latency + n_bytes / min(rate, together))
+    return message, fullest
+
+
+@njit(cache=True)
+def _assemble(bank: Bank, stages: Stages) -> tuple[float, int]:
+    """Step time from the split: pipeline, messages, reduction, update."""
+    n = stages.members.shape[0]
+    micro_batches = bank.micro_batches
+    stands = np.zeros(bank.activation_wire.shape[0], dtype=np.int64)
+    for p in range(bank.pool_region.shape[0]):
+        stands[bank.pool_region[p]] = p
+    passing, message = np.zeros(n), np.zeros(n)
     bottleneck, link_bound = 0.0, 0.0
-    for s in range(stages):
+    for s in range(n):
         spent, total = 0.0, 0.0
-        for i in range(members[s]):
-            total += counts[s, i] / seconds[s, i]
-            spent += counts[s, i]
+        for i in range(stages.kind_members[s]):
+            total += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
+            spent += stages.kind_counts[s, i]
         passing[s] = spent / total
-        bottleneck = max(bottleneck, whole_makespan_s(counts[s], seconds[s], members[s], micro_batches) - passing[s])
-        if s + 1 < stages:
-            region_shares(bank, classes[s], counts[s], members[s], seconds[s], share, nodes)
-            region_shares(bank, classes[s + 1], counts[s + 1], members[s + 1], seconds[s + 1], next_share, next_nodes)
-            if not transport(bank, share, next_share, stands, flow):
+        makespan = whole_makespan_s(
+            stages.kind_counts[s], stages.kind_seconds[s], stages.kind_members[s], micro_batches
+        )
+        bottleneck = max(bottleneck, makespan - passing[s])
+        if s + 1 < n:
+            message[s], fullest = _boundary_s(bank, stages, s, stands)
+            if not np.isfinite(message[s]):
                 return np.inf, NO_LINK
-            senders = 0
-            for i in range(members[s]):
-                senders += counts[s, i]
-            for a in range(regions):
-                for b in range(regions):
-                    if flow[a, b] <= 0:
-                        continue
-                    pa, pb = stands[a], stands[b]
-                    if a == b:
-                        pa, pb = (
-                            _pools_in(bank, classes[s], members[s], a),
-                            _pools_in(bank, classes[s + 1], members[s + 1], a),
-                        )
-                    rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
-                    pairs = max(1, nodes[a]) * max(1, next_nodes[b])
-                    together = min(rate * pairs, max(1, nodes[a]) * bank.card_bytes_per_s[pa])
-                    if a != b:
-                        together = min(together, bank.capacity_bytes_per_s[a, b])
-                    n_bytes = bank.activation_wire[a, b]
-                    carried = flow[a, b] * micro_batches * n_bytes / together
-                    link_bound = max(link_bound, carried)
-                    single = latency + n_bytes / min(rate, together)
-                    message[s] += flow[a, b] * single
+            link_bound = max(link_bound, fullest)
     fill = 0.0
-    for s in range(stages - 1, -1, -1):
+    for s in range(n - 1, -1, -1):
         fill += passing[s] + 2 * message[s]
-        room = room_in_flight(bank, classes[s], counts[s], members[s], seconds[s], bounds[s], bounds[s + 1], options[s])
+        room = room_in_flight(
+            bank,
+            stages.kinds[s],
+            stages.kind_counts[s],
+            stages.kind_shards[s],
+            stages.kind_members[s],
+            stages.kind_seconds[s],
+            stages.bounds[s],
+            stages.bounds[s + 1],
+            stages.options[s],
+        )
         if room < micro_batches:
             # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
             bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
-    end = max(bottleneck, link_bound) + fill
-    return _with_reductions(bank, classes, counts, members, bounds, options, passing, message, stages, end)
-
-
-@njit(cache=True)
-def _pools_in(bank: Bank, classes: np.ndarray, members: int, region: int) -> int:
-    """A pool that a stage uses in a region."""
-    for i in range(members):
-        if bank.region[classes[i]] == region:
-            return bank.pool[classes[i]]
-    return -1
+    return _with_reductions(bank, stages, passing, message, max(bottleneck, link_bound) + fill)
 
 
 @njit(cache=True)
 def _with_reductions(
-    bank: Bank,
-    classes: np.ndarray,
-    counts: np.ndarray,
-    members: np.ndarray,
-    bounds: np.ndarray,
-    options: np.ndarray,
-    passing: np.ndarray,
-    message: np.ndarray,
-    stages: int,
-    end: float,
+    bank: Bank, stages: Stages, passing: np.ndarray, message: np.ndarray, end: float
 ) -> tuple[float, int]:
     """When the last stage has reduced and updated, given when stage 0 ends its last backward."""
     regions = bank.activation_wire.shape[0]
     layers = bank.parameters.shape[1] - 1
-    pair_share = np.zeros((regions, regions))
-    for s in range(stages):
-        for i in range(members[s]):
-            for j in range(members[s]):
-                a, b = bank.region[classes[s, i]], bank.region[classes[s, j]]
-                first_a, first_b = True, True
-                for k in range(i):
-                    first_a = first_a and bank.region[classes[s, k]] != a
-                for k in range(j):
-                    first_b = first_b and bank.region[classes[s, k]] != b
-                if a != b and first_a and first_b:
-                    pair_share[a, b] += 1
+    n = stages.members.shape[0]
+    present = np.zeros((n, regions))
+    for s in range(n):
+        for i in range(stages.members[s]):
+            present[s, bank.region[stages.classes[s, i]]] = 1.0
+    pair_share = present.T @ present
     step, early = 0.0, 0.0
-    for s in range(stages):
-        m = members[s]
+    for s in range(n):
+        m = stages.members[s]
         n_values, update = 0.0, 0.0
         pools, nodes, on_node = np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64)
         for i in range(m):
-            c = classes[s, i]
-            here = bank.parameters[c, bounds[s + 1]] - bank.parameters[c, bounds[s]]
-            if s > 0 and bounds[s + 1] == layers:
+            c = stages.classes[s, i]
+            here = bank.parameters[c, stages.bounds[s + 1]] - bank.parameters[c, stages.bounds[s]]
+            if s > 0 and stages.bounds[s + 1] == layers:
                 here += bank.tied[c]
             n_values = max(n_values, here * bank.tp[c])
-            shards = counts[s, i] if bank.option_zero[options[s]] > 0 else 1
+            shards = stages.counts[s, i] if bank.option_zero[stages.options[s]] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
             pools[i] = bank.pool[c]
             per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
-            nodes[i] = (counts[s, i] + per_node - 1) // per_node
-            on_node[i] = min(counts[s, i], per_node)
+            nodes[i] = (stages.counts[s, i] + per_node - 1) // per_node
+            on_node[i] = min(stages.counts[s, i], per_node)
         reduction = 0.0
-        if m > 1 or counts[s, 0] > 1:
+        if m > 1 or stages.counts[s, 0] > 1:
             n_bytes = n_values * bank.gradient_bytes
             node_s, region_s, across_s, _ = levels_s(
                 n_bytes,
@@ -555,13 +622,26 @@ def _with_reductions(
             if not np.isfinite(reduction):
                 return np.inf, NO_LINK
         tied = 0.0
-        if bank.tied_values > 0 and stages > 1 and (s == 0 or s == stages - 1):
-            a, b = classes[0, 0], classes[stages - 1, 0]
-            rate = bank.bytes_per_s[bank.pool[a], bank.pool[b]]
-            if rate <= 0:
+        if bank.tied_values > 0 and n > 1 and (s == 0 or s == n - 1):
+            tied = _tied_s(bank, stages)
+            if not np.isfinite(tied):
                 return np.inf, NO_LINK
-            ratio = bank.gradient_ratio[bank.region[a], bank.region[b]]
-            tied = bank.latency_s[bank.pool[a], bank.pool[b]] + bank.tied_values * bank.gradient_bytes * ratio / rate
         step = max(step, end - early + reduction + tied + update)
         early += passing[s] * 0.6 + message[s]
     return step, FITS
+
+
+@njit(cache=True)
+def _tied_s(bank: Bank, stages: Stages) -> float:
+    """Seconds to exchange the gradient of tied embeddings between first and last stage, over their best link."""
+    last = stages.members.shape[0] - 1
+    best = np.inf
+    for i in range(stages.members[0]):
+        for j in range(stages.members[last]):
+            a, b = stages.classes[0, i], stages.classes[last, j]
+            rate = bank.bytes_per_s[bank.pool[a], bank.pool[b]]
+            if rate > 0:
+                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]]
+                seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
+                best = min(best, bank.latency_s[bank.pool[a], bank.pool[b]] + seconds)
+    return best
