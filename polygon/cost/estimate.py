@@ -105,16 +105,24 @@ class StepTimes:
         return float(self.done_s.max())
 
 
+def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Different rows of some integer columns, and for every place the number of its row."""
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    number = {row: k for k, row in enumerate(dict.fromkeys(rows))}
+    return list(number), np.array([number[row] for row in rows])
+
+
 def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> ScheduleTimes:
     """Durations of a plan's actions and messages, ready to simulate."""
     forward, backward = np.empty(len(place.stage)), np.empty(len(place.stage))
     for s, stage in enumerate(plan.stages):
-        for w in range(stage.width):
-            i = place.offset[s] + w
-            worker = stage.workers[w]
-            times = tables.times(worker.pool, worker.tp, plan.micro_batch_size, stage.recompute)
-            forward[i] = times.forward_s[stage.last_layer] - times.forward_s[stage.first_layer]
-            backward[i] = times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer]
+        kinds, kind = alike(place.pool[place.members(s)], place.tp[place.members(s)])
+        of_kind = np.empty((2, len(kinds)))
+        for k, (pool, tp) in enumerate(kinds):
+            times = tables.times(pool, tp, plan.micro_batch_size, stage.recompute)
+            of_kind[0, k] = times.forward_s[stage.last_layer] - times.forward_s[stage.first_layer]
+            of_kind[1, k] = times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer]
+        forward[place.members(s)], backward[place.members(s)] = of_kind[:, kind]
         if stage.zero >= 2 and stage.width > 1:
             extra = sharding_traffic_s(plan, tables, place, s)
             span = slice(place.offset[s], place.offset[s] + stage.width)
@@ -191,8 +199,8 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     reductions = []
     updates = np.empty(len(place.stage))
     for s, stage in enumerate(plan.stages):
-        tps = [worker.tp for worker in stage.workers]
-        n_values = max(held_parameters(plan, tables, s, tp) * tp for tp in set(tps))
+        degrees = set(place.tp[place.members(s)].tolist())
+        n_values = max(held_parameters(plan, tables, s, tp) * tp for tp in degrees)
         cost = stage_reduction(plan, s, n_values, problem.batch, tables.links, place, shared)
         if plan.local_steps > 1:
             cost = ReductionCost(
@@ -202,10 +210,12 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
                 across_bytes=tuple((a, b, n / plan.local_steps) for a, b, n in cost.across_bytes),
             )
         reductions.append(cost)
-        shards = shard_groups(place, s) if stage.zero else np.ones(stage.width)
-        for w, worker in enumerate(stage.workers):
-            count = held_parameters(plan, tables, s, worker.tp) / float(shards[w])
-            updates[place.offset[s] + w] = tables.update_s(worker.pool, count)
+        mine = place.members(s)
+        shards = shard_groups(place, s) if stage.zero else np.ones(stage.width, dtype=np.int64)
+        kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
+        updates[mine] = np.array([tables.update_s(p, held_parameters(plan, tables, s, tp) / k) for p, tp, k in kinds])[
+            kind
+        ]
     return StepTimes(
         schedule=schedule,
         messages=messages,
@@ -237,23 +247,22 @@ def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
 
 def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
     """Peak bytes of one device of every worker, stage by stage."""
-    result = []
+    result: list[MemoryBreakdown] = []
     for s, stage in enumerate(plan.stages):
-        held = in_flight(plan, s)
-        shards = shard_groups(place, s)
-        for w, worker in enumerate(stage.workers):
-            layers = tables.memory(worker.tp, plan.micro_batch_size, stage.recompute).layers
-            result.append(
-                stage_memory(
-                    layers,
-                    stage.first_layer,
-                    stage.last_layer,
-                    in_flight=float(held[w]),
-                    zero=stage.zero,
-                    shards=int(shards[w]),
-                    batch=tables.problem.batch,
-                )
+        kinds, kind = alike(place.tp[place.members(s)], in_flight(plan, s), shard_groups(place, s))
+        of_kind = [
+            stage_memory(
+                tables.memory(tp, plan.micro_batch_size, stage.recompute).layers,
+                stage.first_layer,
+                stage.last_layer,
+                in_flight=float(held),
+                zero=stage.zero,
+                shards=shards,
+                batch=tables.problem.batch,
             )
+            for tp, held, shards in kinds
+        ]
+        result += [of_kind[k] for k in kind]
     return result
 
 

@@ -101,16 +101,23 @@ class Placement:
     offset: np.ndarray
     """First worker of every stage, shape (stages,)."""
 
+    def members(self, stage: int) -> slice:
+        """Where the workers of a stage are."""
+        ends = [*self.offset[1:].tolist(), len(self.stage)]
+        return slice(int(self.offset[stage]), ends[stage])
+
     @classmethod
     def of(cls, plan: Plan, links: LinkTable) -> Placement:
         """Read the places of a plan's workers."""
         pools = links.cluster.pools
-        rows = [
-            (s, worker.pool, links.first_node[worker.pool] + pools[worker.pool].node_of(worker.devices[0]), worker.tp)
-            for s, stage in enumerate(plan.stages)
-            for worker in stage.workers
-        ]
-        stage, pool, node, tp = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+        stage = np.repeat(np.arange(len(plan.stages)), [stage_.width for stage_ in plan.stages])
+        workers = [worker for stage_ in plan.stages for worker in stage_.workers]
+        pool = np.array([worker.pool for worker in workers], dtype=np.int64)
+        tp = np.array([len(worker.devices) for worker in workers], dtype=np.int64)
+        first_device = np.array([p.first_device for p in pools], dtype=np.int64)
+        per_node = np.array([p.devices_per_node for p in pools], dtype=np.int64)
+        device = np.array([worker.devices[0] for worker in workers], dtype=np.int64)
+        node = links.first_node[pool] + (device - first_device[pool]) // per_node[pool]
         widths = [stage_.width for stage_ in plan.stages]
         return cls(
             stage=stage,

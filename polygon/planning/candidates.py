@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
 
 from polygon.planning.bank import Bank
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.starts import block_rates, even_parts
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import Problem as SolverProblem
 
@@ -72,7 +73,55 @@ class Candidates(SolverProblem[Allocation]):
             return replace(x, micro_batch_size=int(self.sizes[choices[rng.integers(len(choices))]]))
         if kind < 0.34:
             return replace(x, workers=self._restructure(x.workers, rng))
+        if kind < 0.5:
+            return replace(x, workers=self._compact(self._whole_pools(x.workers, rng)))
         return replace(x, workers=self._compact(self.space.neighbour(x.workers, rng)))
+
+    def _whole_pools(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""
+        pools = self.decoder.problem.cluster.pools
+        classes = self.decoder.classes
+        pool = pools[classes[int(rng.integers(len(classes)))][0]]
+        kind = rng.integers(4)
+        if kind == 0:
+            chosen = {p.index for p in pools if p.region == pool.region}
+        elif kind == 1:
+            chosen = {p.index for p in pools if p.device.name == pool.device.name}
+        else:
+            chosen = {pool.index}
+        columns = [c for c, (p, _) in enumerate(classes) if p in chosen]
+        result = workers.copy()
+        used = result[:, columns].sum() > 0
+        if used and rng.random() < 0.4:
+            result[:, columns] = 0
+            return result
+        rows = np.flatnonzero(workers.any(axis=1))
+        degrees = sorted({classes[c][1] for c in columns})
+        tp = degrees[int(rng.integers(len(degrees)))]
+        if used and rng.random() < 0.6:
+            return self._change_degree(result, columns, tp)
+        result[:, columns] = 0
+        if rng.random() < 0.5 and len(rows) > 1:
+            rows = rows[[int(rng.integers(len(rows)))]]
+        for c in columns:
+            if classes[c][1] == tp:
+                result[rows, c] = even_parts(
+                    pools[classes[c][0]].devices // tp, len(rows), int(rng.integers(len(rows)))
+                )
+        return result
+
+    def _change_degree(self, workers: np.ndarray, columns: list[int], tp: int) -> np.ndarray:
+        """The same devices in the same stages at another tensor-parallel degree."""
+        classes = self.decoder.classes
+        result = workers.copy()
+        for target in columns:
+            if classes[target][1] != tp:
+                continue
+            same = [c for c in columns if classes[c][0] == classes[target][0]]
+            devices = sum(workers[:, c] * classes[c][1] for c in same)
+            result[:, same] = 0
+            result[:, target] = devices // tp
+        return result
 
     def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Split a stage into two, merge two neighbours, or move a stage to another place."""
@@ -129,7 +178,7 @@ class ExactCandidates(Candidates):
         """Exact seconds per step; what was evaluated before is remembered."""
         key = self.key(x)
         if key not in self._values:
-            plan = self.decoder.decode(x)
+            plan = self.decoder.decode(x, relax=False)
             self._values[key] = float("inf") if isinstance(plan, Infeasible) else self.decoder.step_times(plan).step_s
         return self._values[key]
 
@@ -182,76 +231,3 @@ class GroupCandidates(AllocationProblem):
         finite = seconds[np.isfinite(seconds)]
         scale = float(np.median(finite[finite > 0])) if (finite > 0).any() else 1.0
         return np.where(np.isfinite(seconds), 1 / (1 + seconds / scale), 1e-6)
-
-
-def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
-    """Micro-batches per second that one worker of each class computes in a block, shape (classes,)."""
-    bank = decoder.bank(micro_batch_size)
-    return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
-
-
-def region_walks(decoder: Decoder) -> list[list[int]]:
-    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
-    cluster = decoder.problem.cluster
-    n = len(cluster.regions)
-    with np.errstate(divide="ignore"):
-        cost = cluster.latency_s + 1e6 / cluster.bytes_per_s
-    walks = []
-    for first in range(n):
-        walk, left = [first], set(range(n)) - {first}
-        while left:
-            here = walk[-1]
-            walk.append(min(sorted(left), key=lambda r: max(cost[here, r], cost[r, here])))
-            left.remove(walk[-1])
-        walks.append(walk)
-    return walks[: min(n, 12)]
-
-
-def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
-    """Allocations that a careful person would try first, shape (stages, classes) each.
-
-    For every tensor-parallel degree: all pools along a walk through close regions cut into stages of equal compute;
-    each region alone; each device type alone; all devices as one stage.
-    """
-    pools = decoder.problem.cluster.pools
-    rates = block_rates(decoder, micro_batch_size)
-    for tp in sorted({t for _, t in decoder.classes}):
-        column: dict[int, int] = {}
-        for c, (p, t) in enumerate(decoder.classes):
-            if t <= tp and (p not in column or t > decoder.classes[column[p]][1]):
-                column[p] = c
-        walks = region_walks(decoder)
-        regions = sorted({pools[p].region for p in column})
-        types = sorted({pools[p].device.name for p in column})
-        chains = [_along(walk, column, decoder) for walk in walks]
-        chains += [[p for p in column if pools[p].region == r] for r in regions[:16]]
-        chains += [[p for p in chains[0] if pools[p].device.name == name] for name in types]
-        for chain in chains:
-            yield from _cut_evenly(chain, column, decoder, rates, stages)
-
-
-def _cut_evenly(
-    chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
-) -> Iterator[np.ndarray]:
-    """The workers of a chain of pools, cut into 1, 2, 3, 4, 6, 8, ... consecutive stages of equal compute."""
-    pools = decoder.problem.cluster.pools
-    counts = np.array([pools[p].devices // decoder.classes[column[p]][1] for p in chain])
-    columns = np.array([column[p] for p in chain])
-    if counts.sum() == 0:
-        return
-    worker_column = np.repeat(columns, counts)
-    done = np.cumsum(rates[worker_column])
-    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        if count > min(stages, len(worker_column)):
-            return
-        stage = np.minimum((done - rates[worker_column] / 2) / done[-1] * count, count - 1e-9).astype(np.int64)
-        x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
-        np.add.at(x, (stage, worker_column), 1)
-        yield x
-
-
-def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:
-    """Pools in the order of a walk through their regions."""
-    pools = decoder.problem.cluster.pools
-    place = {region: i for i, region in enumerate(walk)}
-    return sorted(column, key=lambda p: (place[pools[p].region], p))

@@ -79,8 +79,13 @@ class Decoder:
         scratch = _scratch(rows)
         return fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, *scratch)
 
-    def decode(self, allocation: Allocation) -> Plan | Infeasible:
+    def decode(self, allocation: Allocation, *, relax: bool = True) -> Plan | Infeasible:
         """The plan of an allocation.
+
+        Parameters
+        ----------
+        relax : bool
+            Whether to look for links that can do with weaker packing.
 
         Returns
         -------
@@ -98,7 +103,7 @@ class Decoder:
         if isinstance(draft, Infeasible):
             return draft
         fitted = self._fit_spans(draft)
-        return self._relax_links(fitted) if isinstance(fitted, Plan) else fitted
+        return self._relax_links(fitted) if relax and isinstance(fitted, Plan) else fitted
 
     def _stages(self, allocation: Allocation, bounds: np.ndarray, options: np.ndarray, count: int) -> list[Stage]:
         """Deal out devices: in every pool large tensor-parallel groups first, so that none straddles two nodes."""
@@ -211,7 +216,9 @@ class Decoder:
     def _over_memory(self, plan: Plan) -> np.ndarray:
         """Which workers have too little memory, shape (workers,)."""
         place = Placement.of(plan, self.tables.links)
-        need = np.array([memory.total_bytes for memory in worker_memory(plan, self.tables, place)])
+        breakdowns = worker_memory(plan, self.tables, place)
+        total = {id(memory): memory.total_bytes for memory in breakdowns}
+        need = np.array([total[id(memory)] for memory in breakdowns])
         return need > self.tables.limit_bytes[place.pool]
 
     def over_memory(self, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,8 +12,9 @@ import numpy as np
 from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
-from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, simple_starts
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.starts import grown_starts, simple_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
@@ -152,8 +154,16 @@ def find_plan(
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
     candidates = Candidates(decoder, most_stages(problem))
-    starts = _starts(decoder, candidates, groups)
+    began = time.perf_counter()
+    starts = grown_starts(
+        decoder,
+        candidates.space.groups,
+        candidates.evaluate,
+        lambda: 0.3 * effort.time_limit_s - (time.perf_counter() - began),
+    )
+    starts += _starts(decoder, candidates, groups)
     ranked = sorted(((candidates.evaluate(x), i) for i, x in enumerate(starts)), key=lambda pair: pair[0])
+    spent_s = time.perf_counter() - began
     first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
 
     def told(phase: str, total: int) -> Callable[[Progress, object], None] | None:
@@ -164,17 +174,17 @@ def find_plan(
     fluid = Genetic().solve(
         candidates,
         rng,
-        _limit(effort.fluid_evaluations, effort.patience, 0.6 * effort.time_limit_s),
+        _limit(effort.fluid_evaluations, effort.patience, 0.65 * effort.time_limit_s - spent_s),
         start=first,
         callback=told("memetic search", effort.fluid_evaluations),
     )
-    evaluations, seconds = fluid.evaluations + len(starts), fluid.seconds
+    evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
     if fluid.solution is None:
         return Found(
             plan=None, value_s=math.inf, reason=_why_not(decoder, starts), evaluations=evaluations, seconds=seconds
         )
     exact = ExactCandidates(decoder, candidates.space.groups)
-    left_s = max(0.2, effort.time_limit_s - fluid.seconds)
+    left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
     interrupted = fluid.stopped_by == "interrupt"
     count = 1 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(

@@ -1,0 +1,188 @@
+"""Where the search begins: allocations that a careful person would try first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from polygon.planning.decode import Allocation, Decoder
+
+STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
+    """Micro-batches per second that one worker of each class computes in a block, shape (classes,)."""
+    bank = decoder.bank(micro_batch_size)
+    return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
+
+
+def region_walks(decoder: Decoder) -> list[list[int]]:
+    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+    cluster = decoder.problem.cluster
+    n = len(cluster.regions)
+    with np.errstate(divide="ignore"):
+        cost = cluster.latency_s + 1e6 / cluster.bytes_per_s
+    walks = []
+    for first in range(n):
+        walk, left = [first], set(range(n)) - {first}
+        while left:
+            here = walk[-1]
+            walk.append(min(sorted(left), key=lambda r: max(cost[here, r], cost[r, here])))
+            left.remove(walk[-1])
+        walks.append(walk)
+    return walks[: min(n, 12)]
+
+
+def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+    """Allocations that a careful person would try first, shape (stages, classes) each.
+
+    For every tensor-parallel degree: all pools along a walk through close regions cut into stages of equal compute;
+    each region alone; each device type alone; all devices as one stage.
+    """
+    pools = decoder.problem.cluster.pools
+    rates = block_rates(decoder, micro_batch_size)
+    for tp in sorted({t for _, t in decoder.classes}):
+        column: dict[int, int] = {}
+        for c, (p, t) in enumerate(decoder.classes):
+            if t <= tp and (p not in column or t > decoder.classes[column[p]][1]):
+                column[p] = c
+        walks = region_walks(decoder)
+        regions = sorted({pools[p].region for p in column})
+        types = sorted({pools[p].device.name for p in column})
+        chains = [_along(walk, column, decoder) for walk in walks]
+        chains += [[p for p in column if pools[p].region == r] for r in regions[:16]]
+        chains += [[p for p in chains[0] if pools[p].device.name == name] for name in types]
+        for chain in chains:
+            yield from _cut_evenly(chain, column, decoder, rates, stages)
+
+
+def _cut_evenly(
+    chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
+) -> Iterator[np.ndarray]:
+    """The workers of a chain of pools, cut into 1, 2, 3, 4, 6, 8, ... consecutive stages of equal compute."""
+    pools = decoder.problem.cluster.pools
+    counts = np.array([pools[p].devices // decoder.classes[column[p]][1] for p in chain])
+    columns = np.array([column[p] for p in chain])
+    if counts.sum() == 0:
+        return
+    worker_column = np.repeat(columns, counts)
+    done = np.cumsum(rates[worker_column])
+    for count in STAGE_COUNTS:
+        if count > min(stages, len(worker_column)):
+            return
+        stage = np.minimum((done - rates[worker_column] / 2) / done[-1] * count, count - 1e-9).astype(np.int64)
+        x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
+        np.add.at(x, (stage, worker_column), 1)
+        yield x
+
+
+def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:
+    """Pools in the order of a walk through their regions."""
+    pools = decoder.problem.cluster.pools
+    place = {region: i for i, region in enumerate(walk)}
+    return sorted(column, key=lambda p: (place[pools[p].region], p))
+
+
+def even_parts(total: int, parts: int, first: int = 0) -> np.ndarray:
+    """A whole number cut into parts that differ by at most one; the larger ones begin at place `first`."""
+    places = (np.arange(parts) - first) % parts
+    return total // parts + (places < total % parts)
+
+
+def spread_region(decoder: Decoder, pools: list[int], stages: int, tp: int, rows: int) -> np.ndarray | None:
+    """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow."""
+    x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+    first = 0
+    for p in pools:
+        fitting = [(t, c) for c, (pool, t) in enumerate(decoder.classes) if pool == p and t <= tp]
+        if not fitting:
+            continue
+        t, c = max(fitting)
+        count = decoder.problem.cluster.pools[p].devices // t
+        x[:stages, c] = even_parts(count, stages, first)
+        first = (first + count) % stages
+    return x if x[:stages].any(axis=1).all() else None
+
+
+def grown_starts(
+    decoder: Decoder, rows: int, value_of: Callable[[Allocation], float], seconds_left: Callable[[], float]
+) -> list[Allocation]:
+    """Plans that replicate one pipeline in more and more regions.
+
+    Every region (and every pool of it) alone is tried with all numbers of stages, degrees and micro-batch sizes; the
+    best of these grow by whole regions, the fastest first, as long as that helps. Activations then stay in their
+    region, only gradients travel.
+
+    Parameters
+    ----------
+    value_of : callable
+        Seconds per step of an allocation.
+    seconds_left : callable
+        Growing ends when this falls to 0.
+    """
+    pools = decoder.problem.cluster.pools
+    regions: dict[int, list[int]] = {}
+    for p, _ in decoder.classes:
+        if p not in regions.setdefault(pools[p].region, []):
+            regions[pools[p].region].append(p)
+    alone = _regions_alone(decoder, regions, rows, value_of, seconds_left)
+    alone.sort(key=lambda entry: entry[0])
+    speed: dict[int, float] = {}
+    for value, _, region, *_ in alone:
+        speed.setdefault(region, value)
+    order = sorted(speed, key=lambda r: speed[r])
+    result, grown = [x for _, x, *_ in alone[:24]], set()
+    for value, x, region, stages, tp in alone:
+        if (stages, tp, x.micro_batch_size) in grown or len(grown) >= 10 or seconds_left() <= 0:
+            continue
+        grown.add((stages, tp, x.micro_batch_size))
+        for other in order:
+            if other == region or seconds_left() <= 0:
+                continue
+            for members in [regions[other], *([p] for p in regions[other] if len(regions[other]) > 1)]:
+                more = spread_region(decoder, members, stages, tp, rows)
+                if more is None:
+                    continue
+                bigger = Allocation(workers=x.workers + more, micro_batch_size=x.micro_batch_size)
+                bigger_value = value_of(bigger)
+                if bigger_value < value:
+                    value, x = bigger_value, bigger
+                    break
+        result.append(x)
+    return result
+
+
+def _regions_alone(
+    decoder: Decoder,
+    regions: dict[int, list[int]],
+    rows: int,
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[tuple[float, Allocation, int, int, int]]:
+    """Value, allocation, region, stages and degree of every region alone, those with most compute first."""
+    pools = decoder.problem.cluster.pools
+    sizes = decoder.tables.micro_batch_sizes
+    rates = block_rates(decoder, sizes[0])
+    rate_of = {p: rates[c] for c, (p, t) in enumerate(decoder.classes) if t == 1}
+    power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
+    found = []
+    for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
+        # After the first few regions only what was among the best there is tried.
+        likely = {(s, t, b) for _, x, _, s, t in sorted(found, key=lambda e: e[0])[:60] for b in (x.micro_batch_size,)}
+        subsets = [regions[r], *([p] for p in regions[r] if len(regions[r]) > 1)]
+        for members in subsets:
+            for stages in STAGE_COUNTS:
+                for tp in sorted({t for p, t in decoder.classes if p in members}):
+                    x = spread_region(decoder, members, stages, tp, rows) if stages <= rows else None
+                    if x is None:
+                        continue
+                    for size in sizes:
+                        if (i >= 4 and (stages, tp, size) not in likely) or seconds_left() <= 0:
+                            continue
+                        allocation = Allocation(workers=x, micro_batch_size=size)
+                        value = value_of(allocation)
+                        if math.isfinite(value):
+                            found.append((value, allocation, r, stages, tp))
+    return found
