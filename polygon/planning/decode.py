@@ -19,7 +19,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values, packed_bytes
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
-from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
+from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s, lock_shares
 from polygon.planning.routing import build_routes
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
@@ -73,6 +73,12 @@ class Decoder:
         """Arrays of the problem at a micro-batch size."""
         return self._bank(micro_batch_size)
 
+    def warm_up(self) -> None:
+        """Have the kernels compiled (or loaded), so that time limits count searching alone."""
+        x = np.zeros((1, len(self.classes)), dtype=np.int64)
+        x[0, 0] = 1
+        self.fluid_s(Allocation(workers=x, micro_batch_size=self.tables.micro_batch_sizes[0]))
+
     def fluid_s(self, allocation: Allocation) -> tuple[float, int]:
         """The search's objective [s], and why it is inf (`polygon.planning.fluid`)."""
         rows = allocation.workers.shape[0]
@@ -99,7 +105,7 @@ class Decoder:
         if why != FITS or not math.isfinite(value):
             return Infeasible(reason=REASONS.get(why, "the step would never end"))
         stages = self._stages(allocation, bounds, options, int(count[0]))
-        draft = self._route(stages, allocation.micro_batch_size)
+        draft = self._route(stages, allocation.micro_batch_size, locked=bool(count[1]))
         if isinstance(draft, Infeasible):
             return draft
         fitted = self._fit_spans(draft)
@@ -130,7 +136,7 @@ class Decoder:
             for s in range(count)
         ]
 
-    def _route(self, stages: list[Stage], micro_batch_size: int) -> Plan | Infeasible:
+    def _route(self, stages: list[Stage], micro_batch_size: int, *, locked: bool) -> Plan | Infeasible:
         """Shares and routes; workers left without a micro-batch are dropped."""
         problem, links = self.problem, self.tables.links
         micro_batches = problem.batch.global_batch // micro_batch_size
@@ -148,7 +154,12 @@ class Decoder:
                 )
             seconds.append(np.array([by_class[w.pool, w.tp] for w in stage.workers]))
         regions = [np.array([links.region[w.pool] for w in stage.workers], dtype=np.int64) for stage in stages]
-        routes = build_routes(seconds, regions, self._message_s(micro_batch_size), micro_batches)
+        share = None
+        if locked:
+            count = len(problem.cluster.regions)
+            rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
+            share = lock_shares(np.array(rates))
+        routes = build_routes(seconds, regions, self._message_s(micro_batch_size), micro_batches, share)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
         kept = []
@@ -312,5 +323,5 @@ def _scratch(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (
         np.zeros(rows + 1, dtype=np.int64),
         np.zeros(rows, dtype=np.int64),
-        np.zeros(1, dtype=np.int64),
+        np.zeros(2, dtype=np.int64),
     )

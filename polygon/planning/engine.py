@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +82,7 @@ def find_groups(
     decoder = Decoder(problem)
     if not decoder.classes:
         return None, "every region is forbidden"
+    decoder.warm_up()
     limit = most_stages(problem)
     counts = [stages] if stages else [s for s in (1, 2, 3, 4, 5, 6, 8) if s <= limit]
     best: tuple[float, np.ndarray, int] | None = None
@@ -154,15 +155,22 @@ def find_plan(
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
     candidates = Candidates(decoder, most_stages(problem))
+    decoder.warm_up()
     began = time.perf_counter()
-    starts = grown_starts(
-        decoder,
-        candidates.space.groups,
-        candidates.evaluate,
-        lambda: 0.3 * effort.time_limit_s - (time.perf_counter() - began),
-    )
-    starts += _starts(decoder, candidates, groups)
-    ranked = sorted(((candidates.evaluate(x), i) for i, x in enumerate(starts)), key=lambda pair: pair[0])
+
+    def seconds_left(part: float) -> float:
+        return part * effort.time_limit_s - (time.perf_counter() - began)
+
+    grown = grown_starts(decoder, candidates.space.groups, candidates.evaluate, lambda: seconds_left(0.3))
+    sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
+    starts = [x for x in _starts(decoder, candidates, groups, sizes) if seconds_left(0.4) > 0]
+    ranked = []
+    for i, x in enumerate(starts):
+        if seconds_left(0.4) > 0:
+            ranked.append((candidates.evaluate(x), i))
+    starts += grown
+    ranked += [(candidates.evaluate(x), i + len(starts) - len(grown)) for i, x in enumerate(grown)]
+    ranked.sort(key=lambda pair: pair[0])
     spent_s = time.perf_counter() - began
     first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
 
@@ -209,14 +217,11 @@ def find_plan(
     )
 
 
-def _starts(decoder: Decoder, candidates: Candidates, groups: Groups | None) -> list[Allocation]:
-    """Simple starts in every micro-batch size, and the groups at every tensor-parallel degree."""
+def _starts(
+    decoder: Decoder, candidates: Candidates, groups: Groups | None, sizes: tuple[int, ...]
+) -> Iterator[Allocation]:
+    """The groups at every tensor-parallel degree, and simple starts, in the given micro-batch sizes."""
     rows = candidates.space.groups
-    starts = [
-        Allocation(workers=x, micro_batch_size=size)
-        for size in candidates.sizes
-        for x in simple_starts(decoder, rows, size)
-    ]
     if groups is not None:
         for limit in sorted({t for _, t in decoder.classes}):
             x = np.zeros((rows, candidates.space.classes), dtype=np.int64)
@@ -227,8 +232,11 @@ def _starts(decoder: Decoder, candidates: Candidates, groups: Groups | None) -> 
                     if tp <= limit:
                         x[s, c] = left[pool] // tp
                         left[pool] -= x[s, c] * tp
-            starts += [Allocation(workers=x, micro_batch_size=size) for size in candidates.sizes]
-    return starts
+            for size in candidates.sizes:
+                yield Allocation(workers=x, micro_batch_size=size)
+    for size in sizes:
+        for x in simple_starts(decoder, rows, size):
+            yield Allocation(workers=x, micro_batch_size=size)
 
 
 def _why_not(decoder: Decoder, tried: list[Allocation]) -> str:

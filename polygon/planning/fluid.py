@@ -5,11 +5,14 @@ allocation's step takes about
 
     T = max_b (makespan_b - t_b) + sum_s t_s + 2 sum_s message_s,   then reduction and update,
 
-where makespan_b is the longest of: the least time in which stage b's workers finish all micro-batches in whole
-shares; the time in which a link carries all of its messages; and what Little's law asks where memory lets only a few
-micro-batches be in flight behind a stage. The layer split is exact (see `split_layers`): the least makespan over all
-ways to cut the layers, each stage with the fastest recomputation and ZeRO option that fits its memory. The exact
-simulation of the decoded plan (`polygon.cost.schedule`) decides between the best candidates.
+where t_s and message_s are those of the slowest worker and the slowest way (all wait for them, because the order of
+micro-batches is fixed), and makespan_b is the longest of: the least time in which stage b's workers finish all
+micro-batches in whole shares; the time in which a link carries all of its messages; and what Little's law asks where
+memory lets only a few micro-batches be in flight behind a stage.
+
+The layer split is exact (see `split_layers`): the least makespan over all ways to cut the layers, each stage with the
+fastest recomputation and ZeRO option that fits its memory. The exact simulation of the decoded plan
+(`polygon.cost.schedule`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -239,29 +242,64 @@ def split_layers(
 
 
 @njit(cache=True)
-def region_shares(
+def region_means(
     bank: Bank,
     classes: np.ndarray,
     counts: np.ndarray,
     members: int,
-    seconds: np.ndarray,
-    share: np.ndarray,
     nodes: np.ndarray,
+    workers: np.ndarray,
     pool: np.ndarray,
 ) -> None:
-    """Part of the micro-batches that each region takes in a stage, the nodes it lends and one of its pools.
-
-    `share`, `nodes` and `pool` have shape (regions,) and come in as 0, 0 and -1.
-    """
-    rate = 0.0
-    for i in range(members):
-        rate += counts[i] / seconds[i]
+    """Nodes and workers that each region lends to a stage, and one of its pools; (regions,) each, in as 0, 0, -1."""
     for i in range(members):
         c = classes[i]
-        share[bank.region[c]] += counts[i] / seconds[i] / rate
         per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
         nodes[bank.region[c]] += (counts[i] + per_node - 1) // per_node
+        workers[bank.region[c]] += counts[i]
         pool[bank.region[c]] = bank.pool[c]
+
+
+@njit(cache=True)
+def lock_shares(rates: np.ndarray) -> np.ndarray:
+    """Parts of the micro-batches by region that stay the same along stages with the same regions.
+
+    Parameters
+    ----------
+    rates : ndarray, shape (stages, regions)
+        Micro-batches per second of a region's workers in a stage; 0 where it has none.
+
+    Returns
+    -------
+    ndarray, shape (stages, regions)
+        In a run of stages that all have the same regions, every region takes micro-batches in proportion to its slowest
+        stage of the run; then no micro-batch of the run has to leave its region.
+    """
+    stages, regions = rates.shape
+    share = np.zeros((stages, regions))
+    first = 0
+    while first < stages:
+        last = first + 1
+        while last < stages:
+            same = True
+            for r in range(regions):
+                same = same and (rates[first, r] > 0) == (rates[last, r] > 0)
+            if not same:
+                break
+            last += 1
+        total = 0.0
+        for r in range(regions):
+            least = rates[first, r]
+            for s in range(first, last):
+                least = min(least, rates[s, r])
+            share[first, r] = least
+            total += least
+        for r in range(regions):
+            share[first, r] /= total
+            for s in range(first + 1, last):
+                share[s, r] = share[first, r]
+        first = last
+    return share
 
 
 @njit(cache=True)
@@ -421,8 +459,8 @@ def fluid_step_s(
         Workers of each class in each stage; empty rows are no stages.
     bounds, options : ndarray of int64, shape (rows + 1,), (rows,)
         Out: the layer split and the memory options.
-    stages_out : ndarray of int64, shape (1,)
-        Out: number of stages.
+    stages_out : ndarray of int64, shape (2,)
+        Out: number of stages, and whether regions keep their share along the stages (`lock_shares`).
     """
     rows, columns = x.shape
     widest = 1
@@ -481,33 +519,36 @@ def fluid_step_s(
             while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
                 at += 1
             stages.seconds[s, i] = stages.kind_seconds[s, at]
-    return _assemble(bank, stages)
+    value, why = _assemble(bank, stages, False)
+    several = False
+    for s in range(n):
+        for i in range(stages.members[s]):
+            several = several or bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]
+    stages_out[1] = 0
+    if several and n > 1:
+        locked_value, locked_why = _assemble(bank, stages, True)
+        if locked_value < value:
+            value, why = locked_value, locked_why
+            stages_out[1] = 1
+    return value, why
 
 
 @njit(cache=True)
-def _boundary_s(bank: Bank, stages: Stages, s: int, stands: np.ndarray) -> tuple[float, float]:
-    """Mean seconds of a message from stage s to s + 1, and the time in which the fullest link carries all of them.
+def _boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: np.ndarray) -> tuple[float, float]:
+    """Seconds of the slowest message from stage s to s + 1, and the time in which the fullest link carries them all.
 
-    The first is inf where a link is missing.
+    Workers take micro-batches in a fixed order, so all wait for the slowest way. The workers of a node share its links.
+    Both are inf where a link is missing. `share` has shape (stages, regions).
     """
     regions = bank.activation_wire.shape[0]
-    share, next_share = np.zeros(regions), np.zeros(regions)
     nodes, next_nodes = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
+    workers, next_workers = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
     pool, next_pool = np.full(regions, -1, dtype=np.int64), np.full(regions, -1, dtype=np.int64)
-    region_shares(bank, stages.classes[s], stages.counts[s], stages.members[s], stages.seconds[s], share, nodes, pool)
     t = s + 1
-    region_shares(
-        bank,
-        stages.classes[t],
-        stages.counts[t],
-        stages.members[t],
-        stages.seconds[t],
-        next_share,
-        next_nodes,
-        next_pool,
-    )
+    region_means(bank, stages.classes[s], stages.counts[s], stages.members[s], nodes, workers, pool)
+    region_means(bank, stages.classes[t], stages.counts[t], stages.members[t], next_nodes, next_workers, next_pool)
     flow = np.zeros((regions, regions))
-    if not transport(bank, share, next_share, stands, flow):
+    if not transport(bank, share[s].copy(), share[t].copy(), stands, flow):
         return np.inf, np.inf
     message, fullest = 0.0, 0.0
     for a in range(regions):
@@ -516,38 +557,51 @@ def _boundary_s(bank: Bank, stages: Stages, s: int, stands: np.ndarray) -> tuple
                 continue
             pa, pb = (pool[a], next_pool[b]) if a == b else (stands[a], stands[b])
             rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
-            pairs = max(1, nodes[a]) * max(1, next_nodes[b])
-            together = min(rate * pairs, max(1, nodes[a]) * bank.card_bytes_per_s[pa])
+            card = bank.card_bytes_per_s[pa]
+            together = min(rate * nodes[a] * next_nodes[b], card * nodes[a])
+            alone = min(rate, card) * nodes[a] / workers[a]
             if a != b:
                 together = min(together, bank.capacity_bytes_per_s[a, b])
+                alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers[a])
             n_bytes = bank.activation_wire[a, b]
             fullest = max(fullest, flow[a, b] * bank.micro_batches * n_bytes / together)
-            message += flow[a, b] * (latency + n_bytes / min(rate, together))
+            message = max(message, latency + n_bytes / alone)
     return message, fullest
 
 
 @njit(cache=True)
-def _assemble(bank: Bank, stages: Stages) -> tuple[float, int]:
-    """Step time from the split: pipeline, messages, reduction, update."""
+def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int]:
+    """Step time from the split: pipeline, messages, reduction, update; `locked`: see `lock_shares`."""
     n = stages.members.shape[0]
     micro_batches = bank.micro_batches
+    rates = np.zeros((n, bank.activation_wire.shape[0]))
+    for s in range(n):
+        for i in range(stages.members[s]):
+            rates[s, bank.region[stages.classes[s, i]]] += stages.counts[s, i] / stages.seconds[s, i]
+    share = np.empty_like(rates)
+    if locked:
+        share = lock_shares(rates)
+    else:
+        for s in range(n):
+            share[s] = rates[s] / rates[s].sum()
     stands = np.zeros(bank.activation_wire.shape[0], dtype=np.int64)
     for p in range(bank.pool_region.shape[0]):
         stands[bank.pool_region[p]] = p
     passing, message = np.zeros(n), np.zeros(n)
     bottleneck, link_bound = 0.0, 0.0
     for s in range(n):
-        spent, total = 0.0, 0.0
         for i in range(stages.kind_members[s]):
-            total += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-            spent += stages.kind_counts[s, i]
-        passing[s] = spent / total
+            passing[s] = max(passing[s], stages.kind_seconds[s, i])
         makespan = whole_makespan_s(
             stages.kind_counts[s], stages.kind_seconds[s], stages.kind_members[s], micro_batches
         )
-        bottleneck = max(bottleneck, makespan - passing[s])
+        if locked:
+            for r in range(rates.shape[1]):
+                if share[s, r] > 0:
+                    makespan = max(makespan, micro_batches * share[s, r] / rates[s, r])
+        bottleneck = max(bottleneck, makespan - stages.kind_seconds[s, : stages.kind_members[s]].min())
         if s + 1 < n:
-            message[s], fullest = _boundary_s(bank, stages, s, stands)
+            message[s], fullest = _boundary_s(bank, stages, s, share, stands)
             if not np.isfinite(message[s]):
                 return np.inf, NO_LINK
             link_bound = max(link_bound, fullest)

@@ -125,8 +125,21 @@ def region_flow(supply: np.ndarray, demand: np.ndarray, seconds: np.ndarray) -> 
     return flow if supply.sum() == 0 else None
 
 
+def whole_parts(share: np.ndarray, total: int) -> np.ndarray:
+    """Whole numbers in proportion to `share` that sum to `total` (largest remainders first)."""
+    wanted = share / share.sum() * total
+    parts = np.floor(wanted + 1e-9).astype(np.int64)
+    for i in np.argsort(parts - wanted, kind="stable")[: total - int(parts.sum())]:
+        parts[i] += 1
+    return parts
+
+
 def build_routes(
-    worker_seconds: list[np.ndarray], worker_regions: list[np.ndarray], message_s: np.ndarray, micro_batches: int
+    worker_seconds: list[np.ndarray],
+    worker_regions: list[np.ndarray],
+    message_s: np.ndarray,
+    micro_batches: int,
+    region_share: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Routes of all micro-batches.
 
@@ -136,6 +149,8 @@ def build_routes(
         For every stage, seconds per micro-batch and region of each worker.
     message_s : ndarray, shape (regions, regions)
         Seconds of one message between regions; inf where there is no link.
+    region_share : ndarray, shape (stages, regions), optional
+        Part of the micro-batches that each region must take; by default what ends every stage soonest.
 
     Returns
     -------
@@ -145,7 +160,13 @@ def build_routes(
     routes = np.empty((micro_batches, len(worker_seconds)), dtype=np.int64)
     before: np.ndarray | None = None
     for s, (seconds, places) in enumerate(zip(worker_seconds, worker_regions, strict=True)):
-        shares = apportion(seconds, micro_batches)
+        if region_share is None:
+            shares = apportion(seconds, micro_batches)
+        else:
+            shares = np.zeros(len(seconds), dtype=np.int64)
+            for r, part in enumerate(whole_parts(region_share[s], micro_batches)):
+                if part:
+                    shares[places == r] = apportion(seconds[places == r], int(part))
         in_region = np.bincount(places, weights=shares, minlength=regions).astype(np.int64)
         if before is None:
             here = spread(in_region)

@@ -133,7 +133,8 @@ def grown_starts(
     for value, _, region, *_ in alone:
         speed.setdefault(region, value)
     order = sorted(speed, key=lambda r: speed[r])
-    result, grown = [x for _, x, *_ in alone[:24]], set()
+    result = [x for _, x, *_ in alone[:24]]
+    grown: set[tuple[int, int, int]] = set()
     for value, x, region, stages, tp in alone:
         if (stages, tp, x.micro_batch_size) in grown or len(grown) >= 10 or seconds_left() <= 0:
             continue
@@ -141,15 +142,16 @@ def grown_starts(
         for other in order:
             if other == region or seconds_left() <= 0:
                 continue
-            for members in [regions[other], *([p] for p in regions[other] if len(regions[other]) > 1)]:
-                more = spread_region(decoder, members, stages, tp, rows)
-                if more is None:
-                    continue
-                bigger = Allocation(workers=x.workers + more, micro_batch_size=x.micro_batch_size)
-                bigger_value = value_of(bigger)
-                if bigger_value < value:
-                    value, x = bigger_value, bigger
-                    break
+            additions = [
+                x.workers + more
+                for members in [regions[other], *([p] for p in regions[other] if len(regions[other]) > 1)]
+                for degree in sorted({t for p, t in decoder.classes if p in members})
+                if (more := spread_region(decoder, members, stages, degree, rows)) is not None
+            ]
+            options = [Allocation(workers=w, micro_batch_size=x.micro_batch_size) for w in additions]
+            values = [value_of(option) for option in options]
+            if values and min(values) < value:
+                value, x = min(values), options[int(np.argmin(values))]
         result.append(x)
     return result
 
@@ -167,7 +169,7 @@ def _regions_alone(
     rates = block_rates(decoder, sizes[0])
     rate_of = {p: rates[c] for c, (p, t) in enumerate(decoder.classes) if t == 1}
     power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
-    found = []
+    found: list[tuple[float, Allocation, int, int, int]] = []
     for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
         # After the first few regions only what was among the best there is tried.
         likely = {(s, t, b) for _, x, _, s, t in sorted(found, key=lambda e: e[0])[:60] for b in (x.micro_batch_size,)}
