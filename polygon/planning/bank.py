@@ -135,7 +135,7 @@ def build_bank(
         limit_bytes=tables.limit_bytes[[p for p, _ in classes]],
         state_bytes=state_bytes_per_parameter(tables, max_width),
         context_bytes=float(empty.total_bytes),
-        update_s_per_parameter=np.array([tables.update_s(p, million) / million for p in range(len(pools))]),
+        update_s_per_parameter=np.array([tables.update_s(p, million) / million for p, _ in classes]),
         option_recompute=np.array([RECOMPUTE.index(r) for r, _ in OPTIONS], dtype=np.int64),
         option_zero=np.array([z for _, z in OPTIONS], dtype=np.int64),
         element_bytes=float(batch.element_bytes),
