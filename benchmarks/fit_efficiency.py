@@ -163,7 +163,9 @@ def main() -> None:
         mine = [run for run in runs if run.model.hidden_size == width]
         x = fit(others, layers, best)
         left_out += list(np.abs(np.expm1(residuals(mine, layers, x)[: len(mine)])))
-    print(f"a model size left out: mean {np.mean(left_out):.1%}, 90 % of its runs within {np.quantile(left_out, 0.9):.1%}")
+    print(
+        f"a model size left out: mean {np.mean(left_out):.1%}, 90 % of its runs within {np.quantile(left_out, 0.9):.1%}"
+    )
 
 
 if __name__ == "__main__":
