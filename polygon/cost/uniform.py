@@ -152,8 +152,8 @@ class Layout:
 
     bounds: tuple[int, ...]
     stages: np.ndarray
-    """Shape (stages, 6): seconds of forward and backward, exposed communication in them, parameters, most parameters
-    of a layer, bytes of activations per micro-batch in flight, transient bytes."""
+    """Shape (stages, 7): seconds of forward and backward, exposed communication in them, parameters, most parameters
+    of a layer, bytes of activations per micro-batch in flight, transient bytes, parameters that ZeRO divides."""
     kinds: np.ndarray
     """Shape (kinds, 4): layers of a kind, their forward and backward [s], their parameters."""
     backward_s: float

@@ -161,6 +161,7 @@ def peak_kernel(
     largest: np.ndarray,
     activation_bytes: np.ndarray,
     transient_bytes: np.ndarray,
+    sharded: np.ndarray,
     micro_batches: int,
     interleave: int,
     gpipe: bool,
@@ -172,10 +173,10 @@ def peak_kernel(
 ) -> float:
     """Most bytes that a device of any stage holds (see `polygon.cost.memory.stage_memory`), without context."""
     stages, peak = len(held), 0.0
-    states = weight_bytes / (shards if zero >= 3 else 1) + gradient_bytes / (shards if zero >= 2 else 1)
-    states += optimizer_bytes / (shards if zero >= 1 else 1)
+    whole = weight_bytes * (zero < 3) + gradient_bytes * (zero < 2) + optimizer_bytes * (zero < 1)
+    part = (weight_bytes + gradient_bytes + optimizer_bytes - whole) / shards
     for s in range(stages):
-        total = held[s] * states + transient_bytes[s]
+        total = held[s] * whole + sharded[s] * part + transient_bytes[s]
         total += activation_bytes[s] * in_flight_kernel(gpipe, stages, interleave, s, micro_batches)
         if zero >= 3 and shards > 1:
             total += largest[s] * (2 * weight_bytes + gradient_bytes)
@@ -202,8 +203,8 @@ def many_kernel(
     integers : ndarray of int, shape (n, 9)
         Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not.
     starts, kind_starts : ndarray, shape (layouts + 1,)
-        Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient)
-        and its kinds in `kinds`.
+        Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient,
+        sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
     machine : ndarray, shape (10,)
@@ -245,6 +246,7 @@ def many_kernel(
             rows[:, 3],
             rows[:, 4],
             rows[:, 5],
+            rows[:, 6],
             integers[i, 1],
             int(interleave),
             integers[i, 8] > 0,
