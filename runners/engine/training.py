@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from polygon_comm.reduction import SumGroup
+from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
 from torch.distributed import PrefixStore, TCPStore
 
@@ -61,13 +62,15 @@ class Training:
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
             shapes=layout.link_shapes(rank) if options.emulate_links else None,
         )
+        tp = self._tensor_group("compute", store)
+        tp_sums = self._tensor_group("sums", store)
         sums = {name: SumGroup(members, self.wires) for name, members in layout.groups_of(rank).items()}
         self._all = sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         self.log = RunLog(path, options.traced_steps)
         samples = samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
-        self.worker = StageWorker(layout, rank, self.wires, sums, samples, options, self.log, doing)
+        self.worker = StageWorker(layout, rank, self.wires, sums, (tp, tp_sums), samples, options, self.log, doing)
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
@@ -98,6 +101,20 @@ class Training:
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
+    def _tensor_group(self, purpose: str, store: TCPStore) -> TensorGroup | None:
+        """The devices of this rank's worker. Threads that use them at the same time need a group each."""
+        ranks = self.layout.worker_ranks(self.rank)
+        if len(ranks) == 1:
+            return None
+        return TensorGroup(
+            PrefixStore(f"worker/{ranks[0]}/{purpose}", store),
+            ranks.index(self.rank),
+            len(ranks),
+            devices=self.wires.devices,
+            timeout_s=self.options.timeout_s,
+            device=self.wires.device,
+        )
+
     def _resume(self) -> None:
         """Load the newest checkpoint that every rank can load; none: start from the beginning."""
         assert self.checkpoints is not None
@@ -127,9 +144,13 @@ class Training:
         for bucket in self.buckets:
             # Of equal copies one counts: a stage's first worker; of a tied weight, the embedding's.
             if worker.worker == 0 and (bucket.name != "tied" or worker.is_first):
-                squares += torch.linalg.vector_norm(bucket.vector, dtype=torch.float64).cpu() ** 2
+                for name, (a, b, _) in bucket.places.items():
+                    # Slices add up; of what is whole on every device of a worker, the first counts.
+                    if worker.place == 0 or name in bucket.dims:
+                        squares += torch.linalg.vector_norm(bucket.vector[a:b], dtype=torch.float64).cpu() ** 2
         stop = torch.tensor(float(self.stop_requested.is_set()), dtype=torch.float64)
-        values = torch.stack([worker.loss_sum.cpu(), squares, stop]).to(self.wires.device)
+        loss_sum = worker.loss_sum.cpu() * (worker.place == 0)
+        values = torch.stack([loss_sum, squares, stop]).to(self.wires.device)
         self._all.sum_(values, "scalars")
         loss, square, stops = values.tolist()
         return loss * worker.loss_scale, square**0.5, stops > 0
@@ -171,7 +192,7 @@ class Training:
         for index, bucket in enumerate(self.buckets):
             state = self.update.state(bucket)
             # Workers of a stage hold the same: they take turns. The tied weight is the first stage's to write.
-            if index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
+            if worker.place == 0 and index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
         with self.log.interval("checkpoint", "copy for checkpoint"):
