@@ -21,8 +21,8 @@ from polygon import cli
 from polygon.cost.uniform import OVERLAPS, SCHEDULES
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
-from polygon.grid3d.evaluate import case_of
-from polygon.grid3d.grid import BACKENDS, Result, evaluate_all
+from polygon.grid3d.evaluate import Case, case_of
+from polygon.grid3d.grid import BACKENDS, Result, evaluate_all, parallel_config
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, Options, all_splits
 
@@ -157,7 +157,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
     from polygon.overhead.report import table
 
-    names = [key for key in rows[0] if key not in ("step_s", "low_s", "high_s", "terms_s", "memory_bytes", "rejected")]
+    names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
     names = [name for name in names if name in ("dp", "tp", "pp") or len({row[name] for row in rows}) > 1]
     terms = list(rows[0]["terms_s"])
     header = ["rank", *names, "step ms", *(f"{term} ms" for term in terms)]
@@ -198,7 +198,10 @@ def main(argv: list[str] | None = None) -> int:
     if not best:
         return cli.infeasible(f"no configuration of {devices} devices fits; rejected for: {result.reasons()}")
     if path != "-":
-        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, _table(best), as_json=args.json)
+        text = _table(best)
+        if isinstance(case, Case):
+            best = [{**values, **case.details(parallel_config(values))} for values in best]
+        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, text, as_json=args.json)
     return cli.EXIT_OK
 
 
