@@ -33,6 +33,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="messages between regions take as long as the cluster's links need (all ranks on one machine)",
     )
+    rehearsal.add_argument(
+        "--emulate-devices",
+        type=float,
+        default=default.emulate_devices,
+        metavar="FACTOR",
+        help="computations take at least FACTOR times as long as predicted for the plan's devices",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
     training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
@@ -97,6 +104,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         traced_steps=arguments.traced_steps,
         device=arguments.device,
         emulate_links=arguments.emulate_links,
+        emulate_devices=arguments.emulate_devices,
         log_dir=arguments.log_dir or default_log_dir(arguments.plan),
     )
 

@@ -36,6 +36,8 @@ class Options:
     log_dir: Path | None = None
     emulate_links: bool = False
     """Messages between regions take as long as the cluster's links would need (all ranks on one machine)."""
+    emulate_devices: float = 0.0
+    """Computations take at least so many times as long as predicted for the plan's devices; 0: as long as they do."""
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
@@ -44,6 +46,7 @@ class Options:
         require_number(self.learning_rate, "--learning-rate", above=0)
         require_number(self.weight_decay, "--weight-decay", at_least=0)
         require_number(self.timeout_s, "--timeout", above=0)
+        require_number(self.emulate_devices, "--emulate-devices", at_least=0)
         require_number(self.dead_after_s, "--dead-after", above=0)
         require(self.checkpoint_every >= 0, "--checkpoint-every", self.checkpoint_every, "a whole number >= 0")
         require(self.checkpoints_kept >= 1, "--keep", self.checkpoints_kept, "a whole number >= 1")

@@ -19,6 +19,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
 from runners.engine.data import samples_for
+from runners.engine.emulation import Pace, least_seconds
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
 from runners.engine.meeting import RunFailedError, agree, leave_together, open_store, run_digest
@@ -67,7 +68,10 @@ class Training:
         sums = {name: SumGroup(members, self.wires) for name, members in layout.groups_of(rank).items()}
         self._all = sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
-        self.log = RunLog(path, options.traced_steps)
+        pace = None
+        if options.emulate_devices:
+            pace = Pace(least_seconds(problem, plan, rank, options.emulate_devices))
+        self.log = RunLog(path, options.traced_steps, pace)
         samples = samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         self.worker = StageWorker(layout, rank, self.wires, sums, (tp, tp_sums), samples, options, self.log, doing)
