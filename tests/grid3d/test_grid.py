@@ -93,7 +93,7 @@ def test_best_first_rejected_last_with_reason():
     assert all(row["memory_bytes"] <= usable for row in good)
     reasons = " ".join(row["rejected"] for row in rows[len(good) :])
     for words in (
-        "more than the 8 devices of a node",
+        "does not divide the 8 devices of a node",
         "more than the 24 blocks",
         "memory: needs",
         "micro-batch 3 does not",
