@@ -15,10 +15,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from polygon import cli
-from polygon.cost.uniform import OVERLAPS, SCHEDULES
+from polygon.cost.uniform import OVERLAPS, SCHEDULES, ParallelConfig
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
 from polygon.grid3d.evaluate import Case, case_of
@@ -158,7 +159,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     from polygon.overhead.report import table
 
     names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
-    names = [name for name in names if name in ("dp", "tp", "pp") or len({row[name] for row in rows}) > 1]
+    usual = {field.name: field.default for field in fields(ParallelConfig)}
+    names = [name for name in names if name in ("dp", "tp", "pp") or any(row[name] != usual[name] for row in rows)]
     terms = list(rows[0]["terms_s"])
     header = ["rank", *names, "step ms", *(f"{term} ms" for term in terms)]
     header += ["memory GB"] * ("memory_bytes" in rows[0])
