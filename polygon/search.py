@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan, seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    tables = CostTables(problem, cli.read_profiles(args))
+    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
     effort = Effort(time_limit_s=args.time_limit or float("inf"))
     with talk.progress("searching", 1.0) as show:
         found = find_plan(

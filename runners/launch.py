@@ -28,6 +28,7 @@ if __package__ in (None, ""):
 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
+from polygon.files import write_plan
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
 
@@ -203,7 +204,7 @@ def make_parser() -> Parser:
 def run(
     problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
 ) -> tuple[int, dict[str, Any]]:
-    """Run all ranks; exit code and summary."""
+    """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.world_size)))
     # Imported before forking: a second each for torch and for what its optimizers import on their first step.
@@ -214,6 +215,9 @@ def run(
 
     check_runnable(problem, plan)
     launcher = make(problem, plan, options)
+    assert options.log_dir is not None
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    write_plan(options.log_dir / "plan.json", problem, plan)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     start_s = time.monotonic()
     try:

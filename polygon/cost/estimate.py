@@ -309,7 +309,7 @@ def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> 
     bound = lower_bound_s(tables)
     return Estimate(
         step_s=step_s,
-        low_s=step_s * (1 - relative_error),
+        low_s=step_s * max(0.0, 1 - relative_error),
         high_s=step_s * (1 + relative_error),
         terms=terms,
         sources=sources,
