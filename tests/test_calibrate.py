@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_problems import routed_problem
 
 from polygon import calibrate, cli, files
 from polygon.cost.calibration import Calibration, calibration
 from polygon.domain.errors import InputError
-from small_problems import routed_problem
 
 TRUTH = Calibration(compute={"cpu": 1.4}, update={"cpu": 3.0}, communication=2.5)
 
