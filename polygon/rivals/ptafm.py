@@ -26,9 +26,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from polygon.rivals.dtfm_kernels import shortest_path
 
 from polygon.domain.errors import InputError, require
+from polygon.rivals.dtfm_kernels import shortest_path
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import Problem
 

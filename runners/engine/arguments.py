@@ -50,6 +50,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--clip-norm", type=float, default=default.clip_norm, help="of the whole model's gradient; 0: none"
     )
+    training.add_argument("--outer-rate", type=float, default=default.outer_rate, help="of local updates (%(default)s)")
+    training.add_argument(
+        "--outer-momentum", type=float, default=default.outer_momentum, help="of local updates (default %(default)s)"
+    )
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(
         "--data", type=Path, help="text, .npy of tokens, or .npz of images and classes (default: English prose)"
@@ -91,6 +95,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
         warmup_steps=arguments.warmup_steps,
         weight_decay=arguments.weight_decay,
+        outer_rate=arguments.outer_rate,
+        outer_momentum=arguments.outer_momentum,
         clip_norm=arguments.clip_norm or None,
         seed=arguments.seed,
         data=arguments.data,

@@ -48,6 +48,8 @@ class Bucket:
         *,
         whole: bool = False,
     ) -> None:
+        self.fraction: float | None = None
+        """Part of the samples that this region computes, where only its members sum (local updates)."""
         self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole
         self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
@@ -72,7 +74,12 @@ class Bucket:
             return
         assert self.group is not None
         narrow = self.vector.to(dtype)
-        self.group.sum_(narrow, self.name, self.shapes)
+        if self.fraction is None:
+            self.group.sum_(narrow, self.name, self.shapes)
+        else:
+            # The mean over the region's own samples, as the mean over all would be if it had all.
+            self.group.sum_near_(narrow)
+            narrow.mul_(1 / self.fraction if self.fraction else 0.0)
         if narrow is not self.vector:
             self.vector.copy_(narrow)
 

@@ -151,6 +151,24 @@ class Layout:
             for peer in sorted(peers)
         }
 
+    def local_fraction(self, rank: int, group: str) -> float | None:
+        """Part of the samples that a rank's region computes, if a group's regions train by themselves between syncs.
+
+        None: the group sums over all regions in every step. So does a tied weight's group if some region holds only
+        one of the two copies, since then neither copy alone has the gradient.
+        """
+        members = self.groups[group]
+        if self.plan.local_steps == 1 or len(members.regions) == 1:
+            return None
+        places = self.plan.rank_places
+        stages = {places[r][0] for r in members.ranks}
+        if any({places[r][0] for r in region} != stages for region in members.regions):
+            return None
+        here = next(region for region in members.regions if rank in region)
+        shares = self.plan.shares(min(stages))
+        mine = {places[r][1] for r in here if places[r][0] == min(stages)}
+        return float(sum(shares[worker] for worker in mine)) / self.plan.micro_batches
+
     def watched(self, rank: int) -> list[int]:
         """Ranks whose loss this rank must notice: all it talks to, and rank 0, which sees everybody."""
         if rank == 0:
@@ -183,5 +201,10 @@ def check_runnable(problem: Problem, plan: Plan) -> None:
                 raise InputError(f"plan.links: found {kind} 'powersgd', expected another packing (it is for weights)")
     if plan.reduction != "all-reduce":
         raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce'")
-    if plan.local_steps != 1:
-        raise InputError(f"plan.local_steps: found {plan.local_steps}, expected 1")
+    if plan.local_steps > 1:
+        if problem.batch.precision == "fp16":
+            raise InputError("batch.precision: found 'fp16', expected bf16 or fp32 (local steps have no loss scaling)")
+        for s, stage in enumerate(plan.stages):
+            degrees = sorted({worker.tp for worker in stage.workers})
+            if len(degrees) > 1:
+                raise InputError(f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps)")

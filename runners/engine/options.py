@@ -16,6 +16,9 @@ class Options:
     learning_rate: float = 3e-4
     warmup_steps: int = 0
     weight_decay: float = 0.1
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """Of the outer optimizer where the plan takes local steps (the defaults are DiLoCo's)."""
     clip_norm: float | None = 1.0
     """Largest norm of the whole model's gradient; None: not clipped."""
     seed: int = 0
@@ -44,6 +47,8 @@ class Options:
         require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
         require(self.lookahead >= 1, "--lookahead", self.lookahead, "a whole number >= 1")
         require_number(self.learning_rate, "--learning-rate", above=0)
+        require_number(self.outer_rate, "--outer-rate", above=0)
+        require_number(self.outer_momentum, "--outer-momentum", at_least=0)
         require_number(self.weight_decay, "--weight-decay", at_least=0)
         require_number(self.timeout_s, "--timeout", above=0)
         require_number(self.emulate_devices, "--emulate-devices", at_least=0)

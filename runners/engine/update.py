@@ -22,6 +22,8 @@ from runners.engine.options import Options
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """Steps without overflow after which the loss scale doubles (as torch's GradScaler)."""
+OUTER_KEYS = ("outer_momentum",)
+"""Vectors in checkpoints that are not the optimizer's."""
 
 
 @dataclass
@@ -139,9 +141,9 @@ class Update:
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
 
-    def state(self, bucket: Bucket) -> dict[str, dict[str, Any]]:
-        """Weights and optimizer state of a bucket by parameter, uncut; a collective under ZeRO-1 and TP."""
-        flat: dict[str, torch.Tensor] = {"value": bucket.weights}
+    def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+        """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
+        flat: dict[str, torch.Tensor] = {"value": bucket.weights} | dict(more)
         single: dict[str, Any] = {}
         for piece in self._pieces:
             state = self._optimizer.state.get(piece.parameter, {}) if self._optimizer is not None else {}
@@ -154,15 +156,15 @@ class Update:
                 else:
                     single[key] = value
         for key, whole in flat.items():
-            if key != "value":
+            if key != "value" and key not in more:
                 self._share(bucket, whole)
         return {
             name: {key: bucket.gathered(name, whole[start:stop].view(shape)) for key, whole in flat.items()} | single
             for name, (start, stop, shape) in bucket.places.items()
         }
 
-    def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set weights and optimizer state of a bucket from those of its parameters."""
+    def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
+        """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
         keys = [key for key, value in first.items() if isinstance(value, torch.Tensor) and value.ndim > 0]
         single = {key: value for key, value in first.items() if key not in keys}
@@ -171,6 +173,10 @@ class Update:
             for key in keys:
                 flat[key][start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(bucket.weights.device)
         bucket.weights.copy_(flat.pop("value"))
+        for key, vector in more.items():
+            if key in flat:
+                vector.copy_(flat.pop(key))
+        flat = {key: whole for key, whole in flat.items() if key not in OUTER_KEYS}
         for piece in self._pieces:
             if piece.bucket is bucket and self._optimizer is not None and (flat or single):
                 stop = piece.start + piece.parameter.numel()

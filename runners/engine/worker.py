@@ -118,9 +118,11 @@ class StageWorker:
         whole = self.layout.sums_whole(stages)
         size = 1 if self.tp is None else self.tp.size
         dims = {key: dim for key in parameters if (dim := shard_dim(self.layout.problem.model, key, size)) is not None}
-        return Bucket(
-            name, parameters, sums.get(f"{group}.{0 if whole else self.place}"), self._tp_sums, dims, whole=whole
-        )
+        group = f"{group}.{0 if whole else self.place}"
+        bucket = Bucket(name, parameters, sums.get(group), self._tp_sums, dims, whole=whole)
+        if bucket.group is not None:
+            bucket.fraction = self.layout.local_fraction(self.rank, group)
+        return bucket
 
     def begin(self, first_step: int, steps: int, first_sample: int) -> None:
         """Prepare to run the steps from `first_step` to `steps` on samples from `first_sample` on."""
