@@ -11,7 +11,6 @@ several values take a list (`1,2,4`) or `all`. A cluster of several pools is tak
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from polygon.cost.uniform import OVERLAPS, SCHEDULES, ParallelConfig
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
 from polygon.grid3d.evaluate import Case, case_of
-from polygon.grid3d.grid import BACKENDS, Result, evaluate_all, parallel_config
+from polygon.grid3d.grid import BACKENDS, evaluate_all, parallel_config
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, Options, all_splits
 
@@ -144,16 +143,6 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
     return priced, problem.cluster.devices, says
 
 
-def _write(path: str, says: dict[str, Any], devices: int, result: Result) -> None:
-    """The file: what was asked, then one configuration a line."""
-    from polygon import files
-
-    head = {"format": "polygon-grid", **says, "devices": devices, "accepted": result.accepted}
-    text = json.dumps(head, ensure_ascii=False)[:-1]
-    lines = ",\n".join(row.line for row in result.rows)
-    files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
-
-
 def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
     from polygon.overhead.report import table
@@ -191,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     took_s = time.perf_counter() - start
     path = args.out or "output.json"
-    _write(path, says, devices, result)
+    result.write(path, {**says, "devices": devices})
     count = len(result.rows)
     talk.say(
         f"{count} configurations ({result.accepted} fit) in {took_s:.1f} s: {count / took_s:,.0f} a second; {path}"

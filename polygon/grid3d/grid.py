@@ -38,6 +38,14 @@ class Result:
         """The best configurations as plain data."""
         return [json.loads(row.line) for row in self.rows[:count] if not row.rejected]
 
+    def write(self, path: str, head: dict[str, Any]) -> None:
+        """Write the file: what was asked (`head`), then one configuration a line; the same result, the same bytes."""
+        from polygon import files
+
+        text = json.dumps({"format": "polygon-grid", **head, "accepted": self.accepted}, ensure_ascii=False)[:-1]
+        lines = ",\n".join(row.line for row in self.rows)
+        files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
+
     def best(self) -> ParallelConfig | None:
         """The best configuration; None if all are rejected."""
         first = self.top(1)

@@ -16,7 +16,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.grid3d.evaluate import case_of
-from polygon.grid3d.grid import evaluate_all, parallel_config
+from polygon.grid3d.grid import Result, evaluate_all, parallel_config
 from polygon.grid3d.splits import Options, all_splits
 from polygon.planning.decode import useful_streams
 from polygon.planning.engine import Found
@@ -98,6 +98,7 @@ def find_grid_plan(
     jobs: int = -1,
     backend: str = "loky",
     tell: Callable[[str, float, float], None] | None = None,
+    keep: Callable[[Result], None] | None = None,
 ) -> Found:
     """The best plan of uniform parallelism: all configurations by formula, the best of them by exact simulation.
 
@@ -107,6 +108,8 @@ def find_grid_plan(
         Configurations that are simulated: the best by formula that the real devices hold.
     tell : callable
         Phase, part of it done, best step so far [s].
+    keep : callable
+        Given all configurations, priced, before any is simulated.
     """
     start = time.perf_counter()
     case, _ = case_of(problem, options)
@@ -119,6 +122,8 @@ def find_grid_plan(
         backend=backend,
         progress=lambda done: told("every configuration", done / len(splits), math.inf),
     )
+    if keep is not None:
+        keep(result)
     tables = tables or CostTables(problem)
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []

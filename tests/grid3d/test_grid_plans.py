@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
-from polygon import catalogue
+from polygon import catalogue, cli
 from polygon.cost.estimate import estimate
 from polygon.cost.uniform import ParallelConfig, estimate_uniform
 from polygon.domain.cluster import Cluster, NodeGroup, Region
@@ -15,7 +16,9 @@ from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.grid3d.plans import find_grid_plan, plan_of
+from polygon.grid3d.splits import all_splits
 from polygon.planning.violations import violations
+from polygon.search import main as search
 
 
 def region(name: str, device: str, nodes: int, per_node: int) -> Region:
@@ -92,3 +95,19 @@ def test_no_plan_has_a_reason():
     """A model that fits nowhere."""
     found = find_grid_plan(problem(region("a", "t4", 1, 2), model="gpt3-13b"), jobs=1)
     assert found.plan is None and "no uniform configuration of 2 devices fits" in found.reason
+
+
+def test_search_offers_the_grid(tmp_path, capsys):
+    """polygon search --method grid3d writes a plan that evaluates, and all configurations."""
+    cluster, plan, every = (tmp_path / name for name in ("cluster.yaml", "plan.json", "output.json"))
+    cluster.write_text(
+        "name: one\nregions:\n- name: here\n  nodes:\n"
+        "  - {device: a100-40gb, count: 1, devices_per_node: 4, intra_node: nvlink3}\n"
+    )
+    words = ["--method", "grid3d", "--cluster", str(cluster), "--model", "gpt3-125m", "--global-batch", "16"]
+    words += ["--seq-len", "1024", "-o", str(plan), "--configurations", str(every), "--json"]
+    assert cli.run(search, words) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] > 0
+    assert json.loads(plan.read_text())["solver"] == "grid3d"
+    rows = json.loads(every.read_text())["configurations"]
+    assert {(row["dp"], row["tp"], row["pp"]) for row in rows} == {s[:3] for s in all_splits(4)}
