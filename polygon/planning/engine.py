@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polygon.cost.bill import Bill, excesses
 from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, simple_starts
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
@@ -38,12 +40,14 @@ class Found:
 
     plan: Plan | None
     value_s: float
+    """Of the objective: the step time, unless another was asked for."""
     reason: str = ""
     """Why there is no plan."""
     evaluations: int = 0
     seconds: float = 0.0
     interrupted: bool = False
-    runners_up: tuple[tuple[float, Allocation], ...] = ()
+    bills: tuple[tuple[Bill, Allocation], ...] = ()
+    """What every allocation costs that was simulated exactly; the chosen one first."""
 
 
 Tell = Callable[[str, float, float], None]
@@ -52,7 +56,7 @@ Tell = Callable[[str, float, float], None]
 
 def most_stages(problem: Problem) -> int:
     """More stages than these are never tried: layers, devices, and 32."""
-    return min(problem.model.layers, problem.cluster.devices, MAX_STAGES)
+    return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
 
 
 def find_groups(
@@ -104,6 +108,8 @@ def find_groups(
     if best is None:
         return None, last_reason or "no grouping fits"
     value, x, size = best
+    x = decoder.rules.legal(x)
+    x = x[x.any(axis=1)]
     allocation = np.zeros((x.shape[0], len(problem.cluster.pools)), dtype=np.int64)
     for c, (pool, tp) in enumerate(decoder.classes):
         allocation[:, pool] += x[:, c] * tp
@@ -141,18 +147,27 @@ def find_plan(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
+    known: Sequence[Allocation] = (),
 ) -> Found:
-    """Search for the plan with the least step time.
+    """Search for the plan with the least step time, or the best by another objective.
 
     First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
     of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
+
+    Parameters
+    ----------
+    known : sequence of Allocation
+        Solutions found before; the result is no worse than the best of them.
     """
     effort = effort or Effort()
-    decoder = Decoder(problem, tables=tables)
+    decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
-        return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
+        return Found(plan=None, value_s=math.inf, reason="every region or device type is forbidden")
     candidates = Candidates(decoder, most_stages(problem))
-    starts = _starts(decoder, candidates, groups)
+    starts = _starts(decoder, candidates, groups) + list(known)
+    if decoder.rules:
+        starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
     ranked = sorted(((candidates.evaluate(x), i) for i, x in enumerate(starts)), key=lambda pair: pair[0])
     first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
 
@@ -181,21 +196,33 @@ def find_plan(
         exact,
         rng,
         _limit(count, count, left_s),
-        start=candidates.elite[: max(1, count // 3)],
+        start=[*known, *candidates.elite[: max(1, count // 3)]],
         callback=told("exact simulation", effort.exact_evaluations),
     )
     plan = decoder.decode(result.solution) if result.solution is not None else Infeasible(reason="")
     if isinstance(plan, Infeasible):
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
-    ranked_exact = sorted(((exact.evaluate(x), i, x) for i, x in enumerate(candidates.elite[: count // 3])))
+    bills = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+    if result.value >= OVER_LIMIT:
+        reason = "no plan keeps the limits; of the nearest one " + "; ".join(
+            text for _, text in excesses(problem, bills[0][0])
+        )
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=reason,
+            evaluations=evaluations,
+            seconds=seconds,
+            bills=tuple(bills),
+        )
     return Found(
         plan=replace(plan, solver="memetic"),
         value_s=result.value,
         evaluations=evaluations + result.evaluations,
         seconds=seconds + result.seconds,
         interrupted=interrupted or result.stopped_by == "interrupt",
-        runners_up=tuple((value, x) for value, _, x in ranked_exact[:8] if math.isfinite(value)),
+        bills=tuple(bills),
     )
 
 
