@@ -159,7 +159,12 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
     if dp * degrees["tp"] * degrees["pp"] * degrees["cp"] != gpus:
         raise NotExpressibleError(f"dp {dp} x {degrees} is not {gpus} devices")
     framework = str(row.get("framework") or "")
-    kernels = kernels_of(framework, str(row.get("date") or ""), str(row.get("overlap") or ""), str(row.get("notes")))
+    kernels = kernels_of(
+        f"{framework} {row.get('dataset')}",
+        str(row.get("date") or ""),
+        str(row.get("overlap") or ""),
+        str(row.get("notes")),
+    )
     model = _model(row, degrees["tp"], framework)
     precision = _precision(str(row.get("precision") or "bf16"))
     micro_batch = int(row.get("micro_batch_sequences") or 1)
@@ -341,7 +346,7 @@ def _stage_layers(notes: str) -> tuple[int, ...]:
     return tuple(len(part.split(",")) for part in re.findall(r"\[([\d, ]+)\]", match.group(1))) if match else ()
 
 
-EAGER = ("llm-foundry", "deepspeed", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
+EAGER = ("llm-foundry", "sailor", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
 """Frameworks that run element-wise work as separate operations, unless a note says that they compile."""
 
 
@@ -375,6 +380,8 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         attention=attention,
         loss="vocab-parallel" if megatron or "nemo" in name else "torch",
         fused=_fused(name, text),
+        # Megatron-LM got them with sequence parallelism (2022); DeepSpeed's engines and torch's never had them.
+        fused_accumulation=(year >= 2022 and "deepspeed" not in name) or "llm-foundry" in name,
         dropout=(megatron and year < 2025) or "dropout 0.1" in text,
         attention_dropout="attention dropout 0.1" in text,
         deterministic="deterministic" in text,

@@ -207,8 +207,9 @@ def many_kernel(
         sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
-    machine : ndarray, shape (10,)
-        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope.
+    machine : ndarray, shape (11,)
+        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope,
+        bytes of gradients as they are held.
     """
     for i in range(integers.shape[0]):
         layout = integers[i, 0]
@@ -253,6 +254,6 @@ def many_kernel(
             integers[i, 4],
             integers[i, 2],
             machine[5],
-            machine[6],
+            machine[10],
             machine[7],
         )
