@@ -48,6 +48,7 @@ def case(options: Options, usable_bytes: float = 36e9) -> Case:
     return Case(model=MODEL, batch=BATCH, pool=POOL, usable_bytes=usable_bytes, options=options)
 
 
+@settings(deadline=None)
 @given(devices=st.integers(1, 400))
 def test_every_factorisation_once(devices):
     """All (dp, tp, pp) with this product: as many as the prime factors allow, each once."""
@@ -173,7 +174,7 @@ def test_dask_gives_the_same_bytes(tmp_path):
     distributed = pytest.importorskip("distributed")
     options = ("--zero", "0,1", "--micro-batch-size", "all")
     _, here = run(tmp_path, "--jobs", "1", *options)
-    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0")
     try:
         code, there = run(tmp_path, "--backend", "dask", "--scheduler", cluster.scheduler_address, *options)
     finally:
