@@ -224,6 +224,11 @@ def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:
     return None
 
 
+def _first(row: Mapping[str, Any], *names: str) -> int:
+    """The first of some fields that the row has; 0 if it has none."""
+    return next((int(row[name]) for name in names if row.get(name)), 0)
+
+
 def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     hidden, heads = int(row["hidden_size"]), int(row["attention_heads"])
     gated = bool(row.get("gated_mlp"))
@@ -231,7 +236,11 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     vocab = int(row.get("vocab_size") or 51200)
     if "megatron" in framework.lower() or "nemo" in framework.lower():
         vocab = math.ceil(vocab / (128 * tp)) * 128 * tp
-    experts = int(row.get("experts") or row.get("num_experts") or 0)
+    experts = _first(row, "experts", "num_experts", "moe_experts", "experts_count")
+    chosen = _first(row, "experts_per_token", "top_k", "moe_top_k", "topk", "moe_router_topk")
+    expert_width = _first(row, "expert_ffn_size", "moe_ffn_size", "moe_intermediate_size", "ffn_size")
+    if int(row.get("ep") or 1) > 1 and not experts:
+        raise NotExpressibleError(f"ep is {row['ep']}, but the row names no experts")
     return Model(
         name=str(row.get("model_name") or row.get("id")),
         family="llama" if gated else "gpt",
@@ -250,8 +259,8 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
         linear_bias=not gated,
         qkv_bias=not gated,
         experts=experts,
-        experts_per_token=int(row.get("experts_per_token") or 0) if experts else 0,
-        expert_ffn_size=int(row.get("expert_ffn_size") or row.get("ffn_size") or 0) if experts else 0,
+        experts_per_token=(chosen or 1) if experts else 0,
+        expert_ffn_size=expert_width if experts else 0,
     )
 
 

@@ -13,6 +13,9 @@ CONTENTION = 0.126
 """How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
 LAST_BUCKET = 0.05
 """Part of the gradients whose reduction starts when backward has ended."""
+BUCKET_BYTES = 5e8
+"""Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the default
+of DeepSpeed, InternEvo and Sailor)."""
 ZERO3_HIDING = (0.0, 0.5, 1.0)
 """Part of a layer's compute that may hide the gathering of the next: overlap none, backward, full."""
 
@@ -115,8 +118,9 @@ def terms_kernel(
         out[DATA] = micro_batches * (seen_s + copies_s) + first_s
     elif members > 1:
         passes = 2 if zero == 0 else 1
-        reduce_s = ring_kernel(
-            parameters * gradient_bytes,
+        buckets = max(1.0, np.ceil(parameters * gradient_bytes / BUCKET_BYTES))
+        reduce_s = buckets * ring_kernel(
+            parameters * gradient_bytes / buckets,
             members,
             per_node,
             devices_per_node,
@@ -128,8 +132,9 @@ def terms_kernel(
         )
         gather_s = 0.0
         if zero > 0:
-            gather_s = ring_kernel(
-                parameters * weight_bytes,
+            buckets = max(1.0, np.ceil(parameters * weight_bytes / BUCKET_BYTES))
+            gather_s = buckets * ring_kernel(
+                parameters * weight_bytes / buckets,
                 members,
                 per_node,
                 devices_per_node,
