@@ -45,6 +45,12 @@ lint: $(VENV)/test.installed
 	$(BIN)/lint-imports
 	$(BIN)/mypy polygon solvers runners comm/polygon_comm
 
+validate: $(VENV)/test.installed
+	@mkdir -p out
+	$(BIN)/python -m polygon.validate instances/measured/published_runs.json instances/measured/sailor_validation.json \
+	  --profiles instances/measured/sailor_profiles.json --network instances/measured/sailor_network.json \
+	  --plot out/validation.png --update README.md
+
 bench: $(VENV)/test.installed
 	$(BIN)/python benchmarks/schedule_kernel.py
 

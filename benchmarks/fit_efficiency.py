@@ -79,6 +79,7 @@ def apply(values: dict[tuple[str, str], float]) -> None:
     kernels._silicon.cache_clear()
     kernels.gemm_s.cache_clear()
     compute._layer_times.cache_clear()
+    uniform._layouts.clear()
 
 
 def table_4(rows: dict[str, dict[str, float]]) -> list[tuple[str, float, float]]:
@@ -127,29 +128,44 @@ def calibration_runs() -> list[MeasuredRun]:
     return runs
 
 
+def residuals(runs: list[MeasuredRun], layers: dict, x: np.ndarray) -> np.ndarray:
+    """Logarithm of predicted over measured, runs first, then single layers."""
+    apply(dict(zip(START, x, strict=True)))
+    of_runs = [np.log(estimate_uniform(r.model, r.batch, r.pool, r.config).step_s / r.step_s) for r in runs]
+    single = table_4(layers["korthikanti_table4"]["rows_ms"])
+    single += galvatron(layers["galvatron_llama2_7b"]["computation_ms"])
+    return np.array(of_runs + [np.log(p / m) for _, p, m in single])
+
+
+def fit(runs: list[MeasuredRun], layers: dict, start: np.ndarray) -> np.ndarray:
+    """Coefficients in the order of `START`."""
+    low, high = np.full(len(start), 0.05), np.array([6.0 if not name[0] else 1.0 for name in START])
+    low[-2:] = (1.0, 0.0)
+    found = least_squares(
+        lambda x: residuals(runs, layers, x), start, bounds=(low, high), diff_step=1e-2, loss="cauchy", f_scale=0.02
+    )
+    return found.x
+
+
 def main() -> None:
-    """Fit, print."""
+    """Fit, print; then leave out every model size in turn, which is what the stated intervals rest on."""
     layers = json.loads((MEASURED / "layer_times.json").read_text())
     runs = [run for run in calibration_runs() if run.batch.precision != "fp8"]
-    measured = np.log([run.step_s for run in runs])
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        apply(dict(zip(START, x, strict=True)))
-        predicted = [estimate_uniform(r.model, r.batch, r.pool, r.config).step_s for r in runs]
-        single = table_4(layers["korthikanti_table4"]["rows_ms"]) + galvatron(
-            layers["galvatron_llama2_7b"]["computation_ms"]
-        )
-        return np.concatenate([np.log(predicted) - measured, [np.log(p / m) for _, p, m in single]])
-
-    start = np.array(list(START.values()))
-    low, high = np.full(len(start), 0.05), np.where(start > 1, 6.0, 1.0)
-    low[-2:] = (1.0, 0.0)
-    fit = least_squares(residuals, start, bounds=(low, high), diff_step=1e-2, loss="cauchy", f_scale=0.02)
-    for (architecture, name), value in zip(START, fit.x, strict=True):
+    best = fit(runs, layers, np.array(list(START.values())))
+    for (architecture, name), value in zip(START, best, strict=True):
         print(f"{architecture or 'all':8s} {name:18s} {value:.3f}")
-    errors = np.abs(np.expm1(residuals(fit.x)))
+    errors = np.abs(np.expm1(residuals(runs, layers, best)))
     print(f"runs: mean {errors[: len(runs)].mean():.1%}, median {np.median(errors[: len(runs)]):.1%}")
     print(f"single layers: mean {errors[len(runs) :].mean():.1%}, worst {errors[len(runs) :].max():.1%}")
+    left_out: list[float] = []
+    for width in sorted({run.model.hidden_size for run in runs}):
+        others = [run for run in runs if run.model.hidden_size != width]
+        mine = [run for run in runs if run.model.hidden_size == width]
+        x = fit(others, layers, best)
+        left_out += list(np.abs(np.expm1(residuals(mine, layers, x)[: len(mine)])))
+    print(
+        f"a model size left out: mean {np.mean(left_out):.1%}, 90 % of its runs within {np.quantile(left_out, 0.9):.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ COMMANDS = {
     "init": "cluster, model and batch -> groups: which devices form which pipeline stage (ant colony)",
     "search": "groups or cluster -> plan (genetic algorithm with local search)",
     "evaluate": "plan -> estimate, breakdown, lower bound, violations, trace",
+    "compare": "plan and measured traces -> where prediction and measurement differ",
     "generate": "draw a cluster at random",
     "validate": "hold the predictions against published measurements",
     "calibrate": "fit the cost model's constants to measurements",

@@ -17,7 +17,7 @@ from polygon.measured import MeasuredRun, StagedRun
 FABRIC = Link(latency_s=2e-6, bytes_per_s=300e9)
 NETWORK = Link(latency_s=5e-6, bytes_per_s=25e9)
 """What a staged run's devices get inside and between nodes where no curve was measured."""
-MEMORY_ERROR = 0.10
+MEMORY_ERROR = 0.08
 """Half of a 90 % interval over memory: the allocator's fragmentation and what frameworks keep beside the model."""
 
 

@@ -127,6 +127,7 @@ def profile_options() -> argparse.ArgumentParser:
         metavar="FILE",
         help="layer times measured by runners.profile_layers, one file per device type",
     )
+    parent.add_argument("--calibration", metavar="FILE", help="factors fitted to real runs by polygon calibrate")
     return parent
 
 
@@ -142,6 +143,19 @@ def read_profiles(args: argparse.Namespace) -> list[Any]:
         with located(f"{path}: "):
             profiles.append(kind_profile(data))
     return profiles
+
+
+def read_calibration(args: argparse.Namespace) -> Any:
+    """The calibration of `profile_options`; None if none is given."""
+    from polygon import files
+    from polygon.cost.calibration import calibration
+    from polygon.domain.errors import located
+
+    if args.calibration is None:
+        return None
+    data = files.read_json(args.calibration)
+    with located(f"{args.calibration}: "):
+        return calibration(data)
 
 
 def read_problem(path: str, args: argparse.Namespace) -> Any:

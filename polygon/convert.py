@@ -18,7 +18,7 @@ from polygon.catalogue import GB, GBPS, GIB, MS, TFLOP
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.errors import InputError, Phrase, located, require
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import Constraints, Problem
+from polygon.domain.plan import Constraints, Problem, StageRule
 from polygon.schema import ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionSpec
 
 DEFAULT_INTRA_REGION = Link(latency_s=0.5 / MS, bytes_per_s=10 * GBPS)
@@ -285,7 +285,12 @@ def problem_from_spec(spec: ProblemSpec, default_name: str = "cluster") -> Probl
 
 def constraints_from_spec(spec: Any) -> Constraints:
     """The constraints that a file states."""
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.model_dump().items()}
+
+    def as_tuples(data: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+    fields = as_tuples(spec.model_dump())
+    fields["stage_rules"] = tuple(StageRule(**as_tuples(rule)) for rule in fields["stage_rules"])
     return Constraints(**fields)
 
 

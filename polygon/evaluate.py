@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan
 
     problem, plan, _ = files.read_plan(args.plan)
-    tables = CostTables(problem, cli.read_profiles(args))
+    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
     broken = violations(problem, plan, tables)
     structural = [text for text in broken if "GiB over" not in text]
     if structural:

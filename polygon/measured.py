@@ -159,7 +159,12 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
     if dp * degrees["tp"] * degrees["pp"] * degrees["cp"] != gpus:
         raise NotExpressibleError(f"dp {dp} x {degrees} is not {gpus} devices")
     framework = str(row.get("framework") or "")
-    kernels = kernels_of(framework, str(row.get("date") or ""), str(row.get("overlap") or ""), str(row.get("notes")))
+    kernels = kernels_of(
+        f"{framework} {row.get('dataset')}",
+        str(row.get("date") or ""),
+        str(row.get("overlap") or ""),
+        str(row.get("notes")),
+    )
     model = _model(row, degrees["tp"], framework)
     precision = _precision(str(row.get("precision") or "bf16"))
     micro_batch = int(row.get("micro_batch_sequences") or 1)
@@ -219,6 +224,11 @@ def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:
     return None
 
 
+def _first(row: Mapping[str, Any], *names: str) -> int:
+    """The first of some fields that the row has; 0 if it has none."""
+    return next((int(row[name]) for name in names if row.get(name)), 0)
+
+
 def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     hidden, heads = int(row["hidden_size"]), int(row["attention_heads"])
     gated = bool(row.get("gated_mlp"))
@@ -226,7 +236,11 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     vocab = int(row.get("vocab_size") or 51200)
     if "megatron" in framework.lower() or "nemo" in framework.lower():
         vocab = math.ceil(vocab / (128 * tp)) * 128 * tp
-    experts = int(row.get("experts") or row.get("num_experts") or 0)
+    experts = _first(row, "experts", "num_experts", "moe_experts", "experts_count")
+    chosen = _first(row, "experts_per_token", "top_k", "moe_top_k", "topk", "moe_router_topk")
+    expert_width = _first(row, "expert_ffn_size", "moe_ffn_size", "moe_intermediate_size", "ffn_size")
+    if int(row.get("ep") or 1) > 1 and not experts:
+        raise NotExpressibleError(f"ep is {row['ep']}, but the row names no experts")
     return Model(
         name=str(row.get("model_name") or row.get("id")),
         family="llama" if gated else "gpt",
@@ -245,8 +259,8 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
         linear_bias=not gated,
         qkv_bias=not gated,
         experts=experts,
-        experts_per_token=int(row.get("experts_per_token") or 0) if experts else 0,
-        expert_ffn_size=int(row.get("expert_ffn_size") or row.get("ffn_size") or 0) if experts else 0,
+        experts_per_token=(chosen or 1) if experts else 0,
+        expert_ffn_size=expert_width if experts else 0,
     )
 
 
@@ -341,7 +355,7 @@ def _stage_layers(notes: str) -> tuple[int, ...]:
     return tuple(len(part.split(",")) for part in re.findall(r"\[([\d, ]+)\]", match.group(1))) if match else ()
 
 
-EAGER = ("llm-foundry", "deepspeed", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
+EAGER = ("llm-foundry", "sailor", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
 """Frameworks that run element-wise work as separate operations, unless a note says that they compile."""
 
 
@@ -375,6 +389,8 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         attention=attention,
         loss="vocab-parallel" if megatron or "nemo" in name else "torch",
         fused=_fused(name, text),
+        # Megatron-LM got them with sequence parallelism (2022); DeepSpeed's engines and torch's never had them.
+        fused_accumulation=(year >= 2022 and "deepspeed" not in name) or "llm-foundry" in name,
         dropout=(megatron and year < 2025) or "dropout 0.1" in text,
         attention_dropout="attention dropout 0.1" in text,
         deterministic="deterministic" in text,

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from polygon.domain.errors import InputError, one_of
 from polygon.domain.model import Batch, Model
-from polygon.domain.plan import Constraints, LinkUse, Plan, Stage
+from polygon.domain.plan import Constraints, LinkUse, Plan, Stage, StageRule
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -179,10 +179,18 @@ def _from_dataclass(name: str, source: type, *, without: Sequence[str] = (), opt
 
 ModelSpec = _from_dataclass("ModelSpec", Model, optional=("kv_heads", "head_dim", "ffn_size"))
 BatchSpec = _from_dataclass("BatchSpec", Batch)
-ConstraintsSpec = _from_dataclass("ConstraintsSpec", Constraints)
+_StageRuleSpec = _from_dataclass("_StageRuleSpec", StageRule)
+_ConstraintsSpec = _from_dataclass("_ConstraintsSpec", Constraints, without=("stage_rules", "egress_bytes_per_step"))
 _LinkUseSpec = _from_dataclass("_LinkUseSpec", LinkUse, without=("source", "target"))
 _StageSpec = _from_dataclass("_StageSpec", Stage, without=("first_layer", "last_layer", "workers"))
 _PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "links"))
+
+
+class ConstraintsSpec(_ConstraintsSpec):  # type: ignore[misc,valid-type]
+    """What the user demands of a plan beside being possible."""
+
+    stage_rules: list[_StageRuleSpec] = Field(default_factory=list)  # type: ignore[valid-type]
+    egress_bytes_per_step: dict[Name, NotNegative] = Field(default_factory=dict)
 
 
 class ProblemSpec(Strict):
@@ -193,7 +201,7 @@ class ProblemSpec(Strict):
     cluster: ClusterSpec
     model: ModelSpec  # type: ignore[valid-type]
     batch: BatchSpec  # type: ignore[valid-type]
-    constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)  # type: ignore[valid-type]
+    constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)
 
 
 class MemberSpec(Strict):

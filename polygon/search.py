@@ -5,6 +5,11 @@
 
 A genetic algorithm with local search over who serves which stage; layers, shares, routes, memory options, schedule and
 packing of links follow by decoding. The same seed gives the same plan, unless --time-limit cuts the search short.
+
+    python -m polygon.search --method grid3d --cluster FILE --model M --global-batch B --seq-len L -o plan.json
+
+prices every uniform (data, tensor, pipeline) split of all devices instead, writes them all to output.json, and
+simulates the best (see `polygon grid3d` for more dimensions, other machines and cost models).
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import Any
 
 from polygon import cli
 from polygon.domain.errors import InputError
+
+METHODS = ("memetic", "grid3d")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("groups", nargs="?", help="groups from polygon init")
     parser.add_argument("--cluster", help="plan for a cluster (or a problem file) directly, without groups")
+    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to search (default %(default)s)")
+    parser.add_argument(
+        "--configurations",
+        metavar="FILE",
+        default="output.json",
+        help="grid3d: where every configuration goes (default %(default)s)",
+    )
     args = parser.parse_args(argv)
     problem, groups = _read(args)
 
@@ -45,17 +59,18 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan, seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    tables = CostTables(problem, cli.read_profiles(args))
-    effort = Effort(time_limit_s=args.time_limit or float("inf"))
+    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
     with talk.progress("searching", 1.0) as show:
-        found = find_plan(
-            problem,
-            np.random.default_rng(args.seed),
-            groups=groups,
-            effort=effort,
-            tell=lambda phase, part, best: show(part, f"{phase}: {seconds(best)}"),
-            tables=tables,
-        )
+
+        def tell(phase: str, part: float, best: float) -> None:
+            show(part, f"{phase}: {seconds(best)}")
+
+        if args.method == "grid3d":
+            found = _grid(args, problem, tables, tell)
+        else:
+            effort = Effort(time_limit_s=args.time_limit or float("inf"))
+            rng = np.random.default_rng(args.seed)
+            found = find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     if found.interrupted:
         talk.say("interrupted: this is the best so far")
     if found.plan is None:
@@ -73,6 +88,18 @@ def main(argv: list[str] | None = None) -> int:
         as_json=args.json,
     )
     return cli.EXIT_OK
+
+
+def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
+    """The best uniform split; every configuration goes to a file."""
+    from polygon.grid3d.plans import find_grid_plan
+
+    head = {"cluster": problem.cluster.name, "model": problem.model.name, "cost_model": "polygon"}
+    head |= {"batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len}}
+    head["devices"] = problem.cluster.devices
+    return find_grid_plan(
+        problem, tables=tables, tell=tell, keep=lambda result: result.write(args.configurations, head)
+    )
 
 
 def _read(args: Any) -> tuple[Any, Any]:

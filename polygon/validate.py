@@ -17,7 +17,7 @@ from polygon.cost.profiles import LinkCurves, ModelProfile, link_curves, model_p
 from polygon.domain.errors import InputError
 from polygon.measured import MeasuredRun, NotExpressibleError, StagedRun, published_run, staged_runs
 
-BEGIN, END = "<!-- validation:begin -->", "<!-- validation:end -->"
+BEGIN, END = "<!-- validation -->", "<!-- /validation -->"
 
 
 def parser() -> cli.Parser:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ if __package__ in (None, ""):
 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
+from polygon.files import write_plan
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
 
@@ -78,22 +79,29 @@ class Launcher:
     interrupted: int = 0
     interruptions: int = 0
 
+    def meeting_point(self) -> socket.socket:
+        """A socket that listens where rank 0 will be."""
+        return socket.create_server(("127.0.0.1", 0))
+
+    def settle(self, number: int) -> None:
+        """Called in a rank's process before anything else: where it lives."""
+
     def start(self) -> None:
         """Fork all ranks."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = self.meeting_point()
         os.set_inheritable(listener.fileno(), True)
-        port = listener.getsockname()[1]
+        host, port = listener.getsockname()
         for number in range(self.plan.world_size):
             out, into = os.pipe()
             pid = os.fork()
             if pid == 0:
                 os.close(out)
-                self._be_rank(number, port, listener if number == 0 else None, into)
+                self._be_rank(number, host, port, listener if number == 0 else None, into)
             os.close(into)
             self.ranks.append(Rank(number=number, pid=pid, pipe=out))
         listener.close()
 
-    def _be_rank(self, number: int, port: int, listener: socket.socket | None, into: int) -> NoReturn:
+    def _be_rank(self, number: int, host: str, port: int, listener: socket.socket | None, into: int) -> NoReturn:
         """What a forked child does; never returns."""
         code = 1
         try:
@@ -104,13 +112,14 @@ class Launcher:
             os.dup2(into, 1)
             os.dup2(into, 2)
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            self.settle(number)
             import torch
 
             from runners.dist_runner import run_rank
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             fd = None if listener is None else listener.detach()
-            code = run_rank(self.problem, self.plan, number, "127.0.0.1", port, self.options, fd)
+            code = run_rank(self.problem, self.plan, number, host, port, self.options, fd)
         except PolygonError as error:
             say(str(error))
             code = 2 if isinstance(error, InputError) else 1
@@ -192,8 +201,10 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(problem: Problem, plan: Plan, options: Options) -> tuple[int, dict[str, Any]]:
-    """Run all ranks; exit code and summary."""
+def run(
+    problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
+) -> tuple[int, dict[str, Any]]:
+    """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.world_size)))
     # Imported before forking: a second each for torch and for what its optimizers import on their first step.
@@ -203,7 +214,10 @@ def run(problem: Problem, plan: Plan, options: Options) -> tuple[int, dict[str, 
     from runners.engine.summary import summarise, write_trace
 
     check_runnable(problem, plan)
-    launcher = Launcher(problem, plan, options)
+    launcher = make(problem, plan, options)
+    assert options.log_dir is not None
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    write_plan(options.log_dir / "plan.json", problem, plan)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     start_s = time.monotonic()
     try:

@@ -121,8 +121,7 @@ class SumGroup:
             Of the tensors that lie in the vector one after the other (for low-rank packing).
         """
         if len(self.members.regions) == 1:
-            if self._near is not None:
-                self._near.allreduce([vector], AllreduceOptions()).wait()
+            self.sum_near_(vector)
             return
         leaders = self.members.leaders[self.members.regions.index(self._mine)]
         small = vector.numel() < SMALL
@@ -139,6 +138,11 @@ class SumGroup:
             if leaders[lane] == self._wires.rank:
                 self._cross(lane, part, key, shapes, small=small)
         self._hand_out(parts, leaders)
+
+    def sum_near_(self, vector: torch.Tensor) -> None:
+        """Replace the vector by its sum over the members in this rank's region."""
+        if self._near is not None:
+            self._near.allreduce([vector], AllreduceOptions()).wait()
 
     def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> None:
         """Give every member in the region the parts that other members hold."""

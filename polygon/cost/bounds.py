@@ -81,13 +81,7 @@ def lower_bound_s(tables: CostTables) -> float:
     problem = tables.problem
     cluster = problem.cluster
     device_s, worker_s, counts = _layer_costs(tables)
-    allowed = np.array(
-        [
-            0 if cluster.regions[pool.region].name in problem.constraints.forbidden_regions else pool.devices
-            for pool in cluster.pools
-        ],
-        dtype=float,
-    )
+    allowed = np.array([pool.devices if problem.may_use(pool) else 0 for pool in cluster.pools], dtype=float)
     sequences = problem.batch.global_batch
     everything = _compute_bound_s(device_s, counts, allowed, sequences)
     usable = allowed > 0

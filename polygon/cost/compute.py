@@ -42,6 +42,8 @@ class Kernels:
     """Whether element-wise operations and the optimizer run as fused kernels."""
     loss: str = "torch"
     """How the loss is computed from the logits, see `LOSS_BYTES`."""
+    fused_accumulation: bool = True
+    """Whether weight gradients are added up inside the products, not in a pass of their own."""
     dropout: bool = False
     """Of hidden states (and of materialised attention scores)."""
     attention_dropout: bool = False
@@ -104,6 +106,7 @@ class Split:
     ep: int
     ep_link: Link
     kernels: Kernels
+    gradient_bytes: int = 4
 
     @property
     def tokens(self) -> float:
@@ -167,6 +170,7 @@ def layer_times(
         ep=ep,
         ep_link=ep_link or intra_node,
         kernels=kernels,
+        gradient_bytes=batch.gradient_bytes,
     )
     if profile is not None:
         measured = profile.times(model, batch, device, split)
@@ -193,10 +197,17 @@ def _layer_times(model: Model, chip: Silicon, split: Split) -> LayerTimes:
 
 def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:
     if kind == "embedding":
-        return _embedding_s(model, chip, split)
-    if kind == "head":
-        return _head_s(model, chip, split)
-    return _block_s(model, chip, split, moe=kind == "moe")
+        times = _embedding_s(model, chip, split)
+    elif kind == "head":
+        times = _head_s(model, chip, split)
+    else:
+        times = _block_s(model, chip, split, moe=kind == "moe")
+    if split.kernels.fused_accumulation:
+        return times
+    layer = {"embedding": 0, "head": model.blocks + 1, "moe": model.blocks}.get(kind, 1)
+    held = model.layer_parameters(layer) / split.tp / (split.ep if kind == "moe" else 1)
+    added = stream_s(chip, held * (2 * split.gradient_bytes + chip.element_bytes))
+    return times[0], times[1] + added, times[2]
 
 
 def _linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from polygon.cost.bill import Bill, bill_of
 from polygon.cost.bounds import lower_bound_s
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, stage_memory
@@ -290,14 +291,7 @@ def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> 
     peak = sum(
         cluster.pools[w.pool].device.peak_flops(batch.precision) * w.tp for stage in plan.stages for w in stage.workers
     )
-    hours = step_s / 3600
-    egress = sum(
-        (use.activation_bytes + use.gradient_bytes)
-        / 1e9
-        * cluster.regions[cluster.region_index(use.source)].egress_usd_per_gb
-        for use in links
-    )
-    devices = [(cluster.pools[w.pool], w.tp) for stage in plan.stages for w in stage.workers]
+    bill = step_bill(problem, plan, times)
     memory = worker_memory(plan, tables, times.place)
     workers = tuple(
         WorkerEstimate(
@@ -318,7 +312,7 @@ def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> 
     bound = lower_bound_s(tables)
     return Estimate(
         step_s=step_s,
-        low_s=step_s * (1 - relative_error),
+        low_s=step_s * max(0.0, 1 - relative_error),
         high_s=step_s * (1 + relative_error),
         terms=terms,
         sources=sources,
@@ -327,8 +321,8 @@ def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> 
         lower_bound_s=bound,
         gap=step_s / bound - 1,
         cross_region_bytes=sum(use.activation_bytes + use.gradient_bytes for use in links),
-        cost_usd=sum(pool.price_usd_per_hour * tp for pool, tp in devices) * hours + egress,
-        energy_j=sum(pool.device.power_w * tp for pool, tp in devices) * step_s,
+        cost_usd=bill.usd,
+        energy_j=bill.energy_j,
         workers=workers,
         links=links,
         limited_by=_limit(terms, times, problem),
@@ -367,29 +361,47 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     }
 
 
-def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: float) -> tuple[LinkEstimate, ...]:
-    """Traffic between regions, activations and their gradients apart from weight gradients."""
-    names = [region.name for region in problem.cluster.regions]
-    n = len(names)
+def step_bill(problem: Problem, plan: Plan, times: StepTimes) -> Bill:
+    """Time, money, energy and egress of one step of a plan."""
+    moved, reduced = traffic_bytes(problem, plan, times)
+    return bill_of(problem, plan, times.step_s, moved + reduced)
+
+
+def traffic_bytes(problem: Problem, plan: Plan, times: StepTimes) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes from region to region per step: activations and their gradients, and weight gradients.
+
+    Returns
+    -------
+    tuple of ndarray, shape (regions, regions) each
+    """
+    n = len(problem.cluster.regions)
     place, messages = times.place, times.messages
-    source, target = place.region[messages.sender], place.region[messages.receiver]
-    pair = (source * n + target).ravel()
+    pair = (place.region[messages.sender] * n + place.region[messages.receiver]).ravel()
     moved = np.bincount(pair, weights=messages.n_bytes.ravel(), minlength=n * n).reshape(n, n)
-    workers = len(place.stage)
-    channel = (messages.sender * n + target).ravel()
-    busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
+    np.fill_diagonal(moved, 0.0)
     reduced = np.zeros((n, n))
     for reduction in times.reductions:
         for a, b, n_bytes in reduction.across_bytes:
             reduced[a, b] += n_bytes
-    tied = times.tied_s > 0 and len(plan.stages) > 1
-    if tied:
+    if times.tied_s > 0 and len(plan.stages) > 1:
         a, b = (int(place.region[place.stage == s][0]) for s in (0, len(plan.stages) - 1))
         if a != b:
             values = problem.model.head_weight_parameters()
             for x, y in ((a, b), (b, a)):
                 mode = plan.link_use(x, y).weight_gradients
                 reduced[x, y] += packed_bytes(values, problem.batch.gradient_bytes, mode)
+    return moved, reduced
+
+
+def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: float) -> tuple[LinkEstimate, ...]:
+    """Traffic between regions, activations and their gradients apart from weight gradients."""
+    names = [region.name for region in problem.cluster.regions]
+    n = len(names)
+    place, messages = times.place, times.messages
+    moved, reduced = traffic_bytes(problem, plan, times)
+    workers = len(place.stage)
+    channel = (messages.sender * n + place.region[messages.receiver]).ravel()
+    busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
     return tuple(
         LinkEstimate(
             source=names[a],
@@ -398,9 +410,7 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
             gradient_bytes=float(reduced[a, b]),
             busy_fraction=float(busy[place.region == a, b].max(initial=0.0)) / step_s,
         )
-        for a in range(n)
-        for b in range(n)
-        if a != b and moved[a, b] + reduced[a, b] > 0
+        for a, b in np.argwhere(moved + reduced > 0).tolist()
     )
 
 

@@ -60,7 +60,7 @@ AMPERE = Efficiency(
     triton_backward=0.261,
     flops_per_multiprocessor=2.89e12,
     source="calibrated",
-    relative_error=0.12,
+    relative_error=0.09,
 )
 EFFICIENCY = {
     "volta": replace(AMPERE, flops_per_multiprocessor=1.56e12, source="spec", relative_error=0.25),
@@ -78,7 +78,7 @@ EFFICIENCY = {
         triton_backward=0.153,
         flops_per_multiprocessor=7.5e12,
         source="calibrated",
-        relative_error=0.12,
+        relative_error=0.09,
     ),
     "blackwell": replace(
         AMPERE,

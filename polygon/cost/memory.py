@@ -29,6 +29,9 @@ class LayerMemory:
     """Shape (layers,): needed only while the layer is being computed (logits, the block that is recomputed)."""
     tied_parameters: float
     """The head's own copy of tied embeddings, per device; 0 if they are not tied."""
+    sharded_parameters: np.ndarray | None = None
+    """Shape (layers,): what ZeRO divides by the workers: `parameters`, with each expert counted once per
+    expert-parallel rank, because only so many fewer workers share its state. None: `parameters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ def _layer_memory(
     keep_operators: bool,
 ) -> LayerMemory:
     layers = model.layers
-    parameters, activations, transient = np.zeros(layers), np.zeros(layers), np.zeros(layers)
+    parameters, activations, transient, elsewhere = (np.zeros(layers) for _ in range(4))
     tokens = micro_batch_size * seq_len / cp
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     e = element_bytes if element_bytes > 1 else 1.5  # in fp8, what products keep has one byte, the rest two
@@ -93,6 +96,7 @@ def _layer_memory(
                 per_expert = h * model.expert_ffn_size * (3 if model.gated_mlp else 2)
                 experts = per_expert * model.experts
             parameters[layer] = (count - 2 * norm - experts) / tp + 2 * norm + experts / ep / tp
+            elsewhere[layer] = experts / tp - experts / ep / tp
             width = model.ffn_size
             if kind == "moe":
                 width = model.expert_ffn_size * (model.experts_per_token + model.shared_experts)
@@ -115,11 +119,16 @@ def _layer_memory(
             else:
                 activations[layer] = whole
                 transient[layer] = scores if not flash_attention and recompute == "selective" else 0.0
-    for array in (parameters, activations, transient):
+    sharded = parameters + elsewhere
+    for array in (parameters, activations, transient, sharded):
         array.setflags(write=False)
     tied = model.head_weight_parameters() / tp if model.tied_embeddings and model.family != "vit" else 0.0
     return LayerMemory(
-        parameters=parameters, activation_bytes=activations, transient_bytes=transient, tied_parameters=tied
+        parameters=parameters,
+        activation_bytes=activations,
+        transient_bytes=transient,
+        tied_parameters=tied,
+        sharded_parameters=sharded,
     )
 
 
@@ -200,16 +209,17 @@ def stage_memory(
     )
 
 
-def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[float, float, float, float]:
-    """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes."""
-    held = float(layers.parameters[first_layer:last_layer].sum())
-    if first_layer > 0 and last_layer == len(layers.parameters):
-        held += layers.tied_parameters
+def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[float, float, float, float, float]:
+    """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes, and
+    what ZeRO divides by the workers."""
+    divided = layers.parameters if layers.sharded_parameters is None else layers.sharded_parameters
+    tied = layers.tied_parameters if first_layer > 0 and last_layer == len(layers.parameters) else 0.0
     return (
-        held,
+        float(layers.parameters[first_layer:last_layer].sum()) + tied,
         float(layers.parameters[first_layer:last_layer].max(initial=0.0)),
         float(layers.activation_bytes[first_layer:last_layer].sum()),
         float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0)),
+        float(divided[first_layer:last_layer].sum()) + tied,
     )
 
 
@@ -224,6 +234,7 @@ def breakdown(
     largest: float,
     activation_bytes: float,
     transient_bytes: float,
+    sharded: float,
     *,
     in_flight: float,
     zero: int,
@@ -237,9 +248,9 @@ def breakdown(
     if zero >= 3 and shards > 1:
         transient_bytes += largest * (2 * per_weight + per_gradient)
     return MemoryBreakdown(
-        weights=held * per_weight / (shards if zero >= 3 else 1),
-        gradients=held * per_gradient * (1 + gradient_copies) / (shards if zero >= 2 else 1),
-        optimizer=held * per_optimizer / (shards if zero >= 1 else 1),
+        weights=(sharded / shards if zero >= 3 else held) * per_weight,
+        gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),
+        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer,
         activations=activation_bytes * in_flight,
         transient=transient_bytes,
         context=context_bytes,

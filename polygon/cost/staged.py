@@ -195,13 +195,16 @@ def _hop_s(
     n_bytes: float, here: Place, there: Place, *, inside: bool, curves: LinkCurves | None, fabric: Link, network: Link
 ) -> float:
     """Seconds of a message between two devices."""
-    curve = None
-    if curves is not None:
-        names = here.device.name, there.device.name
-        curve = curves.inside.get(names[0]) if inside else curves.link(here.zone, names[0], there.zone, names[1])
-    if curve is not None:
-        return curve.transfer_s(n_bytes)
-    return (fabric if inside else network).transfer_s(n_bytes)
+    measured = None
+    if curves is not None and inside:
+        curve = curves.inside.get(here.device.name)
+        measured = None if curve is None else curve.transfer_s(n_bytes)
+    elif curves is not None:
+        senders = max(here.tp, there.tp)
+        measured = curves.transfer_s(
+            n_bytes, here.zone, here.device.name, there.zone, there.device.name, senders=senders
+        )
+    return (fabric if inside else network).transfer_s(n_bytes) if measured is None else measured
 
 
 def _one_node(places: tuple[Place, ...], curves: LinkCurves | None) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import layer_times, update_s
 from polygon.cost.memory import LayerMemory, layer_memory
 from polygon.cost.profiles import KindProfile
@@ -49,10 +50,13 @@ class CostTables:
     Where a profile was measured on a pool's device type, it takes the device model's place.
     """
 
-    def __init__(self, problem: Problem, profiles: Sequence[KindProfile] = ()) -> None:
+    def __init__(
+        self, problem: Problem, profiles: Sequence[KindProfile] = (), calibration: Calibration | None = None
+    ) -> None:
         self.problem = problem
+        self.calibration = calibration or NONE
         self._profile_of = {profile.device: profile for profile in profiles}
-        self.links = LinkTable(problem.cluster)
+        self.links = self.calibration.links(LinkTable(problem.cluster))
         self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str], ClassMemory] = {}
         headroom = 1 - problem.constraints.memory_headroom
@@ -74,6 +78,7 @@ class CostTables:
                 recompute=recompute,
                 profile=self._profile_of.get(place.device.name),
             )
+            layer = self.calibration.times(layer, place.device.name)
             self._times[key] = ClassTimes(
                 forward_s=running_sum(layer.forward_s),
                 backward_s=running_sum(layer.backward_s),
@@ -85,10 +90,11 @@ class CostTables:
     def update_s(self, pool: int, parameters_held: float) -> float:
         """Seconds of the optimizer for as many parameters on one device of a pool."""
         device = self.problem.cluster.pools[pool].device
+        factor = self.calibration.update.get(device.name, 1.0)
         profile = self._profile_of.get(device.name)
         if profile is not None and profile.update_s_per_parameter is not None:
-            return parameters_held * profile.update_s_per_parameter
-        return update_s(parameters_held, device, self.problem.batch)
+            return factor * parameters_held * profile.update_s_per_parameter
+        return factor * update_s(parameters_held, device, self.problem.batch)
 
     def memory(self, tp: int, micro_batch_size: int, recompute: str) -> ClassMemory:
         """Bytes and parameters on one device of a worker of `tp` devices."""

@@ -53,7 +53,7 @@ class ParallelConfig:
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each stage, embedding and head included; empty: blocks dealt evenly."""
+    """Layers of each stage, embedding and head included; empty: see `stage_bounds`."""
     kernels: Kernels = FUSED
 
     def __post_init__(self) -> None:
@@ -104,7 +104,10 @@ class UniformEstimate:
 
 
 def stage_bounds(model: Model, config: ParallelConfig) -> list[int]:
-    """First layer of every stage and, last, the number of layers."""
+    """First layer of every stage and, last, the number of layers.
+
+    Blocks are dealt evenly; where only all layers, embedding and head included, can be, they are.
+    """
     if config.stage_layers:
         require(
             len(config.stage_layers) == config.pp and sum(config.stage_layers) == model.layers,
@@ -113,6 +116,8 @@ def stage_bounds(model: Model, config: ParallelConfig) -> list[int]:
             f"{config.pp} numbers with the sum {model.layers}",
         )
         return [0, *np.cumsum(config.stage_layers).tolist()]
+    if model.blocks % config.pp and model.layers % config.pp == 0:
+        return list(range(0, model.layers + 1, model.layers // config.pp))
     cuts = [1 + round(model.blocks * s / config.pp) for s in range(config.pp + 1)]
     cuts[0], cuts[-1] = 0, model.layers
     return cuts
@@ -152,8 +157,8 @@ class Layout:
 
     bounds: tuple[int, ...]
     stages: np.ndarray
-    """Shape (stages, 6): seconds of forward and backward, exposed communication in them, parameters, most parameters
-    of a layer, bytes of activations per micro-batch in flight, transient bytes."""
+    """Shape (stages, 7): seconds of forward and backward, exposed communication in them, parameters, most parameters
+    of a layer, bytes of activations per micro-batch in flight, transient bytes, parameters that ZeRO divides."""
     kinds: np.ndarray
     """Shape (kinds, 4): layers of a kind, their forward and backward [s], their parameters."""
     backward_s: float
@@ -289,6 +294,13 @@ def _micro_batches(batch: Batch, config: ParallelConfig) -> int:
     return share
 
 
+def _gradient_copies(batch: Batch, config: ParallelConfig) -> float:
+    """Low-precision gradients that live beside the wider ones they are added to, in units of those."""
+    if config.kernels.fused_accumulation or config.zero == 3 or batch.gradient_bytes <= batch.element_bytes:
+        return 0.0
+    return batch.element_bytes / batch.gradient_bytes
+
+
 def _update_line(batch: Batch, pool: Pool, config: ParallelConfig) -> tuple[float, float]:
     """Seconds of the optimizer: what it costs at least, and per parameter."""
     base = update_s(0.0, pool.device, batch, fused=config.kernels.fused)
@@ -370,6 +382,7 @@ def estimate_uniform(
                 shards=group.members,
                 batch=batch,
                 context_bytes=context_bytes,
+                gradient_copies=_gradient_copies(batch, config),
             )
             for s, row in enumerate(layout.stages[:, 2:].tolist())
         ),
@@ -444,6 +457,7 @@ def estimate_many(
             per_gradient,
             per_optimizer,
             *_update_line(batch, pool, configs[0]),
+            per_gradient * (1 + _gradient_copies(batch, configs[0])),
         ]
     )
     terms, peaks = np.empty((len(configs), 6)), np.empty(len(configs))

@@ -13,6 +13,9 @@ CONTENTION = 0.126
 """How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
 LAST_BUCKET = 0.05
 """Part of the gradients whose reduction starts when backward has ended."""
+BUCKET_BYTES = 5e8
+"""Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the default
+of DeepSpeed, InternEvo and Sailor)."""
 ZERO3_HIDING = (0.0, 0.5, 1.0)
 """Part of a layer's compute that may hide the gathering of the next: overlap none, backward, full."""
 
@@ -115,8 +118,9 @@ def terms_kernel(
         out[DATA] = micro_batches * (seen_s + copies_s) + first_s
     elif members > 1:
         passes = 2 if zero == 0 else 1
-        reduce_s = ring_kernel(
-            parameters * gradient_bytes,
+        buckets = max(1.0, np.ceil(parameters * gradient_bytes / BUCKET_BYTES))
+        reduce_s = buckets * ring_kernel(
+            parameters * gradient_bytes / buckets,
             members,
             per_node,
             devices_per_node,
@@ -128,8 +132,9 @@ def terms_kernel(
         )
         gather_s = 0.0
         if zero > 0:
-            gather_s = ring_kernel(
-                parameters * weight_bytes,
+            buckets = max(1.0, np.ceil(parameters * weight_bytes / BUCKET_BYTES))
+            gather_s = buckets * ring_kernel(
+                parameters * weight_bytes / buckets,
                 members,
                 per_node,
                 devices_per_node,
@@ -161,6 +166,7 @@ def peak_kernel(
     largest: np.ndarray,
     activation_bytes: np.ndarray,
     transient_bytes: np.ndarray,
+    sharded: np.ndarray,
     micro_batches: int,
     interleave: int,
     gpipe: bool,
@@ -172,10 +178,10 @@ def peak_kernel(
 ) -> float:
     """Most bytes that a device of any stage holds (see `polygon.cost.memory.stage_memory`), without context."""
     stages, peak = len(held), 0.0
-    states = weight_bytes / (shards if zero >= 3 else 1) + gradient_bytes / (shards if zero >= 2 else 1)
-    states += optimizer_bytes / (shards if zero >= 1 else 1)
+    whole = weight_bytes * (zero < 3) + gradient_bytes * (zero < 2) + optimizer_bytes * (zero < 1)
+    part = (weight_bytes + gradient_bytes + optimizer_bytes - whole) / shards
     for s in range(stages):
-        total = held[s] * states + transient_bytes[s]
+        total = held[s] * whole + sharded[s] * part + transient_bytes[s]
         total += activation_bytes[s] * in_flight_kernel(gpipe, stages, interleave, s, micro_batches)
         if zero >= 3 and shards > 1:
             total += largest[s] * (2 * weight_bytes + gradient_bytes)
@@ -202,12 +208,13 @@ def many_kernel(
     integers : ndarray of int, shape (n, 9)
         Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not.
     starts, kind_starts : ndarray, shape (layouts + 1,)
-        Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient)
-        and its kinds in `kinds`.
+        Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient,
+        sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
-    machine : ndarray, shape (10,)
-        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope.
+    machine : ndarray, shape (11,)
+        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope,
+        bytes of gradients as they are held.
     """
     for i in range(integers.shape[0]):
         layout = integers[i, 0]
@@ -245,12 +252,13 @@ def many_kernel(
             rows[:, 3],
             rows[:, 4],
             rows[:, 5],
+            rows[:, 6],
             integers[i, 1],
             int(interleave),
             integers[i, 8] > 0,
             integers[i, 4],
             integers[i, 2],
             machine[5],
-            machine[6],
+            machine[10],
             machine[7],
         )

@@ -6,13 +6,14 @@ worker's actions from routes and spans (`polygon.domain.schedule`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from polygon.domain.cluster import Cluster
-from polygon.domain.errors import require
+from polygon.domain.cluster import Cluster, Pool
+from polygon.domain.errors import require, require_number
 from polygon.domain.model import Batch, Model, check_sequence
 
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "topk", "powersgd")
@@ -20,6 +21,18 @@ COMPRESSIONS = ("none", "bf16", "int8", "int4", "topk", "powersgd")
 
 RECOMPUTE = ("none", "selective", "full")
 REDUCTIONS = ("all-reduce", "sharded-server", "central-server")
+REGION_LISTS = ("forbidden_regions", "first_stage_regions", "last_stage_regions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRule:
+    """Where one stage may lie."""
+
+    stage: int
+    """Counted from 0, or from the end as -1, -2, ...; a plan without that stage keeps the rule."""
+    only_regions: tuple[str, ...] = ()
+    """Empty: anywhere."""
+    never_regions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,16 +42,47 @@ class Constraints:
     memory_headroom: float = 0.08
     """Part of a device's memory that a plan leaves free."""
     forbidden_regions: tuple[str, ...] = ()
+    forbidden_devices: tuple[str, ...] = ()
+    """Device types that no plan may use."""
     first_stage_regions: tuple[str, ...] = ()
     """Where the embedding (and so the raw data) may live; empty: anywhere."""
     last_stage_regions: tuple[str, ...] = ()
+    stage_rules: tuple[StageRule, ...] = ()
+    """Regions that stages are pinned to or kept out of."""
+    most_stages: int | None = None
     compressions: tuple[str, ...] = ("none", "bf16", "int8")
     """Packings that the search may choose for messages between regions."""
+    egress_bytes_per_step: Mapping[str, float] = field(default_factory=dict)
+    """Most bytes that may leave a region in a step, by region; `*` is for every region not named."""
+    most_usd_per_step: float | None = None
+    most_usd_per_hour: float | None = None
+    """Of all used devices and egress together."""
+    most_step_s: float | None = None
+    """Deadline of one step [s]."""
 
     def __post_init__(self) -> None:
         require(0 <= self.memory_headroom < 1, "memory_headroom", self.memory_headroom, "a number in [0, 1)")
         for mode in self.compressions:
             require(mode in COMPRESSIONS, "compressions", mode, " or ".join(COMPRESSIONS))
+        for name in ("most_usd_per_step", "most_usd_per_hour", "most_step_s"):
+            if getattr(self, name) is not None:
+                require_number(getattr(self, name), name, above=0)
+        for region, n_bytes in self.egress_bytes_per_step.items():
+            require_number(n_bytes, f"egress_bytes_per_step.{region}", at_least=0)
+        if self.most_stages is not None:
+            require(self.most_stages >= 1, "most_stages", self.most_stages, "a whole number >= 1")
+
+    @property
+    def rules(self) -> tuple[StageRule, ...]:
+        """All stage rules, those of the first and the last stage among them."""
+        ends = ((0, self.first_stage_regions), (-1, self.last_stage_regions))
+        return (*(StageRule(stage=s, only_regions=names) for s, names in ends if names), *self.stage_rules)
+
+    @property
+    def limits_cost(self) -> bool:
+        """Whether anything that a whole plan costs is limited: money, time or egress."""
+        limits = (self.most_usd_per_step, self.most_usd_per_hour, self.most_step_s)
+        return bool(self.egress_bytes_per_step) or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,10 +96,26 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_sequence(self.model, self.batch)
-        names = {region.name for region in self.cluster.regions}
-        for label in ("forbidden_regions", "first_stage_regions", "last_stage_regions"):
-            for name in getattr(self.constraints, label):
-                require(name in names, label, name, f"one of {sorted(names)}")
+        limits = self.constraints
+        regions = sorted({region.name for region in self.cluster.regions})
+        named = [(label, getattr(limits, label)) for label in REGION_LISTS]
+        for i, rule in enumerate(limits.stage_rules):
+            where = f"stage_rules[{i}]"
+            named += [(f"{where}.only_regions", rule.only_regions), (f"{where}.never_regions", rule.never_regions)]
+        named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != "*"]))
+        for label, names in named:
+            for name in names:
+                require(name in regions, label, name, f"one of {regions}")
+        devices = sorted(self.cluster.catalogue)
+        for name in limits.forbidden_devices:
+            require(name in devices, "forbidden_devices", name, f"one of {devices}")
+
+    def may_use(self, pool: Pool) -> bool:
+        """Whether the constraints leave a pool's devices to a plan."""
+        return (
+            self.cluster.regions[pool.region].name not in self.constraints.forbidden_regions
+            and pool.device.name not in self.constraints.forbidden_devices
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,18 +11,18 @@ several values take a list (`1,2,4`) or `all`. A cluster of several pools is tak
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from polygon import cli
-from polygon.cost.uniform import OVERLAPS, SCHEDULES
+from polygon.cost.uniform import OVERLAPS, SCHEDULES, ParallelConfig
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
-from polygon.grid3d.evaluate import case_of
-from polygon.grid3d.grid import BACKENDS, Result, evaluate_all
+from polygon.grid3d.evaluate import Case, case_of
+from polygon.grid3d.grid import BACKENDS, evaluate_all, parallel_config
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, Options, all_splits
 
@@ -143,22 +143,13 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
     return priced, problem.cluster.devices, says
 
 
-def _write(path: str, says: dict[str, Any], devices: int, result: Result) -> None:
-    """The file: what was asked, then one configuration a line."""
-    from polygon import files
-
-    head = {"format": "polygon-grid", **says, "devices": devices, "accepted": result.accepted}
-    text = json.dumps(head, ensure_ascii=False)[:-1]
-    lines = ",\n".join(row.line for row in result.rows)
-    files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
-
-
 def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
     from polygon.overhead.report import table
 
-    names = [key for key in rows[0] if key not in ("step_s", "low_s", "high_s", "terms_s", "memory_bytes", "rejected")]
-    names = [name for name in names if name in ("dp", "tp", "pp") or len({row[name] for row in rows}) > 1]
+    names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
+    usual = {field.name: field.default for field in fields(ParallelConfig)}
+    names = [name for name in names if name in ("dp", "tp", "pp") or any(row[name] != usual[name] for row in rows)]
     terms = list(rows[0]["terms_s"])
     header = ["rank", *names, "step ms", *(f"{term} ms" for term in terms)]
     header += ["memory GB"] * ("memory_bytes" in rows[0])
@@ -189,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     took_s = time.perf_counter() - start
     path = args.out or "output.json"
-    _write(path, says, devices, result)
+    result.write(path, {**says, "devices": devices})
     count = len(result.rows)
     talk.say(
         f"{count} configurations ({result.accepted} fit) in {took_s:.1f} s: {count / took_s:,.0f} a second; {path}"
@@ -198,7 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     if not best:
         return cli.infeasible(f"no configuration of {devices} devices fits; rejected for: {result.reasons()}")
     if path != "-":
-        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, _table(best), as_json=args.json)
+        text = _table(best)
+        if isinstance(case, Case):
+            best = [{**values, **case.details(parallel_config(values))} for values in best]
+        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, text, as_json=args.json)
     return cli.EXIT_OK
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from polygon.cost.uniform import ParallelConfig, estimate_uniform
+from polygon.cost.uniform import TERMS, ParallelConfig, estimate_many, estimate_uniform
 from polygon.domain.cluster import Cluster, Link, Pool
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
@@ -56,34 +56,38 @@ class Case:
         fault = split_fault(split, self.model, self.batch, self.pool.devices_per_node)
         if fault:
             return [row({**split._asdict(), "rejected": fault}, math.inf)]
+        configs: list[ParallelConfig] = []
         found = []
         for config, reason in configurations(split, self.model, self.batch, self.options):
             if isinstance(config, ParallelConfig):
-                found.append(self._priced(config))
+                configs.append(config)
             else:
                 found.append(row({**split._asdict(), "micro_batch_size": config, "rejected": reason}, math.inf))
+        return found + self._priced(configs)
+
+    def _priced(self, configs: list[ParallelConfig]) -> list[Row]:
+        """Rows of configurations, in bulk."""
+        estimates = estimate_many(self.model, self.batch, self.pool, configs)
+        columns = (estimates.step_s.tolist(), estimates.terms_s.tolist(), estimates.peak_bytes.tolist())
+        names = [name for name, *_ in TERMS]
+        found = []
+        for config, step_s, seconds, peak_bytes in zip(configs, *columns, strict=True):
+            values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
+            values["step_s"] = short(step_s)
+            values["terms_s"] = dict(zip(names, map(short, seconds), strict=True))
+            values["memory_bytes"] = short(peak_bytes)
+            values["rejected"] = None
+            if peak_bytes > self.usable_bytes:
+                room = f"{self.usable_bytes / 1e9:.4g} GB usable"
+                values["rejected"] = f"memory: needs {peak_bytes / 1e9:.4g} GB of {room}"
+            found.append(row(values, step_s))
         return found
 
-    def _priced(self, config: ParallelConfig) -> Row:
-        values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
-        try:
-            estimate = estimate_uniform(self.model, self.batch, self.pool, config)
-        except InputError as error:
-            return row({**values, "rejected": str(error)}, math.inf)
-        peak = estimate.peak
-        reason = None
-        if peak.total_bytes > self.usable_bytes:
-            need, room = peak.total_bytes / 1e9, self.usable_bytes / 1e9
-            reason = f"memory: needs {need:.4g} GB of {room:.4g} GB usable, most for {peak.owner}"
-        values |= {
-            "step_s": short(estimate.step_s),
-            "low_s": short(estimate.low_s),
-            "high_s": short(estimate.high_s),
-            "terms_s": {name: short(term.seconds) for name, term in estimate.terms.items()},
-            "memory_bytes": short(peak.total_bytes),
-            "rejected": reason,
-        }
-        return row(values, estimate.step_s)
+    def details(self, config: ParallelConfig) -> dict[str, Any]:
+        """What a bulk row leaves out: the ends of the 90 % interval, and memory by owner."""
+        estimate = estimate_uniform(self.model, self.batch, self.pool, config)
+        peak = {f"{name}_bytes": short(value) for name, value in asdict(estimate.peak).items()}
+        return {"low_s": short(estimate.low_s), "high_s": short(estimate.high_s), "memory": peak}
 
 
 def short(value: float) -> float:

@@ -38,6 +38,14 @@ class Result:
         """The best configurations as plain data."""
         return [json.loads(row.line) for row in self.rows[:count] if not row.rejected]
 
+    def write(self, path: str, head: dict[str, Any]) -> None:
+        """Write the file: what was asked (`head`), then one configuration a line; the same result, the same bytes."""
+        from polygon import files
+
+        text = json.dumps({"format": "polygon-grid", **head, "accepted": self.accepted}, ensure_ascii=False)[:-1]
+        lines = ",\n".join(row.line for row in self.rows)
+        files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
+
     def best(self) -> ParallelConfig | None:
         """The best configuration; None if all are rejected."""
         first = self.top(1)
@@ -105,8 +113,9 @@ def _results(
     import joblib
 
     with _registered(backend, scheduler):
-        # Results come as they are ready: order is restored by sorting.
-        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size="auto")
+        # Results come as they are ready (Ray's backend: all at the end); order is restored by sorting.
+        order = "list" if backend == "ray" else "generator_unordered"
+        parallel = joblib.Parallel(n_jobs=jobs, return_as=order, batch_size="auto")
         yield from parallel(joblib.delayed(case.rows)(split) for split in splits)
 
 
@@ -145,11 +154,24 @@ def _dask_client(scheduler: str | None) -> Iterator[None]:
     if current is not None:
         yield
         return
+    if scheduler is not None:
+        _check_answers(scheduler)
+    # Port 0: any free one for the dashboard, which nobody asked for.
+    client = Client(scheduler) if scheduler else Client(processes=True, dashboard_address=":0")
+    with client:
+        yield
+
+
+def _check_answers(scheduler: str) -> None:
+    """Raise at once for an address where nothing listens (distributed itself tries for half a minute)."""
+    import socket
+    from urllib.parse import urlsplit
+
+    address = scheduler if "://" in scheduler else f"tcp://{scheduler}"
     try:
-        client = Client(scheduler, timeout=3) if scheduler else Client(processes=True, dashboard_address=None)
-    except OSError as error:
+        where = urlsplit(address)
+        socket.create_connection((where.hostname, where.port or 8786), timeout=10).close()
+    except (OSError, ValueError) as error:
         raise InputError(
             f"scheduler: found nothing that answers at {scheduler!r}, expected a Dask scheduler"
         ) from error
-    with client:
-        yield

@@ -61,8 +61,8 @@ def all_splits(devices: int, cp: tuple[int, ...] | None = (1,)) -> Iterator[Spli
 def split_fault(split: Split, model: Model, batch: Batch, devices_per_node: int) -> str | None:
     """Why a split cannot be, whatever the options; None if it can."""
     dp, tp, pp, cp = split
-    if tp > devices_per_node:
-        return f"tp {tp} is more than the {devices_per_node} devices of a node"
+    if devices_per_node % tp:
+        return f"tp {tp} does not divide the {devices_per_node} devices of a node"
     if model.heads % tp:
         return f"tp {tp} does not divide the {model.heads} heads"
     if model.ffn_size % tp:

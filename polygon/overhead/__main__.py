@@ -33,10 +33,11 @@ INTRA, INTER = "nvlink3", "infiniband-hdr"
 """Links of the catalogue where none are given: A100's NVLink; one HDR card for every GPU."""
 
 
-def _wiring_options() -> cli.Parser:
+def _wiring_options(*, every: bool = False) -> cli.Parser:
     parent = cli.Parser(add_help=False)
     group = parent.add_argument_group("wiring")
-    group.add_argument("--topology", choices=KINDS, default="ring", help="how ranks are joined (default %(default)s)")
+    kinds = (*KINDS, "all") if every else KINDS
+    group.add_argument("--topology", choices=kinds, default="ring", help="how ranks are joined (default %(default)s)")
     group.add_argument("--gpus-per-node", type=cli.whole(1), metavar="G", help="hierarchical: ranks of a node")
     group.add_argument("--mesh-nx", type=cli.whole(1), metavar="X", help="mesh, torus: ranks of a row")
     group.add_argument("--mesh-ny", type=cli.whole(1), metavar="Y", help="mesh, torus: rows")
@@ -72,8 +73,12 @@ def parser() -> cli.Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     modes: Any = top.add_subparsers(dest="mode", required=True, metavar="collective | analysis | list-cmds | run-all")
-    common = [_wiring_options(), _output_options(), cli.output_options()]
-    one = modes.add_parser("collective", parents=common, help="one operation on one topology: all algorithms")
+    common = [_output_options(), cli.output_options()]
+    one = modes.add_parser(
+        "collective",
+        parents=[_wiring_options(every=True), *common],
+        help="one operation (or all) on one topology (or all): all algorithms",
+    )
     one.add_argument("--op", choices=(*OPERATIONS, "all"), default="all_reduce", help="(default %(default)s)")
     one.add_argument("--N", type=cli.whole(1), required=True, metavar="N", dest="ranks", help="ranks")
     size = quantity(BYTES)
@@ -81,7 +86,9 @@ def parser() -> cli.Parser:
     one.add_argument("--algorithm", metavar="NAME", help="only this one (the list without it shows the names)")
     one.add_argument("--hops", type=cli.whole(1), default=1, help="p2p on ring, mesh, torus: distance (default 1)")
     one.add_argument("--shards", type=cli.whole(1), default=1, help="p2p between nodes: ranks that share the work")
-    _analysis_options(modes.add_parser("analysis", parents=common, help="one parallel configuration"))
+    _analysis_options(
+        modes.add_parser("analysis", parents=[_wiring_options(), *common], help="one parallel configuration")
+    )
     modes.add_parser("list-cmds", help="commands to copy")
     every = modes.add_parser(
         "run-all",
@@ -177,23 +184,39 @@ def topology_of(args: argparse.Namespace, ranks: int, device: Device | None = No
     )
 
 
-def collective(args: argparse.Namespace) -> int:
-    """One operation, or all six, on one topology."""
-    topology = topology_of(args, args.ranks)
-    cells: list[Cell] = []
+def _cells(args: argparse.Namespace, topology: Topology) -> list[Cell]:
+    """The operations asked for on one topology."""
+    cells = []
     for op in OPERATIONS if args.op == "all" else (args.op,):
-        if op == "p2p" and args.op == "all" and topology.ranks == 1:
-            continue
-        cell = collective_cell(op, topology, args.size, hops=args.hops, shards=args.shards)
+        shards = args.shards if op == "p2p" else 1
+        cell = collective_cell(op, topology, args.size, hops=args.hops, shards=shards)
         if args.tree_algo and op == "all_reduce" and topology.ranks > 1:
             cell = cell.only(TREES)
         cells.append(cell.only((args.algorithm,)) if args.algorithm else cell)
+    return cells
+
+
+def collective(args: argparse.Namespace) -> int:
+    """One operation, or all six, on one topology, or all six (nodes of up to eight, the squarest grid)."""
+    every = args.topology == "all"
+    if every:
+        for name in ("algorithm", "tree_algo", "gpus_per_node", "mesh_nx", "mesh_ny", "root_bandwidth"):
+            if getattr(args, name):
+                raise InputError(f"--{name.replace('_', '-')}: found it with --topology all, expected one topology")
+        fast = _link(args.latency, args.bandwidth, catalogue.link(INTRA))
+        fast = _link(args.intra_latency, args.intra_bandwidth, fast)
+        slow = _link(args.inter_latency, args.inter_bandwidth, catalogue.link(INTER))
+        cells = [cell for kind in KINDS for cell in _cells(args, predefined.wiring(kind, args.ranks, fast, slow))]
+    else:
+        cells = _cells(args, topology_of(args, args.ranks))
     if args.csv:
         sys.stdout.write(report.as_csv([row for cell in cells for row in report.cell_rows(cell)]))
         return cli.EXIT_OK
     data: Any = [report.cell_data(cell) for cell in cells]
     text = "\n\n".join(report.cell_text(cell, verbose=args.verbose) for cell in cells)
-    cli.emit(data if args.op == "all" else data[0], text, as_json=args.json)
+    if every and not args.verbose:
+        text = report.grid_text(cells)
+    cli.emit(data[0] if len(data) == 1 else data, text, as_json=args.json)
     return cli.EXIT_OK
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,18 +70,12 @@ class Analysis:
 
 
 def expert_parameters(model: Model) -> float:
-    """Parameters of all routed experts (the router is not one)."""
+    """Parameters of all routed experts: what one rank of an infinite expert-parallel group would be rid of."""
     if not model.experts:
         return 0.0
-    twice = replace(model, experts=2 * model.experts)
-    router = model.experts * model.hidden_size
-    return float(
-        sum(
-            twice.layer_parameters(layer) - model.layer_parameters(layer) - router
-            for layer in range(model.layers)
-            if model.layer_kind(layer) == "moe"
-        )
-    )
+    batch = Batch(global_batch=1, seq_len=1)
+    whole, half = (layer_memory(model, batch, ep=ep).parameters.sum() for ep in (1, 2))
+    return 2 * float(whole - half)
 
 
 def shape_of(model: Model, batch: Batch, micro_batch_size: int, micro_batches: int) -> Shape:
@@ -140,37 +134,27 @@ def parallel_config(c: Configuration) -> ParallelConfig:
 
 
 def _layers(c: Configuration) -> tuple[LayerMemory, list[int]]:
-    """Memory by layer on one device without its experts, and the first layers of the stages."""
+    """Memory by layer on one device, and the first layers of the stages."""
     d, s = c.degrees, c.shape
-    held = (s.parameters - s.expert_parameters) / d.tp
     if c.model is None:
         nothing = np.zeros(d.pp)
-        each = np.full(d.pp, held / d.pp)
+        each = np.full(d.pp, s.parameters / d.tp / d.pp)
         even = LayerMemory(parameters=each, activation_bytes=nothing, transient_bytes=nothing, tied_parameters=0.0)
         return even, list(range(d.pp + 1))
     layers = layer_memory(
         c.model,
-        replace(c.batch, seq_len=-(-c.batch.seq_len // d.cp)),
+        c.batch,
         tp=d.tp,
         micro_batch_size=s.micro_batch_size,
         recompute=d.recompute,
         sequence_parallel=d.sequence_parallel,
+        cp=d.cp,
+        ep=d.ep,
     )
-    dense = layers.parameters.copy()
-    if s.expert_parameters:
-        moe = [layer for layer in range(c.model.layers) if c.model.layer_kind(layer) == "moe"]
-        dense[moe] -= s.expert_parameters / len(moe) / d.tp
-    return replace(layers, parameters=dense * held / float(dense.sum())), stage_bounds(c.model, parallel_config(c))
-
-
-def _experts(c: Configuration, layers: LayerMemory) -> LayerMemory:
-    """The experts' weights by layer on one device; they are sharded over fewer ranks than the rest."""
-    nothing = np.zeros_like(layers.parameters)
-    experts = nothing.copy()
-    if c.model is not None and c.shape.expert_parameters:
-        moe = [layer for layer in range(c.model.layers) if c.model.layer_kind(layer) == "moe"]
-        experts[moe] = c.shape.expert_parameters / len(moe) / (c.degrees.tp * c.degrees.ep)
-    return LayerMemory(parameters=experts, activation_bytes=nothing, transient_bytes=nothing, tied_parameters=0.0)
+    if s.parameters != c.model.parameters:  # single sizes and a parameter count, which need not agree
+        scaled = layers.parameters * (s.parameters / c.model.parameters)
+        layers = replace(layers, parameters=scaled, sharded_parameters=None)
+    return layers, stage_bounds(c.model, parallel_config(c))
 
 
 def memory_by_zero(c: Configuration) -> dict[int, MemoryBreakdown]:
@@ -179,28 +163,23 @@ def memory_by_zero(c: Configuration) -> dict[int, MemoryBreakdown]:
     Sharded over dp x cp; experts over what expert parallelism leaves of that.
     """
     layers, bounds = _layers(c)
-    experts = _experts(c, layers)
-    config, shards = parallel_config(c), c.degrees.dp * c.degrees.cp
-
-    def stage(number: int, first: int, last: int, zero: int) -> MemoryBreakdown:
-        held = in_flight(config, number, c.shape.micro_batches)
-        rest = stage_memory(layers, first, last, in_flight=held, zero=zero, shards=shards, batch=c.batch)
-        if not experts.parameters[first:last].any():
-            return rest
-        fewer = shards // c.degrees.ep
-        more = stage_memory(
-            experts, first, last, in_flight=0, zero=zero, shards=fewer, batch=c.batch, context_bytes=0.0
-        )
-        parts = asdict(rest)
-        return MemoryBreakdown(**{name: parts[name] + value for name, value in asdict(more).items()})
-
-    return {
-        zero: max(
-            (stage(number, first, last, zero) for number, (first, last) in enumerate(itertools.pairwise(bounds))),
-            key=lambda part: part.total_bytes,
-        )
-        for zero in range(4)
-    }
+    config = parallel_config(c)
+    found = {}
+    for zero in range(4):
+        stages = [
+            stage_memory(
+                layers,
+                first,
+                last,
+                in_flight=in_flight(config, stage, c.shape.micro_batches),
+                zero=zero,
+                shards=c.degrees.dp * c.degrees.cp,
+                batch=c.batch,
+            )
+            for stage, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
+        found[zero] = max(stages, key=lambda stage: stage.total_bytes)
+    return found
 
 
 def _times(c: Configuration) -> LayerTimes | None:

@@ -86,6 +86,22 @@ def cell_text(cell: Cell, *, verbose: bool) -> str:
     return "\n".join(lines)
 
 
+def grid_text(cells: Sequence[Cell]) -> str:
+    """Operations by topologies: the chosen algorithm's time, and how far that is above the lower bound."""
+    kinds = list(dict.fromkeys(cell.topology.kind for cell in cells))
+    first = cells[0]
+    lines = [f"{bytes_text(first.n_bytes)}, {first.topology.ranks} ranks: time (of the lower bound), algorithm"]
+    rows = []
+    for op in dict.fromkeys(cell.op for cell in cells):
+        row = {cell.topology.kind: cell for cell in cells if cell.op == op}
+        times = []
+        for cell in row.values():
+            bound = f" ({cell.chosen.time_s / cell.bound.time_s:.2f}x)" if cell.bound.time_s else ""
+            times.append(seconds_text(cell.chosen.time_s) + bound)
+        rows += [[op, *times], ["", *(cell.chosen.algorithm for cell in row.values())]]
+    return "\n".join([*lines, table(["", *kinds], rows)])
+
+
 def cell_rows(cell: Cell) -> list[dict[str, Any]]:
     """A row for every algorithm of a cell."""
     t = cell.topology

@@ -73,12 +73,11 @@ class Bank(NamedTuple):
 
 
 def worker_classes(tables: CostTables, limit: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Every (pool, tensor-parallel degree) that a plan may use: allowed regions, degrees up to `limit`."""
+    """Every (pool, tensor-parallel degree) that a plan may use: allowed ones, degrees up to `limit`."""
     problem = tables.problem
-    cluster = problem.cluster
     classes = []
-    for pool in cluster.pools:
-        if cluster.regions[pool.region].name in problem.constraints.forbidden_regions:
+    for pool in problem.cluster.pools:
+        if not problem.may_use(pool):
             continue
         for tp in tables.tensor_degrees(pool.index):
             if limit is None or tp <= limit:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
 
+from polygon.cost.bill import Bill
+from polygon.domain.plan import Plan
 from polygon.planning.bank import Bank
-from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.objectives import value_of
 from polygon.planning.starts import block_rates, even_parts
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import Problem as SolverProblem
@@ -19,7 +23,7 @@ from solvers.problem import Problem as SolverProblem
 class Candidates(SolverProblem[Allocation]):
     """Allocations of a problem's devices to at most `stages` stages, with their micro-batch size.
 
-    The value is the fluid step time; the best different allocations met are kept in `elite`.
+    The value is the decoder's objective by the fluid step time; the best different allocations met are kept in `elite`.
     """
 
     def __init__(self, decoder: Decoder, stages: int, *, keep: int = 48) -> None:
@@ -39,8 +43,8 @@ class Candidates(SolverProblem[Allocation]):
         self._count = itertools.count()
 
     def evaluate(self, x: Allocation) -> float:
-        """Fluid seconds per step."""
-        value, _ = self.decoder.fluid_s(x)
+        """The objective at the fluid step time."""
+        value = self.decoder.value(x)
         if np.isfinite(value) and (len(self._heap) < self._keep or value < -self._heap[0][0]):
             key = self.key(x)
             if key not in self._seen:
@@ -167,19 +171,25 @@ class ExactCandidates(Candidates):
     def __init__(self, decoder: Decoder, stages: int) -> None:
         super().__init__(decoder, stages)
         self._values: dict[Hashable, float] = {}
+        self.bills: list[tuple[Bill, Allocation]] = []
+        """What every allocation evaluated costs."""
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """The best by the fluid objective of a few steps away: exact values are dear, most steps are bad."""
         steps = [super(ExactCandidates, self).neighbour(x, rng) for _ in range(12)]
-        values = [self.decoder.fluid_s(step)[0] for step in steps]
+        values = [self.decoder.value(step) for step in steps]
         return steps[int(np.argmin(values))]
 
     def evaluate(self, x: Allocation) -> float:
-        """Exact seconds per step; what was evaluated before is remembered."""
+        """The objective, exactly; what was evaluated before is remembered."""
         key = self.key(x)
         if key not in self._values:
             plan = self.decoder.decode(x, relax=False)
-            self._values[key] = float("inf") if isinstance(plan, Infeasible) else self.decoder.step_times(plan).step_s
+            self._values[key] = math.inf
+            if isinstance(plan, Plan):
+                bill = self.decoder.bill(plan)
+                self.bills.append((bill, x))
+                self._values[key] = value_of(self.decoder.problem, self.decoder.objective, bill)
         return self._values[key]
 
 

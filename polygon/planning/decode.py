@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.estimate import StepTimes, step_times, worker_memory
+from polygon.cost.bill import Bill
+from polygon.cost.estimate import StepTimes, step_bill, step_times, worker_memory
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values, packed_bytes
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
 from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s, lock_shares
+from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.routing import build_routes
+from polygon.planning.stage_rules import StageRules
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
 """Largest TCP send buffer of a Linux host as it comes (net.ipv4.tcp_wmem)."""
@@ -57,12 +60,22 @@ class Infeasible:
 class Decoder:
     """Decodes allocations of one problem; holds its cost tables and arrays."""
 
-    def __init__(self, problem: Problem, *, tensor_limit: int | None = None, tables: CostTables | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        tensor_limit: int | None = None,
+        tables: CostTables | None = None,
+        objective: Objective = STEP_TIME,
+    ) -> None:
         self.problem = problem
+        self.objective = objective
         self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)
         if self.classes:
             self.packing = strongest_packing(problem)
+            self.rules = StageRules(problem, np.array([problem.cluster.pools[p].region for p, _ in self.classes]))
+            self._bills = FluidBills(problem, self.classes)
             self._widest = max(problem.cluster.pools[p].devices // t for p, t in self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
 
@@ -80,10 +93,37 @@ class Decoder:
         self.fluid_s(Allocation(workers=x, micro_batch_size=self.tables.micro_batch_sizes[0]))
 
     def fluid_s(self, allocation: Allocation) -> tuple[float, int]:
-        """The search's objective [s], and why it is inf (`polygon.planning.fluid`)."""
+        """Fluid step time [s], and why it is inf (`polygon.planning.fluid`)."""
+        allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
         scratch = _scratch(rows)
         return fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, *scratch)
+
+    def legal(self, allocation: Allocation) -> Allocation:
+        """The allocation without the workers that the constraints keep out of their stages."""
+        return replace(allocation, workers=self.rules.legal(allocation.workers)) if self.rules else allocation
+
+    def value(self, allocation: Allocation) -> float:
+        """What the search minimises (`polygon.planning.objectives`), by the fluid step time."""
+        if self.objective is STEP_TIME and not self.problem.constraints.limits_cost:
+            return self.fluid_s(allocation)[0]
+        allocation = self.legal(allocation)
+        bank = self.bank(allocation.micro_batch_size)
+        bounds, options, count = _scratch(allocation.workers.shape[0])
+        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, count)
+        if not math.isfinite(step_s):
+            return step_s
+        step_s *= self.objective.fluid_factor
+        bill = self._bills.bill(bank, allocation.workers, bounds, options, int(count[0]), step_s)
+        return value_of(self.problem, self.objective, bill)
+
+    def bill(self, plan: Plan) -> Bill:
+        """Exact time, money, energy and egress of a plan's step."""
+        return step_bill(self.problem, plan, step_times(plan, self.tables))
+
+    def plan_value(self, plan: Plan) -> float:
+        """What the search minimises, exactly."""
+        return value_of(self.problem, self.objective, self.bill(plan))
 
     def decode(self, allocation: Allocation, *, relax: bool = True) -> Plan | Infeasible:
         """The plan of an allocation.
@@ -99,6 +139,7 @@ class Decoder:
             Windows are first set so that messages can hide, and shrunk to what memory holds; links get the weakest
             packing that costs less than 1 % of the step.
         """
+        allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
         bounds, options, count = _scratch(rows)
         value, why = fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, bounds, options, count)
@@ -246,18 +287,21 @@ class Decoder:
         return ""
 
     def _relax_links(self, plan: Plan) -> Plan:
-        """Pack links less where it costs nothing: the weakest packing for all messages within 1 % of the step."""
+        """Pack links less where it costs little: the weakest packing for all messages within 1 % of the step time.
+
+        Where something else than time is minimised, only where it costs nothing.
+        """
         if not plan.links:
             return plan
         allowed = [mode for mode in PACKING_ORDER if mode in self.problem.constraints.compressions]
-        best = step_times(plan, self.tables).step_s
+        best = self.plan_value(plan) * (1.01 if self.objective is STEP_TIME else 1.0)
         for field in ("weight_gradients", "activation_gradients", "activations"):
             for mode in allowed:
                 if mode == self.packing:
                     break
                 links = tuple(_repacked(use, field, mode) for use in plan.links)
                 candidate = replace(plan, links=links)
-                if step_times(candidate, self.tables).step_s <= 1.01 * best:
+                if self.plan_value(candidate) <= best:
                     plan = candidate
                     break
         return plan

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polygon.cost.bill import Bill, excesses
 from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of
 from polygon.planning.starts import grown_starts, simple_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
@@ -40,12 +42,14 @@ class Found:
 
     plan: Plan | None
     value_s: float
+    """Of the objective: the step time, unless another was asked for."""
     reason: str = ""
     """Why there is no plan."""
     evaluations: int = 0
     seconds: float = 0.0
     interrupted: bool = False
-    runners_up: tuple[tuple[float, Allocation], ...] = ()
+    bills: tuple[tuple[Bill, Allocation], ...] = ()
+    """What every allocation costs that was simulated exactly; the chosen one first."""
 
 
 Tell = Callable[[str, float, float], None]
@@ -54,7 +58,7 @@ Tell = Callable[[str, float, float], None]
 
 def most_stages(problem: Problem) -> int:
     """More stages than these are never tried: layers, devices, and 32."""
-    return min(problem.model.layers, problem.cluster.devices, MAX_STAGES)
+    return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
 
 
 def find_groups(
@@ -107,6 +111,8 @@ def find_groups(
     if best is None:
         return None, last_reason or "no grouping fits"
     value, x, size = best
+    x = decoder.rules.legal(x)
+    x = x[x.any(axis=1)]
     allocation = np.zeros((x.shape[0], len(problem.cluster.pools)), dtype=np.int64)
     for c, (pool, tp) in enumerate(decoder.classes):
         allocation[:, pool] += x[:, c] * tp
@@ -144,16 +150,23 @@ def find_plan(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
+    known: Sequence[Allocation] = (),
 ) -> Found:
-    """Search for the plan with the least step time.
+    """Search for the plan with the least step time, or the best by another objective.
 
     First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
     of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
+
+    Parameters
+    ----------
+    known : sequence of Allocation
+        Solutions found before; the result is no worse than the best of them.
     """
     effort = effort or Effort()
-    decoder = Decoder(problem, tables=tables)
+    decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
-        return Found(plan=None, value_s=math.inf, reason="every region is forbidden")
+        return Found(plan=None, value_s=math.inf, reason="every region or device type is forbidden")
     candidates = Candidates(decoder, most_stages(problem))
     decoder.warm_up()
     began = time.perf_counter()
@@ -161,15 +174,21 @@ def find_plan(
     def seconds_left(part: float) -> float:
         return part * effort.time_limit_s - (time.perf_counter() - began)
 
-    grown = grown_starts(decoder, candidates.space.groups, candidates.evaluate, lambda: seconds_left(0.3))
-    sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
-    starts = [x for x in _starts(decoder, candidates, groups, sizes) if seconds_left(0.4) > 0]
-    ranked = []
-    for i, x in enumerate(starts):
-        if seconds_left(0.4) > 0:
+    interrupted = False
+    ranked: list[tuple[float, int]] = []
+    starts = list(known)
+    try:
+        starts += grown_starts(decoder, candidates.space.groups, candidates.evaluate, lambda: seconds_left(0.3))
+        sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
+        starts += (x for x in _starts(decoder, candidates, groups, sizes) if seconds_left(0.4) > 0)
+        if decoder.rules:
+            starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
+        for i, x in enumerate(starts):
             ranked.append((candidates.evaluate(x), i))
-    starts += grown
-    ranked += [(candidates.evaluate(x), i + len(starts) - len(grown)) for i, x in enumerate(grown)]
+            if seconds_left(0.4) <= 0 and math.isfinite(min(ranked)[0]):
+                break
+    except KeyboardInterrupt:
+        interrupted = True
     ranked.sort(key=lambda pair: pair[0])
     spent_s = time.perf_counter() - began
     first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
@@ -179,10 +198,11 @@ def find_plan(
             return None
         return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
 
+    budget = 1 if interrupted else effort.fluid_evaluations
     fluid = Genetic().solve(
         candidates,
         rng,
-        _limit(effort.fluid_evaluations, effort.patience, 0.65 * effort.time_limit_s - spent_s),
+        _limit(budget, effort.patience, max(0.0, 0.65 * effort.time_limit_s - spent_s)),
         start=first,
         callback=told("memetic search", effort.fluid_evaluations),
     )
@@ -193,27 +213,39 @@ def find_plan(
         )
     exact = ExactCandidates(decoder, candidates.space.groups)
     left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
-    interrupted = fluid.stopped_by == "interrupt"
+    interrupted = interrupted or fluid.stopped_by == "interrupt"
     count = 1 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,
         _limit(count, count, left_s),
-        start=candidates.elite[: max(1, count // 3)],
+        start=[*known, *candidates.elite[: max(1, count // 3)]],
         callback=told("exact simulation", effort.exact_evaluations),
     )
     plan = decoder.decode(result.solution) if result.solution is not None else Infeasible(reason="")
     if isinstance(plan, Infeasible):
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
-    ranked_exact = sorted(((exact.evaluate(x), i, x) for i, x in enumerate(candidates.elite[: count // 3])))
+    bills = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+    if result.value >= OVER_LIMIT:
+        reason = "no plan keeps the limits; of the nearest one " + "; ".join(
+            text for _, text in excesses(problem, bills[0][0])
+        )
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=reason,
+            evaluations=evaluations,
+            seconds=seconds,
+            bills=tuple(bills),
+        )
     return Found(
         plan=replace(plan, solver="memetic"),
-        value_s=result.value,
+        value_s=decoder.plan_value(plan),
         evaluations=evaluations + result.evaluations,
         seconds=seconds + result.seconds,
         interrupted=interrupted or result.stopped_by == "interrupt",
-        runners_up=tuple((value, x) for value, _, x in ranked_exact[:8] if math.isfinite(value)),
+        bills=tuple(bills),
     )
 
 

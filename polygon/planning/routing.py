@@ -176,7 +176,7 @@ def build_routes(
             if flow is None:
                 return None
             here = deal_regions(before, flow)
-        for r in np.flatnonzero(in_region):
+        for r in np.flatnonzero(in_region).tolist():
             workers = np.flatnonzero(places == r)
             routes[here == r, s] = workers[spread(shares[workers])]
         before = here

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from polygon.cost.estimate import worker_memory
+from polygon.cost.bill import excesses
+from polygon.cost.estimate import step_bill, step_times, worker_memory
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import COMPRESSIONS, RECOMPUTE, REDUCTIONS, Plan, Problem
@@ -21,6 +22,9 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     found += _links(problem, plan)
     found += _constraints(problem, plan)
     tables = tables or CostTables(problem)
+    if problem.constraints.limits_cost:
+        bill = step_bill(problem, plan, step_times(plan, tables))
+        found += [f"limit: {text}" for _, text in excesses(problem, bill)]
     place = Placement.of(plan, tables.links)
     for i, memory in enumerate(worker_memory(plan, tables, place)):
         pool = problem.cluster.pools[place.pool[i]]
@@ -130,9 +134,24 @@ def _constraints(problem: Problem, plan: Plan) -> list[str]:
         for s, members in enumerate(names)
         for name in sorted(set(members) & set(limits.forbidden_regions))
     ]
-    for s, allowed in ((0, limits.first_stage_regions), (len(names) - 1, limits.last_stage_regions)):
-        if allowed:
+    found += [
+        f"stage {s}: uses forbidden device {name}"
+        for s, stage in enumerate(plan.stages)
+        for name in sorted({cluster.pools[w.pool].device.name for w in stage.workers} & set(limits.forbidden_devices))
+    ]
+    if limits.most_stages is not None and len(plan.stages) > limits.most_stages:
+        found.append(f"stages: {len(plan.stages)}, at most {limits.most_stages} are allowed")
+    for rule in limits.rules:
+        s = rule.stage if rule.stage >= 0 else len(names) + rule.stage
+        if not 0 <= s < len(names):
+            continue
+        if rule.only_regions:
             found += [
-                f"stage {s}: region {name} is not one of {allowed}" for name in sorted(set(names[s]) - set(allowed))
+                f"stage {s}: region {name} is not one of {rule.only_regions}"
+                for name in sorted(set(names[s]) - set(rule.only_regions))
             ]
+        found += [
+            f"stage {s}: region {name} is one of {rule.never_regions}, where it must not be"
+            for name in sorted(set(names[s]) & set(rule.never_regions))
+        ]
     return found

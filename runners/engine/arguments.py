@@ -33,6 +33,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="messages between regions take as long as the cluster's links need (all ranks on one machine)",
     )
+    rehearsal.add_argument(
+        "--emulate-devices",
+        type=float,
+        default=default.emulate_devices,
+        metavar="FACTOR",
+        help="computations take at least FACTOR times as long as predicted for the plan's devices",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
     training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
@@ -42,6 +49,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--weight-decay", type=float, default=default.weight_decay, help="default %(default)s")
     training.add_argument(
         "--clip-norm", type=float, default=default.clip_norm, help="of the whole model's gradient; 0: none"
+    )
+    training.add_argument("--outer-rate", type=float, default=default.outer_rate, help="of local updates (%(default)s)")
+    training.add_argument(
+        "--outer-momentum", type=float, default=default.outer_momentum, help="of local updates (default %(default)s)"
     )
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(
@@ -84,6 +95,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
         warmup_steps=arguments.warmup_steps,
         weight_decay=arguments.weight_decay,
+        outer_rate=arguments.outer_rate,
+        outer_momentum=arguments.outer_momentum,
         clip_norm=arguments.clip_norm or None,
         seed=arguments.seed,
         data=arguments.data,
@@ -97,6 +110,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         traced_steps=arguments.traced_steps,
         device=arguments.device,
         emulate_links=arguments.emulate_links,
+        emulate_devices=arguments.emulate_devices,
         log_dir=arguments.log_dir or default_log_dir(arguments.plan),
     )
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from polygon_comm.reduction import SumGroup
+from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 
 from runners.engine.log import RunLog
@@ -21,10 +22,35 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """Some parameters and their gradients, each in one vector: matrices first, what has one dimension last."""
+    """Some parameters and their gradients, each in one vector: matrices first, what has one dimension last.
 
-    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], group: SumGroup) -> None:
-        self.name, self.group = name, group
+    Parameters
+    ----------
+    name : str
+    parameters : mapping of name to parameter
+    group : SumGroup or None
+        Who sums; None on ranks whose worker's first rank sums for them.
+    tp : TensorGroup or None
+        The devices that hold slices of the parameters.
+    dims : mapping of name to int
+        Dimension along which a parameter is cut; those not named are whole on every device.
+    whole : bool
+        Sum uncut tensors, because the workers are cut differently.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, nn.Parameter],
+        group: SumGroup | None,
+        tp: TensorGroup | None = None,
+        dims: Mapping[str, int] | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.fraction: float | None = None
+        """Part of the samples that this region computes, where only its members sum (local updates)."""
+        self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole
         self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
         self.matrix_elements = sum(p.numel() for p in self.parameters.values() if p.ndim > 1)
@@ -43,12 +69,42 @@ class Bucket:
 
     def sum_(self, dtype: torch.dtype) -> None:
         """Sum over the group, in the given number format."""
-        if dtype == self.vector.dtype:
-            self.group.sum_(self.vector, self.name, self.shapes)
+        if self.whole:
+            self._sum_whole(dtype)
             return
+        assert self.group is not None
         narrow = self.vector.to(dtype)
-        self.group.sum_(narrow, self.name, self.shapes)
-        self.vector.copy_(narrow)
+        if self.fraction is None:
+            self.group.sum_(narrow, self.name, self.shapes)
+        else:
+            # The mean over the region's own samples, as the mean over all would be if it had all.
+            self.group.sum_near_(narrow)
+            narrow.mul_(1 / self.fraction if self.fraction else 0.0)
+        if narrow is not self.vector:
+            self.vector.copy_(narrow)
+
+    def _sum_whole(self, dtype: torch.dtype) -> None:
+        """Gather the slices, let the worker's first rank sum whole tensors, and cut the result."""
+        tensors = [self.gathered(key, self.vector[a:b].view(shape)) for key, (a, b, shape) in self.places.items()]
+        total = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+        if self.group is not None:
+            self.group.sum_(total, self.name, [tensor.shape for tensor in tensors])
+        if self.tp is not None:
+            self.tp.broadcast_(total)
+        start = 0
+        for key, tensor in zip(self.places, tensors, strict=True):
+            a, b, _ = self.places[key]
+            stop = start + tensor.numel()
+            self.vector[a:b] = self.cut(key, total[start:stop].view_as(tensor)).reshape(-1)
+            start = stop
+
+    def gathered(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter's tensor, or one shaped like it, uncut; a collective of the worker's devices."""
+        return self.tp.gather(tensor, self.dims[key]) if self.tp is not None and key in self.dims else tensor
+
+    def cut(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This device's slice of a parameter's whole tensor."""
+        return self.tp.part(tensor, self.dims[key]) if self.tp is not None and key in self.dims else tensor
 
 
 class Reducer:

@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterable
 
 import torch
+from polygon_comm.tensor_group import TensorGroup
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.errors import require
 from polygon.domain.model import Model
@@ -35,11 +38,18 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
+        self.tp: TensorGroup | None = None
         self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.positions = nn.Embedding(model.max_seq_len, model.hidden_size) if model.learned_positions else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
+        if self.tp is None:
+            x = self.tokens(ids)
+        else:
+            rows = len(self.tokens.weight)
+            local = ids - self.tp.place * rows
+            here = (local >= 0) & (local < rows)
+            x = self.tp.sum(self.tokens(local.clamp(0, rows - 1)) * here[..., None])
         return x if self.positions is None else x + self.positions.weight[: ids.shape[1]]
 
 
@@ -69,11 +79,21 @@ def rotate(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
 
 
+def _row_parallel(layer: nn.Linear, x: torch.Tensor, tp: TensorGroup | None) -> torch.Tensor:
+    """A linear layer whose inputs are spread over a group: the products are summed, the bias is added once."""
+    if tp is None:
+        return layer(x)
+    total = tp.sum(functional.linear(x, layer.weight))
+    return total if layer.bias is None else total + layer.bias.to(total.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head attention, causal where the model is, with fewer key and value heads where it has them."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
+        self.tp: TensorGroup | None = None
+        self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden_size, q, bias=model.qkv_bias)
@@ -84,15 +104,24 @@ class Attention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+    def _core(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._heads(query), self._heads(key), self._heads(value)
         if self.rotary:
             q, k = rotate(q), rotate(k)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.tp is None else self.tp.copy(x)
+        projected = self.query(x), self.key(x), self.value(x)
+        if self.recompute_core and torch.is_grad_enabled():
+            mixed = checkpoint(self._core, *projected, use_reentrant=False)
+        else:
+            mixed = self._core(*projected)
+        return _row_parallel(self.output, mixed, self.tp)
 
 
 class Mlp(nn.Module):
@@ -100,14 +129,18 @@ class Mlp(nn.Module):
 
     def __init__(self, model: Model, ffn_size: int) -> None:
         super().__init__()
+        self.tp: TensorGroup | None = None
         self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
         self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
         self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.tp is None else self.tp.copy(x)
         if self.gate is None:
-            return self.down(functional.gelu(self.up(x), approximate="tanh"))
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
+            inner = functional.gelu(self.up(x), approximate="tanh")
+        else:
+            inner = functional.silu(self.gate(x)) * self.up(x)
+        return _row_parallel(self.down, inner, self.tp)
 
 
 class Experts(nn.Module):
@@ -149,17 +182,30 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def _spread_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, tp: TensorGroup) -> torch.Tensor:
+    """Cross-entropy, summed over the targets, of logits whose classes are spread over a group."""
+    largest = tp.total(logits.detach().amax(-1), ReduceOp.MAX)
+    logits = logits - largest[..., None]
+    local = targets - tp.place * logits.shape[-1]
+    here = (local >= 0) & (local < logits.shape[-1])
+    wanted = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0] * here
+    return (tp.sum(logits.exp().sum(-1)).log() - tp.sum(wanted)).sum()
+
+
 class Head(nn.Module):
     """Final norm, output projection and the cross-entropy summed over the targets."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
+        self.tp: TensorGroup | None = None
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.norm(x[:, 0] if self.pooled else x)
+        if self.tp is not None:
+            return _spread_cross_entropy(self.output(self.tp.copy(x)).float(), targets, self.tp)
         logits = self.output(x).float()
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
@@ -187,8 +233,40 @@ def _initialise(module: nn.Module, model: Model, layer: int, seed: int) -> None:
             parameter.copy_(drawn)
 
 
-def build_layer(model: Model, layer: int, seed: int, device: torch.device | None = None) -> nn.Module:
-    """One layer with its first weights (fp32)."""
+def shard_dim(model: Model, name: str, size: int) -> int | None:
+    """Dimension along which a parameter (by its name in the full model) is cut for `size` devices; None: whole on each.
+
+    Heads and inner MLP units are spread; the vocabulary too, where `size` divides it.
+    """
+    part = name.rsplit(".", maxsplit=2)
+    if size == 1:
+        return None
+    if name in (TIED_WEIGHT, TIED_COPY):
+        return 0 if model.family != "vit" and model.vocab_size % size == 0 else None
+    if len(part) == 3 and part[1] in ("query", "key", "value", "up", "gate"):
+        return 0
+    if len(part) == 3 and part[1] in ("output", "down") and part[2] == "weight" and part[0] != "head":
+        return 1
+    return None
+
+
+def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup) -> None:
+    """Keep this rank's slices of a layer's parameters and let the layer's parts know their group."""
+    prefix = layer_name(model, layer)
+    for name, parameter in module.named_parameters():
+        dim = shard_dim(model, f"{prefix}.{name}", tp.size)
+        if dim is not None:
+            parameter.data = tp.part(parameter.data, dim).clone()
+    spread_vocabulary = shard_dim(model, TIED_WEIGHT, tp.size) is not None
+    for part in module.modules():
+        if isinstance(part, Attention | Mlp) or (isinstance(part, TokenEmbedding | Head) and spread_vocabulary):
+            part.tp = tp
+
+
+def build_layer(
+    model: Model, layer: int, seed: int, device: torch.device | None = None, tp: TensorGroup | None = None
+) -> nn.Module:
+    """One layer with its first weights (fp32), or this rank's slices of it."""
     require(0 <= layer < model.layers, "layer", layer, f"0..{model.layers - 1}")
     kind = model.layer_kind(layer)
     with torch.device("meta"):
@@ -200,12 +278,20 @@ def build_layer(model: Model, layer: int, seed: int, device: torch.device | None
             module = Block(model, layer)
     module.to_empty(device=device or torch.device("cpu"))
     _initialise(module, model, layer, seed)
+    if tp is not None:
+        shard_layer(module, model, layer, tp)
     return module
 
 
-def build_layers(model: Model, layers: Iterable[int], seed: int, device: torch.device | None = None) -> nn.ModuleDict:
+def build_layers(
+    model: Model,
+    layers: Iterable[int],
+    seed: int,
+    device: torch.device | None = None,
+    tp: TensorGroup | None = None,
+) -> nn.ModuleDict:
     """Layers by their number (as text); a tied head that is here together with the embedding shares its weight."""
-    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device) for layer in layers})
+    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device, tp) for layer in layers})
     first, last = "0", str(model.layers - 1)
     if model.tied_embeddings and model.family != "vit" and first in built and last in built:
         head, embedding = built[last], built[first]

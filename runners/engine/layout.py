@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,13 +65,28 @@ class Layout:
         stage, worker, _ = self.plan.rank_places[rank]
         return f"rank {rank} (stage {stage}, worker {worker}, region {self.region_name(rank)})"
 
-    def rank(self, stage: int, worker: int) -> int:
-        """First rank of a worker."""
-        return self.plan.device_ranks[self.plan.stages[stage].workers[worker].devices[0]]
+    def rank(self, stage: int, worker: int, place: int = 0) -> int:
+        """Rank at a place in a worker's tensor-parallel group."""
+        return self.plan.device_ranks[self.plan.stages[stage].workers[worker].devices[place]]
 
-    def stage_ranks(self, stage: int) -> list[int]:
-        """First rank of every worker of a stage."""
-        return [self.rank(stage, worker) for worker in range(self.plan.stages[stage].width)]
+    def worker_ranks(self, rank: int) -> list[int]:
+        """All ranks of the worker that a rank belongs to."""
+        stage, worker, _ = self.plan.rank_places[rank]
+        return [self.plan.device_ranks[device] for device in self.plan.stages[stage].workers[worker].devices]
+
+    def _lanes(self, stages: Sequence[int]) -> list[list[int]]:
+        """Ranks that hold the same slices in all workers of some stages, for every slice.
+
+        Where tensor-parallel degrees differ: the first ranks alone, for whole tensors.
+        """
+        workers = [(s, w) for s in stages for w in range(self.plan.stages[s].width)]
+        degrees = {self.plan.stages[s].workers[w].tp for s, w in workers}
+        places = range(degrees.pop()) if len(degrees) == 1 else range(1)
+        return [[self.rank(s, w, place) for s, w in workers] for place in places]
+
+    def sums_whole(self, stages: Sequence[int]) -> bool:
+        """Whether workers of these stages are cut differently, so that their gradients are summed uncut."""
+        return len({worker.tp for s in stages for worker in self.plan.stages[s].workers}) > 1
 
     def peer(self, micro_batch: int, stage: int) -> int:
         """Rank that computes a micro-batch in a stage."""
@@ -98,10 +113,11 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, Members]:
-        """All groups that sum: `stage-<s>`, `tied` (embedding and its copy) and `all` (loss and gradient norm)."""
-        ranks = {f"stage-{s}": self.stage_ranks(s) for s in range(len(self.plan.stages))}
+        """All groups that sum: `stage-<s>.<slice>`, `tied.<slice>` (embedding and its copy), `all` (loss and norm)."""
+        last = len(self.plan.stages) - 1
+        ranks = {f"stage-{s}.{t}": lane for s in range(last + 1) for t, lane in enumerate(self._lanes([s]))}
         if self.tied_apart:
-            ranks["tied"] = self.stage_ranks(0) + self.stage_ranks(len(self.plan.stages) - 1)
+            ranks |= {f"tied.{t}": lane for t, lane in enumerate(self._lanes([0, last]))}
         first_tag = 2 * STEPS_IN_FLIGHT * self.plan.micro_batches
         groups = {
             name: members_of(
@@ -119,9 +135,10 @@ class Layout:
 
     def streams(self, rank: int) -> dict[int, int]:
         """Every rank that `rank` exchanges messages with, and over how many TCP streams."""
-        stage, worker, _ = self.plan.rank_places[rank]
+        stage, worker, place = self.plan.rank_places[rank]
         peers: set[int] = set()
-        for m in (self.plan.routes[:, stage] == worker).nonzero()[0]:
+        # The first rank of a worker sends and receives for all of it.
+        for m in [] if place else (self.plan.routes[:, stage] == worker).nonzero()[0]:
             peers |= {self.peer(int(m), s) for s in (stage - 1, stage + 1) if 0 <= s < len(self.plan.stages)}
         for members in self.groups_of(rank).values():
             peers |= {b if a == rank else a for a, b in members.leader_pairs() if rank in (a, b)}
@@ -133,6 +150,24 @@ class Layout:
             )
             for peer in sorted(peers)
         }
+
+    def local_fraction(self, rank: int, group: str) -> float | None:
+        """Part of the samples that a rank's region computes, if a group's regions train by themselves between syncs.
+
+        None: the group sums over all regions in every step. So does a tied weight's group if some region holds only
+        one of the two copies, since then neither copy alone has the gradient.
+        """
+        members = self.groups[group]
+        if self.plan.local_steps == 1 or len(members.regions) == 1:
+            return None
+        places = self.plan.rank_places
+        stages = {places[r][0] for r in members.ranks}
+        if any({places[r][0] for r in region} != stages for region in members.regions):
+            return None
+        here = next(region for region in members.regions if rank in region)
+        shares = self.plan.shares(min(stages))
+        mine = {places[r][1] for r in here if places[r][0] == min(stages)}
+        return float(sum(shares[worker] for worker in mine)) / self.plan.micro_batches
 
     def watched(self, rank: int) -> list[int]:
         """Ranks whose loss this rank must notice: all it talks to, and rank 0, which sees everybody."""
@@ -146,23 +181,30 @@ class Layout:
             if rank in region
             for other in region
         }
-        return sorted((near | set(self.streams(rank)) | {0}) - {rank})
+        return sorted((near | set(self.streams(rank)) | set(self.worker_ranks(rank)) | {0}) - {rank})
 
 
 def check_runnable(problem: Problem, plan: Plan) -> None:
     """Require what the runner can execute; `InputError` says what it cannot."""
+    model = problem.model
     for s, stage in enumerate(plan.stages):
         for w, worker in enumerate(stage.workers):
-            if worker.tp != 1:
-                raise InputError(
-                    f"plan.stages[{s}].workers[{w}]: found a tensor-parallel group of {worker.tp} devices, "
-                    "expected 1 (--rehearse runs such a plan with one rank a group)"
-                )
+            for what in ("heads", "kv_heads", "expert_ffn_size" if model.experts else "ffn_size"):
+                if getattr(model, what) % worker.tp:
+                    raise InputError(
+                        f"plan.stages[{s}].workers[{w}]: found a tensor-parallel group of {worker.tp} devices, "
+                        f"expected a divisor of the model's {what} = {getattr(model, what)}"
+                    )
     for use in plan.links:
         for kind in ("activations", "activation_gradients"):
             if getattr(use, kind) == "powersgd":
                 raise InputError(f"plan.links: found {kind} 'powersgd', expected another packing (it is for weights)")
     if plan.reduction != "all-reduce":
         raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce'")
-    if plan.local_steps != 1:
-        raise InputError(f"plan.local_steps: found {plan.local_steps}, expected 1")
+    if plan.local_steps > 1:
+        if problem.batch.precision == "fp16":
+            raise InputError("batch.precision: found 'fp16', expected bf16 or fp32 (local steps have no loss scaling)")
+        for s, stage in enumerate(plan.stages):
+            degrees = sorted({worker.tp for worker in stage.workers})
+            if len(degrees) > 1:
+                raise InputError(f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps)")

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
+
+from runners.engine.emulation import Pace
 
 
 class RunLog:
     """JSONL of one rank; usable from several threads."""
 
-    def __init__(self, path: Path | None, traced_steps: int = 8) -> None:
+    def __init__(self, path: Path | None, traced_steps: int = 8, pace: Pace | None = None) -> None:
+        self._pace = pace
         self.traced_steps = traced_steps
         self.step = 0
         self.seconds: dict[str, float] = {}
@@ -42,7 +45,8 @@ class RunLog:
         """Time what happens inside as an interval of a kind (compute, wait, reduce, update)."""
         step, start_s = self.step, time.time()
         try:
-            yield
+            with self._pace.hold(name) if self._pace is not None and kind in ("compute", "update") else nullcontext():
+                yield
         finally:
             self.add(kind, name, start_s, time.time(), step)
 

@@ -16,6 +16,9 @@ class Options:
     learning_rate: float = 3e-4
     warmup_steps: int = 0
     weight_decay: float = 0.1
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """Of the outer optimizer where the plan takes local steps (the defaults are DiLoCo's)."""
     clip_norm: float | None = 1.0
     """Largest norm of the whole model's gradient; None: not clipped."""
     seed: int = 0
@@ -36,14 +39,19 @@ class Options:
     log_dir: Path | None = None
     emulate_links: bool = False
     """Messages between regions take as long as the cluster's links would need (all ranks on one machine)."""
+    emulate_devices: float = 0.0
+    """Computations take at least so many times as long as predicted for the plan's devices; 0: as long as they do."""
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
         require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
         require(self.lookahead >= 1, "--lookahead", self.lookahead, "a whole number >= 1")
         require_number(self.learning_rate, "--learning-rate", above=0)
+        require_number(self.outer_rate, "--outer-rate", above=0)
+        require_number(self.outer_momentum, "--outer-momentum", at_least=0)
         require_number(self.weight_decay, "--weight-decay", at_least=0)
         require_number(self.timeout_s, "--timeout", above=0)
+        require_number(self.emulate_devices, "--emulate-devices", at_least=0)
         require_number(self.dead_after_s, "--dead-after", above=0)
         require(self.checkpoint_every >= 0, "--checkpoint-every", self.checkpoint_every, "a whole number >= 0")
         require(self.checkpoints_kept >= 1, "--keep", self.checkpoints_kept, "a whole number >= 1")

@@ -29,8 +29,9 @@ def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 def intervals(plan: Plan, directory: Path) -> Iterator[Interval]:
     """The timeline of the traced steps."""
-    for rank, (stage, worker, _) in plan.rank_places.items():
-        for line in log_lines(directory, rank):
+    for rank, (stage, worker, place) in plan.rank_places.items():
+        # The devices of a worker do the same at the same time: its first stands for it.
+        for line in log_lines(directory, rank) if place == 0 else ():
             if line["type"] == "event":
                 yield Interval(
                     stage=stage,
@@ -71,9 +72,10 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
     """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`."""
     pools = problem.cluster.pools
     regions = {
-        plan.device_ranks[worker.devices[0]]: pools[worker.pool].region
+        plan.device_ranks[device]: pools[worker.pool].region
         for stage in plan.stages
         for worker in stage.workers
+        for device in worker.devices
     }
     steps: list[dict[str, Any]] = []
     far_bytes: list[int] = []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from polygon_comm.local_updates import OuterUpdate
 from polygon_comm.reduction import SumGroup
+from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
 from torch.distributed import PrefixStore, TCPStore
 
@@ -18,6 +21,8 @@ from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
 from runners.engine.data import samples_for
+from runners.engine.emulation import Pace, least_seconds
+from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
 from runners.engine.meeting import RunFailedError, agree, leave_together, open_store, run_digest
@@ -36,6 +41,16 @@ def choose_device(options: Options, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+class Scalars(NamedTuple):
+    """What ranks tell one another about a step."""
+
+    loss: float
+    """Mean over the targets; NaN where no rank asked computed any."""
+    norm: float
+    """Of the gradient as accumulated (times the loss scale)."""
+    stop: bool
 
 
 class Training:
@@ -61,13 +76,18 @@ class Training:
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
             shapes=layout.link_shapes(rank) if options.emulate_links else None,
         )
+        tp = self._tensor_group("compute", store)
+        tp_sums = self._tensor_group("sums", store)
         sums = {name: SumGroup(members, self.wires) for name, members in layout.groups_of(rank).items()}
         self._all = sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
-        self.log = RunLog(path, options.traced_steps)
+        pace = None
+        if options.emulate_devices:
+            pace = Pace(least_seconds(problem, plan, rank, options.emulate_devices))
+        self.log = RunLog(path, options.traced_steps, pace)
         samples = samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
-        self.worker = StageWorker(layout, rank, self.wires, sums, samples, options, self.log, doing)
+        self.worker = StageWorker(layout, rank, self.wires, sums, (tp, tp_sums), samples, options, self.log, doing)
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
@@ -76,6 +96,20 @@ class Training:
             sharded=plan.stages[stage].zero >= 1,
             scaled=problem.batch.precision == "fp16",
         )
+        self.local = plan.local_steps > 1
+        self.outer = {
+            bucket.name: OuterUpdate(
+                bucket.name,
+                bucket.weights,
+                bucket.group,
+                bucket.fraction,
+                bucket.shapes,
+                rate=options.outer_rate,
+                momentum=options.outer_momentum,
+            )
+            for bucket in self.buckets
+            if bucket.group is not None and bucket.fraction is not None
+        }
         self.progress = Progress(seed=options.seed)
         self.stop_requested = threading.Event()
         self.checkpoints: Checkpoints | None = None
@@ -98,6 +132,20 @@ class Training:
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
+    def _tensor_group(self, purpose: str, store: TCPStore) -> TensorGroup | None:
+        """The devices of this rank's worker. Threads that use them at the same time need a group each."""
+        ranks = self.layout.worker_ranks(self.rank)
+        if len(ranks) == 1:
+            return None
+        return TensorGroup(
+            PrefixStore(f"worker/{ranks[0]}/{purpose}", store),
+            ranks.index(self.rank),
+            len(ranks),
+            devices=self.wires.devices,
+            timeout_s=self.options.timeout_s,
+            device=self.wires.device,
+        )
+
     def _resume(self) -> None:
         """Load the newest checkpoint that every rank can load; none: start from the beginning."""
         assert self.checkpoints is not None
@@ -112,53 +160,86 @@ class Training:
             return
         self.progress, states = self.checkpoints.load(step, names, self.options.seed)
         for bucket in self.buckets:
-            self.update.load(bucket, {name: states[name] for name in bucket.parameters})
+            self.update.load(bucket, {name: states[name] for name in bucket.parameters}, self._more(bucket))
+            if bucket.name in self.outer:
+                self.outer[bucket.name].restart()
         if self.rank == 0:
             self._say(f"resumed from step {step}")
+
+    def _more(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of a bucket beside weights and optimizer state."""
+        outer = self.outer.get(bucket.name)
+        return {} if outer is None else {"outer_momentum": outer.momentum}
 
     def _say(self, text: str) -> None:
         self.log.write("note", text=text)
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _scalars(self) -> tuple[float, float, bool]:
-        """Mean loss, norm of the whole model's gradient, whether anyone wants to stop: the same on all ranks."""
+    def _counts(self, bucket: Bucket) -> bool:
+        """Whether this rank's part of a bucket counts in the norm; of equal copies one does."""
+        if self.local:
+            return bucket.group is not None and bucket.group.near_place == 0
+        return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
+
+    def _scalars(self, *, near: bool = False) -> Scalars:
+        """Loss, gradient norm and wish to stop, over all ranks or those of this region."""
         worker = self.worker
         squares = torch.zeros((), dtype=torch.float64)
         for bucket in self.buckets:
-            # Of equal copies one counts: a stage's first worker; of a tied weight, the embedding's.
-            if worker.worker == 0 and (bucket.name != "tied" or worker.is_first):
-                squares += torch.linalg.vector_norm(bucket.vector, dtype=torch.float64).cpu() ** 2
-        stop = torch.tensor(float(self.stop_requested.is_set()), dtype=torch.float64)
-        values = torch.stack([worker.loss_sum.cpu(), squares, stop]).to(self.wires.device)
-        self._all.sum_(values, "scalars")
-        loss, square, stops = values.tolist()
-        return loss * worker.loss_scale, square**0.5, stops > 0
+            if self._counts(bucket):
+                for name, (a, b, _) in bucket.places.items():
+                    # Slices add up; of what is whole on every device of a worker, the first counts.
+                    if worker.place == 0 or name in bucket.dims:
+                        squares += torch.linalg.vector_norm(bucket.vector[a:b], dtype=torch.float64).cpu() ** 2
+        part = float(worker.is_last and worker.place == 0)
+        fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches
+        stop = float(self.stop_requested.is_set())
+        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares.item(), stop], dtype=torch.float64)
+        values = values.to(self.wires.device)
+        if near:
+            self._all.sum_near_(values)
+        else:
+            self._all.sum_(values, "scalars")
+        loss, samples, square, stops = values.tolist()
+        return Scalars(loss * worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
 
     def step(self) -> tuple[dict[str, Any], bool]:
         """One optimizer step: what was measured, and whether to go on."""
         start_s, worker, step = time.time(), self.worker, self.progress.step
+        last = step + 1 == self.options.steps
+        together = not self.local or last or (step + 1) % self.layout.plan.local_steps == 0
         self.log.step = step
         worker.overflow_scale = self.update.loss_scale
         worker.run_schedule(step)
-        scalars = worker.reducer.submit(self._scalars)
+        # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
+        waiting = worker.reducer.submit(lambda: self._scalars(near=self.local))
         with self.log.interval("exposed", "wait for reduction"):
             worker.reducer.wait()
-            loss, norm, stop = scalars.result()
+            scalars = waiting.result()
         with self.log.interval("update", "update"):
-            applied = self.update.apply(norm, step)
+            applied = self.update.apply(scalars.norm, step)
+        if self.local and together:
+            scalars = worker.reducer.submit(self._outer_step).result()
         worker.finish_sends(step)
         self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
         self.log.write("order", step=step, actions=" ".join(map(str, worker.executed)))
         result = {
-            "step": step, "loss": loss, "gradient_norm": norm / worker.overflow_scale, "applied": applied,
-            "seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds,
-            "seconds_by_kind": self.log.take_seconds(),
+            "step": step, "loss": scalars.loss, "gradient_norm": scalars.norm / worker.overflow_scale,
+            "applied": applied, "together": together, "seconds": seconds, "tokens": tokens,
+            "tokens_per_s": tokens / seconds, "seconds_by_kind": self.log.take_seconds(),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self.log.write("step", **result)
-        return result, not stop and self.progress.step < self.options.steps
+        return result, not (together and scalars.stop) and not last
+
+    def _outer_step(self) -> Scalars:
+        """Bring the regions together again; the loss of all, and whether anyone wants to stop."""
+        with self.log.interval("reduce", "outer step"):
+            for outer in self.outer.values():
+                outer.apply()
+            return self._scalars()
 
     def save(self) -> None:
         """Start writing a checkpoint of the steps done so far."""
@@ -169,9 +250,9 @@ class Training:
         files: dict[str, dict[str, dict[str, Any]]] = {}
         width = self.layout.plan.stages[worker.stage].width
         for index, bucket in enumerate(self.buckets):
-            state = self.update.state(bucket)
+            state = self.update.state(bucket, self._more(bucket))
             # Workers of a stage hold the same: they take turns. The tied weight is the first stage's to write.
-            if index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
+            if worker.place == 0 and index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
         with self.log.interval("checkpoint", "copy for checkpoint"):
@@ -273,10 +354,12 @@ def train(
 
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:
     options = training.options
-    go_on = training.progress.step < options.steps
+    go_on, due = training.progress.step < options.steps, False
     while go_on:
         result, go_on = training.step()
         report(result)
-        due = options.checkpoint_every and training.progress.step % options.checkpoint_every == 0
-        if due or not go_on:
+        # Between outer steps the regions' weights differ: a checkpoint waits for the next one.
+        due = due or bool(options.checkpoint_every and training.progress.step % options.checkpoint_every == 0)
+        if (due and result["together"]) or not go_on:
             training.save()
+            due = False

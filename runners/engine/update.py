@@ -22,6 +22,8 @@ from runners.engine.options import Options
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """Steps without overflow after which the loss scale doubles (as torch's GradScaler)."""
+OUTER_KEYS = ("outer_momentum",)
+"""Vectors in checkpoints that are not the optimizer's."""
 
 
 @dataclass
@@ -68,14 +70,24 @@ class Update:
         elif groups:
             self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
 
+    def _is_sharded(self, bucket: Bucket) -> bool:
+        """Whether the bucket is split; not where only the first ranks of differently cut workers sum."""
+        return self.sharded and not bucket.whole
+
+    def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
+        """Fill in what the other members in the region updated."""
+        if self._is_sharded(bucket) and bucket.group is not None:
+            bucket.group.share_parts(vector, self._parts(bucket))
+
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
-        members = bucket.group.near_size if self.sharded else 1
+        members = bucket.group.near_size if self._is_sharded(bucket) and bucket.group is not None else 1
         borders = [len(bucket.vector) * i // members for i in range(members + 1)]
         return list(itertools.pairwise(borders))
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
-        start, stop = self._parts(bucket)[bucket.group.near_place if self.sharded else 0]
+        mine = bucket.group.near_place if self._is_sharded(bucket) and bucket.group is not None else 0
+        start, stop = self._parts(bucket)[mine]
         borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
         pieces = []
         for a, b in itertools.pairwise(borders):
@@ -123,16 +135,15 @@ class Update:
                     assert piece.parameter.grad is not None
                     piece.parameter.grad.mul_(factor)
             self._optimizer.step()
-        if self.sharded:
-            for bucket in self.buckets:
-                bucket.group.share_parts(bucket.weights, self._parts(bucket))
+        for bucket in self.buckets:
+            self._share(bucket, bucket.weights)
         self._good_steps += 1
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
 
-    def state(self, bucket: Bucket) -> dict[str, dict[str, Any]]:
-        """Weights and optimizer state of a bucket by parameter; a collective under ZeRO-1."""
-        flat: dict[str, torch.Tensor] = {"value": bucket.weights}
+    def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+        """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
+        flat: dict[str, torch.Tensor] = {"value": bucket.weights} | dict(more)
         single: dict[str, Any] = {}
         for piece in self._pieces:
             state = self._optimizer.state.get(piece.parameter, {}) if self._optimizer is not None else {}
@@ -144,25 +155,28 @@ class Update:
                     whole[piece.start : piece.start + value.numel()] = value
                 else:
                     single[key] = value
-        if self.sharded:
-            for key, whole in flat.items():
-                if key != "value":
-                    bucket.group.share_parts(whole, self._parts(bucket))
+        for key, whole in flat.items():
+            if key != "value" and key not in more:
+                self._share(bucket, whole)
         return {
-            name: {key: whole[start:stop].view(shape) for key, whole in flat.items()} | single
+            name: {key: bucket.gathered(name, whole[start:stop].view(shape)) for key, whole in flat.items()} | single
             for name, (start, stop, shape) in bucket.places.items()
         }
 
-    def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set weights and optimizer state of a bucket from those of its parameters."""
+    def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
+        """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
         keys = [key for key, value in first.items() if isinstance(value, torch.Tensor) and value.ndim > 0]
         single = {key: value for key, value in first.items() if key not in keys}
         flat = {key: torch.zeros_like(bucket.weights) for key in keys}
         for name, (start, stop, _) in bucket.places.items():
             for key in keys:
-                flat[key][start:stop] = states[name][key].reshape(-1).to(bucket.weights.device)
+                flat[key][start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(bucket.weights.device)
         bucket.weights.copy_(flat.pop("value"))
+        for key, vector in more.items():
+            if key in flat:
+                vector.copy_(flat.pop(key))
+        flat = {key: whole for key, whole in flat.items() if key not in OUTER_KEYS}
         for piece in self._pieces:
             if piece.bucket is bucket and self._optimizer is not None and (flat or single):
                 stop = piece.start + piece.parameter.numel()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from polygon_comm.compression import Codec, make_codec
 from polygon_comm.reduction import SumGroup
+from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Receipt, Sending, Wires
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from polygon.domain.schedule import Action, worker_order
 from runners.engine.data import Samples
 from runners.engine.gradients import Bucket, Reducer
-from runners.engine.layers import TIED_COPY, TIED_WEIGHT, build_layers, layer_name
+from runners.engine.layers import TIED_COPY, TIED_WEIGHT, Attention, build_layers, layer_name, shard_dim
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
@@ -42,28 +43,36 @@ class StageWorker:
         rank: int,
         wires: Wires,
         sums: dict[str, SumGroup],
+        tensor_groups: tuple[TensorGroup | None, TensorGroup | None],
         samples: Samples,
         options: Options,
         log: RunLog,
         on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.on_action = on_action
+        self.tp, self._tp_sums = tensor_groups
+        """The worker's devices: for computing, and for the thread that sums."""
         self.layout, self.rank, self.wires, self.samples, self.log = layout, rank, wires, samples, log
         self.plan, model, batch = layout.plan, layout.problem.model, layout.problem.batch
-        self.stage, self.worker, _ = self.plan.rank_places[rank]
+        self.stage, self.worker, self.place = self.plan.rank_places[rank]
         self.is_first, self.is_last = self.stage == 0, self.stage == len(self.plan.stages) - 1
         self.actions = worker_order(self.plan, self.stage, self.worker)
         self.executed: list[Action] = []
         self.dtype = COMPUTE_DTYPE[batch.precision]
         stage = self.plan.stages[self.stage]
-        self.layers = build_layers(model, range(stage.first_layer, stage.last_layer), options.seed, wires.device)
+        self.layers = build_layers(
+            model, range(stage.first_layer, stage.last_layer), options.seed, wires.device, self.tp
+        )
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
         self.loss_scale = 1.0 / (self.global_batch * (1 if model.family == "vit" else batch.seq_len))
         self.overflow_scale = 1.0
         """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
         self._shape = (self.plan.micro_batch_size, batch.seq_len, model.hidden_size)
-        self._recompute = stage.recompute != "none"
+        self._recompute = stage.recompute == "full"
+        for module in self.layers.modules():
+            if isinstance(module, Attention):
+                module.recompute_core = stage.recompute == "selective"
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._sendings: deque[tuple[int, Sending]] = deque()
         self._posted: dict[tuple[int, Action], Receipt] = {}
@@ -84,19 +93,36 @@ class StageWorker:
 
     def _buckets(self, sums: dict[str, SumGroup]) -> list[Bucket]:
         """One a layer, last layer first, then the weight that first and last stage share."""
-        model, own = self.layout.problem.model, sums[f"stage-{self.stage}"]
+        model, layout, last = self.layout.problem.model, self.layout, len(self.plan.stages) - 1
         named, buckets = self.parameters(), []
         tied: list[nn.Parameter] = []
-        if self.layout.tied_apart:
+        if layout.tied_apart:
             tied = [named.pop(name) for name in (TIED_WEIGHT, TIED_COPY) if name in named]
         for layer in reversed(list(self.layers)):
             prefix = layer_name(model, int(layer))
             parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
             if parameters:
-                buckets.append(Bucket(prefix, parameters, own))
+                buckets.append(self._bucket(prefix, parameters, f"stage-{self.stage}", [self.stage], sums))
         if tied:
-            buckets.append(Bucket("tied", {TIED_WEIGHT: tied[0]}, sums["tied"]))
+            buckets.append(self._bucket("tied", {TIED_WEIGHT: tied[0]}, "tied", [0, last], sums))
         return buckets
+
+    def _bucket(
+        self,
+        name: str,
+        parameters: dict[str, nn.Parameter],
+        group: str,
+        stages: list[int],
+        sums: dict[str, SumGroup],
+    ) -> Bucket:
+        whole = self.layout.sums_whole(stages)
+        size = 1 if self.tp is None else self.tp.size
+        dims = {key: dim for key in parameters if (dim := shard_dim(self.layout.problem.model, key, size)) is not None}
+        group = f"{group}.{0 if whole else self.place}"
+        bucket = Bucket(name, parameters, sums.get(group), self._tp_sums, dims, whole=whole)
+        if bucket.group is not None:
+            bucket.fraction = self.layout.local_fraction(self.rank, group)
+        return bucket
 
     def begin(self, first_step: int, steps: int, first_sample: int) -> None:
         """Prepare to run the steps from `first_step` to `steps` on samples from `first_sample` on."""
@@ -104,7 +130,7 @@ class StageWorker:
         self._first_sample = first_sample - first_step * self.global_batch
 
     def _receives(self, first_step: int, steps: int) -> Iterator[tuple[int, Action]]:
-        for step in range(first_step, steps):
+        for step in range(first_step, steps) if self.place == 0 else ():
             for action in self.actions:
                 if not (self.is_first if action.kind == "F" else self.is_last):
                     yield step, action
@@ -127,12 +153,20 @@ class StageWorker:
 
     def _receive(self, step: int, action: Action) -> torch.Tensor:
         with self.log.interval("wait", f"recv {action}"):
-            payload = self._posted.pop((step, action)).wait()
-        codec = self._codec(self._peer(action), self.rank, action.kind)
-        return codec.decompress(payload, self._shape, self.dtype)
+            if self.place == 0:
+                payload = self._posted.pop((step, action)).wait()
+                codec = self._codec(self._peer(action), self.rank, action.kind)
+                received = codec.decompress(payload, self._shape, self.dtype)
+            else:
+                received = torch.empty(self._shape, dtype=self.dtype, device=self.wires.device)
+            if self.tp is not None:
+                self.tp.broadcast_(received)
+        return received
 
     def _send(self, step: int, kind: str, micro_batch: int, tensor: torch.Tensor) -> None:
-        """Send what lets the action of that kind start on the neighbouring stage."""
+        """Send what lets the action of that kind start on the neighbouring stage (a worker's first rank does)."""
+        if self.place:
+            return
         peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1))
         with self.log.interval("send", f"send {kind}{micro_batch}"):
             payload = self._codec(self.rank, peer, kind).compress(tensor)

@@ -90,6 +90,11 @@ def open_namespace() -> int:
     return os.open(_SELF_NET, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def move_into(namespace: int) -> None:
+    """Move the calling thread, and what it starts, into a network namespace for good."""
+    _check(_libc().setns(namespace, _CLONE_NEWNET), "setns")
+
+
 @contextlib.contextmanager
 def inside(namespace: int) -> Iterator[None]:
     """Move the calling thread into a network namespace; processes started inside stay there."""

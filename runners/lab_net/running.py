@@ -181,6 +181,10 @@ class Lab:
         with linux.inside(self._namespaces[host.index]):
             yield
 
+    def move_to(self, host: LabHost) -> None:
+        """Put the calling process on a host for good; for a forked child that has one thread."""
+        linux.move_into(self._namespaces[host.index])
+
     def environment(self, host: LabHost) -> dict[str, str]:
         """Variables that a process on the host gets beside those of the lab's own process."""
         return {

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon import catalogue
 from polygon.cost.memory import layer_memory, stage_memory
+from polygon.cost.uniform import ParallelConfig, estimate_many, estimate_uniform
+from polygon.domain.cluster import Pool
 from polygon.domain.model import Batch, Model
 
 
@@ -56,3 +59,35 @@ def test_states_of_mixed_precision_adam():
     first = stage_memory(layers, 0, 3, in_flight=0, zero=0, shards=1, batch=BATCH)
     last = stage_memory(layers, 3, 6, in_flight=0, zero=0, shards=1, batch=BATCH)
     assert (first.weights + last.weights) / 2 == pytest.approx(model.parameters + 51200 * 1024)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_experts_are_sharded_over_what_expert_parallelism_leaves(zero):
+    """A device's share of optimizer state is the same for every ep: fewer experts, shared by as many fewer workers."""
+    model = catalogue.model("mixtral-8x7b")
+    batch = Batch(global_batch=8, seq_len=128)
+    for ep in (1, 2, 8):
+        layers = layer_memory(model, batch, ep=ep)
+        part = stage_memory(layers, 0, model.layers, in_flight=0, zero=zero, shards=8, batch=batch)
+        assert part.optimizer == pytest.approx(12 * model.parameters / 8)
+
+
+def test_many_and_one_agree_on_experts():
+    """The kernel and the breakdown count sharded experts alike."""
+    model = catalogue.model("mixtral-8x7b")
+    batch = Batch(global_batch=64, seq_len=2048)
+    pool = Pool(
+        index=0,
+        region=0,
+        device=catalogue.device("a100-80gb"),
+        nodes=2,
+        devices_per_node=8,
+        intra_node=catalogue.link("nvlink3"),
+        inter_node=catalogue.link("infiniband-hdr-x8"),
+        first_device=0,
+        price_usd_per_hour=0.0,
+    )
+    configs = [ParallelConfig(dp=8, pp=2, ep=ep, zero=zero) for ep in (1, 2, 8) for zero in range(4)]
+    many = estimate_many(model, batch, pool, configs)
+    for config, peak in zip(configs, many.peak_bytes, strict=True):
+        assert estimate_uniform(model, batch, pool, config).peak.total_bytes == pytest.approx(peak)

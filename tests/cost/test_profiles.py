@@ -84,7 +84,8 @@ def test_a_profile_of_another_model_or_device_is_not_used():
 def test_link_curves_are_clamped(size, factor):
     """Whatever the fit says: time is positive, grows with the message, and never beats the best measured rate."""
     curves = link_curves(json.loads((MEASURED / "sailor_network.json").read_text()))
-    for curve in list(curves.between.values())[:5] + list(curves.inside.values()):
+    between = [curve for by_count in list(curves.between.values())[:5] for curve in by_count.values()]
+    for curve in between + list(curves.inside.values()):
         assert curve.transfer_s(size) >= size / curve.most_bytes_per_s * (1 - 1e-12)
         assert curve.transfer_s(size * factor) >= curve.transfer_s(size) * (1 - 1e-9)
     assert LinkCurve(coefficients=(-1.0, 2.0, -5.0), most_bytes_per_s=1e9).transfer_s(1e6) > 0
@@ -142,3 +143,14 @@ def test_a_profile_takes_the_device_model_s_place_in_a_plan_s_estimate():
     assert times.update_s[0] == pytest.approx(0.5 * held)
     wrong = replace(profile, hidden_size=64)
     assert step_times(plan, CostTables(problem, [wrong])).schedule.forward_s[0] < 0.1
+
+
+def test_devices_that_share_a_card_wait_for_each_other():
+    """Four devices of a GH200 node have a card each; eight Titan RTX of a node share one."""
+    curves = link_curves(json.loads((MEASURED / "sailor_network.json").read_text()))
+    zone = "us-central1-a"
+    for device_name, together, factor in (("gh200", 4, 1.0), ("titan-rtx", 8, 8.0)):
+        one, all_of_them = (
+            curves.transfer_s(256e6, zone, device_name, zone, device_name, senders=k) for k in (1, together)
+        )
+        assert all_of_them / one == pytest.approx(factor, rel=0.1), device_name

@@ -32,20 +32,18 @@ def free_port():
 
 
 def test_ranks_of_one_host_measure_each_other():
-    """Three ranks, all ordered pairs, a report with rates and messages of every link."""
+    """All ordered pairs, a report with rates and messages of every link; only rank 0 prints it."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    common = ["--dist-url", url, "--world-size", "3", "--streams", "1,2", "--sizes", "1000,100000", "--seconds", "0.25"]
-    ranks = [start([*common, "--rank", str(rank), "--json"]) for rank in range(3)]
+    common = ["--dist-url", url, "--world-size", "2", "--streams", "1,2", "--sizes", "1000,100000", "--seconds", "0.25"]
+    ranks = [start([*common, "--rank", str(rank), "--json"]) for rank in range(2)]
     outputs = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     report = json.loads(outputs[0][0])
-    assert {(link["source"], link["target"]) for link in report["links"]} == {
-        (a, b) for a in range(3) for b in range(3) if a != b
-    }
+    assert {(link["source"], link["target"]) for link in report["links"]} == {(0, 1), (1, 0)}
     for link in report["links"]:
         assert set(link["bytes_per_s_by_streams"]) == {"1", "2"} and min(link["bytes_per_s_by_streams"].values()) > 0
         assert set(link["message_s_by_bytes"]) == {"1000", "100000"} and link["rtt_s"] > 0
-    assert outputs[1][0] == outputs[2][0] == ""
+    assert outputs[1][0] == ""
 
 
 def test_a_missing_rank_is_named():
@@ -104,7 +102,7 @@ def test_hosts_of_a_lab_find_link_window_and_small_buffer(alone, tmp_path):
         "links:\n  - {from: A, to: B, latency_ms: 30, bandwidth_gbps: 0.2}\n"
         "  - {from: B, to: A, latency_ms: 30, bandwidth_gbps: 0.2}\n"
     )
-    command = [sys.executable, "-m", "runners.probe", "--streams", "1,8", "--sizes", "0", "--seconds", "0.9", "--json",
+    command = [sys.executable, "-m", "runners.probe", "--streams", "1,8", "--sizes", "0", "--seconds", "0.7", "--json",
                "--cluster", str(cluster), "-o", str(measured)]  # fmt: skip
     lab = [
         sys.executable,

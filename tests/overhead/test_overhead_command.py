@@ -89,6 +89,18 @@ def test_the_table_has_no_empty_cell(capsys, kind):
     assert [cell["op"] for cell in json.loads(out)] == list(OPERATIONS)
 
 
+def test_six_by_six(capsys):
+    """--topology all --op all: 36 times with their algorithms, none missing, in one table."""
+    code, out, _ = run(capsys, "collective --topology all --N 16 --M 1e9 --op all")
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 2 + 2 * len(OPERATIONS)
+    assert lines[1].split() == list(KINDS)
+    assert all(line.count("x)") == len(KINDS) for line in lines[2::2])
+    assert all(len(line.split()) == len(KINDS) for line in lines[3::2])
+    code, out, _ = run(capsys, "collective --topology all --N 16 --M 1e9 --op all --json")
+    assert len(json.loads(out)) == 36
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -1,10 +1,13 @@
 """Loss laws: the same numbers under every plan, on real ranks."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
+from polygon.domain.plan import Problem, Worker
 from runners.dist_runner import end_process
 from runners.engine.data import samples_for
 from runners.engine.layers import build_layers
@@ -74,6 +77,58 @@ def test_loss_is_the_same_under_every_plan(model):
         problem, plan = routed_problem(ranks, model=model, streams=2 if ranks == 4 else 1)
         for losses in run_ranks(run_rank, ranks, problem, plan, options):
             assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def tensor_parallel_plan(cluster, first, last):
+    """Two stages; `first` and `last` are the devices of each worker of the first and the last stage."""
+    plan = small_plan(cluster, [(0, 3), (3, 6)], [[0], [1]], [[0, 0]], micro_batch_size=4)
+    pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
+    stages = tuple(
+        replace(stage, workers=tuple(Worker(pool=pool_of[devices[0]], devices=devices) for devices in workers))
+        for stage, workers in zip(plan.stages, (first, last), strict=True)
+    )
+    routes = np.array([[m % len(first), m % len(last)] for m in range(4)])
+    spans = tuple((len(stage.workers),) * len(stage.workers) for stage in stages)
+    return replace(plan, stages=stages, routes=routes, spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        (((0, 1),), ((2, 3), (4, 5))),
+        (((0, 1), (2,)), ((4, 5),)),
+    ],
+    ids=["equal degrees", "unequal degrees in a stage and for the tied weight"],
+)
+def test_tensor_parallel_workers_give_the_same_loss(first, last, tmp_path):
+    """Slices of heads, MLPs and vocabulary on the devices of a worker; resumed by a plan without any slices."""
+    problem, whole = routed_problem(1)
+    problem = replace(problem, cluster=small_cluster(4, 2))
+    options = Options(steps=10, learning_rate=3e-3, clip_norm=0.5, checkpoint_dir=tmp_path)
+    [expected] = run_ranks(plain_loop, 1, problem, replace(options, steps=12))
+    plan = tensor_parallel_plan(problem.cluster, first, last)
+    if len(last) == 2:
+        plan = replace(plan, stages=tuple(replace(stage, zero=1) for stage in plan.stages))
+    for losses in run_ranks(run_rank, plan.world_size, problem, plan, options):
+        assert losses == pytest.approx(expected[:10], rel=1e-5)
+    [rest] = run_ranks(run_rank, 1, routed_problem(1)[0], whole, replace(options, steps=12, resume=True))
+    assert rest == pytest.approx(expected[10:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute", "tolerance"),
+    [("fp32", "full", 1e-6), ("fp32", "selective", 1e-6), ("bf16", "none", 0.01), ("fp16", "selective", 0.01)],
+)
+def test_precision_and_recomputation_keep_the_loss(precision, recompute, tolerance):
+    """Recomputation changes nothing; half precision (fp16 with loss scaling) stays within 1 % of fp32."""
+    options = Options(steps=20, learning_rate=3e-3)
+    problem, plan = routed_problem(2)
+    expected = run_ranks(run_rank, 2, problem, plan, options)[0]
+    problem, plan = routed_problem(2, precision=precision)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+    losses = run_ranks(run_rank, 2, problem, plan, options)[0]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_int8_keeps_the_loss():

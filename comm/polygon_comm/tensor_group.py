@@ -1,0 +1,96 @@
+"""The devices that hold one worker's layers in slices: sums and copies with their gradients, gathering, handing out.
+
+Two functions make a pair of layers parallel: `copy` before the first (the identity; its gradient is summed) and `sum`
+after the second (a sum; its gradient is the identity).
+
+References
+----------
+Shoeybi et al., arXiv:1909.08053 (Megatron-LM), figure 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Store
+
+from polygon_comm.transport import gloo_group, nccl_group
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.total(gradients[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class TensorGroup:
+    """One rank's part in a worker of several devices.
+
+    Parameters
+    ----------
+    store : Store
+        Of this worker alone.
+    place, size : int
+        Which slice this rank holds, of how many.
+    devices : list
+        gloo's network devices (see `polygon_comm.transport.gloo_devices`).
+    timeout_s : float
+    device : torch.device
+    """
+
+    def __init__(
+        self, store: Store, place: int, size: int, *, devices: list, timeout_s: float, device: torch.device
+    ) -> None:
+        self.place, self.size = place, size
+        if device.type == "cuda":
+            self._group = nccl_group(store, place, size, timeout_s)
+        else:
+            self._group = gloo_group(store, place, size, devices[:1], timeout_s)
+
+    def total(self, x: torch.Tensor, operation: Any = ReduceOp.SUM) -> torch.Tensor:
+        """The sum (or another operation) over the group, as a new tensor without gradient."""
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        options = AllreduceOptions()
+        options.reduceOp = operation
+        self._group.allreduce([total], options).wait()
+        return total
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor itself; its gradient is summed over the group."""
+        return _Copy.apply(x, self)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the group; its gradient goes back as it is."""
+        return _Sum.apply(x, self)
+
+    def broadcast_(self, x: torch.Tensor) -> None:
+        """Overwrite with what the first rank of the group has."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+
+    def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole tensor from every rank's slice along a dimension."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self._group.allgather([parts], [part.contiguous()]).wait()
+        return torch.cat(parts, dim)
+
+    def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's slice of a tensor along a dimension."""
+        return whole.chunk(self.size, dim)[self.place]

@@ -1,0 +1,87 @@
+"""A handful of factors, fitted to a run's logs, that the planner puts on its times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polygon.cost.compute import LayerTimes
+from polygon.cost.transfers import LinkTable
+from polygon.domain.errors import require, require_number
+
+FORMAT = "polygon-calibration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Multiplicative factors: measured over predicted."""
+
+    compute: Mapping[str, float] = field(default_factory=dict)
+    """By device type, of forward and backward."""
+    update: Mapping[str, float] = field(default_factory=dict)
+    """By device type, of the optimizer."""
+    communication: float = 1.0
+    """Of every message and reduction between workers."""
+    relative_error: float = 0.1
+    """Half of a 90 % interval, from steps that were left out of the fit."""
+
+    def __post_init__(self) -> None:
+        for name, factors in (("compute", self.compute), ("update", self.update)):
+            for device, factor in factors.items():
+                require_number(factor, f"{name}.{device}", above=0)
+        require_number(self.communication, "communication", above=0)
+        require_number(self.relative_error, "relative_error", at_least=0)
+
+    def times(self, layers: LayerTimes, device: str) -> LayerTimes:
+        """Layer times of a device type with its factor; as they are where none was fitted."""
+        factor = self.compute.get(device)
+        if factor is None:
+            return layers
+        return replace(
+            layers,
+            forward_s=layers.forward_s * factor,
+            backward_s=layers.backward_s * factor,
+            communication_s=layers.communication_s * factor,
+            source="calibrated",
+            relative_error=self.relative_error,
+        )
+
+    def links(self, table: LinkTable) -> LinkTable:
+        """The same links, slower (or faster) by the communication factor; changes the table that it is given."""
+        for name in ("latency_s", "node_latency_s"):
+            setattr(table, name, getattr(table, name) * self.communication)
+        rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s", "capacity_bytes_per_s", "egress_bytes_per_s")
+        for name in rates:
+            setattr(table, name, getattr(table, name) / self.communication)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "format": FORMAT,
+            "version": 1,
+            "compute": dict(self.compute),
+            "update": dict(self.update),
+            "communication": self.communication,
+            "relative_error": self.relative_error,
+        }
+
+
+NONE = Calibration()
+"""Leaves everything as it is."""
+
+
+def calibration(data: Mapping[str, Any]) -> Calibration:
+    """Read the format that `polygon calibrate` writes."""
+    require(isinstance(data, Mapping) and data.get("format") == FORMAT, "format", _format(data), FORMAT)
+    return Calibration(
+        compute={str(k): float(v) for k, v in data.get("compute", {}).items()},
+        update={str(k): float(v) for k, v in data.get("update", {}).items()},
+        communication=float(data.get("communication", 1.0)),
+        relative_error=float(data.get("relative_error", 0.1)),
+    )
+
+
+def _format(data: object) -> object:
+    return data.get("format") if isinstance(data, Mapping) else type(data).__name__

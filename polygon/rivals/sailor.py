@@ -1,0 +1,253 @@
+"""Sailor's planning problems and its form of a plan, to and fro.
+
+A setup says how many GPUs of each type are in each zone. The form of a plan lists stages with their layers and workers
+(type, tensor-parallel degree, zone); layers are numbered as polygon's. It has no shares, routes or schedule: every
+worker of a stage takes as many micro-batches as the others. So an exported plan loses its shares, and an imported one
+gets even ones and 1F1B.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polygon.catalogue import device as device_by_name
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
+from polygon.domain.errors import InputError, require
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+
+LATENCY_S = {"node": 20e-6, "zone": 1e-4, "region": 5e-4, "world": 17e-3}
+"""One way, inside a node, a zone, between zones of a region and between regions: Sailor measures none, so these are
+assumed (the last is half the round trip between us-central1 and us-west1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One planning problem of the file."""
+
+    name: str
+    model: str
+    global_batch: int
+    devices: Mapping[tuple[str, str], int]
+    """By zone and Sailor's name of the type."""
+    devices_per_node: int
+    results: Mapping[str, Mapping[str, Any]]
+    """By planner: its plan, the step time that Sailor's simulator gives it, its search time."""
+
+
+def setups_from_document(document: Mapping[str, Any]) -> list[Setup]:
+    """Planning problems of the `sailor_planner_bench` format.
+
+    Raises
+    ------
+    InputError
+        The document is not of that format.
+    """
+    require("setups" in document, "setups", sorted(document), "a list of planning problems")
+    setups = []
+    for number, entry in enumerate(document["setups"]):
+        try:
+            counts = entry["gpus_available_count_by_zone_and_type"]
+            devices = {(zone, gpu): int(n) for zone, by_type in counts.items() for gpu, n in by_type.items()}
+            setups.append(
+                Setup(
+                    name=f"{entry.get('figure', f'setup{number}')}",
+                    model=entry["model"],
+                    global_batch=int(entry["global_batch_sequences"]),
+                    devices=devices,
+                    devices_per_node=int(entry["gpus_per_node"]),
+                    results=entry.get("results", {}),
+                )
+            )
+        except (KeyError, AttributeError) as error:
+            raise InputError(f"setups[{number}]: found {error}, expected Sailor's planning format") from None
+    return setups
+
+
+def cluster_from_setup(setup: Setup, network: Mapping[str, Any]) -> Cluster:
+    """A zone becomes a region; links get the largest bandwidth that Sailor measured on them, latencies are assumed.
+
+    Parameters
+    ----------
+    network : mapping
+        The `sailor_network` format.
+    """
+    zones = list(dict.fromkeys(zone for zone, _ in setup.devices))
+    types = list(dict.fromkeys(gpu for _, gpu in setup.devices))
+    fastest = _fastest_links(network)
+    regions = []
+    for zone in zones:
+        groups = [
+            _node_group(setup, zone, gpu, network, fastest) for gpu in types if setup.devices.get((zone, gpu), 0) > 0
+        ]
+        rates = [rate for a in types for b in types if a != b and (rate := fastest.get((zone, a, zone, b)))]
+        slowest = min(rates, default=min(group.inter_node.bytes_per_s for group in groups))
+        prices = network.get("egress_price_usd_per_GB", {}).get(zone, {})
+        regions.append(
+            Region(
+                name=zone,
+                node_groups=tuple(groups),
+                intra_region=Link(latency_s=LATENCY_S["zone"], bytes_per_s=slowest),
+                egress_usd_per_gb=max((float(prices.get(other, 0.0)) for other in zones if other != zone), default=0.0),
+            )
+        )
+    n = len(zones)
+    latency_s, rates_s = np.zeros((n, n)), np.zeros((n, n))
+    for (i, a), (j, b) in itertools.permutations(enumerate(zones), 2):
+        latency_s[i, j] = LATENCY_S["region" if a.rsplit("-", 1)[0] == b.rsplit("-", 1)[0] else "world"]
+        found = [rate for (za, ga, zb, gb), rate in fastest.items() if {za, zb} == {a, b} and {ga, gb} <= set(types)]
+        rates_s[i, j] = max(found, default=0.0)
+    return Cluster(
+        name=setup.name,
+        regions=tuple(regions),
+        latency_s=latency_s,
+        bytes_per_s=rates_s,
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+        catalogue={device_by_name(gpu).name: device_by_name(gpu) for gpu in types},
+    )
+
+
+def _fastest_links(network: Mapping[str, Any]) -> dict[tuple[str, str, str, str], float]:
+    """Largest measured bandwidth [bytes/s] from a zone and type to another, over any number of GPUs."""
+    require("links" in network, "network", sorted(network), "the key links")
+    fastest: dict[tuple[str, str, str, str], float] = {}
+    for link in network["links"]:
+        key = (link["sender_zone"], link["sender_gpu_type"], link["receiver_zone"], link["receiver_gpu_type"])
+        fastest[key] = max(fastest.get(key, 0.0), float(link["max_measured_bandwidth_bytes_per_s"]))
+    return fastest
+
+
+def _node_group(
+    setup: Setup, zone: str, gpu: str, network: Mapping[str, Any], fastest: Mapping[tuple[str, str, str, str], float]
+) -> NodeGroup:
+    count, per_node = setup.devices[zone, gpu], setup.devices_per_node
+    where = f"setup {setup.name}: {gpu} in {zone}"
+    require(count % per_node == 0, where, count, f"a multiple of {per_node} per node")
+    inside = [
+        float(link["max_measured_bandwidth_bytes_per_s"])
+        for link in network.get("intra_node_links", [])
+        if link["gpu_type"] == gpu and link["gpus_in_pair_or_group"] == 2
+    ]
+    # A zone that was not measured inside is taken as the zones that were.
+    between = [rate for (za, ga, zb, gb), rate in fastest.items() if ga == gb == gpu and za == zb]
+    require(bool(between), where, "no measured link between two of them", "one in the network file")
+    price = network.get("gpu_price_usd_per_gpu_hour_planner", {}).get(gpu)
+    return NodeGroup(
+        device=device_by_name(gpu).name,
+        nodes=count // per_node,
+        devices_per_node=per_node,
+        intra_node=Link(latency_s=LATENCY_S["node"], bytes_per_s=max(inside, default=max(between))),
+        inter_node=Link(
+            latency_s=LATENCY_S["zone"], bytes_per_s=fastest.get((zone, gpu, zone, gpu), max(between))
+        ),
+        price_usd_per_hour=None if price is None else float(price),
+    )  # fmt: skip
+
+
+def plan_form(plan: Plan, cluster: Cluster, types: Mapping[str, str]) -> dict[str, Any]:
+    """A plan in Sailor's form.
+
+    Parameters
+    ----------
+    types : mapping
+        Sailor's name of each device type that the plan uses, by polygon's.
+    """
+    stages = []
+    for stage in plan.stages:
+        workers = []
+        for worker in stage.workers:
+            pool = cluster.pools[worker.pool]
+            name = pool.device.name
+            require(name in types, "plan: device", name, f"one of {sorted(types)}")
+            workers.append({"gpu_type": types[name], "tp": worker.tp, "zone": cluster.regions[pool.region].name})
+        stages.append({"layers": list(range(stage.first_layer, stage.last_layer)), "workers": workers})
+    return {
+        "micro_batch_size_sequences": plan.micro_batch_size,
+        "pipelines_count": 1,
+        "stages": stages,
+        "independent_pipelines": None,
+    }
+
+
+def type_names(setup: Setup) -> dict[str, str]:
+    """Sailor's names of a setup's types, by polygon's."""
+    return {device_by_name(gpu).name: gpu for _, gpu in setup.devices}
+
+
+def plan_from_form(form: Mapping[str, Any], problem: Problem) -> Plan:
+    """A plan of Sailor's form on a cluster whose regions are its zones.
+
+    Devices are dealt node by node, so that a tensor-parallel worker stays on one node where that is possible.
+
+    Raises
+    ------
+    InputError
+        The form has independent pipelines or workers on several nodes, layers that do not cover the model, more
+        workers than the cluster has devices, or a batch that its micro-batches do not divide.
+    """
+    if form.get("independent_pipelines") or not form.get("stages"):
+        raise InputError("plan: found pipelines with stages of their own, expected stages that all pipelines share")
+    size = int(form["micro_batch_size_sequences"])
+    global_batch = problem.batch.global_batch
+    require(size >= 1 and global_batch % size == 0, "micro_batch_size_sequences", size, f"a divisor of {global_batch}")
+    free = _Free(problem.cluster)
+    first, stages = 0, []
+    # Wide workers first: they need whole nodes.
+    wanted = sorted(
+        (-int(worker["tp"]), s, w)
+        for s, stage in enumerate(form["stages"])
+        for w, worker in enumerate(stage["workers"])
+    )
+    placed = {(s, w): free.take(form["stages"][s]["workers"][w], f"stages[{s}].workers[{w}]") for _, s, w in wanted}
+    for s, entry in enumerate(form["stages"]):
+        layers = list(entry["layers"])
+        require(layers == list(range(first, first + len(layers))), f"stages[{s}].layers", layers, f"{first} and on")
+        workers = tuple(placed[s, w] for w in range(len(entry["workers"])))
+        require(bool(layers and workers), f"stages[{s}]", "nothing", "at least one layer and one worker")
+        stages.append(Stage(first_layer=first, last_layer=first + len(layers), workers=workers))
+        first += len(layers)
+    require(first == problem.model.layers, "layers", first, f"all {problem.model.layers} of the model")
+    micro_batches = global_batch // size
+    routes = np.stack([np.arange(micro_batches) % stage.width for stage in stages], axis=1)
+    return Plan(
+        stages=tuple(stages),
+        routes=routes,
+        micro_batch_size=size,
+        spans=tuple((stage.width,) * stage.width for stage in stages),
+        solver="sailor-form",
+    )
+
+
+def _node_starts(pool: Pool) -> range:
+    """Number of the first device of each node."""
+    return range(pool.first_device, pool.first_device + pool.devices, pool.devices_per_node)
+
+
+class _Free:
+    """Devices not yet dealt, node by node."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.nodes = [
+            [list(range(first, first + pool.devices_per_node)) for first in _node_starts(pool)]
+            for pool in cluster.pools
+        ]
+
+    def take(self, worker: Mapping[str, Any], where: str) -> Worker:
+        """Devices of one node for a worker of Sailor's form; of the fullest node that it fits in."""
+        tp, zone, name = int(worker["tp"]), worker["zone"], device_by_name(worker["gpu_type"]).name
+        nodes_needed = int(worker.get("spans_nodes_count", 1))
+        require(nodes_needed == 1, f"{where}.spans_nodes_count", nodes_needed, "1, as a worker stays on one node")
+        for pool in self.cluster.pools:
+            if pool.device.name != name or self.cluster.regions[pool.region].name != zone:
+                continue
+            fitting = [node for node in self.nodes[pool.index] if len(node) >= tp]
+            if fitting:
+                node = min(fitting, key=len)
+                devices, node[:] = node[:tp], node[tp:]
+                return Worker(pool=pool.index, devices=tuple(devices))
+        raise InputError(f"{where}: found no node with {tp} free {name} in {zone}, expected one")

@@ -1,0 +1,205 @@
+"""Instances x methods x seeds: how good, how fast, how sure.
+
+    python -m runners.sweep dtfm --seeds 10
+    python -m runners.sweep ptafm --methods ants,genetic --json
+    python -m runners.sweep regional --seeds 3 --evaluations 2000 -o results/regional
+
+Runs in parallel processes and writes one line per run to DIR/runs.jsonl as it ends, so that an interrupted sweep goes
+on where it stopped and a finished one does nothing but report. From these lines come DIR/runs.csv, DIR/table.md (also
+on standard output) and, with matplotlib (extra `bench`), DIR/convergence.png. A run is known by instance, method, seed
+and limits; its generator is seeded with the seed alone. Times are wall time of the search itself, after a short run
+that compiles the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polygon import cli
+from polygon.domain.errors import InputError
+from polygon.files import write_text
+from runners.sweeps import report
+from runners.sweeps.suites import SUITES, Suite, suite
+from solvers.problem import Problem
+from solvers.stop import MaxEvaluations, Target, TimeLimit
+
+BOUND = "bound"
+"""Method name of the rows that hold an instance's lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run of a sweep."""
+
+    suite: str
+    files: tuple[str, ...]
+    instance: str
+    method: str
+    seed: int
+    evaluations: int
+    time_limit_s: float | None
+
+    @property
+    def key(self) -> tuple[str, str, int, int, float | None]:
+        """What makes it the same run."""
+        return self.instance, self.method, self.seed, self.evaluations, self.time_limit_s
+
+
+def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
+    """Every run that is asked for: bounds first, then seed by seed, so that a sweep cut short compares all methods."""
+    methods = args.methods.split(",") if args.methods else list(chosen.methods)
+    for method in methods:
+        if method not in chosen.methods:
+            raise InputError(f"--methods: found {method!r}, expected some of {sorted(chosen.methods)}")
+    instances = args.instances.split(",") if args.instances else list(chosen.instances)
+    for instance in instances:
+        if instance not in chosen.instances:
+            raise InputError(f"--instances: found {instance!r}, expected some of {sorted(chosen.instances)}")
+    evaluations = args.evaluations or chosen.evaluations
+    limit_s = args.time_limit if args.time_limit is not None else chosen.time_limit_s
+    limit_s = None if math.isinf(limit_s) else limit_s
+
+    def task(instance: str, method: str, seed: int) -> Task:
+        return Task(chosen.name, tuple(args.files), instance, method, seed, evaluations, limit_s)
+
+    bounds = [task(instance, BOUND, 0) for instance in instances] if chosen.bound else []
+    return bounds + [
+        task(instance, method, seed)
+        for seed in range(args.first_seed, args.first_seed + args.seeds)
+        for instance in instances
+        for method in methods
+        if _problem(chosen.name, tuple(args.files), instance, chosen.methods[method])
+    ]
+
+
+@lru_cache(maxsize=4)
+def _suite(name: str, files: tuple[str, ...]) -> Suite:
+    return suite(name, list(files))
+
+
+def _problem(name: str, files: tuple[str, ...], instance: str, method: Any) -> bool:
+    """Whether a method applies; only a suite of several kinds of problems needs to look."""
+    return name != "ptafm" or method.applies(_suite(name, files).instances[instance]())
+
+
+def run(task: Task) -> dict[str, Any]:
+    """One run, as a line of the record."""
+    chosen = _suite(task.suite, task.files)
+    problem: Problem[Any] = chosen.instances[task.instance]()
+    row: dict[str, Any] = asdict(task) | {"files": list(task.files), "bound": None, "best_known": None}
+    if task.method == BOUND:
+        assert chosen.bound is not None
+        return row | {"value": None, "bound": chosen.bound(problem), "history": [], "status": "bound"}
+    method = chosen.methods[task.method]
+    method.solve(chosen.instances[task.instance](), np.random.default_rng(0), MaxEvaluations(30), 30)
+    known = chosen.best_known.get(task.instance)
+    stop = MaxEvaluations(task.evaluations) | TimeLimit(task.time_limit_s or math.inf)
+    if known is not None:
+        # Within rounding of the best known: a better one would be found after it only by luck.
+        stop |= Target(known * (1 + 1e-9) if chosen.tolerance > 1e-3 else known * (1 + chosen.tolerance))
+    result = method.solve(problem, np.random.default_rng(task.seed), stop, task.evaluations)
+    return row | {
+        "value": result.value if math.isfinite(result.value) else None,
+        "bound": result.bound if math.isfinite(result.bound) else None,
+        "best_known": known,
+        "status": result.status,
+        "stopped_by": result.stopped_by,
+        "used_evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "history": [[h.evaluations, round(h.seconds, 6), h.value] for h in result.history if math.isfinite(h.value)],
+    }
+
+
+def _recorded(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of an earlier sweep; a last line torn by an interrupt is left out."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, int, int, float | None]:
+    return row["instance"], row["method"], row["seed"], row["evaluations"], row["time_limit_s"]
+
+
+def sweep(todo: list[Task], record: Path, workers: int, *, quiet: bool) -> list[dict[str, Any]]:
+    """Run what the record lacks, and return the rows of all tasks, in their order.
+
+    An interrupt ends the sweep with the runs that are done.
+    """
+    done = {_key(row): row for row in _recorded(record)}
+    missing = [task for task in todo if task.key not in done]
+    record.parent.mkdir(parents=True, exist_ok=True)
+    pool = ProcessPoolExecutor(max_workers=workers)
+    try:
+        # The record may end in a torn line: begin a new one.
+        with record.open("a", encoding="utf-8") as lines:
+            if record.stat().st_size and not record.read_text(encoding="utf-8").endswith("\n"):
+                lines.write("\n")
+            for count, future in enumerate(as_completed([pool.submit(run, task) for task in missing]), start=1):
+                row = future.result()
+                done[_key(row)] = row
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()
+                if not quiet and (sys.stderr.isatty() or count % max(1, len(missing) // 10) == 0):
+                    end = "" if sys.stderr.isatty() else "\n"
+                    print(f"\r{count}/{len(missing)} runs", end=end, file=sys.stderr, flush=True)  # noqa: T201
+    except KeyboardInterrupt:
+        print("\ninterrupted: the runs that ended are kept", file=sys.stderr)  # noqa: T201
+        pool.shutdown(wait=False, cancel_futures=True)
+    pool.shutdown()
+    if missing and not quiet and sys.stderr.isatty():
+        print(file=sys.stderr)  # noqa: T201
+    return [done[task.key] for task in todo if task.key in done]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        prog="runners.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[cli.output_options()],
+    )  # fmt: skip
+    parser.add_argument("suite", choices=SUITES, help="which instances and methods")
+    parser.add_argument("files", nargs="*", help="further instances of the suite's kind")
+    parser.add_argument("-o", "--out", metavar="DIR", help="where the record and reports go (default sweeps/SUITE)")
+    parser.add_argument("--seeds", type=cli.whole(1), default=10, help="seeds per method (default %(default)s)")
+    parser.add_argument("--first-seed", type=cli.whole(0), default=0, help="the first of them (default %(default)s)")
+    parser.add_argument("--methods", metavar="A,B", help="only these (default: all of the suite)")
+    parser.add_argument("--instances", metavar="A,B", help="only these (default: all of the suite)")
+    parser.add_argument("--evaluations", type=cli.whole(1), help="limit of a run (default: the suite's)")
+    parser.add_argument("--time-limit", type=cli.number(above=0), metavar="SECONDS", help="limit of a run")
+    parser.add_argument("--workers", type=cli.whole(1), default=2, help="parallel processes (default %(default)s)")
+    parser.add_argument("--no-plots", action="store_true", help="no convergence plots")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a sweep and report it."""
+    args = _parser().parse_args(argv)
+    chosen = _suite(args.suite, tuple(args.files))
+    out = Path(args.out or Path("sweeps") / args.suite)
+    rows = sweep(tasks(chosen, args), out / "runs.jsonl", args.workers, quiet=args.quiet)
+    summary = report.summary(rows, chosen.tolerance)
+    write_text(out / "runs.csv", report.csv_text(rows))
+    table = report.markdown(summary, chosen.about, chosen.unit)
+    write_text(out / "table.md", table)
+    if not args.no_plots and not report.plot(rows, out / "convergence.png") and not args.quiet:
+        print("no plots: matplotlib is missing (pip install 'polygon-train[bench]')", file=sys.stderr)  # noqa: T201
+    cli.emit(summary, table, as_json=args.json)
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

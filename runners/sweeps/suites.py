@@ -1,0 +1,305 @@
+"""Suites: which instances, which methods, and what is known about them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polygon import catalogue
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem as PlanningProblem
+from polygon.files import read_cluster, read_json
+from polygon.rivals.dtfm import DtfmProblem, PathAnnealing, scenario_from_document
+from polygon.rivals.ptafm import AntProblem, GeneticProblem, centers_from_document
+from polygon.rivals.sailor import cluster_from_setup, setups_from_document
+from solvers.allocation import AllocationProblem
+from solvers.annealing import Annealing
+from solvers.ants import Ants
+from solvers.exhaustive import Exhaustive
+from solvers.genetic import Genetic
+from solvers.local_search import Restarts
+from solvers.problem import Problem
+from solvers.result import Result
+from solvers.search import Solver
+from solvers.stop import MaxEvaluations, Stop
+
+INSTANCES = Path(__file__).parents[2] / "instances"
+BEST_KNOWN = INSTANCES / "best-known.json"
+
+
+class Method:
+    """A solver under a name. A subclass may prepare starts with a part of the evaluations."""
+
+    def __init__(self, solver: Any) -> None:
+        self.solver = solver
+
+    def applies(self, problem: Problem[Any]) -> bool:
+        """Whether the solver can take the problem; ants need an allocation space."""
+        return isinstance(problem, AllocationProblem) or not isinstance(self.solver, Ants)
+
+    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
+        """Run on a problem until the stop rule speaks; at most `evaluations`."""
+        return self.solver.solve(problem, rng, stop)
+
+
+class Seeded(Method):
+    """A solver that begins with what a function of the problem offers; its evaluations are counted."""
+
+    def __init__(self, solver: Solver, starts: Callable[[Any, np.random.Generator, int], Iterable[Any]]) -> None:
+        super().__init__(solver)
+        self.starts = starts
+
+    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
+        """Starts first, then the solver."""
+        return self.solver.solve(problem, rng, stop, start=self.starts(problem, rng, evaluations))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Instances by name (made when they are needed), methods by name, and the limits that fit them."""
+
+    name: str
+    about: str
+    unit: str
+    instances: Mapping[str, Callable[[], Problem[Any]]]
+    methods: Mapping[str, Method]
+    evaluations: int
+    """Of a run, unless the user says otherwise."""
+    time_limit_s: float
+    tolerance: float = 1e-6
+    """A run has reached the best known value when it is at most this part above."""
+    bound: Callable[[Problem[Any]], float] | None = None
+    best_known: Mapping[str, float] = field(default_factory=dict)
+
+
+def suite(name: str, files: list[str]) -> Suite:
+    """The suite of a name; `files` are further instances of its kind."""
+    makers: dict[str, Callable[[list[str]], Suite]] = {
+        "dtfm": _dtfm,
+        "ptafm": _ptafm,
+        "sailor": _sailor,
+        "regional": functools.partial(_clusters, "regional"),
+        "world": functools.partial(_clusters, "world"),
+        "large": functools.partial(_clusters, "large"),
+        "study": functools.partial(_clusters, "study"),
+    }
+    if name not in makers:
+        raise InputError(f"suite: found {name!r}, expected one of {sorted(makers)}")
+    return makers[name](files)
+
+
+SUITES = ("dtfm", "ptafm", "sailor", "regional", "world", "large", "study")
+
+
+def _known(name: str) -> dict[str, float]:
+    """Best known values of a suite, from the file that the instances ship with."""
+    table = read_json(BEST_KNOWN) if BEST_KNOWN.exists() else {}
+    return {instance: float(entry["value"]) for instance, entry in table.get(name, {}).items()}
+
+
+def _generic() -> dict[str, Method]:
+    return {"genetic": Method(Genetic()), "annealing": Method(Annealing()), "restarts": Method(Restarts())}
+
+
+def _dtfm(files: list[str]) -> Suite:
+    def scenario(path: Path) -> Callable[[], Problem[Any]]:
+        return lambda: DtfmProblem(scenario_from_document(read_json(path), path.stem))
+
+    def bound(problem: Any) -> float:
+        from polygon.rivals.dtfm_bound import lower_bound
+
+        return lower_bound(problem.scenario).total_s
+
+    paths = [*sorted((INSTANCES / "dtfm").glob("*.json")), *map(Path, files)]
+    return Suite(
+        name="dtfm",
+        about="DT-FM's scenarios under DT-FM's objective",
+        unit="s",
+        instances={path.stem: scenario(path) for path in paths},
+        methods={"path-annealing": Method(PathAnnealing()), **_generic()},
+        evaluations=10_000_000,
+        time_limit_s=10.0,
+        bound=bound,
+        best_known=_known("dtfm"),
+    )
+
+
+def _ptafm(files: list[str]) -> Suite:
+    def centers(path: Path, kind: str) -> Callable[[], Problem[Any]]:
+        def make() -> Problem[Any]:
+            instance = centers_from_document(read_json(path), path.stem)
+            return GeneticProblem(instance) if kind == "genetic" else AntProblem(instance)
+
+        return make
+
+    paths = [*sorted((INSTANCES / "ptafm").glob("*.json")), *map(Path, files)]
+    return Suite(
+        name="ptafm",
+        about="PTAFM's data centers under its ant and genetic objectives",
+        unit="",
+        instances={f"{path.stem}-{kind}": centers(path, kind) for path in paths for kind in ("ants", "genetic")},
+        methods={"ants": Method(Ants()), **_generic(), "exhaustive": Method(Exhaustive())},
+        evaluations=100_000,
+        time_limit_s=10.0,
+        best_known=_known("ptafm"),
+    )
+
+
+# Planning: polygon's own objective over allocations of devices to stages
+
+
+def _planning(problem: PlanningProblem) -> Problem[Any]:
+    from polygon.planning.candidates import Candidates
+    from polygon.planning.decode import Decoder
+    from polygon.planning.engine import most_stages
+
+    return Candidates(Decoder(problem), most_stages(problem))
+
+
+def _simple(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
+    """Every device in walks along the links, cut evenly, in every micro-batch size: as many as half the budget."""
+    from polygon.planning.candidates import simple_starts
+    from polygon.planning.decode import Allocation
+
+    rows, decoder = candidates.space.groups, candidates.decoder
+    starts = [
+        Allocation(workers=x, micro_batch_size=size)
+        for size in candidates.sizes
+        for x in simple_starts(decoder, rows, size)
+    ]
+    most = max(1, evaluations // 2)
+    return starts if len(starts) <= most else [starts[i] for i in rng.choice(len(starts), size=most, replace=False)]
+
+
+def _ant_groups(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
+    """What ants make of half the budget, dealt over numbers of stages; each counted as the evaluations it took."""
+    from polygon.planning.candidates import GroupCandidates
+    from polygon.planning.decode import Allocation
+
+    rows, decoder = candidates.space.groups, candidates.decoder
+    counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= rows]
+    sizes = candidates.sizes
+    found = []
+    for count in counts:
+        size = int(sizes[rng.integers(len(sizes))])
+        limit = MaxEvaluations(max(1, evaluations // (2 * len(counts))))
+        result = Ants().solve(GroupCandidates(decoder, count, size), rng, limit)
+        if result.solution is not None:
+            x = np.zeros((rows, candidates.space.classes), dtype=np.int64)
+            x[:count] = result.solution
+            found += [Allocation(workers=x, micro_batch_size=other) for other in sizes]
+    return found
+
+
+class AntSeeded(Seeded):
+    """Ants take half of the evaluations, so the solver gets the other half."""
+
+    def __init__(self, solver: Solver) -> None:
+        super().__init__(solver, _ant_groups)
+
+    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
+        """Ants, then the solver on what is left."""
+        return super().solve(problem, rng, stop | MaxEvaluations(evaluations // 2), evaluations)  # type: ignore[operator]
+
+
+def _planning_methods() -> dict[str, Method]:
+    return {
+        "starts+memetic": Seeded(Genetic(), _simple),
+        "starts+genetic": Seeded(Genetic(patience=0), _simple),
+        "starts+annealing": Seeded(Annealing(), _simple),
+        "starts+local": Seeded(Restarts(), _simple),
+        "starts+random": Seeded(Restarts(patience=0), _simple),
+        "ants+memetic": AntSeeded(Genetic()),
+        "memetic": Method(Genetic()),
+        "genetic": Method(Genetic(patience=0)),
+        "annealing": Method(Annealing()),
+        "restarts": Method(Restarts()),
+    }
+
+
+def _instance(cluster: Path, model: str, global_batch: int, seq_len: int) -> Callable[[], Problem[Any]]:
+    def make() -> Problem[Any]:
+        batch = Batch(global_batch=global_batch, seq_len=seq_len)
+        return _planning(PlanningProblem(cluster=read_cluster(cluster), model=catalogue.model(model), batch=batch))
+
+    return make
+
+
+def _generated(regions: int, types: int, devices: int) -> Callable[[], Problem[Any]]:
+    def make() -> Problem[Any]:
+        from polygon.generate import generate
+
+        cluster = generate(regions, types, devices, np.random.default_rng(0))
+        batch = Batch(global_batch=4096, seq_len=2048)
+        return _planning(PlanningProblem(cluster=cluster, model=catalogue.model("gpt3-13b"), batch=batch))
+
+    return make
+
+
+def _clusters(name: str, files: list[str]) -> Suite:
+    regional = {f"regional-{n}": INSTANCES / f"regional-{n}.yaml" for n in (16, 32, 64, 128, 256, 512)}
+    world = {
+        stem: INSTANCES / f"{stem}.yaml"
+        for stem in ("ptafm-7dc", "ptafm-testbed", "world-64", "aws-regions", "dtfm-worldwide", "dtfm-irregular0")
+    }
+    study = {key: (regional | world)[key] for key in ("regional-64", "world-64", "ptafm-7dc", "dtfm-irregular0")}
+    paths: dict[str, Path] = {"regional": regional, "world": world, "study": study}.get(name, {})
+    paths = paths | {Path(file).stem: Path(file) for file in files}
+    instances = {stem: _instance(path, "gpt3-1.3b", 512, 2048) for stem, path in paths.items()}
+    if name == "large":
+        shapes = [(10, 3, 1920), (16, 4, 1024), (64, 8, 10240)]
+        instances |= {f"{r}x{t}x{d}": _generated(r, t, d) for r, t, d in shapes}
+    return Suite(
+        name=name,
+        about="polygon's own objective (fluid step time)",
+        unit="s",
+        instances=instances,
+        methods=_planning_methods(),
+        evaluations=6_000,
+        time_limit_s=math.inf,
+        tolerance=0.01,
+        bound=_planning_bound,
+        best_known=_known(name),
+    )
+
+
+def _planning_bound(problem: Any) -> float:
+    from polygon.cost.bounds import lower_bound_s
+
+    return float(lower_bound_s(problem.decoder.tables))
+
+
+def _sailor(files: list[str]) -> Suite:
+    network = read_json(INSTANCES / "measured" / "sailor_network.json")
+    paths = [INSTANCES / "sailor" / "planner_bench.json", *map(Path, files)]
+
+    def make(setup: Any) -> Callable[[], Problem[Any]]:
+        def build() -> Problem[Any]:
+            model = catalogue.model(
+                {"OPT-350": "opt-350m", "GPT-Neo-2.7": "gpt-neo-2.7b"}.get(setup.model, setup.model)
+            )
+            batch = Batch(global_batch=setup.global_batch, seq_len=2048, precision="fp32")
+            return _planning(PlanningProblem(cluster=cluster_from_setup(setup, network), model=model, batch=batch))
+
+        return build
+
+    setups = [setup for path in paths for setup in setups_from_document(read_json(path))]
+    return Suite(
+        name="sailor",
+        about="Sailor's setups under polygon's own objective (fluid step time, without profiles)",
+        unit="s",
+        instances={setup.name: make(setup) for setup in setups},
+        methods=_planning_methods(),
+        evaluations=4_000,
+        time_limit_s=math.inf,
+        tolerance=0.01,
+        bound=_planning_bound,
+        best_known=_known("sailor"),
+    )

@@ -1,0 +1,113 @@
+"""Uniform configurations as plans on real devices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from polygon import catalogue, cli
+from polygon.cost.estimate import estimate
+from polygon.cost.uniform import ParallelConfig, estimate_uniform
+from polygon.domain.cluster import Cluster, NodeGroup, Region
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.grid3d.plans import find_grid_plan, plan_of
+from polygon.grid3d.splits import all_splits
+from polygon.planning.violations import violations
+from polygon.search import main as search
+
+
+def region(name: str, device: str, nodes: int, per_node: int) -> Region:
+    group = NodeGroup(
+        device=device,
+        nodes=nodes,
+        devices_per_node=per_node,
+        intra_node=catalogue.link("nvlink3"),
+        inter_node=catalogue.link("infiniband-hdr-x8"),
+    )
+    return Region(name=name, node_groups=(group,), intra_region=catalogue.link("infiniband-hdr-x8"))
+
+
+def problem(*regions: Region, model: str = "gpt3-1.3b") -> Problem:
+    n = len(regions)
+    names = {group.device for place in regions for group in place.node_groups}
+    cluster = Cluster(
+        name="c",
+        regions=regions,
+        latency_s=np.full((n, n), 0.02),
+        bytes_per_s=np.full((n, n), 1.25e9),
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+        catalogue={name: catalogue.device(name) for name in names},
+    )
+    return Problem(cluster=cluster, model=catalogue.model(model), batch=Batch(global_batch=64, seq_len=1024))
+
+
+TWO_NODES = problem(region("here", "a100-40gb", 2, 8))
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(16, 1, 1), (4, 2, 2), (2, 8, 1), (1, 2, 8), (2, 1, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_plans_can_be_run_and_simulate_to_what_the_formula_says(dp, tp, pp, schedule):
+    """Every worker has its devices, nothing is violated, and the exact schedule is within 20 % of the formula."""
+    config = ParallelConfig(dp=dp, tp=tp, pp=pp, micro_batch_size=2, schedule=schedule, zero=1)
+    plan = plan_of(TWO_NODES, config)
+    assert violations(TWO_NODES, plan) == []
+    assert sorted(itertools.chain(*(w.devices for s in plan.stages for w in s.workers))) == list(range(16))
+    exact = estimate(TWO_NODES, plan).step_s
+    formula = estimate_uniform(TWO_NODES.model, TWO_NODES.batch, TWO_NODES.cluster.pools[0], config).step_s
+    assert exact == pytest.approx(formula, rel=0.2)
+
+
+def test_what_a_plan_cannot_say_is_refused():
+    """Context parallelism is not in a plan; a tensor group stays on a node."""
+    with pytest.raises(InputError, match="cp: found 2, expected 1 in a plan"):
+        plan_of(TWO_NODES, ParallelConfig(dp=4, cp=2, tp=2))
+    with pytest.raises(InputError, match="tp: found 16, expected a divisor of the 8 devices"):
+        plan_of(TWO_NODES, ParallelConfig(tp=16))
+    with pytest.raises(InputError, match="dp x pp: found 4, expected 8 workers"):
+        plan_of(TWO_NODES, ParallelConfig(dp=4, tp=2))
+
+
+def test_best_plan_of_equal_devices():
+    """The found plan is valid and simulates to the value it claims; no simple configuration beats it."""
+    found = find_grid_plan(TWO_NODES, jobs=1, tries=6)
+    assert found.plan is not None and violations(TWO_NODES, found.plan) == []
+    assert estimate(TWO_NODES, found.plan).step_s == pytest.approx(found.value_s)
+    for dp, tp, pp in ((16, 1, 1), (2, 8, 1), (4, 1, 4)):
+        other = plan_of(TWO_NODES, ParallelConfig(dp=dp, tp=tp, pp=pp, micro_batch_size=1, recompute="full"))
+        assert estimate(TWO_NODES, other).step_s >= found.value_s
+
+
+def test_unequal_regions_get_a_plan_too():
+    """Two regions of different devices: uniform widths over all of them, links with streams."""
+    mixed = problem(region("a", "a100-40gb", 1, 8), region("b", "v100-32gb", 1, 8))
+    found = find_grid_plan(mixed, jobs=1, tries=4)
+    assert found.plan is not None and violations(mixed, found.plan) == []
+    assert len({stage.width for stage in found.plan.stages}) == 1
+    assert all(use.streams >= 1 for use in found.plan.links) and len(found.plan.links) == 2
+
+
+def test_no_plan_has_a_reason():
+    """A model that fits nowhere."""
+    found = find_grid_plan(problem(region("a", "t4", 1, 2), model="gpt3-13b"), jobs=1)
+    assert found.plan is None and "no uniform configuration of 2 devices fits" in found.reason
+
+
+def test_search_offers_the_grid(tmp_path, capsys):
+    """polygon search --method grid3d writes a plan that evaluates, and all configurations."""
+    cluster, plan, every = (tmp_path / name for name in ("cluster.yaml", "plan.json", "output.json"))
+    cluster.write_text(
+        "name: one\nregions:\n- name: here\n  nodes:\n"
+        "  - {device: a100-40gb, count: 1, devices_per_node: 4, intra_node: nvlink3}\n"
+    )
+    words = ["--method", "grid3d", "--cluster", str(cluster), "--model", "gpt3-125m", "--global-batch", "16"]
+    words += ["--seq-len", "1024", "-o", str(plan), "--configurations", str(every), "--json"]
+    assert cli.run(search, words) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] > 0
+    assert json.loads(plan.read_text())["solver"] == "grid3d"
+    rows = json.loads(every.read_text())["configurations"]
+    assert {(row["dp"], row["tp"], row["pp"]) for row in rows} == {s[:3] for s in all_splits(4)}

@@ -1,0 +1,56 @@
+"""Emulated devices: work lasts as long as the plan's device needs, and computes the same."""
+
+import time
+
+import pytest
+
+from polygon.cost.estimate import step_times
+from polygon.cost.tables import CostTables
+from runners.engine.emulation import Pace, least_seconds
+from runners.engine.options import Options
+from tests.real_ranks import run_ranks
+from tests.runners.test_training import run_rank
+from tests.small_problems import routed_problem
+
+
+def test_work_lasts_as_long_as_its_kind():
+    """Two pieces of work of 40 ms each, however little is done; other names are not held up."""
+    pace = Pace({"F": 0.04})
+    start_s = time.monotonic()
+    for _ in range(2):
+        with pace.hold("F3"):
+            pass
+    assert time.monotonic() - start_s >= 0.08
+    start_s = time.monotonic()
+    with pace.hold("B3"):
+        pass
+    assert time.monotonic() - start_s < 0.04
+
+
+def test_work_comes_late_in_its_time():
+    """From the second time on the sleep is before the work, so what the work sets off comes as on a slow device."""
+    pace = Pace({"B": 0.05})
+    for _ in range(2):
+        start_s = time.monotonic()
+        with pace.hold("B0"):
+            began_s = time.monotonic()
+    assert began_s - start_s > 0.025
+
+
+def test_lengths_are_the_estimate_s():
+    """Every rank's forward and backward last what the estimate says, times the factor."""
+    problem, plan = routed_problem(4)
+    times = step_times(plan, CostTables(problem))
+    for rank, (stage, worker, _) in plan.rank_places.items():
+        place = int(times.place.offset[stage]) + worker
+        seconds = least_seconds(problem, plan, rank, 3.0)
+        assert seconds["F"] == pytest.approx(3 * times.schedule.forward_s[place])
+        assert seconds["B"] == pytest.approx(3 * times.schedule.backward_s[place])
+        assert seconds["u"] == pytest.approx(3 * times.update_s[place])
+
+
+def test_losses_stay():
+    """The same losses, bit by bit."""
+    problem, plan = routed_problem(2)
+    plain, slow = (run_ranks(run_rank, 2, problem, plan, Options(steps=2, emulate_devices=f)) for f in (0.0, 5.0))
+    assert plain == slow

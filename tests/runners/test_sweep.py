@@ -1,0 +1,97 @@
+"""A sweep runs every combination once, goes on where it stopped, and reports what it ran."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polygon import cli
+from runners import sweep
+from runners.sweeps import report, suites
+
+PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--no-plots", "--quiet"]
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Lines of the record."""
+    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+
+
+def test_sweep_resumes_and_repeats_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut the record after one and a half lines: the rest is run again, with the same values, and a third time none."""
+    assert sweep.main([*PTAFM, "-o", str(tmp_path), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    record = tmp_path / "runs.jsonl"
+    rows = rows_of(tmp_path)
+    # Ants take the ant objective only; restarts both.
+    assert sorted((r["instance"], r["method"], r["seed"]) for r in rows) == sorted(
+        [("7dc-ants", m, s) for m in ("ants", "restarts") for s in (0, 1)]
+        + [("7dc-genetic", "restarts", s) for s in (0, 1)]
+    )
+    lines = record.read_text().splitlines(keepends=True)
+    record.write_text(lines[0] + lines[1][: len(lines[1]) // 2])
+    assert sweep.main([*PTAFM, "-o", str(tmp_path), "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert [(e["instance"], e["method"], e["best"], e["median"], e["reached"]) for e in second] == [
+        (e["instance"], e["method"], e["best"], e["median"], e["reached"]) for e in first
+    ]
+    before = record.read_text()
+    assert sweep.main([*PTAFM, "-o", str(tmp_path)]) == 0
+    assert record.read_text() == before
+    with (tmp_path / "runs.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6
+    assert capsys.readouterr().out.strip() == (tmp_path / "table.md").read_text().strip()
+
+
+def test_bound_and_plot(tmp_path: Path) -> None:
+    """DT-FM's suite records the bound of each instance, and the plot is an image."""
+    arguments = ["dtfm", "--instances", "case3", "--methods", "path-annealing", "--seeds", "1", "-o", str(tmp_path)]
+    assert sweep.main([*arguments, "--evaluations", "50000", "--quiet"]) == 0
+    assert "= best (proved)" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_counts_what_reached_the_best() -> None:
+    """Gap, hits and times to the target by hand: two runs, of which one found 10 after 5 evaluations."""
+    common = {"instance": "a", "method": "m", "best_known": None, "bound": None, "status": "feasible"}
+    rows = [
+        common | {"value": 10.0, "history": [[1, 0.1, 12.0], [5, 0.5, 10.0]]},
+        common | {"value": 11.0, "history": [[2, 0.2, 11.0]]},
+    ]
+    (entry,) = report.summary(rows, tolerance=0.01)
+    assert (entry["best"], entry["median"], entry["worst"], entry["reached"]) == (10.0, 10.5, 11.0, 1)
+    assert entry["median_gap"] == pytest.approx(0.05)
+    assert (entry["median_s_to_target"], entry["median_evaluations_to_target"]) == (0.5, 5)
+
+
+def test_every_suite_is_well_made() -> None:
+    """Every suite has instances whose problems can be drawn from and evaluated, and methods to solve them."""
+    assert set(suites.SUITES) >= {"dtfm", "ptafm", "sailor", "regional", "large", "study"}
+    for name in suites.SUITES:
+        chosen = suites.suite(name, [])
+        assert chosen.instances and chosen.methods
+        assert set(chosen.best_known) <= set(chosen.instances)
+
+
+def test_planning_methods_respect_the_budget() -> None:
+    """Starts and ants count: no method evaluates more than it is given."""
+    chosen = suites.suite("study", [])
+    for method in ("ants+memetic", "starts+memetic", "memetic"):
+        row = sweep.run(sweep.Task("study", (), "dtfm-irregular0", method, 0, 120, None))
+        assert row["used_evaluations"] <= 120
+        assert row["value"] is not None
+    assert chosen.bound is not None
+
+
+def test_wrong_names_are_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown method or instance is named with what is allowed, and nothing is written."""
+    for option in ("--methods", "--instances"):
+        arguments = ["ptafm", option, "nonsense", "-o", str(tmp_path / "out")]
+        assert cli.run(sweep.main, arguments) == cli.EXIT_BAD_INPUT
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and "nonsense" in message
+    assert not (tmp_path / "out").exists()
