@@ -64,6 +64,19 @@ def write_text(path: PathLike, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+def write_folder(folder: PathLike, texts: Mapping[str, str]) -> None:
+    """Write texts into a folder, made if missing; names that end in .sh are made executable."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+    for name, text in texts.items():
+        target = Path(folder) / name
+        write_text(target, text)
+        if name.endswith(".sh"):
+            target.chmod(0o755)
+
+
 def _replace(target: Path, text: str) -> None:
     """Write beside the target, then rename over it."""
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -9,7 +9,7 @@ bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, R
 from polygon_comm.compression import ErrorFeedback, make_codec
 from polygon_comm.transport import Receipt, Wires, gloo_group, nccl_group
 
-TAGS_PER_GROUP = 8
+SUMS_UNDER_WAY = 4
+"""Sums of a group that may have begun and not ended at one time; each may use two tags."""
+TAGS_PER_GROUP = 2 * SUMS_UNDER_WAY
 """A group's rounds use so many tags in turn."""
 SMALL = 1024
 """Elements below which a latency counts more than any bytes: such a vector goes straight and unpacked."""
@@ -110,7 +112,14 @@ class SumGroup:
                 self._near = gloo_group(store, place, size, wires.devices[:1], wires.timeout_s)
 
     def sum_(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
-        """Replace the vector by its sum over the members.
+        """Replace the vector by its sum over the members; arguments as for `begin`."""
+        self.begin(vector, key, shapes)()
+
+    def begin(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> Callable[[], None]:
+        """Start to replace the vector by its sum over the members; the call of the result ends it.
+
+        Up to `SUMS_UNDER_WAY` sums may have begun and not ended, so that a link stays busy while latencies pass. Begins
+        and ends must come in the same order on all members.
 
         Parameters
         ----------
@@ -121,8 +130,7 @@ class SumGroup:
             Of the tensors that lie in the vector one after the other (for low-rank packing).
         """
         if len(self.members.regions) == 1:
-            self.sum_near_(vector)
-            return
+            return self.begin_near(vector)
         leaders = self.members.leaders[self.members.regions.index(self._mine)]
         small = vector.numel() < SMALL
         parts = vector.tensor_split(1 if small else len(leaders))
@@ -134,15 +142,28 @@ class SumGroup:
                 works.append(self._near.reduce([part], options))
         for work in works:
             work.wait()
-        for lane, part in enumerate(parts):
-            if leaders[lane] == self._wires.rank:
-                self._cross(lane, part, key, shapes, small=small)
-        self._hand_out(parts, leaders)
+        crossings = [
+            (part, self._cross(lane, part, key, shapes, small=small))
+            for lane, part in enumerate(parts)
+            if leaders[lane] == self._wires.rank
+        ]
+
+        def end() -> None:
+            for part, crossing in crossings:
+                part.copy_(crossing())
+            self._hand_out(parts, leaders)
+
+        return end
 
     def sum_near_(self, vector: torch.Tensor) -> None:
         """Replace the vector by its sum over the members in this rank's region."""
-        if self._near is not None:
-            self._near.allreduce([vector], AllreduceOptions()).wait()
+        self.begin_near(vector)()
+
+    def begin_near(self, vector: torch.Tensor) -> Callable[[], None]:
+        """Start what `sum_near_` does; the call of the result ends it."""
+        if self._near is None:
+            return lambda: None
+        return _end_of(self._near.allreduce([vector], AllreduceOptions()))
 
     def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> None:
         """Give every member in the region the parts that other members hold."""
@@ -157,16 +178,14 @@ class SumGroup:
 
     def _cross(
         self, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
-    ) -> None:
-        """Replace a part by its sum over the leaders of a lane."""
+    ) -> Callable[[], torch.Tensor]:
+        """Start to sum a part over the leaders of a lane; the call of the result gives the sum."""
         leaders = [region[lane] for region in self.members.leaders]
         if small:
-            total = self._exchange(vector, leaders, ErrorFeedback(make_codec("none")))
-        elif len(leaders) == 2 or self.members.codec == "powersgd":
-            total = self._exchange(vector, leaders, self._packer(key, 0, shapes))
-        else:
-            total = self._exchange_parts(vector, leaders, key)
-        vector.copy_(total)
+            return self._exchange(vector, leaders, ErrorFeedback(make_codec("none")))
+        if len(leaders) == 2 or self.members.codec == "powersgd":
+            return self._exchange(vector, leaders, self._packer(key, 0, shapes))
+        return self._exchange_parts(vector, leaders, key)
 
     @property
     def near_place(self) -> int:
@@ -192,24 +211,30 @@ class SumGroup:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
         return self._feedback[slot]
 
-    def _exchange(self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback) -> torch.Tensor:
+    def _exchange(
+        self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback
+    ) -> Callable[[], torch.Tensor]:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
         n_bytes, tag = packer.codec.payload_bytes(vector.numel(), vector.dtype), self._next_tag()
         others = [leader for leader in leaders if leader != self._wires.rank]
         receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
         payload, mine = packer.compress(vector)
         sendings = [self._wires.send(peer, tag, payload) for peer in others]
-        total = torch.zeros_like(vector)
-        for leader in leaders:
-            if leader == self._wires.rank:
-                total += mine
-            else:
-                total += packer.codec.decompress(receipts[leader].wait(), vector.shape, vector.dtype)
-        for sending in sendings:
-            sending.wait()
-        return total
 
-    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> torch.Tensor:
+        def end() -> torch.Tensor:
+            total = torch.zeros_like(vector)
+            for leader in leaders:
+                if leader == self._wires.rank:
+                    total += mine
+                else:
+                    total += packer.codec.decompress(receipts[leader].wait(), vector.shape, vector.dtype)
+            for sending in sendings:
+                sending.wait()
+            return total
+
+        return end
+
+    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> Callable[[], torch.Tensor]:
         """Every leader sums one part and sends it to all: two latencies, 2 n (leaders - 1) / leaders bytes each."""
         place = leaders.index(self._wires.rank)
         parts = vector.tensor_split(len(leaders))
@@ -227,20 +252,33 @@ class SumGroup:
             for index, leader in enumerate(leaders)
             if leader != self._wires.rank
         ]
-        total = torch.zeros_like(parts[place])
-        for leader in leaders:
-            if leader == self._wires.rank:
-                total += parts[place]
-            else:
-                total += codec.decompress(receipts[0][leader].wait(), total.shape, total.dtype)
-        payload, total = packers[place].compress(total)
-        sendings += [self._wires.send(leader, tags[1], payload) for leader in leaders if leader != self._wires.rank]
-        sums = [
-            total
-            if leader == self._wires.rank
-            else codec.decompress(receipts[1][leader].wait(), part.shape, part.dtype)
-            for leader, part in zip(leaders, parts, strict=True)
-        ]
-        for sending in sendings:
-            sending.wait()
-        return torch.cat(sums)
+
+        def end() -> torch.Tensor:
+            total = torch.zeros_like(parts[place])
+            for leader in leaders:
+                if leader == self._wires.rank:
+                    total += parts[place]
+                else:
+                    total += codec.decompress(receipts[0][leader].wait(), total.shape, total.dtype)
+            payload, total = packers[place].compress(total)
+            sendings.extend(
+                self._wires.send(leader, tags[1], payload) for leader in leaders if leader != self._wires.rank
+            )
+            sums = [
+                total
+                if leader == self._wires.rank
+                else codec.decompress(receipts[1][leader].wait(), part.shape, part.dtype)
+                for leader, part in zip(leaders, parts, strict=True)
+            ]
+            for sending in sendings:
+                sending.wait()
+            return torch.cat(sums)
+
+        return end
+
+
+def _end_of(work: Any) -> Callable[[], None]:
+    def end() -> None:
+        work.wait()
+
+    return end

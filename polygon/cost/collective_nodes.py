@@ -16,7 +16,6 @@ from polygon.cost.collective_algorithm import (
     scatter_bytes,
 )
 from polygon.cost.topologies import Topology
-from polygon.domain.errors import require
 
 # ---------------------------------------------------------------------------------------------------- hierarchical
 
@@ -123,7 +122,6 @@ def between_nodes(t: Topology, m: float, shards: int) -> Entries:
     numbers = {**_two_level_numbers(t, m), "t": shards}
     if t.nodes == 1:
         return [entry("inside-the-node", a1 + m / b1, 1, m, "α1 + M / B1", numbers, LOADS)]
-    require(1 <= shards <= t.per_node, "shards", shards, f"1..{t.per_node}, the ranks of a node")
     entries = [entry("between-nodes", a2 + m / b2, 1, m, "α2 + M / B2", numbers, LOADS)]
     if shards > 1:
         time_s = c.point_to_point_s(m / shards, a2, b2) + c.ring_pass_s(m, shards, a1, b1)

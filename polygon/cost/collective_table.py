@@ -70,6 +70,7 @@ def collective_cell(op: str, topology: Topology, n_bytes: float, *, hops: int = 
     """
     require(op in OPERATIONS, "op", op, " or ".join(OPERATIONS))
     require_number(n_bytes, "size M", at_least=0)
+    require(isinstance(shards, int) and shards >= 1, "shards", shards, "a whole number >= 1")
     if topology.ranks == 1:
         alone = AlgorithmCost(
             algorithm="none", time_s=0.0, steps=0, sent_bytes=0.0, link_bytes=0.0, formula="0", numbers={}, source=""

@@ -189,6 +189,8 @@ def _cells(args: argparse.Namespace, topology: Topology) -> list[Cell]:
     cells = []
     for op in OPERATIONS if args.op == "all" else (args.op,):
         shards = args.shards if op == "p2p" else 1
+        if topology.kind == "hierarchical":
+            require(shards <= topology.per_node, "--shards", shards, f"at most the {topology.per_node} GPUs of a node")
         cell = collective_cell(op, topology, args.size, hops=args.hops, shards=shards)
         if args.tree_algo and op == "all_reduce" and topology.ranks > 1:
             cell = cell.only(TREES)

@@ -230,7 +230,9 @@ def traffic(shape: Shape, degrees: Degrees, whole: Topology, *, tree_algorithm: 
     found = []
     for dimension, messages in DIMENSIONS.items():
         for what, op, group, message, count in messages(shape, degrees, whole):
-            shards = min(degrees.tp, group.per_node) if group.kind == "hierarchical" and op == "p2p" else 1
+            # Without sequence parallelism the ranks of a tensor group hold the same message and may send a part each.
+            same = op == "p2p" and dimension == "PP" and not degrees.sequence_parallel
+            shards = min(degrees.tp, whole.per_node) if same and group.kind == "hierarchical" else 1
             cell = collective_cell(op, group, message, shards=shards)
             if tree_algorithm and op == "all_reduce" and group.ranks > 1:
                 cell = cell.only(("binomial-tree", "double-tree"))

@@ -7,12 +7,13 @@ buckets go in one fixed order, so that all members sum the same ones at the same
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from polygon_comm.reduction import SumGroup
+from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 
@@ -67,21 +68,25 @@ class Bucket:
             start = stop
         self.missing = 0
 
-    def sum_(self, dtype: torch.dtype) -> None:
-        """Sum over the group, in the given number format."""
+    def begin(self, dtype: torch.dtype) -> Callable[[], None]:
+        """Start to sum over the group, in the given number format; the call of the result ends it."""
         if self.whole:
             self._sum_whole(dtype)
-            return
+            return lambda: None
         assert self.group is not None
         narrow = self.vector.to(dtype)
-        if self.fraction is None:
-            self.group.sum_(narrow, self.name, self.shapes)
-        else:
-            # The mean over the region's own samples, as the mean over all would be if it had all.
-            self.group.sum_near_(narrow)
-            narrow.mul_(1 / self.fraction if self.fraction else 0.0)
-        if narrow is not self.vector:
-            self.vector.copy_(narrow)
+        near_only = self.fraction is not None
+        end_sum = self.group.begin_near(narrow) if near_only else self.group.begin(narrow, self.name, self.shapes)
+
+        def end() -> None:
+            end_sum()
+            if near_only:
+                # The mean over the region's own samples, as the mean over all would be if it had all.
+                narrow.mul_(1 / self.fraction if self.fraction else 0.0)
+            if narrow is not self.vector:
+                self.vector.copy_(narrow)
+
+        return end
 
     def _sum_whole(self, dtype: torch.dtype) -> None:
         """Gather the slices, let the worker's first rank sum whole tensors, and cut the result."""
@@ -122,6 +127,8 @@ class Reducer:
         self.buckets, self._dtype, self._log = list(buckets), dtype, log
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
         self._sums: list[Future[None]] = []
+        self._begun: deque[tuple[Bucket, Callable[[], None]]] = deque()
+        """Sums that have begun and not ended; only the thread looks at it."""
         self._next = 0
         self._armed = False
         for bucket in self.buckets:
@@ -156,15 +163,30 @@ class Reducer:
             self._sums.append(self._thread.submit(self._sum, bucket))
 
     def _sum(self, bucket: Bucket) -> None:
-        with self._log.interval("reduce", f"reduce {bucket.name}"):
-            bucket.sum_(self._dtype)
+        """Start to sum a bucket; end the earliest sum where enough are under way."""
+        self._end_sums(SUMS_UNDER_WAY - 1)
+        with self._log.interval("reduce", f"begin {bucket.name}"):
+            self._begun.append((bucket, bucket.begin(self._dtype)))
+
+    def _end_sums(self, left: int) -> None:
+        """End the earliest sums until no more than so many are under way."""
+        while len(self._begun) > left:
+            bucket, end = self._begun.popleft()
+            with self._log.interval("reduce", f"reduce {bucket.name}"):
+                end()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Do something after the sums handed over so far."""
-        return self._thread.submit(job)
+
+        def after_sums() -> T:
+            self._end_sums(0)
+            return job()
+
+        return self._thread.submit(after_sums)
 
     def wait(self) -> None:
         """Return when the sums handed over are done; raise what went wrong in them."""
+        self._sums.append(self._thread.submit(self._end_sums, 0))
         for future in self._sums:
             future.result()
         self._sums.clear()

@@ -59,6 +59,16 @@ def test_pipeline_messages():
     assert sent(Degrees(pp=4, interleave=2))["PP", "p2p"] == (message, 2 * 4 * 2)
 
 
+def test_pipeline_messages_between_nodes_are_shared_by_a_tensor_group():
+    """Eight ranks that hold the same activations send an eighth each and gather; sequence parallel ranks differ."""
+    whole = Topology(kind="hierarchical", ranks=32, per_node=8, link=LINK, inter=SLOW)
+    (message,) = (t for t in traffic(SHAPE, Degrees(tp=8, pp=4), whole) if t.dimension == "PP")
+    assert {cost.algorithm for cost in message.cell.algorithms} == {"between-nodes", "scatter-gather"}
+    degrees = Degrees(tp=8, pp=4, sequence_parallel=True)
+    (part,) = (t for t in traffic(SHAPE, degrees, whole) if t.dimension == "PP")
+    assert part.cell.n_bytes == message.cell.n_bytes / 8 and len(part.cell.algorithms) == 1
+
+
 def test_context_parallel_messages():
     """Ulysses: four all-to-alls forward and back; ring and all-gather carry keys and values only."""
     own = 1024 / 4 * 4096 * 2

@@ -8,6 +8,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_suggested_commands_run(capsys):
 def test_it_is_a_program():
     """One real process, as written in the description."""
     command = [sys.executable, "-m", "polygon.overhead", *EARLIER_TOOL[1].split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     data = json.loads(done.stdout)
     assert data["chosen"] == "ring-both-ways"
     assert data["time_s"] >= data["lower_bound_s"] > 0
@@ -116,6 +118,7 @@ def test_six_by_six(capsys):
         ("collective --topology star --N 8 --M 1", "choose from"),
         ("collective --N 8 --M 1 --inter-latency 5us", "expected --topology hierarchical"),
         ("collective --N 8 --M 1 --mesh-nx 2", "expected --topology mesh or torus"),
+        ("collective --topology hierarchical --N 8 --gpus-per-node 4 --M 1 --op p2p --shards 8", "at most the 4 GPUs"),
         ("analysis --num-gpus 8 --dp 4 --params 70e9", "with the others, --dp 8"),
         ("analysis --num-gpus 8 --tp 3 --params 70e9", "each a divisor: [1, 2, 4, 8]"),
         ("analysis --num-gpus 8 --tp 2 --params 70e9", "--seq-length: found"),

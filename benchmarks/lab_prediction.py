@@ -1,0 +1,265 @@
+"""Predicted against measured step time of different plans on different networks: `python benchmarks/lab_prediction.py`.
+
+Every network is played by the lab. Its links are measured first, and the prediction uses what was measured, not what
+was asked. On the networks named *emulated* the devices' speed is emulated (computations are stretched to what the
+device model says), so what is tested there is schedule, transfers, reduction and overheads; on those named *real* the
+layers are profiled on this machine first and run as fast as they do. Plans: the planner's own choice, and what else one
+might take. Prints a table, the mean error, and how the plan predicted best did; writes out/lab_prediction.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from polygon.cost.estimate import estimate
+from polygon.cost.profiles import KindProfile, kind_profile
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
+from polygon.planning.engine import Effort, find_plan
+from runners.engine.options import Options
+from runners.engine.summary import log_lines
+from runners.lab_launch import train_in_lab
+from runners.lab_net.measuring import measure
+from runners.lab_net.running import Lab
+from runners.lab_net.topology import lab_network
+
+MODEL = Model(
+    name="lab-gpt", blocks=6, hidden_size=128, heads=4, kv_heads=4, head_dim=32, ffn_size=512, vocab_size=256,
+    max_seq_len=64,
+)  # fmt: skip
+BATCH = Batch(global_batch=16, seq_len=64, precision="fp32")
+LAN = Link(latency_s=1e-4, bytes_per_s=125e6)
+STEPS, LEFT_OUT = 8, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Regions with so many hosts of given device types, and the links between them."""
+
+    name: str
+    hosts: tuple[tuple[str, ...], ...]
+    """Device type of every host, region by region."""
+    latency_ms: tuple[tuple[float, ...], ...]
+    mbit_per_s: tuple[tuple[float, ...], ...]
+    real: bool = False
+
+
+def symmetric(n: int, values: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
+    """A matrix from its upper triangle."""
+    return tuple(tuple(values.get((min(a, b), max(a, b)), 0.0) if a != b else 0.0 for b in range(n)) for a in range(n))
+
+
+NETWORKS = (
+    Network(
+        name="two regions, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 100}),
+    ),
+    Network(
+        name="far and thin, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 75}),
+        mbit_per_s=symmetric(2, {(0, 1): 50}),
+    ),
+    Network(
+        name="three regions, emulated",
+        hosts=(("fast", "fast"), ("slow",), ("slow",)),
+        latency_ms=symmetric(3, {(0, 1): 10, (0, 2): 50, (1, 2): 45}),
+        mbit_per_s=symmetric(3, {(0, 1): 300, (0, 2): 80, (1, 2): 100}),
+    ),
+    Network(
+        name="four regions, emulated",
+        hosts=(("fast",), ("slow",), ("slow",), ("fast",)),
+        latency_ms=symmetric(4, {(0, 1): 5, (0, 2): 30, (0, 3): 40, (1, 2): 25, (1, 3): 40, (2, 3): 15}),
+        mbit_per_s=symmetric(4, {(0, 1): 500, (0, 2): 150, (0, 3): 100, (1, 2): 150, (1, 3): 100, (2, 3): 200}),
+    ),
+    Network(
+        name="two hosts, real",
+        hosts=(("cpu-core",), ("cpu-core",)),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 100}),
+        real=True,
+    ),
+)
+
+
+def device(name: str) -> Device:
+    """A made-up accelerator: `slow` does 5 GFLOP/s, `fast` twice that."""
+    factor = {"slow": 1.0, "fast": 2.0, "cpu-core": 10.0}[name]
+    return Device(
+        name=name, memory_bytes=2e9, flops={"fp32": 5e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
+    )
+
+
+def cluster_of(network: Network) -> Cluster:
+    """The network as a cluster; hosts of one type in a region are one node group."""
+    regions = []
+    for r, hosts in enumerate(network.hosts):
+        groups = tuple(
+            NodeGroup(device=name, nodes=hosts.count(name), devices_per_node=1, intra_node=LAN, inter_node=LAN)
+            for name in sorted(set(hosts))
+        )
+        regions.append(Region(name=f"R{r}", node_groups=groups, intra_region=LAN))
+    n = len(regions)
+    return Cluster(
+        name=network.name,
+        regions=tuple(regions),
+        latency_s=np.array(network.latency_ms) * 1e-3,
+        bytes_per_s=np.array(network.mbit_per_s) * 1e6 / 8,
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+        catalogue={name: device(name) for name in ("slow", "fast", "cpu-core")},
+    )
+
+
+def plan_of(
+    cluster: Cluster, layers: list[tuple[int, int]], stages: list[list[int]], *, size: int, compression: str, spans: int
+) -> Plan:
+    """A plan with micro-batches dealt in turn; each stage's span is its width, times `spans`."""
+    pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
+    built = tuple(
+        Stage(
+            first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices)
+        )
+        for (first, last), devices in zip(layers, stages, strict=True)
+    )
+    n, micro_batches = len(cluster.regions), BATCH.global_batch // size
+    routes = np.stack([np.arange(micro_batches) % stage.width for stage in built], axis=1)
+    uses = tuple(
+        LinkUse(
+            source=a, target=b, activations=compression, activation_gradients=compression,
+            weight_gradients=compression, streams=2,
+        )
+        for a in range(n) for b in range(n) if a != b
+    )  # fmt: skip
+    return Plan(
+        stages=built,
+        routes=routes,
+        micro_batch_size=size,
+        spans=stage_spans(built, [min(micro_batches, stage.width * spans) for stage in built]),
+        links=uses,
+    )
+
+
+def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
+    """The planner's choice and some others."""
+    cluster = problem.cluster
+    found = find_plan(problem, np.random.default_rng(0), effort=Effort(time_limit_s=8.0), tables=tables)
+    plans = {"polygon": found.plan} if found.plan is not None else {}
+    by_region: list[list[int]] = [[] for _ in cluster.regions]
+    for pool in cluster.pools:
+        by_region[pool.region] += range(pool.first_device, pool.first_device + pool.devices)
+    everyone = [d for devices in by_region for d in devices]
+    stages = len(by_region)
+    borders = np.linspace(0, MODEL.layers, stages + 1).round().astype(int).tolist()
+    across = list(zip(borders, borders[1:], strict=False))
+    plans["pipeline of regions, 1F1B"] = plan_of(cluster, across, by_region, size=2, compression="none", spans=1)
+    plans["pipeline of regions, int8"] = plan_of(cluster, across, by_region, size=1, compression="int8", spans=2)
+    if len(everyone) > 2:
+        cut = np.linspace(0, MODEL.layers, len(everyone) + 1).round().astype(int).tolist()
+        chain = list(zip(cut, cut[1:], strict=False))
+        one_each = [[d] for d in everyone]
+        plans["pipeline of devices"] = plan_of(cluster, chain, one_each, size=1, compression="none", spans=2)
+    plans["data parallel"] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="none", spans=1)
+    return plans
+
+
+def profiled() -> KindProfile:
+    """Layer times of the model on this machine, measured now."""
+    from runners.profile_layers import main as profile_layers
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, out = Path(folder) / "model.json", Path(folder) / "profile.json"
+        fields = ("name", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_seq_len")
+        model.write_text(json.dumps({name: getattr(MODEL, name) for name in fields}))
+        words = [str(model), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4", "-o", str(out)]
+        with contextlib.redirect_stderr(Path(os.devnull).open("w")):
+            assert profile_layers(words) == 0
+        return kind_profile(json.loads(out.read_text()))
+
+
+def measured_cluster(cluster: Cluster, lab: Lab) -> Cluster:
+    """The cluster with the links that the lab gives."""
+    latency_s, bytes_per_s = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+    hosts = {host.name: host for host in lab.network.hosts}
+    for row in measure(lab, streams=2):
+        a, b = hosts[row["source"]].region, hosts[row["target"]].region
+        if a != b:
+            latency_s[a, b], bytes_per_s[a, b] = row["rtt_s"] / 2, row["bytes_per_s"]
+    return replace(cluster, latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def run_network(network: Network, steps: int) -> list[dict[str, object]]:
+    """Measure and predict every plan on one network."""
+    cluster = cluster_of(network)
+    rows: list[dict[str, object]] = []
+    profiles = [profiled()] if network.real else []
+    with Lab(lab_network(cluster)) as lab:
+        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=BATCH)
+        tables = CostTables(problem, profiles)
+        for name, plan in plans_for(problem, tables).items():
+            predicted = estimate(problem, plan, tables)
+            with tempfile.TemporaryDirectory() as folder:
+                options = Options(
+                    steps=steps, log_dir=Path(folder), device="cpu", emulate_devices=0.0 if network.real else 1.0
+                )
+                with contextlib.redirect_stderr(Path(os.devnull).open("w")):
+                    train_in_lab(lab, problem, plan, options)
+                lines = [line for line in log_lines(Path(folder), 0) if line["type"] == "step"]
+            seconds = sorted(line["seconds"] for line in lines[LEFT_OUT:])
+            measured_s = seconds[len(seconds) // 2]
+            row = {
+                "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
+                "measured_s": measured_s, "error": predicted.step_s / measured_s - 1, "terms": predicted.terms,
+                "seconds_by_kind": lines[-1]["seconds_by_kind"],
+            }  # fmt: skip
+            rows.append(row)
+            print(
+                f"{network.name:<26}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
+                f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",  # type: ignore[arg-type]
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="networks whose name contains this")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    print(f"{'network':<26}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}")
+    rows = []
+    for network in NETWORKS:
+        if args.only in network.name:
+            rows += run_network(network, args.steps)
+    errors = [abs(float(row["error"])) for row in rows]  # type: ignore[arg-type]
+    print(f"mean error {100 * np.mean(errors):.1f} %, largest {100 * max(errors):.1f} %, {len(rows)} runs")
+    for name in dict.fromkeys(row["network"] for row in rows):
+        mine = [row for row in rows if row["network"] == name]
+        chosen = min(mine, key=lambda row: row["predicted_s"])  # type: ignore[arg-type,return-value]
+        best = min(mine, key=lambda row: row["measured_s"])  # type: ignore[arg-type,return-value]
+        regret = float(chosen["measured_s"]) / float(best["measured_s"]) - 1  # type: ignore[arg-type]
+        print(f"{name}: predicted best is {chosen['plan']}, {100 * regret:.1f} % over the measured best ({best['plan']})")
+    Path("out").mkdir(exist_ok=True)
+    Path("out/lab_prediction.json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

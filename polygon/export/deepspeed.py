@@ -1,0 +1,129 @@
+"""DeepSpeed: ds_config.json, hostfile, a training program with pipeline stages, and scripts that start it.
+
+Sources: deepspeed.ai/docs/config-json; DeepSpeed 0.19.8 runtime/config.py (train_batch_size = micro-batch x
+accumulation x data-parallel degree), launcher/runner.py (hostfile), runtime/pipe (ZeRO 2 and 3 refused with stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from polygon.cost.estimate import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.domain.plan import Plan, Problem
+from polygon.export.bundle import Export, Loss, json_text
+from polygon.export.hosts import Host, Seat, hosts_text, seats
+from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.scripts import PORT, STRICT, folded, run_name, start_all_script, torchrun_script
+
+RULES = Rules(
+    tensor=False, uneven_layers=False, zero_with_pipeline=1, zero_alone=3, gradient_packings=("none", "bf16"),
+    recompute=("none", "full"),
+)  # fmt: skip
+
+
+def ds_config(problem: Problem, uniform: Uniform) -> dict[str, Any]:
+    """The configuration: batch sizes that multiply out, precision, ZeRO stage, optimizer, type of reduced gradients."""
+    batch, plan = problem.batch, uniform.plan
+    packings = {use.weight_gradients for use in plan.links}
+    gradient = "bf16" if "bf16" in packings else batch.gradient_precision
+    if batch.optimizer == "adamw":
+        optimizer = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    else:
+        optimizer = {"lr": 1e-2, "momentum": 0.9}
+    config: dict[str, Any] = {
+        "train_batch_size": batch.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": uniform.gradient_accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": {"adamw": "AdamW", "sgd": "SGD"}[batch.optimizer], "params": optimizer},
+        "zero_optimization": {"stage": plan.stages[0].zero},
+        "steps_per_print": 100000,
+        "wall_clock_breakdown": False,
+    }
+    if gradient in ("fp32", "fp16", "bf16"):
+        config["communication_data_type"] = gradient
+    if batch.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif batch.precision in ("fp16", "fp8"):
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16}
+    return config
+
+
+def model_shape(problem: Problem, uniform: Uniform) -> dict[str, Any]:
+    """What the training program builds the model from."""
+    model = problem.model
+    names = ("blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "gated_mlp")
+    shape = {
+        name: getattr(model, name) for name in (*names, "learned_positions", "rms_norm", "linear_bias", "qkv_bias")
+    }
+    full = uniform.plan.stages[0].recompute == "full"
+    return {
+        "name": model.name, **shape, "seq_len": problem.batch.seq_len, "stages": uniform.pp,
+        "checkpoint_interval": 1 if full else 0,
+    }  # fmt: skip
+
+
+def hostfile(rows: Sequence[Seat]) -> str:
+    """A line a host: its name and the slots that take part."""
+    return "".join(f"{seat.host.name} slots={len(seat.devices)}\n" for seat in rows)
+
+
+def launch_script(rows: Sequence[Seat]) -> str:
+    """DeepSpeed's own launcher over all hosts, with the devices that take part on each."""
+    include = "@".join(f"{seat.host.name}:{','.join(map(str, seat.devices))}" for seat in rows)
+    full = "".join(f"{seat.host.name} slots={max(seat.devices) + 1}\\n" for seat in rows)
+    words = ["deepspeed", "--hostfile", "$hosts", "--include", include, "--master_addr", rows[0].host.name]
+    words += ["--master_port", str(PORT), "train.py"]
+    command = folded(words).replace("'$hosts'", '"$hosts"')
+    return (
+        STRICT
+        + "# Starts all hosts by DeepSpeed's launcher (ssh); this folder must be at the same place on each of them.\n"
+        + 'cd "$(dirname "${BASH_SOURCE[0]}")"\n'
+        + "# --include chooses among the slots, so the list must name as many as the highest number used.\n"
+        + 'hosts="$(mktemp)"\ntrap \'rm -f "$hosts"\' EXIT\n'
+        + f"printf '{full}' > \"$hosts\"\n"
+        + f'{command} "$@"\n'
+    )
+
+
+def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
+    """Everything that DeepSpeed needs to train the plan's model; None where no plan fits that it can express."""
+    if problem.model.family == "vit":
+        raise InputError("export: found a vision transformer, expected a language model for DeepSpeed's program")
+    uniform = find_uniform(problem, plan, tables, RULES)
+    if uniform is None:
+        return None
+    rows = seats(problem.cluster, uniform.chain, hosts)
+    template = resources.files("polygon.export").joinpath("templates/train_deepspeed.py.txt")
+    files = {
+        "ds_config.json": json_text(ds_config(problem, uniform)),
+        "model.json": json_text(model_shape(problem, uniform)),
+        "hostfile": hostfile(rows),
+        "hosts.txt": hosts_text(rows),
+        "train.py": template.read_text("utf-8"),
+        "run.sh": launch_script(rows),
+    }
+    for index, seat in enumerate(rows):
+        files[run_name(seat)] = torchrun_script("The same without DeepSpeed's launcher.", rows, index, ["train.py"])
+    files["start-all.sh"] = start_all_script(rows)
+    lost = losses(problem, plan, tables, RULES, uniform, "deepspeed")
+    if any(worker.tp > 1 for stage in plan.stages for worker in stage.workers):
+        lost.append(Loss(what="tensor parallelism: the exported program has none (its cost is in the re-arrangement)"))
+    if problem.model.experts:
+        lost.append(Loss(what="experts: the exported program trains the dense blocks of the same width"))
+    notes = ["run.sh --small trains a tiny model of the same stages, on CPUs too"]
+    if problem.model.tied_embeddings:
+        notes.append("the exported program does not tie the head to the embedding: one matrix more")
+    return Export(
+        target="deepspeed",
+        files=files,
+        losses=tuple(lost),
+        plan_step_s=step_times(plan, tables).step_s,
+        step_s=uniform.step_s,
+        start="bash run.sh --steps 100",
+        notes=tuple(notes),
+    )

@@ -1,0 +1,126 @@
+"""Megatron-LM: arguments with the pipeline layout, and torchrun scripts for every host.
+
+Sources: Megatron-LM megatron/training/arguments.py and megatron/core/transformer/pipeline_parallel_layer_layout.py
+(letters E embedding, t transformer layer, L loss; `|` ends a stage; `t*3` repeats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polygon.cost.estimate import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.domain.model import Model
+from polygon.domain.plan import Plan, Problem
+from polygon.export.bundle import Export, Loss
+from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.scripts import run_name, start_all_script, torchrun_script
+
+RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=1, zero_alone=1)
+
+
+def layout(plan: Plan, model: Model) -> str:
+    """`--pipeline-model-parallel-layout` of a plan's stages: `Et*3|t*5|t*4L`."""
+    parts = []
+    for stage in plan.stages:
+        blocks = min(stage.last_layer, model.blocks + 1) - max(stage.first_layer, 1)
+        text = "E" if stage.first_layer == 0 else ""
+        text += f"t*{blocks}" if blocks > 1 else "t" * blocks
+        parts.append(text + ("L" if stage.last_layer == model.layers else ""))
+    return "|".join(parts)
+
+
+def model_arguments(problem: Problem) -> list[str]:
+    """The model's shape and the batch in Megatron-LM's words."""
+    model, batch = problem.model, problem.batch
+    words = ["--num-layers", model.blocks, "--hidden-size", model.hidden_size, "--ffn-hidden-size", model.ffn_size]
+    words += ["--num-attention-heads", model.heads, "--kv-channels", model.head_dim]
+    words += ["--seq-length", batch.seq_len, "--max-position-embeddings", max(model.max_seq_len, batch.seq_len)]
+    words += ["--vocab-size", model.vocab_size, "--tokenizer-type", "NullTokenizer"]
+    if model.kv_heads != model.heads:
+        words += ["--group-query-attention", "--num-query-groups", model.kv_heads]
+    if model.gated_mlp:
+        words.append("--swiglu")
+    if model.rms_norm:
+        words += ["--normalization", "RMSNorm"]
+    if not model.learned_positions:
+        words += ["--position-embedding-type", "rope"]
+    if not model.tied_embeddings:
+        words.append("--untie-embeddings-and-output-weights")
+    if not model.linear_bias:
+        words.append("--disable-bias-linear")
+    if model.qkv_bias and not model.linear_bias:
+        words.append("--add-qkv-bias")
+    if model.experts:
+        words += ["--num-experts", model.experts, "--moe-router-topk", model.experts_per_token]
+        words += ["--moe-ffn-hidden-size", model.expert_ffn_size]
+    if batch.precision in ("bf16", "fp16"):
+        words.append(f"--{batch.precision}")
+    words += ["--optimizer", "adam" if batch.optimizer == "adamw" else "sgd"]
+    return [str(word) for word in words]
+
+
+def parallel_arguments(uniform: Uniform, model: Model, batch_size: int) -> list[str]:
+    """Degrees, layout, micro-batches and memory options."""
+    plan = uniform.plan
+    words: list[object] = ["--tensor-model-parallel-size", uniform.tp, "--pipeline-model-parallel-size", uniform.pp]
+    if uniform.pp > 1:
+        words += ["--pipeline-model-parallel-layout", layout(plan, model)]
+    words += ["--micro-batch-size", plan.micro_batch_size, "--global-batch-size", batch_size]
+    if uniform.tp > 1:
+        words.append("--sequence-parallel")
+    if plan.stages[0].zero:
+        words.append("--use-distributed-optimizer")
+    if uniform.dp > 1:
+        words.append("--overlap-grad-reduce")
+    recompute = plan.stages[0].recompute
+    if recompute == "selective":
+        words += ["--recompute-granularity", "selective"]
+    elif recompute == "full":
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    return [str(word) for word in words]
+
+
+def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
+    """Scripts that start `pretrain_gpt.py` of a Megatron-LM checkout; None where no uniform plan fits."""
+    if problem.model.family == "vit":
+        raise InputError("export: found a vision transformer, expected a language model for Megatron-LM")
+    uniform = find_uniform(problem, plan, tables, RULES)
+    if uniform is None:
+        return None
+    rows = seats(problem.cluster, uniform.chain, hosts)
+    words = model_arguments(problem) + parallel_arguments(uniform, problem.model, problem.batch.global_batch)
+    files = {"hosts.txt": hosts_text(rows), "arguments.txt": "\n".join(_pairs(words)) + "\n"}
+    for index, seat in enumerate(rows):
+        program = ["pretrain_gpt.py", *words, "--mock-data", "--train-iters", "100", "--lr", "3e-4"]
+        files[run_name(seat)] = torchrun_script(
+            "Runs Megatron-LM; MEGATRON_ROOT is its checkout. Replace --mock-data by your --data-path.",
+            rows, index, program, "MEGATRON_ROOT",
+        )  # fmt: skip
+    files["start-all.sh"] = start_all_script(rows)
+    lost = losses(problem, plan, tables, RULES, uniform, "megatron")
+    if len({w.pool for w in uniform.chain}) > 1:
+        lost.append(
+            Loss(what="different speeds: Megatron-LM takes all devices for equal; only the layout knows better")
+        )
+    return Export(
+        target="megatron",
+        files=files,
+        losses=tuple(lost),
+        plan_step_s=step_times(plan, tables).step_s,
+        step_s=uniform.step_s,
+        start="MEGATRON_ROOT=/path/to/Megatron-LM bash start-all.sh",
+        notes=("ranks are tensor, then data, then pipeline parallel: Megatron-LM's default order tp-cp-ep-dp-pp",),
+    )
+
+
+def _pairs(words: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return lines

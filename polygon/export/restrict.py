@@ -1,0 +1,267 @@
+"""The best plan within what a target can express, priced by the same estimate as the plan itself.
+
+Uniform targets know one tensor-parallel degree, stages of equal width and micro-batches dealt in turn (1F1B). The
+devices of the plan, those of one type or those of one region are laid in a chain, cut into pp stages of dp workers of
+tp devices, and every such cut that fits the memory is priced. What was lost is priced one thing after another, so that
+the costs add up to the difference of the two steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polygon.cost.estimate import step_times, worker_memory
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import Placement
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.export.bundle import Loss
+
+DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MOST_PRICED = 60
+"""Cuts whose exact step is computed, best compute time first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a target can express."""
+
+    tensor: bool = True
+    uneven_layers: bool = True
+    zero_with_pipeline: int = 1
+    zero_alone: int = 3
+    gradient_packings: tuple[str, ...] = ("none",)
+    """Packings of weight gradients, one for all links."""
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Uniform:
+    """A uniform plan and its degrees; ranks are the chain's devices in order."""
+
+    plan: Plan
+    dp: int
+    tp: int
+    pp: int
+    step_s: float
+
+    @property
+    def chain(self) -> tuple[Worker, ...]:
+        """Workers in the order of ranks: stage by stage."""
+        return tuple(worker for stage in self.plan.stages for worker in stage.workers)
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Micro-batches that every worker takes in a step."""
+        return self.plan.micro_batches // self.dp
+
+
+def find_uniform(problem: Problem, plan: Plan, tables: CostTables, rules: Rules) -> Uniform | None:
+    """The fastest uniform plan on (part of) the plan's devices; None where none fits."""
+    packing = _gradient_packing(plan, rules)
+    links = tuple(
+        LinkUse(source=use.source, target=use.target, weight_gradients=packing, streams=use.streams)
+        for use in plan.links
+    )
+    best: Uniform | None = None
+    for priced, (bound_s, draft) in enumerate(sorted(_cuts(problem, plan, tables, rules), key=lambda cut: cut[0])):
+        if priced >= MOST_PRICED or (best is not None and bound_s >= best.step_s):
+            break
+        fitted = _fit_memory(replace(draft, links=links), tables, rules)
+        if fitted is None:
+            continue
+        step_s = step_times(fitted, tables).step_s
+        if math.isfinite(step_s) and (best is None or step_s < best.step_s):
+            first = fitted.stages[0]
+            best = Uniform(
+                plan=replace(fitted, solver=f"uniform of {plan.solver}", seed=plan.seed),
+                dp=first.width,
+                tp=first.workers[0].tp,
+                pp=len(fitted.stages),
+                step_s=step_s,
+            )
+    return best
+
+
+def _gradient_packing(plan: Plan, rules: Rules) -> str:
+    """The plan's most used packing of weight gradients if the target has it."""
+    used = [use.weight_gradients for use in plan.links]
+    common = max(set(used), key=used.count, default="none")
+    return common if common in rules.gradient_packings else rules.gradient_packings[-1] if common != "none" else "none"
+
+
+def _chains(problem: Problem, plan: Plan, tp: int) -> Iterator[list[Worker]]:
+    """Workers of tp devices: of all nodes that the plan uses, of one type, of one region; in the plan's order."""
+    cluster = problem.cluster
+    places: dict[tuple[int, int], None] = {}
+    for stage in plan.stages:
+        for worker in stage.workers:
+            places.setdefault((worker.pool, cluster.pools[worker.pool].node_of(worker.devices[0])))
+    used = {device for stage in plan.stages for worker in stage.workers for device in worker.devices}
+    chain: list[Worker] = []
+    for p, node in places:
+        pool = cluster.pools[p]
+        first = pool.first_device + node * pool.devices_per_node
+        mine = [device for device in range(first, first + pool.devices_per_node) if device in used]
+        chain += [Worker(pool=p, devices=tuple(mine[i : i + tp])) for i in range(0, len(mine) - tp + 1, tp)]
+    chains = [chain]
+    pools = cluster.pools
+    for name in dict.fromkeys(pools[w.pool].device.name for w in chain):
+        chains.append([w for w in chain if pools[w.pool].device.name == name])
+    for region in dict.fromkeys(pools[w.pool].region for w in chain):
+        chains.append([w for w in chain if pools[w.pool].region == region])
+    seen: set[tuple[Worker, ...]] = set()
+    for part in chains:
+        if part and tuple(part) not in seen:
+            seen.add(tuple(part))
+            yield part
+
+
+def _cuts(problem: Problem, plan: Plan, tables: CostTables, rules: Rules) -> Iterator[tuple[float, Plan]]:
+    """Drafts (no ZeRO, no recomputation) and the compute seconds that each needs at least."""
+    model, batch = problem.model, problem.batch
+    degrees = sorted({t for p in range(len(problem.cluster.pools)) for t in tables.tensor_degrees(p)})
+    sizes = [b for b in tables.micro_batch_sizes if plan.micro_batch_size / 4 <= b <= plan.micro_batch_size * 4]
+    for tp in degrees if rules.tensor else [1]:
+        for chain in _chains(problem, plan, tp):
+            if any(tp not in tables.tensor_degrees(p) for p in {w.pool for w in chain}):
+                continue
+            for pp, size in itertools.product(DEGREES, sizes):
+                if pp > min(len(chain), model.blocks):
+                    continue
+                micro_batches = batch.global_batch // size
+                dp = len(chain) // pp
+                while micro_batches % dp:
+                    dp -= 1
+                stages = [chain[s * dp : (s + 1) * dp] for s in range(pp)]
+                bounds, slowest_s = _split(stages, tables, size, rules)
+                draft = Plan(
+                    stages=tuple(
+                        Stage(first_layer=bounds[s], last_layer=bounds[s + 1], workers=tuple(stages[s]))
+                        for s in range(pp)
+                    ),
+                    routes=np.repeat((np.arange(micro_batches) % dp)[:, None], pp, axis=1),
+                    micro_batch_size=size,
+                    spans=((dp,) * dp,) * pp,
+                )
+                yield (micro_batches // dp + pp - 1) * slowest_s, draft
+
+
+def _split(stages: Sequence[Sequence[Worker]], tables: CostTables, size: int, rules: Rules) -> tuple[list[int], float]:
+    """Borders of the stages' layers and the slowest stage's seconds per micro-batch: min-max by bisection, or even."""
+    layers = tables.problem.model.layers
+    sums = []
+    for workers in stages:
+        rows = [tables.times(pool, tp, size, "none") for pool, tp in {(w.pool, w.tp) for w in workers}]
+        sums.append(np.max([row.forward_s + row.backward_s for row in rows], axis=0))
+    count = len(stages)
+    if not rules.uneven_layers:
+        blocks = tables.problem.model.blocks
+        share = [blocks // count + (s < blocks % count) for s in range(count)]
+        bounds = [0, *(1 + np.cumsum(share)).tolist()]
+        bounds[-1] = layers
+    else:
+        low, high = 0.0, float(max(row[-1] for row in sums))
+        bounds = []
+        for _ in range(40):
+            limit = (low + high) / 2
+            attempt = _greedy(sums, limit, layers)
+            if attempt is None:
+                low = limit
+            else:
+                high, bounds = limit, attempt
+        bounds = bounds or _greedy(sums, high * (1 + 1e-9), layers) or []
+    return bounds, max(float(row[b] - row[a]) for row, a, b in zip(sums, bounds, bounds[1:], strict=False))
+
+
+def _greedy(sums: Sequence[np.ndarray], limit_s: float, layers: int) -> list[int] | None:
+    """As many layers as fit under the limit, stage by stage, each with at least one block; None if some are left."""
+    bounds = [0]
+    for s, row in enumerate(sums):
+        a = bounds[-1]
+        b = int(np.searchsorted(row, row[a] + limit_s, side="right")) - 1
+        left = len(sums) - 1 - s
+        b = min(b, layers - 1 - left if left else layers)
+        if b - a < (2 if s == 0 and len(sums) > 1 else 1):
+            return None
+        bounds.append(b)
+    # The last stage needs a block beside the head.
+    return bounds if bounds[-1] == layers and layers - bounds[-2] >= 2 else None
+
+
+def _fit_memory(draft: Plan, tables: CostTables, rules: Rules) -> Plan | None:
+    """The draft with the least of recomputation and ZeRO that fits; None where nothing does."""
+    most = rules.zero_with_pipeline if len(draft.stages) > 1 else rules.zero_alone
+    shards = draft.stages[0].width > 1
+    for recompute in rules.recompute:
+        for zero in range(most + 1) if shards else [0]:
+            stages = tuple(replace(stage, recompute=recompute, zero=zero) for stage in draft.stages)
+            plan = replace(draft, stages=stages)
+            place = Placement.of(plan, tables.links)
+            need = np.array([memory.total_bytes for memory in worker_memory(plan, tables, place)])
+            if (need <= tables.limit_bytes[place.pool]).all():
+                return plan
+    return None
+
+
+def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, uniform: Uniform, target: str) -> list[Loss]:
+    """What the target cannot express, each with what it adds to a step; the costs add up to the difference."""
+    found: list[Loss] = []
+    here, before_s = plan, step_times(plan, tables).step_s
+    packing = _gradient_packing(plan, rules)
+
+    def lose(what: str, changed: Plan) -> None:
+        nonlocal here, before_s
+        after_s = step_times(changed, tables).step_s
+        if math.isfinite(after_s):
+            found.append(Loss(what=what, cost_s=after_s - before_s))
+            here, before_s = changed, after_s
+
+    kinds = sorted(
+        ({use.activations for use in plan.links} | {use.activation_gradients for use in plan.links}) - {"none"}
+    )
+    if any(use.activations != "none" or use.activation_gradients != "none" for use in plan.links):
+        links = tuple(replace(use, activations="none", activation_gradients="none") for use in here.links)
+        lose(f"packing of activations between regions ({', '.join(kinds)})", replace(here, links=links))
+    if any(use.weight_gradients != packing for use in plan.links):
+        links = tuple(replace(use, weight_gradients=packing) for use in here.links)
+        kept = f", {packing} instead" if packing != "none" else ""
+        lose(f"packing of weight gradients per link{kept}", replace(here, links=links))
+    if plan.local_steps > 1:
+        lose(f"{plan.local_steps} local steps between reductions", replace(here, local_steps=1))
+    if plan.reduction != "all-reduce":
+        lose(f"reduction by {plan.reduction}", replace(here, reduction="all-reduce"))
+    shares = [plan.shares(s) for s in range(len(plan.stages))]
+    if any(share.min() != share.max() for share in shares):
+        turns = np.stack([np.arange(plan.micro_batches) % stage.width for stage in plan.stages], axis=1)
+        lose("shares by speed: every worker of a stage takes equally many micro-batches", replace(here, routes=turns))
+    one_f_one_b = tuple((stage.width,) * stage.width for stage in plan.stages)
+    if plan.spans != one_f_one_b:
+        lose("a schedule that hides slow links: plain 1F1B instead", replace(here, spans=one_f_one_b))
+    rest = uniform.step_s - before_s
+    if _shape(plan) != _shape(uniform.plan) or abs(rest) > 1e-9 * uniform.step_s:
+        found.append(Loss(what=_structure(problem, plan, uniform, rules), cost_s=rest))
+    return found
+
+
+def _shape(plan: Plan) -> list[tuple[int, int, int]]:
+    return [(stage.first_layer, stage.last_layer, stage.width) for stage in plan.stages]
+
+
+def _structure(problem: Problem, plan: Plan, uniform: Uniform, rules: Rules) -> str:
+    """The change of structure in words."""
+    widths = "/".join(str(stage.width) for stage in plan.stages)
+    left_out = plan.world_size - uniform.plan.world_size
+    words = [
+        f"stages of their own width and degree ({widths} workers), re-arranged as {uniform.pp} stages"
+        f" x {uniform.dp} replicas x tensor {uniform.tp}"
+    ]
+    if not rules.uneven_layers:
+        words.append("blocks dealt evenly")
+    if left_out > 0:
+        words.append(f"{left_out} devices left out")
+    return ", ".join(words)

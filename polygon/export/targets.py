@@ -1,0 +1,57 @@
+"""All targets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError, one_of
+from polygon.domain.plan import Plan, Problem
+from polygon.export.bundle import Export, check_script, readme
+from polygon.export.deepspeed import export_deepspeed
+from polygon.export.hosts import Host, default_hosts, slug
+from polygon.export.megatron import export_megatron
+from polygon.export.shaping import export_tc
+from polygon.export.skypilot import export_skypilot
+from polygon.export.torchrun import export_torchrun
+from polygon.export.torchtitan import export_torchtitan
+
+Exporter = Callable[[Problem, Plan, CostTables, Sequence[Host]], Export | None]
+
+TARGETS: dict[str, Exporter] = {
+    "deepspeed": export_deepspeed,
+    "megatron": export_megatron,
+    "torchtitan": export_torchtitan,
+    "torchrun": export_torchrun,
+    "skypilot": export_skypilot,
+    "tc": export_tc,
+}
+
+
+def export(
+    problem: Problem,
+    plan: Plan,
+    target: str,
+    *,
+    hosts: Sequence[Host] | None = None,
+    tables: CostTables | None = None,
+    name: str = "",
+) -> Export | None:
+    """Files for a target, with a README and a dry-run check; None where the target can express no plan that fits.
+
+    Raises
+    ------
+    InputError
+        For an unknown target, and for host names that are none.
+    """
+    if target not in TARGETS:
+        raise InputError(f"target: found {target!r}, expected {one_of(target, TARGETS)}")
+    tables = tables or CostTables(problem)
+    result = TARGETS[target](problem, plan, tables, hosts or default_hosts(problem.cluster))
+    if result is None:
+        return None
+    files = dict(result.files)
+    result = replace(result, files={**files, "README.md": "", "check.sh": ""})
+    text = readme(problem, plan, result, name or f"{slug(problem.model.name)}-{target}")
+    return replace(result, files={**files, "README.md": text, "check.sh": check_script(files)})

@@ -1,0 +1,91 @@
+"""torchtitan: command-line flags of its `ParallelismConfig` and torchrun scripts for every host.
+
+Source: torchtitan/config/configs.py (its configurations are Python, so flags are what can be written from outside).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from polygon.cost.estimate import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Model
+from polygon.domain.plan import Plan, Problem
+from polygon.export.bundle import Export, Loss
+from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.restrict import Rules, Uniform, find_uniform, losses
+from polygon.export.scripts import run_name, start_all_script, torchrun_script
+
+RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=3, zero_alone=3)
+
+
+def module_names(plan: Plan, model: Model) -> list[list[str]]:
+    """`module_fqns_per_model_part`: the modules of every stage by torchtitan's names."""
+    parts = []
+    for stage in plan.stages:
+        names = ["tok_embeddings"] if stage.first_layer == 0 else []
+        names += [f"layers.{b - 1}" for b in range(max(1, stage.first_layer), min(stage.last_layer, model.blocks + 1))]
+        parts.append(names + (["norm", "output"] if stage.last_layer == model.layers else []))
+    return parts
+
+
+def flags(problem: Problem, uniform: Uniform) -> list[str]:
+    """Degrees, schedule, stages, batch and recomputation as torchtitan's flags."""
+    plan = uniform.plan
+    stage = plan.stages[0]
+    shard = uniform.dp if stage.zero else 1
+    names = {
+        "parallelism.data_parallel_shard_degree": shard,
+        "parallelism.data_parallel_replicate_degree": uniform.dp // shard,
+        "parallelism.tensor_parallel_degree": uniform.tp,
+        "parallelism.pipeline_parallel_degree": uniform.pp,
+        "training.seq_len": problem.batch.seq_len,
+        "training.global_batch_size": problem.batch.global_batch,
+        "training.local_batch_size": plan.micro_batch_size * (uniform.gradient_accumulation if uniform.pp > 1 else 1),
+    }
+    words = [f"--{key}={value}" for key, value in names.items()]
+    if uniform.pp > 1:
+        modules = json.dumps(module_names(plan, problem.model), separators=(",", ":"))
+        words += ["--parallelism.pipeline_parallel_schedule=1F1B"]
+        words += [f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"]
+        words += [f"--parallelism.module_fqns_per_model_part={modules}"]
+    if stage.zero in (1, 2):
+        words.append("--parallelism.fsdp_reshard_after_forward=never")
+    mode = {"none": "none", "selective": "selective", "full": "full"}[stage.recompute]
+    words.append(f"--activation_checkpoint.mode={mode}")
+    return words
+
+
+def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
+    """Scripts that start `torchtitan.train`; None where no uniform plan fits."""
+    uniform = find_uniform(problem, plan, tables, RULES)
+    if uniform is None:
+        return None
+    rows = seats(problem.cluster, uniform.chain, hosts)
+    words = flags(problem, uniform)
+    files = {"hosts.txt": hosts_text(rows), "flags.txt": "\n".join(words) + "\n"}
+    for index, seat in enumerate(rows):
+        # torchrun takes "-m MODULE" where a script would stand.
+        text = torchrun_script(
+            "Runs torchtitan; TORCHTITAN_ROOT is its checkout. TITAN_MODULE and TITAN_CONFIG name the model.",
+            rows, index, ["-m torchtitan.train", "--module", *words], "TORCHTITAN_ROOT",
+        )  # fmt: skip
+        names = (
+            '--module "${TITAN_MODULE:-llama3}" \\\n    --config "${TITAN_CONFIG:?name a configuration of your model}"'
+        )
+        files[run_name(seat)] = text.replace("--module", names, 1)
+    files["start-all.sh"] = start_all_script(rows)
+    lost = losses(problem, plan, tables, RULES, uniform, "torchtitan")
+    notes = ["the model itself is torchtitan's: TITAN_CONFIG must name one of this shape"]
+    if problem.model.family != "llama":
+        lost.append(Loss(what=f"a model of the {problem.model.family} family: torchtitan has no such model of its own"))
+    return Export(
+        target="torchtitan",
+        files=files,
+        losses=tuple(lost),
+        plan_step_s=step_times(plan, tables).step_s,
+        step_s=uniform.step_s,
+        start="TORCHTITAN_ROOT=/path/to/torchtitan TITAN_CONFIG=llama3_8b bash start-all.sh",
+        notes=tuple(notes),
+    )

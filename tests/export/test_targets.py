@@ -1,0 +1,265 @@
+"""Files for other systems: they say what the plan says, and nothing hostile gets into them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import yaml
+
+from polygon import files
+from polygon.convert_plan import plan_data
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.export.__main__ import main
+from polygon.export.deepspeed import RULES as DEEPSPEED
+from polygon.export.deepspeed import ds_config
+from polygon.export.hosts import default_hosts, read_hosts, seats
+from polygon.export.megatron import RULES as MEGATRON
+from polygon.export.megatron import layout
+from polygon.export.restrict import find_uniform
+from polygon.export.targets import TARGETS, export
+from polygon.export.torchrun import by_rank
+from polygon.export.torchtitan import module_names
+from tests.exported_plans import drawn, planned
+
+SHELLCHECK_PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # noqa: PTH120
+HOSTILE = [
+    "$(touch pwned)",
+    "a;touch pwned",
+    "a b`touch pwned`",
+    "-oProxyCommand=touch",
+    "a'b",
+    'a"b',
+    "../x",
+    "a\u2028b",
+]
+
+
+def write_all(result, folder):
+    files.write_folder(folder, result.files)
+    return folder
+
+
+def layout_stages(text):
+    """Layers of every stage from a Megatron layout string, by its own grammar (E, t, L, `|`, `x*n`)."""
+    stages, first = [], 0
+    for part in text.split("|"):
+        plain = re.sub(r"([EtL])\*(\d+)", lambda m: m[1] * int(m[2]), part)
+        assert set(plain) <= set("EtL")
+        stages.append((first, first + len(plain)))
+        first += len(plain)
+    return stages
+
+
+def test_megatron_layouts_are_the_stages():
+    """A layout string read back gives the layers of every stage of the plan."""
+    checked = 0
+    for problem, plan, tables in drawn(16):
+        uniform = find_uniform(problem, plan, tables, MEGATRON)
+        if uniform is not None:
+            text = layout(uniform.plan, problem.model)
+            assert layout_stages(text) == [(s.first_layer, s.last_layer) for s in uniform.plan.stages]
+            assert text[0] == "E" and text[-1] == "L" and text.count("|") == uniform.pp - 1
+            checked += uniform.pp > 1
+    assert checked > 3
+
+
+def test_torchtitan_modules_are_the_stages():
+    """Every module once, in order; as many layers as the stage has."""
+    for problem, plan, tables in drawn(16):
+        uniform = find_uniform(problem, plan, tables, MEGATRON)
+        if uniform is None:
+            continue
+        parts = module_names(uniform.plan, problem.model)
+        names = [name for part in parts for name in part]
+        assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(problem.model.blocks)), "norm", "output"]
+        for stage, part in zip(uniform.plan.stages, parts, strict=True):
+            assert len(part) == stage.last_layer - stage.first_layer + ("output" in part)
+
+
+def test_ranks_of_torchrun_scripts_are_the_plans_ranks(tmp_path):
+    """Hosts in order, each with its number of processes, give every rank the device that the plan means."""
+    problem, plan = planned("ptafm-7dc", global_batch=64)
+    rows = seats(problem.cluster, by_rank(plan), default_hosts(problem.cluster))
+    first = {
+        (p.index, n): p.first_device + n * p.devices_per_node for p in problem.cluster.pools for n in range(p.nodes)
+    }
+    devices = [first[seat.host.pool, seat.host.node] + d for seat in rows for d in seat.devices]
+    assert devices == list(plan.device_ranks)
+    result = export(problem, plan, "torchrun")
+    for index, seat in enumerate(rows):
+        text = result.files[f"run-{seat.host.name}.sh"]
+        assert f"--node-rank {index} " in text and f"--nproc-per-node {len(seat.devices)} " in text
+    again = files.read_plan(write_all(result, tmp_path) / "plan.json")
+    assert np.array_equal(again.plan.routes, plan.routes)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_scripts_are_clean(target, tmp_path):
+    """bash parses every script, shellcheck finds nothing, the dry-run check passes."""
+    problem, plan = planned()
+    folder = write_all(export(problem, plan, target), tmp_path / "it's here")
+    scripts = sorted(str(path) for path in folder.glob("*.sh"))
+    assert subprocess.run(["bash", str(folder / "check.sh")], capture_output=True).returncode == 0
+    if shutil.which("shellcheck", path=SHELLCHECK_PATH) is None:
+        pytest.skip("shellcheck is not installed")
+    checked = subprocess.run(
+        [shutil.which("shellcheck", path=SHELLCHECK_PATH), *scripts], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "torchrun"])
+def test_a_script_runs_what_it_says_where_it_lies(target, tmp_path):
+    """With torchrun replaced by a program that prints its arguments, words arrive unbroken, spaces and quotes too."""
+    problem, plan = planned()
+    folder = write_all(export(problem, plan, target), tmp_path / "a b'c")
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    echo = bin_folder / "torchrun"
+    echo.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    echo.chmod(0o755)
+    script = sorted(folder.glob("run-*.sh"))[0]
+    run = subprocess.run(
+        [str(script), "--data", "x y'z"], capture_output=True, text=True, env={"PATH": f"{bin_folder}:/usr/bin:/bin"}
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-2:] == ["--data", "x y'z"]
+    if target == "torchrun":
+        assert str(folder / "plan.json") in run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_host_names_are_refused(name):
+    """A host name that a shell would read otherwise never reaches a script."""
+    problem, _ = planned()
+    count = sum(pool.nodes for pool in problem.cluster.pools)
+    lines = [f"host-{i}" for i in range(count - 1)]
+    with pytest.raises(InputError, match="hosts: "):
+        read_hosts("\n".join([name, *lines]), problem.cluster)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_hostile_region_and_cluster_names_are_harmless(target, tmp_path):
+    """Names of regions, clusters and models with quotes, substitutions and newlines run nothing."""
+    problem, plan = planned()
+    evil = "x'\"; touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n"
+    regions = tuple(replace(r, name=f"{evil}{i}") for i, r in enumerate(problem.cluster.regions))
+    problem = replace(
+        problem, cluster=replace(problem.cluster, name=evil, regions=regions), model=replace(problem.model, name=evil)
+    )
+    folder = write_all(export(problem, plan, target), tmp_path / "out")
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    for command in ("torchrun", "deepspeed", "ssh", "tc", "hostname"):
+        (stubs / command).write_text("#!/bin/bash\nexit 0\n")
+        (stubs / command).chmod(0o755)
+    for script in sorted(folder.glob("*.sh")):
+        arguments = ["apply", "x"] if script.name == "shape.sh" else []
+        subprocess.run(
+            ["bash", str(script), *arguments], cwd=folder, capture_output=True, timeout=20,
+            env={"PATH": f"{stubs}:/usr/bin:/bin"},
+        )  # fmt: skip
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_skypilot_tasks_cover_all_nodes():
+    """Tasks read as YAML; their node ranks follow each other and cover every host of the plan."""
+    problem, plan = planned()
+    result = export(problem, plan, "skypilot")
+    tasks = [yaml.safe_load(text) for name, text in sorted(result.files.items()) if name.endswith(".yaml")]
+    first = 0
+    for task in tasks:
+        assert f"$(({first} + SKYPILOT_NODE_RANK))" in task["run"]
+        assert subprocess.run(["bash", "-n"], input=task["run"] + task["setup"], text=True).returncode == 0
+        first += task["num_nodes"]
+    assert first == len(seats(problem.cluster, by_rank(plan), default_hosts(problem.cluster)))
+
+
+def test_command_writes_files_and_says_what_is_lost(tmp_path, capsys):
+    """Data on stdout, exit 0; a wrong target is one line and exit 2."""
+    problem, plan = planned()
+    (tmp_path / "plan.json").write_text(export(problem, plan, "torchrun").files["plan.json"])
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "plan.json"), "--to", "deepspeed", "-o", str(out), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert sorted(path.name for path in out.iterdir()) == data["files"]
+    assert data["step_s"] >= data["plan_step_s"] > 0
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "plan.json"), "--to", "mpi", "-o", str(out)])
+    assert stop.value.code == 2
+    assert plan_data(problem, plan)["format"] == "polygon-plan"
+
+
+def test_deepspeed_configs_multiply_out():
+    """train_batch_size = micro-batch x accumulation x replicas, which DeepSpeed asserts."""
+    for problem, plan, tables in drawn(16):
+        uniform = find_uniform(problem, plan, tables, DEEPSPEED)
+        if uniform is not None:
+            config = ds_config(problem, uniform)
+            product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * uniform.dp
+            assert config["train_batch_size"] == product
+            assert uniform.pp == 1 or config["zero_optimization"]["stage"] <= 1
+
+
+READ_BY_DEEPSPEED = """
+import json, os, sys, warnings
+os.environ["DS_BUILD_OPS"] = "0"
+warnings.simplefilter("ignore")
+from deepspeed.runtime import config
+class Ranks:
+    world = 1
+    def get_rank(self): return 0
+    def get_world_size(self, *a, **k): return self.world
+config.dist = Ranks()
+read = 0
+for dp, pp, data in json.loads(sys.stdin.read()):
+    config.dist.world = dp
+    parsed = config.DeepSpeedConfig(data)
+    assert parsed.train_batch_size == data["train_batch_size"], data
+    assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"], data
+    assert parsed.optimizer_name.lower() in ("adamw", "sgd"), parsed.optimizer_name
+    read += 1
+print("read", read)
+"""
+KNOWN_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "zero_optimization", "steps_per_print", "wall_clock_breakdown", "communication_data_type", "bf16",
+    "fp16",
+}  # fmt: skip
+"""Of deepspeed.ai/docs/config-json; the parser lets unknown ones pass."""
+
+
+def test_deepspeeds_own_parser_takes_200_configs():
+    """Configurations of 200 drawn plans, read by the installed DeepSpeed with the right number of replicas."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (pip install -e .[deepspeed])")
+    configs = []
+    for problem, plan, tables in drawn(240):
+        uniform = find_uniform(problem, plan, tables, DEEPSPEED)
+        if uniform is not None:
+            configs.append((uniform.dp, uniform.pp, ds_config(problem, uniform)))
+    configs = configs[:200]
+    assert len(configs) == 200
+    assert all(set(config) <= KNOWN_KEYS for _, _, config in configs)
+    run = subprocess.run(
+        [sys.executable, "-c", READ_BY_DEEPSPEED],
+        input=json.dumps(configs),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "read 200" in run.stdout, run.stderr[-2000:]
+
+
+def test_tables_are_those_of_the_problem():
+    """Tables may be handed in; the export is the same."""
+    problem, plan = planned()
+    assert export(problem, plan, "megatron", tables=CostTables(problem)) == export(problem, plan, "megatron")

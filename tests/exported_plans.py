@@ -1,0 +1,58 @@
+"""Random plans that can be run, for the tests of exports and of the web application."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from polygon import catalogue, files
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.candidates import Candidates
+from polygon.planning.decode import Decoder
+from polygon.planning.engine import Effort, find_plan
+
+INSTANCES = Path(__file__).resolve().parents[1] / "instances"
+
+
+@cache
+def planned(name: str = "two-campus", model: str = "gpt3-1.3b", global_batch: int = 32) -> tuple[Problem, Plan]:
+    """A short search's plan for a shipped cluster."""
+    problem = Problem(
+        cluster=files.read_cluster(INSTANCES / f"{name}.yaml"),
+        model=catalogue.model(model),
+        batch=Batch(global_batch=global_batch, seq_len=1024),
+    )
+    effort = Effort(fluid_evaluations=600, exact_evaluations=15, patience=300)
+    found = find_plan(problem, np.random.default_rng(0), effort=effort)
+    assert found.plan is not None
+    return problem, found.plan
+
+
+@cache
+def drawn(count: int, seed: int = 0) -> list[tuple[Problem, Plan, CostTables]]:
+    """As many plans of random allocations, on several clusters and models; every one fits its devices."""
+    rng = np.random.default_rng(seed)
+    names = [("two-campus", "gpt3-1.3b"), ("regional-16", "gpt3-1.3b"), ("sailor-a100", "llama3-8b")]
+    names += [("sailor-a100", "gpt3-6.7b"), ("one-node", "opt-350m")]
+    result: list[tuple[Problem, Plan, CostTables]] = []
+    while len(result) < count:
+        cluster, model = names[int(rng.integers(len(names)))]
+        problem = Problem(
+            cluster=files.read_cluster(INSTANCES / f"{cluster}.yaml"),
+            model=catalogue.model(model),
+            batch=Batch(
+                global_batch=int(rng.choice([8, 12, 32, 64])),
+                seq_len=512,
+                precision=str(rng.choice(["bf16", "fp16", "fp32"])),
+                optimizer=str(rng.choice(["adamw", "sgd"])),
+            ),
+        )
+        decoder = Decoder(problem)
+        candidates = Candidates(decoder, 4)
+        made = [plan for _ in range(8) if isinstance(plan := decoder.decode(candidates.random(rng)), Plan)]
+        result += [(problem, plan, decoder.tables) for plan in made[:4]]
+    return result[:count]
