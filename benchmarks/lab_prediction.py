@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from polygon.convert import model_data
 from polygon.cost.estimate import estimate
 from polygon.cost.profiles import KindProfile, kind_profile
 from polygon.cost.tables import CostTables
@@ -31,6 +33,7 @@ from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
+from polygon.files import write_json
 from polygon.planning.engine import Effort, find_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
@@ -43,9 +46,9 @@ MODEL = Model(
     name="lab-gpt", blocks=6, hidden_size=128, heads=4, kv_heads=4, head_dim=32, ffn_size=512, vocab_size=256,
     max_seq_len=64,
 )  # fmt: skip
-BATCH = Batch(global_batch=16, seq_len=64, precision="fp32")
+BATCH = Batch(global_batch=8, seq_len=64, precision="fp32")
 LAN = Link(latency_s=1e-4, bytes_per_s=125e6)
-STEPS, LEFT_OUT = 8, 2
+STEPS, LEFT_OUT = 7, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +104,10 @@ NETWORKS = (
 
 
 def device(name: str) -> Device:
-    """A made-up accelerator: `slow` does 5 GFLOP/s, `fast` twice that."""
-    factor = {"slow": 1.0, "fast": 2.0, "cpu-core": 10.0}[name]
+    """A made-up accelerator: `slow` does 2 GFLOP/s, `fast` twice that."""
+    factor = {"slow": 1.0, "fast": 2.0, "cpu-core": 25.0}[name]
     return Device(
-        name=name, memory_bytes=2e9, flops={"fp32": 5e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
+        name=name, memory_bytes=2e9, flops={"fp32": 2e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
     )
 
 
@@ -134,9 +137,7 @@ def plan_of(
     """A plan with micro-batches dealt in turn; each stage's span is its width, times `spans`."""
     pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
     built = tuple(
-        Stage(
-            first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices)
-        )
+        Stage(first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices))
         for (first, last), devices in zip(layers, stages, strict=True)
     )
     n, micro_batches = len(cluster.regions), BATCH.global_batch // size
@@ -168,12 +169,12 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
     everyone = [d for devices in by_region for d in devices]
     stages = len(by_region)
     borders = np.linspace(0, MODEL.layers, stages + 1).round().astype(int).tolist()
-    across = list(zip(borders, borders[1:], strict=False))
+    across = list(pairwise(borders))
     plans["pipeline of regions, 1F1B"] = plan_of(cluster, across, by_region, size=2, compression="none", spans=1)
     plans["pipeline of regions, int8"] = plan_of(cluster, across, by_region, size=1, compression="int8", spans=2)
     if len(everyone) > 2:
         cut = np.linspace(0, MODEL.layers, len(everyone) + 1).round().astype(int).tolist()
-        chain = list(zip(cut, cut[1:], strict=False))
+        chain = list(pairwise(cut))
         one_each = [[d] for d in everyone]
         plans["pipeline of devices"] = plan_of(cluster, chain, one_each, size=1, compression="none", spans=2)
     plans["data parallel"] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="none", spans=1)
@@ -186,9 +187,9 @@ def profiled() -> KindProfile:
 
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model.json", Path(folder) / "profile.json"
-        fields = ("name", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_seq_len")
-        model.write_text(json.dumps({name: getattr(MODEL, name) for name in fields}))
-        words = [str(model), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4", "-o", str(out)]
+        write_json(model, model_data(MODEL))
+        words = [str(model), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4"]
+        words += ["-o", str(out)]
         with contextlib.redirect_stderr(Path(os.devnull).open("w")):
             assert profile_layers(words) == 0
         return kind_profile(json.loads(out.read_text()))
@@ -256,7 +257,8 @@ def main() -> None:
         chosen = min(mine, key=lambda row: row["predicted_s"])  # type: ignore[arg-type,return-value]
         best = min(mine, key=lambda row: row["measured_s"])  # type: ignore[arg-type,return-value]
         regret = float(chosen["measured_s"]) / float(best["measured_s"]) - 1  # type: ignore[arg-type]
-        print(f"{name}: predicted best is {chosen['plan']}, {100 * regret:.1f} % over the measured best ({best['plan']})")
+        text = f"predicted best is {chosen['plan']}, {100 * regret:.1f} % over the measured best ({best['plan']})"
+        print(f"{name}: {text}")
     Path("out").mkdir(exist_ok=True)
     Path("out/lab_prediction.json").write_text(json.dumps(rows, indent=1))
 

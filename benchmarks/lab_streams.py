@@ -1,8 +1,8 @@
 """How much of a long link the transport gets, beside plain gloo: `python benchmarks/lab_streams.py`.
 
 Two hosts, 80 ms round trip, Linux' default buffers (4 MiB). Messages of 16 MiB one after the other, receives posted
-ahead, after a first round in which TCP opens its window; time counts from the posting of the second round's receives until
-its last byte has arrived. Prints a table; ratios belong to one run.
+ahead, after a first round in which TCP opens its window; time counts from the posting of the second round's receives
+until its last byte has arrived. Prints a table; ratios belong to one run.
 """
 
 from __future__ import annotations

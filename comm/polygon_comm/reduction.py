@@ -9,9 +9,10 @@ bit by bit.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOptions
@@ -90,6 +91,15 @@ def members_of(
     return Members(name=name, regions=regions, leaders=leaders, codec=codec, first_tag=first_tag)
 
 
+class _Round(NamedTuple):
+    """Receives that are posted, and what for."""
+
+    key: str
+    tag: int
+    n_bytes: int
+    receipts: dict[int, Receipt]
+
+
 class SumGroup:
     """One rank's part in the sums of a group.
 
@@ -101,6 +111,7 @@ class SumGroup:
         self._wires = wires
         self._feedback: dict[tuple[str, int], ErrorFeedback] = {}
         self._rounds = 0
+        self._expected: deque[_Round] = deque()
         self._mine = next(region for region in members.regions if wires.rank in region)
         self._near: Any = None
         if len(self._mine) > 1:
@@ -181,10 +192,9 @@ class SumGroup:
     ) -> Callable[[], torch.Tensor]:
         """Start to sum a part over the leaders of a lane; the call of the result gives the sum."""
         leaders = [region[lane] for region in self.members.leaders]
-        if small:
-            return self._exchange(vector, leaders, ErrorFeedback(make_codec("none")))
-        if len(leaders) == 2 or self.members.codec == "powersgd":
-            return self._exchange(vector, leaders, self._packer(key, 0, shapes))
+        if small or self._direct(leaders):
+            packer = ErrorFeedback(make_codec("none")) if small else self._packer(key, 0, shapes)
+            return self._exchange(vector, leaders, packer, key)
         return self._exchange_parts(vector, leaders, key)
 
     @property
@@ -211,15 +221,42 @@ class SumGroup:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
         return self._feedback[slot]
 
+    def _direct(self, leaders: Sequence[int]) -> bool:
+        """Whether leaders send whole vectors to one another, whatever their size."""
+        return len(leaders) == 2 or self.members.codec == "powersgd"
+
+    def expect(self, elements: int, dtype: torch.dtype, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
+        """Say what the next sum will be, before its vector is there: the other leaders can then send theirs.
+
+        Without that, a vector that comes last pays a latency for asking before it pays one for the answer. Sums over
+        more than two leaders that are not small take two rounds and are not prepared.
+        """
+        if len(self.members.regions) == 1:
+            return
+        mine = self.members.leaders[self.members.regions.index(self._mine)]
+        small = elements < SMALL
+        for lane, part in enumerate(torch.empty(elements, device="meta").tensor_split(1 if small else len(mine))):
+            leaders = [region[lane] for region in self.members.leaders]
+            if mine[lane] != self._wires.rank or not (small or self._direct(leaders)):
+                continue
+            codec = make_codec("none") if small else self._packer(key, 0, shapes).codec
+            self._expected.append(self._post(key, leaders, codec.payload_bytes(part.numel(), dtype)))
+
+    def _post(self, key: str, leaders: Sequence[int], n_bytes: int) -> _Round:
+        """Post the receives of a round."""
+        tag = self._next_tag()
+        others = [leader for leader in leaders if leader != self._wires.rank]
+        return _Round(key, tag, n_bytes, {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others})
+
     def _exchange(
-        self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback
+        self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback, key: str
     ) -> Callable[[], torch.Tensor]:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
-        n_bytes, tag = packer.codec.payload_bytes(vector.numel(), vector.dtype), self._next_tag()
-        others = [leader for leader in leaders if leader != self._wires.rank]
-        receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
+        n_bytes = packer.codec.payload_bytes(vector.numel(), vector.dtype)
+        round_ = self._expected.popleft() if self._expected else self._post(key, leaders, n_bytes)
+        assert (round_.key, round_.n_bytes) == (key, n_bytes), "sums come in the order in which they were expected"
         payload, mine = packer.compress(vector)
-        sendings = [self._wires.send(peer, tag, payload) for peer in others]
+        sendings = [self._wires.send(peer, round_.tag, payload) for peer in round_.receipts]
 
         def end() -> torch.Tensor:
             total = torch.zeros_like(vector)
@@ -227,7 +264,7 @@ class SumGroup:
                 if leader == self._wires.rank:
                     total += mine
                 else:
-                    total += packer.codec.decompress(receipts[leader].wait(), vector.shape, vector.dtype)
+                    total += packer.codec.decompress(round_.receipts[leader].wait(), vector.shape, vector.dtype)
             for sending in sendings:
                 sending.wait()
             return total

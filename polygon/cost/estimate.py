@@ -85,6 +85,8 @@ class StepTimes:
     ends_s: np.ndarray
     reductions: tuple[ReductionCost, ...]
     tied_s: float
+    norm_s: float
+    """From the moment when the last rank knows its part of the gradient's norm until all know all of it."""
     update_s: np.ndarray
     """Shape (workers,)."""
 
@@ -98,6 +100,8 @@ class StepTimes:
         if self.tied_s:
             ends = (self.place.stage == 0) | (self.place.stage == len(self.reductions) - 1)
             done[ends] = done[ends].max() + self.tied_s
+        if self.norm_s:
+            done[:] = done.max() + self.norm_s
         return done + self.update_s
 
     @property
@@ -224,8 +228,22 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         ends_s=ends_s,
         reductions=tuple(reductions),
         tied_s=tied_embedding_s(plan, tables),
+        norm_s=gradient_norm_s(plan, tables, place),
         update_s=updates,
     )
+
+
+def gradient_norm_s(plan: Plan, tables: CostTables, place: Placement) -> float:
+    """Seconds to agree on the gradient's norm before the update: the longest latency between the plan's regions.
+
+    A number or two, exchanged directly between the regions; with local updates regions do not wait for one another.
+    """
+    used = np.unique(place.region)
+    if plan.local_steps > 1 or len(used) == 1:
+        return 0.0
+    latency_s = tables.problem.cluster.latency_s[np.ix_(used, used)]
+    linked = tables.problem.cluster.bytes_per_s[np.ix_(used, used)] > 0
+    return float(latency_s[linked & ~np.eye(len(used), dtype=bool)].max(initial=0.0))
 
 
 def tied_embedding_s(plan: Plan, tables: CostTables) -> float:

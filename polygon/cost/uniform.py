@@ -20,7 +20,7 @@ from polygon.cost.memory import (
     stage_rows,
     state_bytes,
 )
-from polygon.cost.network import Group, joined_in_a_mesh, send_s
+from polygon.cost.network import Group, send_s
 from polygon.cost.uniform_kernel import exposed_kernel, in_flight_kernel, many_kernel, terms_kernel
 from polygon.domain.cluster import Link, Pool
 from polygon.domain.errors import InputError, require
@@ -143,7 +143,6 @@ def _group(pool: Pool, members: int, per_node: int) -> Group:
         devices_per_node=pool.devices_per_node,
         intra_node=pool.intra_node,
         inter_node=pool.inter_node,
-        mesh=joined_in_a_mesh(pool.device, pool.devices_per_node),
     )
 
 
@@ -459,7 +458,6 @@ def estimate_many(
             per_optimizer,
             *_update_line(batch, pool, configs[0]),
             per_gradient * (1 + _gradient_copies(batch, configs[0])),
-            float(joined_in_a_mesh(pool.device, per_node)),
         ]
     )
     terms, peaks = np.empty((len(configs), 6)), np.empty(len(configs))

@@ -55,7 +55,6 @@ def terms_kernel(
     fabric_latency_s: float,
     node_bytes_per_s: float,
     node_latency_s: float,
-    mesh: bool,
     zero: int,
     overlap: int,
     pieces: int,
@@ -104,7 +103,6 @@ def terms_kernel(
                     fabric_latency_s,
                     node_bytes_per_s,
                     node_latency_s,
-                    mesh,
                     1,
                 )
                 if which == 0:
@@ -130,7 +128,6 @@ def terms_kernel(
             fabric_latency_s,
             node_bytes_per_s,
             node_latency_s,
-            mesh,
             passes,
         )
         gather_s = 0.0
@@ -145,7 +142,6 @@ def terms_kernel(
                 fabric_latency_s,
                 node_bytes_per_s,
                 node_latency_s,
-                mesh,
                 1,
             )
         out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
@@ -216,9 +212,9 @@ def many_kernel(
         sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
-    machine : ndarray, shape (12,)
+    machine : ndarray, shape (11,)
         Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope,
-        bytes of gradients as they are held, whether nodes are meshes.
+        bytes of gradients as they are held.
     """
     for i in range(integers.shape[0]):
         layout = integers[i, 0]
@@ -241,7 +237,6 @@ def many_kernel(
             machine[2],
             machine[3],
             machine[4],
-            machine[11] > 0,
             integers[i, 4],
             integers[i, 5],
             integers[i, 6],

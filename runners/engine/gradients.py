@@ -124,7 +124,7 @@ class Reducer:
     """
 
     def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype, log: RunLog) -> None:
-        self.buckets, self._dtype, self._log = list(buckets), dtype, log
+        self.buckets, self.dtype, self._log = list(buckets), dtype, log
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
         self._sums: list[Future[None]] = []
         self._begun: deque[tuple[Bucket, Callable[[], None]]] = deque()
@@ -166,7 +166,7 @@ class Reducer:
         """Start to sum a bucket; end the earliest sum where enough are under way."""
         self._end_sums(SUMS_UNDER_WAY - 1)
         with self._log.interval("reduce", f"begin {bucket.name}"):
-            self._begun.append((bucket, bucket.begin(self._dtype)))
+            self._begun.append((bucket, bucket.begin(self.dtype)))
 
     def _end_sums(self, left: int) -> None:
         """End the earliest sums until no more than so many are under way."""

@@ -43,6 +43,10 @@ def choose_device(options: Options, local_rank: int) -> torch.device:
     return device
 
 
+SCALARS = 4
+"""Numbers that `Training._scalars` sums over all ranks."""
+
+
 class Scalars(NamedTuple):
     """What ranks tell one another about a step."""
 
@@ -181,6 +185,16 @@ class Training:
             return bucket.group is not None and bucket.group.near_place == 0
         return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
 
+    def _expect(self) -> None:
+        """Let the others send early what this rank will sum at the very end of the step."""
+        if self.local:
+            return
+        dtype = self.worker.reducer.dtype
+        for bucket in self.buckets:
+            if bucket.name == "tied" and bucket.group is not None and not bucket.whole:
+                bucket.group.expect(len(bucket.vector), dtype, bucket.name, bucket.shapes)
+        self._all.expect(SCALARS, torch.float64, "scalars")
+
     def _scalars(self, *, near: bool = False) -> Scalars:
         """Loss, gradient norm and wish to stop, over all ranks or those of this region."""
         worker = self.worker
@@ -210,6 +224,7 @@ class Training:
         together = not self.local or last or (step + 1) % self.layout.plan.local_steps == 0
         self.log.step = step
         worker.overflow_scale = self.update.loss_scale
+        worker.reducer.submit(self._expect)
         worker.run_schedule(step)
         # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
         waiting = worker.reducer.submit(lambda: self._scalars(near=self.local))

@@ -26,9 +26,12 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
     sums = []
     for step in range(STEPS):
         vector = contribution(rank, step)
+        if step % 2:
+            group.expect(ELEMENTS, vector.dtype, "gradient", [(50, 60), (2000,)])
         group.sum_(vector, "gradient", [(50, 60), (2000,)])
         sums.append(vector)
     small = torch.tensor([float(rank), 1.0], dtype=torch.float64)
+    group.expect(2, small.dtype, "small")
     group.sum_(small, "small", [(2,)])
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{other}" for other in range(len(region_of))])
