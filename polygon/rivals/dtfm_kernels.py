@@ -210,6 +210,15 @@ def _exchange_stages(kind: np.ndarray, width: int, s: int, t: int) -> None:
 
 
 @njit(cache=True)
+def _find(kind: np.ndarray, first: int, end: int, wanted: int) -> int:
+    """First place in [first, end) that holds a kind; -1 if none."""
+    for i in range(first, end):
+        if kind[i] == wanted:
+            return i
+    return -1
+
+
+@njit(cache=True)
 def _exchange_runs(
     kind: np.ndarray,
     width: int,
@@ -220,9 +229,10 @@ def _exchange_runs(
     gave: np.ndarray,
     took: np.ndarray,
 ) -> int:
-    """Exchange a random kind c of stage s with a random kind d of stage t, and the same in the stages that follow.
+    """Exchange a random kind c of stage s with a random kind d of stage t, and again in the stages that follow s.
 
-    Returns the number of exchanges made (their places in `gave` and `took`), at most four; 0 if c is d.
+    The partners are the stages that follow t, or more devices of kind d in t itself. Returns the number of exchanges
+    made (their places in `gave` and `took`), at most four; 0 if c is d.
     """
     p = s * width + int(rng.random() * width)
     q = t * width + int(rng.random() * width)
@@ -232,14 +242,14 @@ def _exchange_runs(
     kind[p], kind[q] = d, c
     gave[0], took[0] = p, q
     run = 1
-    longest = 1 if rng.random() < 0.6 else 2 + int(rng.random() * 3)
-    while run < longest and max(s, t) + run < stages and min(s, t) + run != max(s, t):
-        p = q = -1
-        for i in range(width):
-            if kind[(s + run) * width + i] == c:
-                p = (s + run) * width + i
-            if kind[(t + run) * width + i] == d:
-                q = (t + run) * width + i
+    choice = rng.random()
+    longest = 1 if choice < 0.5 else 2 + int(rng.random() * 3)
+    step = 0 if choice > 0.85 else 1
+    while run < longest and max(s + run, t + step * run) < stages:
+        if s + run == t or t + step * run == s:
+            break
+        p = _find(kind, (s + run) * width, (s + run + 1) * width, c)
+        q = _find(kind, (t + step * run) * width, (t + step * run + 1) * width, d)
         if p < 0 or q < 0:
             break
         kind[p], kind[q] = d, c
@@ -265,8 +275,8 @@ def anneal(
     """Anneal a placement whose stages are in path order, in place.
 
     A move exchanges two stages, or a device of kind c with one of kind d in each of a run of one to four pairs of
-    stages: good placements have runs of equal stages, which single exchanges would have to break up first. Only the
-    reductions of the stages and the hops that are touched are computed anew.
+    stages (or of a run and one stage): good placements have runs of equal stages, which single exchanges would have to
+    break up first. Only the reductions of the stages and the hops that are touched are computed anew.
 
     Returns
     -------
@@ -287,6 +297,7 @@ def anneal(
         best_kind[:] = kind
     gave = np.empty(stages, np.int64)
     took = np.empty(stages, np.int64)
+    touched = np.zeros(stages, np.bool_)
     for _ in range(steps):
         temperature_s *= cooling
         s = int(rng.random() * stages)
@@ -300,13 +311,15 @@ def anneal(
             run = _exchange_runs(kind, width, stages, s, t, rng, gave, took)
             if run == 0:
                 continue
-        for i in range(max(run, 1)):
-            new_reductions[s + i] = stage_reduction_s(kind[(s + i) * width : (s + i + 1) * width], pair_s)
-            new_reductions[t + i] = stage_reduction_s(kind[(t + i) * width : (t + i + 1) * width], pair_s)
-        for i in range(-1, max(run, 1)):
-            for hop in (s + i, t + i):
-                if 0 <= hop < stages - 1:
-                    new_hops[hop] = _hop_energy(kind, width, hop, hop_s, pull_s, island, counts)
+        touched[:] = False
+        touched[s] = touched[t] = True
+        for i in range(run):
+            touched[gave[i] // width] = touched[took[i] // width] = True
+        for stage in range(stages):
+            if touched[stage]:
+                new_reductions[stage] = stage_reduction_s(kind[stage * width : (stage + 1) * width], pair_s)
+            if stage + 1 < stages and (touched[stage] or touched[stage + 1]):
+                new_hops[stage] = _hop_energy(kind, width, stage, hop_s, pull_s, island, counts)
         new_energy = new_reductions.max() + new_hops.sum()
         if new_energy <= energy or rng.random() < math.exp((energy - new_energy) / temperature_s):
             energy = new_energy
@@ -318,7 +331,7 @@ def anneal(
         else:
             if run == 0:
                 _exchange_stages(kind, width, s, t)
-            for i in range(run):
+            for i in range(run - 1, -1, -1):
                 kind[gave[i]], kind[took[i]] = kind[took[i]], kind[gave[i]]
             new_hops[:] = hops
             new_reductions[:] = reductions
