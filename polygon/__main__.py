@@ -12,6 +12,8 @@ from polygon.domain.errors import one_of
 COMMANDS = {
     "init": "cluster, model and batch -> groups: which devices form which pipeline stage (ant colony)",
     "search": "groups or cluster -> plan (genetic algorithm with local search)",
+    "pareto": "plans between the fastest and the cheapest",
+    "explain": "plan -> other plans, what was rejected and why, what more bandwidth or devices would bring",
     "evaluate": "plan -> estimate, breakdown, lower bound, violations, trace",
     "compare": "plan and measured traces -> where prediction and measurement differ",
     "generate": "draw a cluster at random",

@@ -188,6 +188,18 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
     return Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)
 
 
+def read_task(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
+    """What a command plans that takes `groups` or `--cluster`: the problem, and the groups or None."""
+    from polygon import files
+
+    if (args.groups is None) == (args.cluster is None):
+        raise InputError(f"{command}: expected either a groups file or --cluster FILE with --model and --global-batch")
+    if args.cluster is not None:
+        return read_problem(args.cluster, args), None
+    groups = files.read_groups(args.groups)
+    return groups.problem, groups
+
+
 def whole(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number within limits."""
     limits = f">= {at_least}" if at_most is None else f"in {at_least}..{at_most}"

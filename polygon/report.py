@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from polygon.cost.bill import Run
 from polygon.cost.estimate import Estimate
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
@@ -82,6 +83,21 @@ def describe_plan(problem: Problem, plan: Plan, estimate: Estimate) -> str:
     return "\n".join(parts)
 
 
+def duration(value_s: float) -> str:
+    """Long times in days or hours."""
+    if value_s >= 2 * 86400:
+        return f"{value_s / 86400:.3g} days"
+    return f"{value_s / 3600:.3g} h" if value_s >= 2 * 3600 else seconds(value_s)
+
+
+def describe_run(run: Run) -> str:
+    """Time, money and energy of a whole run."""
+    return (
+        f"whole run     {run.tokens:.4g} tokens: {run.steps:,} steps, {duration(run.seconds)}, {run.usd:,.4g} USD, "
+        f"at most {run.energy_j / 3.6e6:,.4g} kWh"
+    )
+
+
 def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
     rows = []
     for s, stage in enumerate(plan.stages):
@@ -118,8 +134,7 @@ def _headline(problem: Problem, plan: Plan, estimate: Estimate) -> str:
         f"bound         no plan is faster than {seconds(estimate.lower_bound_s)}; gap {estimate.gap:.0%}",
         f"limited by    {estimate.limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
-        f"devices       {used} of {all_devices}"
-        + (" (the others would not make it faster)" if used < all_devices else ""),
+        f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
         f"across        {size(estimate.cross_region_bytes)} between regions per step",
         f"cost          {estimate.cost_usd:.3g} USD and at most {estimate.energy_j / 3.6e6:.3g} kWh per step",
     ]

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from polygon import cli
-from polygon.domain.errors import InputError
+from polygon.limits import limited, objective_options
 
 METHODS = ("memetic", "grid3d")
 
@@ -27,11 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     parser = cli.Parser(
         prog="polygon search",
-        description="Find the plan with the least step time.",
+        description="Find the plan with the least step time, or the best by another objective, within limits.",
         parents=[
             cli.problem_options(required=False),
             cli.profile_options(),
             cli.search_options(),
+            objective_options(),
             cli.output_options(out="where the plan goes (JSON)"),
         ],
     )
@@ -45,32 +46,41 @@ def main(argv: list[str] | None = None) -> int:
         help="grid3d: where every configuration goes (default %(default)s)",
     )
     args = parser.parse_args(argv)
-    problem, groups = _read(args)
+    problem, groups = cli.read_task(args, "search")
+    problem = limited(problem, args)
 
-    from dataclasses import replace
-
-    import numpy as np
+    from dataclasses import asdict, replace
 
     from polygon import files
-    from polygon.cost.estimate import estimate
+    from polygon.cost.bill import whole_run
+    from polygon.cost.estimate import estimate, step_bill, step_times
     from polygon.cost.tables import CostTables
-    from polygon.planning.engine import Effort, find_plan
+    from polygon.planning.engine import Effort
+    from polygon.planning.frontier import find_within_limits
+    from polygon.planning.objectives import objective_named
     from polygon.planning.violations import violations
-    from polygon.report import describe_plan, seconds
+    from polygon.report import describe_plan, describe_run, seconds
 
     talk = cli.Talk(quiet=args.quiet)
     tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
     with talk.progress("searching", 1.0) as show:
 
         def tell(phase: str, part: float, best: float) -> None:
-            show(part, f"{phase}: {seconds(best)}")
+            show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
 
         if args.method == "grid3d":
             found = _grid(args, problem, tables, tell)
         else:
             effort = Effort(time_limit_s=args.time_limit or float("inf"))
-            rng = np.random.default_rng(args.seed)
-            found = find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
+            found = find_within_limits(
+                problem,
+                args.seed,
+                objective=objective_named(args.objective),
+                groups=groups,
+                effort=effort,
+                tell=tell,
+                tables=tables,
+            )
     if found.interrupted:
         talk.say("interrupted: this is the best so far")
     if found.plan is None:
@@ -82,11 +92,13 @@ def main(argv: list[str] | None = None) -> int:
         files.write_plan(args.out, problem, plan, result.to_dict())
         talk.say(f"plan in {args.out}")
     talk.say(f"{found.evaluations} candidates in {seconds(found.seconds)}")
-    cli.emit(
-        {"search": {"evaluations": found.evaluations, "seconds": found.seconds}, **result.to_dict()},
-        describe_plan(problem, plan, result),
-        as_json=args.json,
-    )
+    data = {"search": {"evaluations": found.evaluations, "seconds": found.seconds}, **result.to_dict()}
+    text = describe_plan(problem, plan, result)
+    if args.tokens:
+        run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
+        data["run"] = asdict(run)
+        text += "\n" + describe_run(run)
+    cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
 
 
@@ -100,18 +112,6 @@ def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
     return find_grid_plan(
         problem, tables=tables, tell=tell, keep=lambda result: result.write(args.configurations, head)
     )
-
-
-def _read(args: Any) -> tuple[Any, Any]:
-    """The problem, and the groups where a groups file is given."""
-    from polygon import files
-
-    if (args.groups is None) == (args.cluster is None):
-        raise InputError("search: expected either a groups file or --cluster FILE with --model and --global-batch")
-    if args.cluster is not None:
-        return cli.read_problem(args.cluster, args), None
-    groups = files.read_groups(args.groups)
-    return groups.problem, groups
 
 
 if __name__ == "__main__":

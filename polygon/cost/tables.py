@@ -55,6 +55,7 @@ class CostTables:
     ) -> None:
         self.problem = problem
         self.calibration = calibration or NONE
+        self._profiles = tuple(profiles)
         self._profile_of = {profile.device: profile for profile in profiles}
         self.links = self.calibration.links(LinkTable(problem.cluster))
         self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
@@ -62,6 +63,10 @@ class CostTables:
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
         self.micro_batch_sizes = tuple(b for b in MICRO_BATCH_SIZES if problem.batch.global_batch % b == 0)
+
+    def for_problem(self, problem: Problem) -> CostTables:
+        """Tables of another problem from the same measurements."""
+        return CostTables(problem, self._profiles, self.calibration)
 
     def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
         """Seconds per micro-batch on a worker of `tp` devices of a pool."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.bill import Bill
+from polygon.cost.bill import Bill, priced
 from polygon.cost.estimate import StepTimes, step_bill, step_times, worker_memory
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values, packed_bytes
@@ -107,15 +107,17 @@ class Decoder:
         """What the search minimises (`polygon.planning.objectives`), by the fluid step time."""
         if self.objective is STEP_TIME and not self.problem.constraints.limits_cost:
             return self.fluid_s(allocation)[0]
+        return value_of(self.problem, self.objective, self.fluid_bill(allocation))
+
+    def fluid_bill(self, allocation: Allocation) -> Bill:
+        """What an allocation's step costs, by the fluid step time."""
         allocation = self.legal(allocation)
         bank = self.bank(allocation.micro_batch_size)
         bounds, options, count = _scratch(allocation.workers.shape[0])
         step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, count)
         if not math.isfinite(step_s):
-            return step_s
-        step_s *= self.objective.fluid_factor
-        bill = self._bills.bill(bank, allocation.workers, bounds, options, int(count[0]), step_s)
-        return value_of(self.problem, self.objective, bill)
+            return priced(self.problem, step_s, 0.0, 0.0, np.zeros(len(self.problem.cluster.regions)))
+        return self._bills.bill(bank, allocation.workers, bounds, options, int(count[0]), step_s)
 
     def bill(self, plan: Plan) -> Bill:
         """Exact time, money, energy and egress of a plan's step."""
@@ -289,12 +291,13 @@ class Decoder:
     def _relax_links(self, plan: Plan) -> Plan:
         """Pack links less where it costs little: the weakest packing for all messages within 1 % of the step time.
 
-        Where something else than time is minimised, only where it costs nothing.
+        Where something else than time is minimised or limited, only where it costs nothing.
         """
         if not plan.links:
             return plan
         allowed = [mode for mode in PACKING_ORDER if mode in self.problem.constraints.compressions]
-        best = self.plan_value(plan) * (1.01 if self.objective is STEP_TIME else 1.0)
+        only_time = self.objective is STEP_TIME and not self.problem.constraints.limits_cost
+        best = self.plan_value(plan) * (1.01 if only_time else 1.0)
         for field in ("weight_gradients", "activation_gradients", "activations"):
             for mode in allowed:
                 if mode == self.packing:

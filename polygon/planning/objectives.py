@@ -32,15 +32,12 @@ class Objective:
     value : callable
         Of a bill, lower is better.
     unit : str
-        Of the value; `show` turns it into words.
-    fluid_factor : float
-        How much longer exact steps are than fluid ones; limits on fluid steps are tightened by it.
+        Of the value.
     """
 
     name: str
     value: Callable[[Bill], float]
     unit: str
-    fluid_factor: float = 1.0
 
 
 def mixture(time_weight: float) -> Objective:

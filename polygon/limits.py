@@ -1,0 +1,44 @@
+"""Options of commands that weigh time against money: objective, budgets, deadline, tokens of the whole run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from polygon import cli
+
+OBJECTIVES = ("time", "money", "energy", "tokens-per-usd")
+
+
+def objective_options(*, objective: bool = True) -> argparse.ArgumentParser:
+    """What to minimise, within which limits, and for how many tokens (a parent for argparse)."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("time and money")
+    if objective:
+        group.add_argument(
+            "--objective",
+            choices=OBJECTIVES,
+            default=OBJECTIVES[0],
+            help="what is best: least step time, money or energy per step, or most tokens per dollar "
+            "(default %(default)s)",
+        )
+    usd, above = "USD", cli.number(above=0)
+    group.add_argument("--budget", type=above, metavar=usd, help="most that a step may cost, devices and egress")
+    group.add_argument("--budget-per-hour", type=above, metavar=usd, help="most that an hour may cost")
+    group.add_argument("--deadline", type=above, metavar="SECONDS", help="longest that a step may take")
+    group.add_argument(
+        "--tokens", type=above, metavar="N", help="also say what training on so many tokens takes (such as 300e9)"
+    )
+    return parent
+
+
+def limited(problem: Any, args: argparse.Namespace) -> Any:
+    """The problem with the limits of `objective_options` in place of its own where they are given."""
+    given = {
+        "most_usd_per_step": args.budget,
+        "most_usd_per_hour": args.budget_per_hour,
+        "most_step_s": args.deadline,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return replace(problem, constraints=replace(problem.constraints, **changes)) if changes else problem

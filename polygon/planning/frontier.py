@@ -1,0 +1,259 @@
+"""Plans between the fastest and the cheapest, and the best plan within a budget or before a deadline.
+
+One series of searches (time, money, energy and mixtures of time and money), each beginning with all that was found
+before, makes a collection of exactly priced allocations. It depends on the problem, the seed and the effort, never on a
+budget or a deadline. The front is what no other member of the collection beats; the best plan within a budget is the
+best member that keeps it. So the cheapest plan costs no more than the fastest, a tighter budget never gives a faster
+plan, and a budget that the fastest plan keeps changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from polygon.cost.bill import Bill, excesses
+from polygon.cost.tables import CostTables
+from polygon.domain.groups import Groups
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.engine import Effort, Found, Tell, find_plan
+from polygon.planning.objectives import ENERGY, MONEY, OVER_LIMIT, STEP_TIME, Objective, mixture, value_of
+
+T = TypeVar("T")
+
+TIME_WEIGHTS = (0.75, 0.5, 0.25)
+"""Of the mixtures of time and money that are searched between the ends."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FrontPoint:
+    """A plan that no other known plan beats in everything."""
+
+    plan: Plan
+    bill: Bill
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Collection:
+    """Everything that a series of searches simulated exactly."""
+
+    bills: tuple[tuple[Bill, Allocation], ...]
+    reason: str = ""
+    """Why it is empty."""
+    evaluations: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    def best(self, problem: Problem, objective: Objective) -> tuple[Bill, Allocation]:
+        """The best member by an objective, within the limits of a problem's constraints if any keeps them."""
+        return min(self.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+
+
+def without_cost_limits(problem: Problem) -> Problem:
+    """The problem without budgets, deadline and egress caps."""
+    free = replace(
+        problem.constraints, egress_bytes_per_step={}, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None
+    )
+    return replace(problem, constraints=free)
+
+
+def collect(
+    problem: Problem,
+    seed: int,
+    *,
+    objectives: Sequence[Objective],
+    groups: Groups | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+    tables: CostTables | None = None,
+) -> Collection:
+    """Search by one objective after another, each from what was found before.
+
+    Parameters
+    ----------
+    seed : int
+        Every search has its own generator from it.
+    effort : Effort
+        Of the first search; the others, which begin well, get half of it. Its time limit is for all together.
+    """
+    effort = effort or Effort()
+    share_s = effort.time_limit_s / (len(objectives) + 1)
+    bills: list[tuple[Bill, Allocation]] = []
+    evaluations, seconds = 0, 0.0
+    reason = ""
+    for i, objective in enumerate(objectives):
+        own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
+        known = [best[1] for best in _leaders(problem, bills, objectives)]
+        found = find_plan(
+            problem,
+            np.random.default_rng([seed, i] if i else seed),
+            groups=groups,
+            effort=own,
+            tell=_part(tell, objective, i, len(objectives)),
+            tables=tables,
+            objective=objective,
+            known=known,
+        )
+        bills += found.bills
+        evaluations, seconds = evaluations + found.evaluations, seconds + found.seconds
+        reason = reason or found.reason
+        if found.interrupted or not bills:
+            break
+    return Collection(
+        bills=tuple(bills),
+        reason=reason,
+        evaluations=evaluations,
+        seconds=seconds,
+        interrupted=bool(bills) and i + 1 < len(objectives),
+    )
+
+
+def _leaders(
+    problem: Problem, bills: list[tuple[Bill, Allocation]], objectives: Sequence[Objective]
+) -> list[tuple[Bill, Allocation]]:
+    """The best so far by each objective."""
+    best = [min(bills, key=lambda pair: value_of(problem, o, pair[0])) for o in objectives] if bills else []
+    return list({id(pair): pair for pair in best}.values())
+
+
+def _half(effort: Effort, time_limit_s: float) -> Effort:
+    return replace(
+        effort,
+        fluid_evaluations=math.ceil(effort.fluid_evaluations / 2),
+        exact_evaluations=math.ceil(effort.exact_evaluations / 2),
+        patience=math.ceil(effort.patience / 2),
+        time_limit_s=time_limit_s,
+    )
+
+
+def _part(tell: Tell | None, objective: Objective, index: int, count: int) -> Tell | None:
+    if tell is None:
+        return None
+    told: Callable[[str, float, float], None] = tell
+    return lambda phase, part, best: told(f"{objective.name}, {phase}", (index + part) / count, best)
+
+
+def find_front(
+    problem: Problem,
+    seed: int,
+    *,
+    with_energy: bool = False,
+    groups: Groups | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+    tables: CostTables | None = None,
+) -> tuple[list[FrontPoint], Collection]:
+    """Plans of which none is beaten by another in time and money (and energy), fastest first.
+
+    Plans that exceed a limit of the constraints are not among them.
+    """
+    objectives = [STEP_TIME, MONEY, *([ENERGY] if with_energy else []), *map(mixture, TIME_WEIGHTS)]
+    free = without_cost_limits(problem)
+    tables = tables or CostTables(problem)
+    collection = collect(
+        free,
+        seed,
+        objectives=objectives,
+        groups=groups,
+        effort=effort,
+        tell=tell,
+        tables=tables.for_problem(free),
+    )
+    kept = [pair for pair in collection.bills if not excesses(problem, pair[0])]
+    decoder = Decoder(problem, tables=tables, objective=MONEY)
+    points = []
+    for _, allocation in _non_dominated(kept, with_energy):
+        plan = decoder.decode(allocation)
+        if isinstance(plan, Plan):
+            points.append((decoder.bill(plan), plan))
+    front = [FrontPoint(plan=plan, bill=bill) for bill, plan in _non_dominated(points, with_energy)]
+    return sorted(front, key=lambda point: (point.bill.step_s, point.bill.usd)), collection
+
+
+def _non_dominated(pairs: Sequence[tuple[Bill, T]], with_energy: bool) -> list[tuple[Bill, T]]:
+    """Those that no other equals or beats in everything, one of each equal."""
+
+    def costs(bill: Bill) -> tuple[float, ...]:
+        return (bill.step_s, bill.usd, bill.energy_j) if with_energy else (bill.step_s, bill.usd)
+
+    kept: list[tuple[Bill, T]] = []
+    for bill, thing in sorted(pairs, key=lambda pair: costs(pair[0])):
+        if not any(all(a <= b for a, b in zip(costs(other), costs(bill), strict=True)) for other, _ in kept):
+            kept.append((bill, thing))
+    return kept
+
+
+def find_within_limits(
+    problem: Problem,
+    seed: int,
+    *,
+    objective: Objective = STEP_TIME,
+    groups: Groups | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+    tables: CostTables | None = None,
+) -> Found:
+    """The best plan by an objective that keeps budgets, deadline and egress caps.
+
+    Where nothing is limited and time is minimised this is `find_plan`. Limits that the best plan keeps without them
+    change nothing. Else the best member of a collection is taken that knows no budget and no deadline, only the cap on
+    egress.
+    """
+    tables = tables or CostTables(problem)
+    if objective is STEP_TIME and not problem.constraints.limits_cost:
+        rng = np.random.default_rng(seed)
+        return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
+    free = without_cost_limits(problem)
+
+    def search(base: Problem, first_seed: int, objectives: Sequence[Objective]) -> Collection:
+        own = tables.for_problem(base)
+        return collect(base, first_seed, objectives=objectives, groups=groups, effort=effort, tell=tell, tables=own)
+
+    ends = [STEP_TIME] if objective is STEP_TIME else [STEP_TIME, objective]
+    collection = search(free, seed, ends)
+    if not collection.bills:
+        return Found(plan=None, value_s=math.inf, reason=collection.reason)
+    found = _decoded(free, collection, objective, tables.for_problem(free))
+    if found.plan is not None and not excesses(problem, Decoder(problem, tables=tables).bill(found.plan)):
+        return found
+    capped = replace(problem.constraints, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None)
+    base = replace(problem, constraints=capped)
+    wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)])
+    both = replace(
+        collection,
+        bills=collection.bills + wider.bills,
+        evaluations=collection.evaluations + wider.evaluations,
+        seconds=collection.seconds + wider.seconds,
+        interrupted=collection.interrupted or wider.interrupted,
+    )
+    return _decoded(problem, both, objective, tables)
+
+
+def _decoded(problem: Problem, collection: Collection, objective: Objective, tables: CostTables) -> Found:
+    """The best member as a plan, or why none keeps the limits."""
+    bill, allocation = collection.best(problem, objective)
+    decoder = Decoder(problem, tables=tables, objective=objective)
+    plan = decoder.decode(allocation)
+    value = decoder.plan_value(plan) if isinstance(plan, Plan) else math.inf
+    if not isinstance(plan, Plan) or value >= OVER_LIMIT:
+        over = "; ".join(text for _, text in excesses(problem, bill))
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=f"no plan was found that keeps the limits; of the nearest one {over}",
+            evaluations=collection.evaluations,
+            seconds=collection.seconds,
+        )
+    return Found(
+        plan=replace(plan, solver="memetic"),
+        value_s=value,
+        bills=tuple(sorted(collection.bills, key=lambda pair: value_of(problem, objective, pair[0]))),
+        interrupted=collection.interrupted,
+        evaluations=collection.evaluations,
+        seconds=collection.seconds,
+    )

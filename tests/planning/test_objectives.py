@@ -1,0 +1,260 @@
+"""Money, energy, limits and rules: what they must never do to a plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon import catalogue
+from polygon.cost.bill import excesses, whole_run
+from polygon.cost.estimate import estimate
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Constraints, Plan, Problem, StageRule
+from polygon.planning.candidates import Candidates
+from polygon.planning.decode import Decoder
+from polygon.planning.engine import Effort, find_plan
+from polygon.planning.frontier import find_front, find_within_limits
+from polygon.planning.objectives import MONEY, OBJECTIVES, objective_named
+from polygon.planning.violations import violations
+
+SHORT = Effort(fluid_evaluations=240, exact_evaluations=16, patience=120)
+TYPES = ("a100-40gb", "t4", "v100-16gb")
+MODEL = Model(
+    name="small", blocks=6, hidden_size=1024, heads=16, kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=32000,
+    max_seq_len=1024,
+)  # fmt: skip
+
+
+def cluster_of(groups, *, bytes_per_s=1e9, egress_usd_per_gb=0.05):
+    """Regions r0, r1, ... given as lists of (type, nodes, devices per node)."""
+    inside, between = Link(latency_s=5e-6, bytes_per_s=1e10), Link(latency_s=5e-5, bytes_per_s=1e9)
+    regions = tuple(
+        Region(
+            name=f"r{r}",
+            intra_region=between,
+            egress_usd_per_gb=egress_usd_per_gb,
+            node_groups=tuple(
+                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
+                for name, n, d in members
+            ),
+        )
+        for r, members in enumerate(groups)
+    )
+    n = len(regions)
+    return Cluster(
+        name="test",
+        regions=regions,
+        latency_s=np.full((n, n), 0.01),
+        bytes_per_s=np.full((n, n), bytes_per_s),
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+        catalogue={name: catalogue.device(name) for name in TYPES},
+    )
+
+
+def problem_of(groups, constraints=None, **links):
+    return Problem(
+        cluster=cluster_of(groups, **links),
+        model=MODEL,
+        batch=Batch(global_batch=32, seq_len=512),
+        constraints=constraints or Constraints(),
+    )
+
+
+THREE = ([("a100-40gb", 1, 2)], [("t4", 2, 2)], [("v100-16gb", 2, 1)])
+
+
+@st.composite
+def problems(draw, prices=(0.0, 0.09)):
+    members = st.tuples(st.sampled_from(TYPES), st.integers(1, 2), st.sampled_from([1, 2]))
+    groups = draw(st.lists(st.lists(members, min_size=1, max_size=2), min_size=1, max_size=3))
+    return problem_of(
+        groups,
+        bytes_per_s=draw(st.sampled_from([1e8, 1e9, 1e10])),
+        egress_usd_per_gb=draw(st.sampled_from(prices)),
+    )
+
+
+def regions_of(problem, plan, stage):
+    return {problem.cluster.regions[problem.cluster.pools[w.pool].region].name for w in plan.stages[stage].workers}
+
+
+@settings(max_examples=5, deadline=None)
+@given(problem=problems(), with_energy=st.booleans())
+def test_front_is_not_dominated_and_has_both_ends(problem, with_energy):
+    """No point beats another; the first is the fastest, one is the cheapest of all that was simulated; all can run."""
+    front, collection = find_front(problem, 0, with_energy=with_energy, effort=SHORT)
+
+    def costs(bill):
+        return (bill.step_s, bill.usd, bill.energy_j)[: 3 if with_energy else 2]
+
+    for i, a in enumerate(front):
+        for b in front[i + 1 :]:
+            assert not all(x <= y for x, y in zip(costs(a.bill), costs(b.bill), strict=True))
+            assert not all(x >= y for x, y in zip(costs(a.bill), costs(b.bill), strict=True))
+    for k in range(len(costs(front[0].bill))):
+        best = min(costs(bill)[k] for bill, _ in collection.bills)
+        assert min(costs(point.bill)[k] for point in front) <= best * (1 + 1e-9)
+    for point in front:
+        assert violations(problem, point.plan) == []
+        assert np.isclose(estimate(problem, point.plan).cost_usd, point.bill.usd)
+
+
+@settings(max_examples=5, deadline=None)
+@given(problem=problems(), name=st.sampled_from(["money", "energy", "tokens-per-usd"]))
+def test_another_objective_is_no_worse_by_itself_than_the_fastest_plan(problem, name):
+    """The cheapest plan costs no more than the fastest; so for energy and tokens per dollar."""
+    objective = objective_named(name)
+    decoder = Decoder(problem, objective=objective)
+    fastest = find_within_limits(problem, 1, effort=SHORT)
+    best = find_within_limits(problem, 1, objective=objective, effort=SHORT)
+    assert decoder.plan_value(best.plan) <= decoder.plan_value(fastest.plan) * (1 + 1e-9)
+    assert violations(problem, best.plan) == []
+
+
+@settings(max_examples=4, deadline=None)
+@given(problem=problems(), parts=st.lists(st.floats(0.5, 1.3), min_size=2, max_size=2))
+def test_a_tighter_budget_never_gives_a_faster_plan(problem, parts):
+    """Budgets in parts of what the fastest plan costs; what the fastest keeps changes nothing."""
+    fastest = find_within_limits(problem, 0, effort=SHORT)
+    usd = estimate(problem, fastest.plan).cost_usd
+    times = []
+    for part in sorted(parts):
+        limits = replace(problem.constraints, most_usd_per_step=part * usd)
+        limited = replace(problem, constraints=limits)
+        found = find_within_limits(limited, 0, effort=SHORT)
+        if found.plan is None:
+            assert "USD" in found.reason
+            times.append(np.inf)
+            continue
+        assert violations(limited, found.plan) == []
+        times.append(estimate(problem, found.plan).step_s)
+        if part >= 1:
+            assert found.plan.stages == fastest.plan.stages
+            assert (found.plan.routes == fastest.plan.routes).all()
+    assert times[0] >= times[1] * (1 - 1e-9)
+
+
+def test_limits_that_nothing_keeps_are_a_result_with_a_reason():
+    """A deadline below the bound, a budget of a millionth of a dollar."""
+    for limits in ({"most_step_s": 1e-6}, {"most_usd_per_step": 1e-6}, {"most_usd_per_hour": 1e-6}):
+        problem = problem_of(THREE, Constraints(**limits))
+        found = find_within_limits(problem, 0, effort=SHORT)
+        assert found.plan is None
+        assert "allowed" in found.reason
+
+
+def test_money_under_a_deadline():
+    """The plan keeps the deadline and costs no more than the fastest, which keeps it too."""
+    free = problem_of(THREE)
+    fastest = estimate(free, find_within_limits(free, 0, effort=SHORT).plan)
+    problem = replace(free, constraints=Constraints(most_step_s=1.5 * fastest.step_s))
+    found = find_within_limits(problem, 0, objective=MONEY, effort=SHORT)
+    result = estimate(problem, found.plan)
+    assert result.step_s <= 1.5 * fastest.step_s
+    assert result.cost_usd <= fastest.cost_usd * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(prices=(0.05,)), seed=st.integers(0, 50))
+def test_fluid_egress_is_near_the_plans(problem, seed):
+    """Bytes that leave each region, by flow and by routes: whole micro-batches make the difference."""
+    decoder = Decoder(replace(problem, constraints=Constraints(compressions=("none",))), objective=MONEY)
+    x = Candidates(decoder, 4).random(np.random.default_rng(seed))
+    plan = decoder.decode(x)
+    if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
+        return
+    fluid, exact = decoder.fluid_bill(x), decoder.bill(plan)
+    message = x.micro_batch_size * 512 * MODEL.hidden_size * 2
+    workers = sum(stage.width for stage in plan.stages)
+    assert (np.abs(fluid.egress_bytes - exact.egress_bytes) <= 4 * workers * message).all()
+    assert np.isclose(fluid.usd - fluid.egress_bytes.sum() / 1e9 * problem.cluster.regions[0].egress_usd_per_gb,
+                      (exact.usd - exact.egress_bytes.sum() / 1e9 * problem.cluster.regions[0].egress_usd_per_gb)
+                      / exact.step_s * fluid.step_s)  # fmt: skip
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    first=st.lists(st.sampled_from(["r0", "r1", "r2"]), max_size=2, unique=True),
+    last=st.lists(st.sampled_from(["r0", "r1", "r2"]), max_size=2, unique=True),
+    never=st.sampled_from(["r0", "r1", "r2"]),
+    most_stages=st.sampled_from([None, 1, 2]),
+    forbidden=st.sampled_from([(), ("t4",), ("a100-40gb",)]),
+)
+def test_rules_hold_in_found_plans(first, last, never, most_stages, forbidden):
+    """Whatever is pinned or forbidden: the plan keeps it, or there is none and a reason."""
+    constraints = Constraints(
+        first_stage_regions=tuple(first),
+        last_stage_regions=tuple(last),
+        stage_rules=(StageRule(stage=1, never_regions=(never,)),),
+        most_stages=most_stages,
+        forbidden_devices=forbidden,
+    )
+    problem = problem_of(THREE, constraints)
+    found = find_plan(problem, np.random.default_rng(0), effort=SHORT)
+    if found.plan is None:
+        assert found.reason
+        return
+    assert violations(problem, found.plan) == []
+    assert not first or regions_of(problem, found.plan, 0) <= set(first)
+    assert not last or regions_of(problem, found.plan, -1) <= set(last)
+    assert len(found.plan.stages) <= (most_stages or 99)
+
+
+def test_residency_in_two_regions_is_found():
+    """Data in r1, loss in r2: a plan exists, and the search finds it."""
+    problem = problem_of(THREE, Constraints(first_stage_regions=("r1",), last_stage_regions=("r2",)))
+    plan = find_plan(problem, np.random.default_rng(0), effort=SHORT).plan
+    assert regions_of(problem, plan, 0) == {"r1"}
+    assert regions_of(problem, plan, -1) == {"r2"}
+
+
+def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():
+    """Nothing may leave: one region; a cap that the free plan keeps changes nothing."""
+    free = problem_of((THREE[0], THREE[0]), bytes_per_s=1e11)
+    fastest = find_within_limits(free, 0, effort=SHORT).plan
+    sent = Decoder(free).bill(fastest).egress_bytes
+    assert sent.max() > 0
+    home = replace(free, constraints=Constraints(egress_bytes_per_step={"*": 0.0}))
+    found = find_within_limits(home, 0, effort=SHORT).plan
+    assert violations(home, found) == []
+    assert len({w.pool for stage in found.stages for w in stage.workers}) == 1
+    assert any("egress of r" in text for text in violations(home, fastest))
+    loose = replace(free, constraints=Constraints(egress_bytes_per_step={"*": float(sent.max())}))
+    assert find_within_limits(loose, 0, effort=SHORT).plan.stages == fastest.stages
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"forbidden_devices": ("h100",)}, "forbidden_devices: found 'h100'"),
+        ({"stage_rules": (StageRule(stage=0, only_regions=("r9",)),)}, r"stage_rules\[0\].only_regions: found 'r9'"),
+        ({"egress_bytes_per_step": {"r9": 1.0}}, "egress_bytes_per_step: found 'r9'"),
+        ({"most_usd_per_step": 0.0}, "most_usd_per_step: found 0.0, expected a number > 0"),
+        ({"most_stages": 0}, "most_stages: found 0"),
+    ],
+)
+def test_constraints_that_make_no_sense_are_refused(constraints, message):
+    """Names that the cluster does not have, limits that are no limits."""
+    with pytest.raises(InputError, match=message):
+        problem_of(THREE, Constraints(**constraints))
+
+
+def test_whole_run_is_whole_steps():
+    """As many steps as the tokens take, rounded up; time, money and energy in proportion."""
+    problem = problem_of(THREE)
+    bill = Decoder(problem).bill(find_plan(problem, np.random.default_rng(0), effort=SHORT).plan)
+    run = whole_run(bill, 10.5 * bill.tokens)
+    assert run.steps == 11
+    assert np.isclose([run.seconds, run.usd, run.energy_j], [11 * bill.step_s, 11 * bill.usd, 11 * bill.energy_j]).all()
+    assert excesses(problem, bill) == []
+
+
+def test_unknown_objective_names_the_known_ones():
+    """One line with the nearest name."""
+    with pytest.raises(InputError, match="objective: found 'mony', expected 'money'"):
+        objective_named("mony")
+    assert set(OBJECTIVES) == {"time", "money", "energy", "tokens-per-usd"}
