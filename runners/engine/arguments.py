@@ -50,6 +50,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--clip-norm", type=float, default=default.clip_norm, help="of the whole model's gradient; 0: none"
     )
+    training.add_argument(
+        "--offload-optimizer", action="store_true", help="keep optimizer state in host memory and update there"
+    )
     training.add_argument("--outer-rate", type=float, default=default.outer_rate, help="of local updates (%(default)s)")
     training.add_argument(
         "--outer-momentum", type=float, default=default.outer_momentum, help="of local updates (default %(default)s)"
@@ -95,6 +98,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
         warmup_steps=arguments.warmup_steps,
         weight_decay=arguments.weight_decay,
+        offload_optimizer=arguments.offload_optimizer,
         outer_rate=arguments.outer_rate,
         outer_momentum=arguments.outer_momentum,
         clip_norm=arguments.clip_norm or None,

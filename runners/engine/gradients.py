@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from polygon_comm.parameter_server import Part, ServerGroup
 from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
@@ -51,6 +52,8 @@ class Bucket:
     ) -> None:
         self.fraction: float | None = None
         """Part of the samples that this region computes, where only its members sum (local updates)."""
+        self.parts: list[Part] = []
+        """Owners of stretches, where the group has parameter servers."""
         self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole
         self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
@@ -76,7 +79,12 @@ class Bucket:
         assert self.group is not None
         narrow = self.vector.to(dtype)
         near_only = self.fraction is not None
-        end_sum = self.group.begin_near(narrow) if near_only else self.group.begin(narrow, self.name, self.shapes)
+        if isinstance(self.group, ServerGroup):
+            end_sum = self.group.begin_to_owners(narrow, self.name, self.parts)
+        elif near_only:
+            end_sum = self.group.begin_near(narrow)
+        else:
+            end_sum = self.group.begin(narrow, self.name, self.shapes)
 
         def end() -> None:
             end_sum()
@@ -102,6 +110,12 @@ class Bucket:
             stop = start + tensor.numel()
             self.vector[a:b] = self.cut(key, total[start:stop].view_as(tensor)).reshape(-1)
             start = stop
+
+    def owned_by(self, rank: int) -> list[tuple[int, int]]:
+        """Stretches that a rank owns where there are parameter servers; else the whole."""
+        if not self.parts:
+            return [(0, len(self.vector))]
+        return [(part.start, part.stop) for part in self.parts if part.owner == rank]
 
     def gathered(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter's tensor, or one shaped like it, uncut; a collective of the worker's devices."""

@@ -199,12 +199,17 @@ def check_runnable(problem: Problem, plan: Plan) -> None:
         for kind in ("activations", "activation_gradients"):
             if getattr(use, kind) == "powersgd":
                 raise InputError(f"plan.links: found {kind} 'powersgd', expected another packing (it is for weights)")
-    if plan.reduction != "all-reduce":
-        raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce'")
-    if plan.local_steps > 1:
-        if problem.batch.precision == "fp16":
+    servers = plan.reduction != "all-reduce"
+    if servers and any(use.weight_gradients == "powersgd" for use in plan.links):
+        raise InputError("plan.links: found weight_gradients 'powersgd', expected another packing (with servers)")
+    if servers and plan.local_steps > 1:
+        raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce' (with local steps)")
+    if plan.local_steps > 1 or servers:
+        if plan.local_steps > 1 and problem.batch.precision == "fp16":
             raise InputError("batch.precision: found 'fp16', expected bf16 or fp32 (local steps have no loss scaling)")
         for s, stage in enumerate(plan.stages):
             degrees = sorted({worker.tp for worker in stage.workers})
             if len(degrees) > 1:
-                raise InputError(f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps)")
+                raise InputError(
+                    f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps or servers)"
+                )

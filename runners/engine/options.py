@@ -16,6 +16,8 @@ class Options:
     learning_rate: float = 3e-4
     warmup_steps: int = 0
     weight_decay: float = 0.1
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and its copy of the weights, in host memory."""
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     """Of the outer optimizer where the plan takes local steps (the defaults are DiLoCo's)."""

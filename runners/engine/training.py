@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from polygon_comm.local_updates import OuterUpdate
+from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
@@ -82,7 +83,11 @@ class Training:
         )
         tp = self._tensor_group("compute", store)
         tp_sums = self._tensor_group("sums", store)
-        sums = {name: SumGroup(members, self.wires) for name, members in layout.groups_of(rank).items()}
+        served = plan.reduction != "all-reduce"
+        sums = {
+            name: (ServerGroup if served and name != "all" else SumGroup)(members, self.wires)
+            for name, members in layout.groups_of(rank).items()
+        }
         self._all = sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         pace = None
@@ -95,6 +100,7 @@ class Training:
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
+            rank,
             problem.batch.optimizer,
             options,
             sharded=plan.stages[stage].zero >= 1,
@@ -181,6 +187,8 @@ class Training:
 
     def _counts(self, bucket: Bucket) -> bool:
         """Whether this rank's part of a bucket counts in the norm; of equal copies one does."""
+        if bucket.parts:
+            return True
         if self.local:
             return bucket.group is not None and bucket.group.near_place == 0
         return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
@@ -204,7 +212,9 @@ class Training:
                 for name, (a, b, _) in bucket.places.items():
                     # Slices add up; of what is whole on every device of a worker, the first counts.
                     if worker.place == 0 or name in bucket.dims:
-                        squares += torch.linalg.vector_norm(bucket.vector[a:b], dtype=torch.float64).cpu() ** 2
+                        for start, end in bucket.owned_by(self.rank):
+                            mine = bucket.vector[max(a, start) : max(a, start, min(b, end))]
+                            squares += torch.linalg.vector_norm(mine, dtype=torch.float64).cpu() ** 2
         part = float(worker.is_last and worker.place == 0)
         fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches
         stop = float(self.stop_requested.is_set())
@@ -254,6 +264,7 @@ class Training:
         with self.log.interval("reduce", "outer step"):
             for outer in self.outer.values():
                 outer.apply()
+            self.update.take_weights()
             return self._scalars()
 
     def save(self) -> None:

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from polygon_comm.parameter_server import ServerGroup
 from torch import nn
 
+from polygon.domain.errors import require
 from runners.engine.gradients import Bucket
 from runners.engine.options import Options
 
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """Steps without overflow after which the loss scale doubles (as torch's GradScaler)."""
-OUTER_KEYS = ("outer_momentum",)
-"""Vectors in checkpoints that are not the optimizer's."""
+STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+"""What torch's optimizers keep for every weight."""
 
 
 @dataclass
@@ -33,6 +35,35 @@ class _Piece:
     bucket: Bucket
     start: int
     parameter: nn.Parameter
+    """A view into the bucket, or with offloading a copy in host memory."""
+
+    @property
+    def stop(self) -> int:
+        """End of the stretch."""
+        return self.start + self.parameter.numel()
+
+    @property
+    def _apart(self) -> bool:
+        return self.parameter.data_ptr() != self.bucket.weights[self.start :].data_ptr()
+
+    def fetch_gradient(self, factor: float) -> None:
+        """Let the optimizer see the bucket's gradient times a factor."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if self._apart:
+            gradient.copy_(self.bucket.vector[self.start : self.stop])
+        if factor != 1.0:
+            gradient.mul_(factor)
+
+    def return_weights(self) -> None:
+        """Put what the optimizer made of the weights into the bucket."""
+        if self._apart:
+            self.bucket.weights[self.start : self.stop].copy_(self.parameter.detach())
+
+    def take_weights(self) -> None:
+        """Let the optimizer see the bucket's weights."""
+        if self._apart:
+            self.parameter.data.copy_(self.bucket.weights[self.start : self.stop])
 
 
 class Update:
@@ -41,6 +72,7 @@ class Update:
     Parameters
     ----------
     buckets : sequence of Bucket
+    rank : int
     optimizer : str
         adamw or sgd.
     options : Options
@@ -51,8 +83,18 @@ class Update:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], optimizer: str, options: Options, *, sharded: bool, scaled: bool
+        self,
+        buckets: Sequence[Bucket],
+        rank: int,
+        optimizer: str,
+        options: Options,
+        *,
+        sharded: bool,
+        scaled: bool,
     ) -> None:
+        self._rank, self._name = rank, optimizer
+        self.applied = 0
+        """Updates made, over all runs; steps that overflowed are none."""
         self.buckets, self.options, self.sharded = list(buckets), options, sharded
         self.loss_scale = FIRST_LOSS_SCALE if scaled else 1.0
         self._scaled, self._good_steps = scaled, 0
@@ -72,10 +114,12 @@ class Update:
 
     def _is_sharded(self, bucket: Bucket) -> bool:
         """Whether the bucket is split; not where only the first ranks of differently cut workers sum."""
-        return self.sharded and not bucket.whole
+        return self.sharded and not bucket.whole and not bucket.parts
 
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
-        """Fill in what the other members in the region updated."""
+        """Fill in what other members updated."""
+        if isinstance(bucket.group, ServerGroup):
+            bucket.group.share_from_owners_(vector, bucket.parts)
         if self._is_sharded(bucket) and bucket.group is not None:
             bucket.group.share_parts(vector, self._parts(bucket))
 
@@ -86,14 +130,20 @@ class Update:
         return list(itertools.pairwise(borders))
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
-        mine = bucket.group.near_place if self._is_sharded(bucket) and bucket.group is not None else 0
-        start, stop = self._parts(bucket)[mine]
-        borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
+        mine = bucket.owned_by(self._rank)
+        if self._is_sharded(bucket) and bucket.group is not None:
+            mine = [self._parts(bucket)[bucket.group.near_place]]
         pieces = []
-        for a, b in itertools.pairwise(borders):
-            parameter = nn.Parameter(bucket.weights[a:b])
-            parameter.grad = bucket.vector[a:b]
-            pieces.append(_Piece(bucket, a, parameter))
+        for start, stop in mine:
+            borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
+            for a, b in itertools.pairwise(borders):
+                if self.options.offload_optimizer:
+                    parameter = nn.Parameter(bucket.weights[a:b].to("cpu", copy=True))
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    parameter = nn.Parameter(bucket.weights[a:b])
+                    parameter.grad = bucket.vector[a:b]
+                pieces.append(_Piece(bucket, a, parameter))
         return pieces
 
     def apply(self, norm: float, step: int) -> bool:
@@ -130,60 +180,68 @@ class Update:
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            if factor != 1.0:
-                for piece in self._pieces:
-                    assert piece.parameter.grad is not None
-                    piece.parameter.grad.mul_(factor)
+            for piece in self._pieces:
+                piece.fetch_gradient(factor)
             self._optimizer.step()
+            for piece in self._pieces:
+                piece.return_weights()
         for bucket in self.buckets:
             self._share(bucket, bucket.weights)
+        self.applied += 1
         self._good_steps += 1
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
 
+    def take_weights(self) -> None:
+        """Let the optimizer see weights that were changed by others."""
+        for piece in self._pieces:
+            piece.take_weights()
+
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
         flat: dict[str, torch.Tensor] = {"value": bucket.weights} | dict(more)
-        single: dict[str, Any] = {}
-        for piece in self._pieces:
-            state = self._optimizer.state.get(piece.parameter, {}) if self._optimizer is not None else {}
-            if piece.bucket is not bucket:
-                continue
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == piece.parameter.shape:
-                    whole = flat.setdefault(key, torch.zeros_like(bucket.weights))
-                    whole[piece.start : piece.start + value.numel()] = value
-                else:
-                    single[key] = value
-        for key, whole in flat.items():
-            if key != "value" and key not in more:
-                self._share(bucket, whole)
+        # Every member takes part in every sharing, also one that updates nothing of this bucket.
+        for key in STATE_KEYS[self._name] if self.applied else ():
+            whole = flat[key] = torch.zeros_like(bucket.weights)
+            for piece in self._pieces:
+                if piece.bucket is bucket:
+                    assert self._optimizer is not None
+                    values = self._optimizer.state[piece.parameter][key]
+                    whole[piece.start : piece.stop] = values
+            self._share(bucket, whole)
         return {
-            name: {key: bucket.gathered(name, whole[start:stop].view(shape)) for key, whole in flat.items()} | single
+            name: {key: bucket.gathered(name, whole[start:stop].view(shape)) for key, whole in flat.items()}
+            | {"updates": self.applied}
             for name, (start, stop, shape) in bucket.places.items()
         }
 
     def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
         """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
-        keys = [key for key, value in first.items() if isinstance(value, torch.Tensor) and value.ndim > 0]
-        single = {key: value for key, value in first.items() if key not in keys}
-        flat = {key: torch.zeros_like(bucket.weights) for key in keys}
-        for name, (start, stop, _) in bucket.places.items():
-            for key in keys:
-                flat[key][start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(bucket.weights.device)
-        bucket.weights.copy_(flat.pop("value"))
+        self.applied = int(first["updates"])
+        wanted = STATE_KEYS[self._name] if self.applied else ()
+        for key in wanted:
+            require(key in first, "checkpoint: optimizer state", sorted(first), f"{key} (optimizer {self._name})")
+
+        def vector_of(key: str) -> torch.Tensor:
+            vector = torch.zeros_like(bucket.weights)
+            for name, (start, stop, _) in bucket.places.items():
+                vector[start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(vector.device)
+            return vector
+
+        bucket.weights.copy_(vector_of("value"))
         for key, vector in more.items():
-            if key in flat:
-                vector.copy_(flat.pop(key))
-        flat = {key: whole for key, whole in flat.items() if key not in OUTER_KEYS}
+            if key in first:
+                vector.copy_(vector_of(key))
+        flat = {key: vector_of(key) for key in wanted}
         for piece in self._pieces:
-            if piece.bucket is bucket and self._optimizer is not None and (flat or single):
-                stop = piece.start + piece.parameter.numel()
-                self._optimizer.state[piece.parameter] = {
-                    key: whole[piece.start : stop].clone() for key, whole in flat.items()
-                } | {key: _own(value) for key, value in single.items()}
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+            if piece.bucket is bucket:
+                piece.take_weights()
+            if piece.bucket is bucket and self._optimizer is not None and flat:
+                device = piece.parameter.device
+                state: dict[str, torch.Tensor] = {
+                    key: whole[piece.start : piece.stop].to(device, copy=True) for key, whole in flat.items()
+                }
+                if self._name == "adamw":
+                    state["step"] = torch.tensor(float(self.applied))
+                self._optimizer.state[piece.parameter] = state

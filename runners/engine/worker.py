@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from polygon_comm.compression import Codec, make_codec
+from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Receipt, Sending, Wires
@@ -122,6 +123,9 @@ class StageWorker:
         bucket = Bucket(name, parameters, sums.get(group), self._tp_sums, dims, whole=whole)
         if bucket.group is not None:
             bucket.fraction = self.layout.local_fraction(self.rank, group)
+        if isinstance(bucket.group, ServerGroup):
+            central = self.plan.reduction == "central-server"
+            bucket.parts = bucket.group.parts(len(bucket.vector), central=central)
         return bucket
 
     def begin(self, first_step: int, steps: int, first_sample: int) -> None:
