@@ -7,6 +7,7 @@ Conventions, for every function here:
 - ``latency_s`` is the cost of a message whatever its size, ``bytes_per_s`` what one port moves in ONE direction
   (ports are full duplex: a link sold as 600 GB/s "bidirectional" is 300e9 here).
 - arguments may be numpy arrays that broadcast together; scalars in give scalars out. One rank takes 0 seconds.
+- `ring_pass_s` may be called by numba kernels as well: it is compiled into them, and stays plain Python here.
 - additions, kernel launches and other traffic are left out.
 
 Which operation is best by which of them on which network: `polygon.cost.collective_table`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.extending import register_jitable
 
 Number = Any
 """A float, or an array of them."""
@@ -50,6 +52,7 @@ def bus_bandwidth_factor(op: str, ranks: int) -> float:
 # ---------------------------------------------------------------------------------------------------------- rings
 
 
+@register_jitable
 def ring_pass_s(n_bytes: Number, ranks: Number, latency_s: Number, bytes_per_s: Number) -> Number:
     r"""Once round a ring, a p-th of the buffer per round: an all-gather or a reduce-scatter.
 

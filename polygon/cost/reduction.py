@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from polygon.cost.collectives import ring_pass_s
 from polygon.cost.transfers import LinkTable, Placement, packed_bytes
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan
@@ -48,7 +49,7 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
         return 0.0
     if bytes_per_s <= 0:
         return np.inf
-    return 2 * (members - 1) * (latency_s + n_bytes / (members * bytes_per_s))
+    return 2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s)
 
 
 @njit(cache=True)
