@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polygon.accuracy import by_dataset, predict, rows_of
-from polygon.cost import compute, kernels, memory, uniform
+from polygon.cost import compute, kernels, layout, memory
 from polygon.cost.profiles import link_curves, model_profiles
 from polygon.cost.staged import StagedEstimate
 from polygon.measured import MeasuredRun, published_run, staged_runs
@@ -30,7 +30,7 @@ def forget() -> None:
     kernels.gemm_s.cache_clear()
     compute._layer_times.cache_clear()
     memory._layer_memory.cache_clear()
-    uniform._layouts.clear()
+    layout._layouts.clear()
 
 
 @contextmanager
@@ -134,7 +134,7 @@ CASES: list[tuple[str, tuple[tuple[Any, str, Any], ...], Callable[[Any], Any]]] 
     ("no pipeline bubble", (), without("bubble")),
     ("no sends between stages", (), without("p2p")),
     ("no data-parallel traffic", (), without("data-parallel")),
-    ("no copies in sharded training", ((uniform, "SHARD_COPIES", 0.0),), same),
+    ("no copies in sharded training", ((layout, "SHARD_COPIES", 0.0),), same),
     ("no optimizer", (), without("optimizer")),
 ]
 

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from polygon.catalogue import device
-from polygon.cost import compute, kernels, uniform
+from polygon.cost import compute, kernels, layout
 from polygon.cost.compute import Kernels, layer_times
 from polygon.cost.uniform import estimate_uniform
 from polygon.domain.cluster import Link
@@ -75,11 +75,11 @@ def apply(values: dict[tuple[str, str], float]) -> None:
         if architecture:
             kernels.EFFICIENCY[architecture] = replace(kernels.EFFICIENCY[architecture], **{name: value})
         else:
-            setattr(uniform if name == "SHARD_COPIES" else compute, name, value)
+            setattr(layout if name == "SHARD_COPIES" else compute, name, value)
     kernels._silicon.cache_clear()
     kernels.gemm_s.cache_clear()
     compute._layer_times.cache_clear()
-    uniform._layouts.clear()
+    layout._layouts.clear()
 
 
 def table_4(rows: dict[str, dict[str, float]]) -> list[tuple[str, float, float]]:

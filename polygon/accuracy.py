@@ -130,6 +130,7 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
         )
     if run.memory_bytes:
         peak = estimate.peak
+        total = peak.total_bytes * (run.memory_factor if isinstance(run, MeasuredRun) else 1.0)
         parts = ("weights", "gradients", "optimizer", "activations", "transient", "context")
         rows.append(
             Row(
@@ -138,9 +139,9 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
                 quantity="memory",
                 calibration=run.calibration,
                 measured=run.memory_bytes,
-                predicted=peak.total_bytes,
-                low=peak.total_bytes * (1 - MEMORY_ERROR),
-                high=peak.total_bytes * (1 + MEMORY_ERROR),
+                predicted=total,
+                low=total * (1 - MEMORY_ERROR),
+                high=total * (1 + MEMORY_ERROR),
                 source="spec" if isinstance(estimate, UniformEstimate) else "profile",
                 owner=peak.owner,
                 terms={part: getattr(peak, part) for part in parts},

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polygon.catalogue import device as device_by_name
+from polygon.catalogue import usual_link
 from polygon.cost.compute import Kernels
+from polygon.cost.kernels import architecture_of
 from polygon.cost.staged import Place, StagedConfig
 from polygon.cost.uniform import ParallelConfig
 from polygon.domain.cluster import Device, Link, Pool
@@ -18,6 +20,10 @@ from polygon.domain.model import Batch, Model
 
 CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers, which nvidia-smi counts and torch's allocator does not."""
+
+
+RESERVED = 1.03
+"""What torch's allocator reserves over what it has handed out at the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class MeasuredRun:
     """Whether the row may have been used to fit coefficients (else it is a test row)."""
     context_bytes: float = 0.0
     """What the way of measuring memory counts beside the allocator."""
+    memory_factor: float = 1.0
+    """What it counts over the bytes in use: an allocator reserves a few percent more."""
     device_label: str = ""
     profiled_precision: bool = False
     """Whether it ran in the 32-bit precision that profiles of this format were measured in."""
@@ -208,7 +216,8 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         step_s=_step_s(row, global_batch),
         memory_bytes=float(memory) * 1e9 if memory else None,
         calibration=str(row.get("dataset")).startswith("mosaicml") and gpus <= 8,
-        context_bytes=0.0 if "allocated" in kind else CONTEXT_BYTES,
+        context_bytes=0.0 if "allocated" in kind or "reserved" in kind else CONTEXT_BYTES,
+        memory_factor=RESERVED if "reserved" in kind else 1.0,
         device_label=str(row["gpu_type"]),
         profiled_precision=precision in ("fp32", "tf32"),
     )
@@ -299,9 +308,11 @@ def _as_measured(device: Device, row: Mapping[str, Any], precision: str) -> Devi
 
 
 def _pool(row: Mapping[str, Any], device: Device, gpus: int) -> Pool:
-    per_node = min(int(row.get("gpus_per_node") or 8), gpus)
-    intra = float(row.get("intra_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or 300.0)
-    inter = float(row.get("inter_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or 25.0)
+    per_node = int(row.get("gpus_per_node") or 8)
+    usual = usual_link(device.name).bytes_per_s / 1e9
+    card = 50.0 if architecture_of(device) in ("hopper", "blackwell") else 25.0  # as in DGX H100 and DGX A100
+    intra = float(row.get("intra_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or usual)
+    inter = float(row.get("inter_node_bandwidth_per_gpu_per_direction_gigabytes_per_s") or card)
     return Pool(
         index=0,
         region=0,
@@ -336,7 +347,10 @@ def _gradient_precision(row: Mapping[str, Any], precision: str) -> str:
 
 
 def _recompute(text: str) -> str:
-    return next((name for name in ("selective", "full") if name in text.lower()), "none")
+    lower = text.lower()
+    if re.search(r"\b(true|yes|every layer|all layers|checkpoint)", lower) and "no " not in lower:
+        lower += " full"
+    return next((name for name in ("selective", "full") if name in lower), "none")
 
 
 def _overlap(text: str, zero: int) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from polygon.cost.kernels import LAUNCH_S, Silicon, gemm_s, silicon, stream_s
-from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s, one_node
+from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s, joined_in_a_mesh, one_node
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
@@ -162,7 +162,7 @@ def layer_times(
         micro_batch_size=micro_batch_size,
         seq_len=batch.seq_len,
         tp=tp,
-        group=tp_group or one_node(tp, intra_node),
+        group=tp_group or one_node(tp, intra_node, mesh=joined_in_a_mesh(device, tp)),
         recompute=recompute,
         sequence_parallel=sequence_parallel and tp > 1,
         cp=cp,

@@ -76,7 +76,7 @@ def _layer_memory(
     parameters, activations, transient, elsewhere = (np.zeros(layers) for _ in range(4))
     tokens = micro_batch_size * seq_len / cp
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    e = element_bytes if element_bytes > 1 else 1.5  # in fp8, what products keep has one byte, the rest two
+    e = max(element_bytes, 2)  # training in 8 bits keeps 16-bit activations, or 8-bit ones and their transposes
     shard = tp if sequence_parallel else 1
     norm = h if model.rms_norm else 2 * h
     for layer in range(layers):

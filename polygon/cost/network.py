@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from polygon.domain.cluster import Link
+from polygon.cost.kernels import architecture_of
+from polygon.domain.cluster import Device, Link
 
 REFERENCE_BYTES_PER_S = 300e9
 """Link rate of the device that the tables below were measured on (A100, NVLink 3, NVSwitch)."""
@@ -25,6 +26,18 @@ ALL_REDUCE_NVSWITCH = {
 }
 """Bus bandwidth [GB/s] of NCCL's all-reduce by members and buffer size, 8 A100 on NVSwitch (vTrain's nccl-tests
 look-up tables, VIA-Research/vTrain@f8dda847)."""
+ALL_REDUCE_MESH = {
+    2: (15.01, 21.97, 22.38, 22.54, 22.55),
+    3: (19.05, 43.16, 44.63, 45.07, 45.13),
+    4: (23.91, 77.39, 83.76, 85.29, 85.34),
+    5: (18.11, 35.36, 36.41, 36.88, 37.19),
+    6: (17.78, 43.95, 45.26, 45.62, 45.75),
+    7: (22.14, 78.44, 84.57, 86.13, 86.96),
+    8: (23.34, 107.26, 128.74, 133.11, 134.38),
+}
+"""The same for up to eight V100 in the hybrid mesh of a DGX-1: not monotone in the members, topology decides."""
+MESH_BYTES_PER_S = 150e9
+"""Rate of the NVLink of that generation."""
 
 RING_STEP_S = 6.3e-6
 """Latency of one ring step between nodes: SimAI's measured efficiencies for 16 to 1024 ranks agree on 6.0-6.7 µs."""
@@ -47,6 +60,8 @@ class Group:
     devices_per_node: int
     intra_node: Link
     inter_node: Link
+    mesh: bool = False
+    """Whether the devices of a node are joined pair by pair (V100 in a DGX-1) and not by a switch."""
 
     @property
     def nodes(self) -> int:
@@ -54,7 +69,7 @@ class Group:
         return math.ceil(self.members / self.per_node)
 
     @property
-    def numbers(self) -> tuple[int, int, int, float, float, float, float]:
+    def numbers(self) -> tuple[int, int, int, float, float, float, float, bool]:
         """What `ring_kernel` takes of the group."""
         intra, inter = self.intra_node, self.inter_node
         return (
@@ -65,25 +80,37 @@ class Group:
             intra.latency_s,
             inter.bytes_per_s,
             inter.latency_s,
+            self.mesh,
         )
 
 
-def one_node(members: int, link: Link) -> Group:
+def one_node(members: int, link: Link, *, mesh: bool = False) -> Group:
     """A group of devices of one node."""
-    return Group(members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link)
+    return Group(
+        members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link, mesh=mesh
+    )
+
+
+def joined_in_a_mesh(device: Device, devices_per_node: int) -> bool:
+    """Whether a node of such devices is a mesh: V100 up to eight; sixteen of them (DGX-2), and all later ones, have a
+    switch."""
+    return architecture_of(device) == "volta" and devices_per_node <= 8
 
 
 _SIZES = np.array(ALL_REDUCE_SIZES)
 _RATES = np.array([ALL_REDUCE_NVSWITCH[max(n, 2)] for n in range(9)])
+_MESH = np.array([ALL_REDUCE_MESH[max(n, 2)] for n in range(9)])
 
 
 @njit(cache=True)
-def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float) -> float:
+def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float, mesh: bool) -> float:
     """See `intra_node_all_reduce_s`."""
     if members < 2 or n_bytes <= 0:
         return 0.0
-    rates = _RATES[min(members, 8)]
-    scaled = n_bytes * REFERENCE_BYTES_PER_S / bytes_per_s
+    rates, reference = _RATES[min(members, 8)], REFERENCE_BYTES_PER_S
+    if mesh:
+        rates, reference = _MESH[min(members, 8)], MESH_BYTES_PER_S
+    scaled = n_bytes * reference / bytes_per_s
     factor = 2 * (members - 1) / members
     slow_link_s = max(0.0, latency_s - 3e-6) * members
     if scaled <= _SIZES[0]:
@@ -109,6 +136,7 @@ def ring_kernel(
     fabric_latency_s: float,
     node_bytes_per_s: float,
     node_latency_s: float,
+    mesh: bool,
     passes: int,
 ) -> float:
     """All-reduce (2 passes), all-gather or reduce-scatter (1 pass) inside a node or over several.
@@ -120,7 +148,7 @@ def ring_kernel(
         return 0.0
     nodes = -(-members // per_node)
     if nodes == 1:
-        return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s)
+        return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s, mesh)
     rate = node_bytes_per_s * per_node / devices_per_node * CARD_EFFICIENCY
     if per_node > 1:
         rate = min(rate, FABRIC_EFFICIENCY * fabric_bytes_per_s)
@@ -132,13 +160,13 @@ def ring_kernel(
     return passes * (members - 1) / members * n_bytes / rate + latency_s
 
 
-def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link) -> float:
+def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link, *, mesh: bool = False) -> float:
     """Seconds of an all-reduce of `n_bytes` among devices of one node; 0 for one member.
 
     Interpolates the measured table in the logarithm of the size; a link of another rate is taken to move a
     proportionally larger buffer in the same time.
     """
-    return intra_kernel(n_bytes, members, link.bytes_per_s, link.latency_s)
+    return intra_kernel(n_bytes, members, link.bytes_per_s, link.latency_s, mesh)
 
 
 def all_reduce_s(n_bytes: float, group: Group) -> float:

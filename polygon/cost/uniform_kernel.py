@@ -55,6 +55,7 @@ def terms_kernel(
     fabric_latency_s: float,
     node_bytes_per_s: float,
     node_latency_s: float,
+    mesh: bool,
     zero: int,
     overlap: int,
     pieces: int,
@@ -103,6 +104,7 @@ def terms_kernel(
                     fabric_latency_s,
                     node_bytes_per_s,
                     node_latency_s,
+                    mesh,
                     1,
                 )
                 if which == 0:
@@ -128,6 +130,7 @@ def terms_kernel(
             fabric_latency_s,
             node_bytes_per_s,
             node_latency_s,
+            mesh,
             passes,
         )
         gather_s = 0.0
@@ -142,6 +145,7 @@ def terms_kernel(
                 fabric_latency_s,
                 node_bytes_per_s,
                 node_latency_s,
+                mesh,
                 1,
             )
         out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
@@ -212,9 +216,9 @@ def many_kernel(
         sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
-    machine : ndarray, shape (11,)
+    machine : ndarray, shape (12,)
         Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope,
-        bytes of gradients as they are held.
+        bytes of gradients as they are held, whether nodes are meshes.
     """
     for i in range(integers.shape[0]):
         layout = integers[i, 0]
@@ -237,6 +241,7 @@ def many_kernel(
             machine[2],
             machine[3],
             machine[4],
+            machine[11] > 0,
             integers[i, 4],
             integers[i, 5],
             integers[i, 6],

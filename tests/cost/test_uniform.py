@@ -114,7 +114,7 @@ def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int,
     """Compiled and interpreted kernels agree."""
     stages = np.array(stage_s)
     kinds = np.array([[1, 0.01, 0.02, 1e6], [4, 0.02, 0.04, 4e6]])
-    machine = (members, min(members, 8), 8, 300e9, 2e-6, 200e9, 5e-6)
+    machine = (members, min(members, 8), 8, 300e9, 2e-6, 200e9, 5e-6, False)
     args = (
         stages,
         stages / 4,
