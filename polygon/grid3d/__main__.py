@@ -78,7 +78,7 @@ def parser() -> cli.Parser:
     what.add_argument("--sequence-parallel", choices=SWITCH, help="(default off)")
     what.add_argument("--overlap", choices=OVERLAPS, default="backward", help="of DP traffic (default %(default)s)")
     how = top.add_argument_group("how")
-    how.add_argument("--jobs", type=int, default=-1, help="processes (default: one a core)")
+    how.add_argument("--jobs", type=cli.whole(1), default=-1, help="processes (default: one a core)")
     how.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
     how.add_argument("--scheduler", metavar="ADDRESS", help="dask: of the scheduler (default: on this machine)")
     price = top.add_argument_group("cost model")
@@ -185,6 +185,8 @@ def main(argv: list[str] | None = None) -> int:
     talk.say(
         f"{count} configurations ({result.accepted} fit) in {took_s:.1f} s: {count / took_s:,.0f} a second; {path}"
     )
+    if result.interrupted:
+        talk.say("interrupted: these are the configurations so far")
     best = result.top(args.top)
     if not best:
         return cli.infeasible(f"no configuration of {devices} devices fits; rejected for: {result.reasons()}")

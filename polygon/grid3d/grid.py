@@ -28,6 +28,8 @@ class Result:
     """Every configuration, the best first, rejected ones last."""
 
     rows: Sequence[Row]
+    interrupted: bool = False
+    """Whether an interrupt left splits out."""
 
     @property
     def accepted(self) -> int:
@@ -42,7 +44,10 @@ class Result:
         """Write the file: what was asked (`head`), then one configuration a line; the same result, the same bytes."""
         from polygon import files
 
-        text = json.dumps({"format": "polygon-grid", **head, "accepted": self.accepted}, ensure_ascii=False)[:-1]
+        head = {"format": "polygon-grid", **head, "accepted": self.accepted}
+        if self.interrupted:
+            head["interrupted"] = True
+        text = json.dumps(head, ensure_ascii=False)[:-1]
         lines = ",\n".join(row.line for row in self.rows)
         files.write_text(path, f'{text}, "configurations": [\n{lines}\n]}}\n')
 
@@ -89,6 +94,11 @@ def evaluate_all(
     progress : callable
         Told how many splits are done.
 
+    Returns
+    -------
+    Result
+        All configurations; those priced so far after an interrupt.
+
     Raises
     ------
     InputError
@@ -97,11 +107,15 @@ def evaluate_all(
     if backend not in BACKENDS:
         raise InputError(f"backend: found {backend!r}, expected {' or '.join(BACKENDS)}")
     rows: list[Row] = []
+    interrupted = False
     with contextlib.closing(_results(case, splits, jobs, backend, scheduler)) as results:
-        for done, found in enumerate(results, start=1):
-            rows += found
-            progress(done)
-    return Result(sorted(rows))
+        try:
+            for done, found in enumerate(results, start=1):
+                rows += found
+                progress(done)
+        except KeyboardInterrupt:
+            interrupted = True
+    return Result(sorted(rows), interrupted)
 
 
 def _results(

@@ -146,4 +146,10 @@ def find_grid_plan(
         why = reasons[0] if reasons else f"rejected for: {result.reasons()}"
         reason = f"no uniform configuration of {problem.cluster.devices} devices fits; {why}"
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=len(result.rows), seconds=seconds)
-    return Found(plan=best[1], value_s=best[0], evaluations=len(result.rows) + tried, seconds=seconds)
+    return Found(
+        plan=best[1],
+        value_s=best[0],
+        evaluations=len(result.rows) + tried,
+        seconds=seconds,
+        interrupted=result.interrupted,
+    )

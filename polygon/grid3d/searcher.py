@@ -129,6 +129,8 @@ def _numbers(data: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 def read_metadata(cluster: Mapping[str, Any], model: Mapping[str, Any], constants: Constants) -> SearcherCase:
     """The searcher's two files as they are."""
+    for which, data in (("cluster", cluster), ("model", model)):
+        require(isinstance(data, Mapping), f"{which} metadata", type(data).__name__, "a mapping of names to values")
     found = {}
     for key, names in CLUSTER_KEYS.items():
         name = next((name for name in names if name in cluster), None)
@@ -141,7 +143,8 @@ def read_metadata(cluster: Mapping[str, Any], model: Mapping[str, Any], constant
             raise InputError(f"model metadata: found {sorted(model)}, expected the key {key}")
     for key in ("num_layers", "n_node", "n_gpu_per_node"):
         value = model[key] if key in model else found[key]
-        require(isinstance(value, int) and value >= 1, key, value, "a whole number >= 1")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(whole and value >= 1, key, value, "a whole number >= 1")
     for key in ("dp_sum_gradient_MB", "tp_comm_sum_MB"):
         require_number(model[key], key, at_least=0)
     return SearcherCase(

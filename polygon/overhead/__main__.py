@@ -279,6 +279,7 @@ def _sizes(args: argparse.Namespace, dp: int) -> tuple[Shape, Batch, Model | Non
         for option, value in (("--params", args.params), ("--hidden-size", args.hidden_size)):
             require(value is None, option, value, "nothing beside --model")
         require(args.num_layers is None, "--num-layers", args.num_layers, "nothing beside --model")
+        require(known.heads % args.tp == 0, "--tp", args.tp, f"a divisor of the model's {known.heads} heads")
         return shape_of(known, batch, args.batch_size, count), batch, known
     require(args.params is not None, "--params", "nothing", "a number of parameters, or --model")
     shape = Shape(

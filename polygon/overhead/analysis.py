@@ -241,9 +241,6 @@ def analyse(c: Configuration) -> Analysis:
         require(
             c.degrees.pp <= c.shape.blocks, "--pp", c.degrees.pp, f"at most the {c.shape.blocks} blocks of the model"
         )
-    if c.model is not None:
-        limit = c.model.heads
-        require(limit % c.degrees.tp == 0, "--tp", c.degrees.tp, f"a divisor of the model's {limit} heads")
     messages = traffic(c.shape, c.degrees, c.whole, tree_algorithm=c.tree_algorithm)
     memory = memory_by_zero(c)
     times = _times(c)

@@ -17,7 +17,7 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.grid3d.__main__ import main
-from polygon.grid3d.evaluate import Case, uniform_pool
+from polygon.grid3d.evaluate import Case, Row, uniform_pool
 from polygon.grid3d.grid import evaluate_all, parallel_config
 from polygon.grid3d.splits import EVERYTHING, Options, Split, all_splits, configurations
 
@@ -103,6 +103,26 @@ def test_best_first_rejected_last_with_reason():
     assert result.best() == parallel_config(good[0])
 
 
+def test_an_interrupt_keeps_what_is_priced(tmp_path):
+    """Splits that are done are ranked and written; the file says that it is not all."""
+
+    class Impatient:
+        def __init__(self) -> None:
+            self.left = 3
+
+        def rows(self, split: Split) -> list[Row]:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return case(Options()).rows(split)
+
+    result = evaluate_all(Impatient(), list(all_splits(32)), backend="serial")
+    assert result.interrupted and len(result.rows) == 3
+    result.write(str(tmp_path / "o.json"), {})
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert data["interrupted"] is True and len(data["configurations"]) == 3
+
+
 def test_nothing_fits_is_a_result():
     """No accepted row, reasons counted."""
     result = evaluate_all(case(Options(), usable_bytes=1e9), list(all_splits(32)), backend="serial")
@@ -186,6 +206,8 @@ def test_dask_gives_the_same_bytes(tmp_path):
     ("words", "found"),
     [
         (["--zero", "5"], "expected a whole number in 0..3"),
+        (["--jobs", "0"], "expected a whole number >= 1"),
+        (["--cp", "0"], "expected a whole number >= 1"),
         (["--recompute", "some"], "expected none, selective, full or all"),
         (["--backend", "dask", "--scheduler", "tcp://127.0.0.1:1"], "expected a Dask scheduler"),
         (["--seq-len", "4096"], "at most 2048"),

@@ -105,6 +105,8 @@ def test_polygons_own_files_can_be_priced_by_the_formula(tmp_path, capsys):
         ({"n_gpu_per_node": 4}, MODEL, "expected the key n_node or n_nodes"),
         (CLUSTER | {"bw_inter_node": -1}, MODEL, "bw_inter_node: found -1, expected a number > 0"),
         (CLUSTER | {"n_node": 1.5}, MODEL, "n_node: found 1.5, expected a whole number >= 1"),
+        (CLUSTER, [1, "a"], "model metadata: found 'list', expected a mapping"),
+        (CLUSTER, MODEL | {"num_layers": True}, "num_layers: found True, expected a whole number"),
         (CLUSTER, {"num_layers": 3}, "expected the key layer_tflops"),
         (CLUSTER, MODEL | {"layer_activation_MB": []}, "layer_activation_MB: found \\[\\], expected a list"),
     ],
