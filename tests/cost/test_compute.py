@@ -56,8 +56,8 @@ def test_more_bandwidth_is_never_slower(gbps: float, factor: float, tp: int):
         layer_times(model, batch, A100, Link(latency_s=2e-6, bytes_per_s=rate), tp=tp)
         for rate in (gbps * 1e9, gbps * factor * 1e9)
     )
-    assert (fast.forward_s <= slow.forward_s).all()
-    assert (fast.backward_s <= slow.backward_s).all()
+    assert (fast.forward_s <= slow.forward_s * (1 + 1e-9)).all()
+    assert (fast.backward_s <= slow.backward_s * (1 + 1e-9)).all()
 
 
 def test_flops_of_gpt3():
