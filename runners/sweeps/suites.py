@@ -165,7 +165,7 @@ def _planning(problem: PlanningProblem) -> Problem[Any]:
 
 def _simple(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
     """Every device in walks along the links, cut evenly, in every micro-batch size: as many as half the budget."""
-    from polygon.planning.candidates import simple_starts
+    from polygon.planning.starts import simple_starts
     from polygon.planning.decode import Allocation
 
     rows, decoder = candidates.space.groups, candidates.decoder
