@@ -230,6 +230,8 @@ class ErrorFeedback:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.error: torch.Tensor | None = None
+        self.relative_error = 0.0
+        """Norm of what the last message dropped over the norm of what it was to say."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes, and the tensor that the other side will make of them."""
@@ -240,7 +242,9 @@ class ErrorFeedback:
         restored = self.codec.decompress(payload, tensor.shape, tensor.dtype)
         error = wanted - restored
         # An overflow (fp16 loss scaling finds the right scale by trying) must not poison later steps.
-        self.error = error if bool(torch.isfinite(error).all()) else None
+        dropped, said = float(error.norm()), float(wanted.norm())
+        self.error = error if math.isfinite(dropped) else None
+        self.relative_error = dropped / said if said and math.isfinite(dropped) else 0.0
         return payload, restored
 
 

@@ -198,6 +198,11 @@ class SumGroup:
         return self._exchange_parts(vector, leaders, key)
 
     @property
+    def packing_error(self) -> float:
+        """Largest relative error of the last messages that this rank packed."""
+        return max((packer.relative_error for packer in self._feedback.values()), default=0.0)
+
+    @property
     def near_place(self) -> int:
         """Place of this rank among the members in its region."""
         return self._mine.index(self._wires.rank)

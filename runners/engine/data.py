@@ -8,6 +8,7 @@ different samples, first and last stage the same ones, and a run may go on under
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -78,12 +79,11 @@ def english_text() -> bytes:
 def samples_for(model: Model, seq_len: int, seed: int, path: Path | None = None) -> Samples:
     """Samples for a model: text as bytes or a `.npy` of token numbers; images from a `.npz` (images, classes).
 
-    Without a file, a language model reads `english_text`. Raises `InputError` where the data does not fit the model.
+    Without a file, a language model reads `english_text`, an image model of the right size scikit-learn's digits.
+    Raises `InputError` where the data does not fit the model.
     """
     if model.family == "vit":
-        if path is None:
-            raise InputError("--data: found none, expected an .npz with images and classes (the model is a vit)")
-        return _image_samples(model, seed, path)
+        return _digits(model, seed) if path is None else _image_samples(model, seed, path)
     if path is not None and path.suffix == ".npy":
         tokens = np.load(path, mmap_mode="r")
         require(tokens.ndim == 1 and tokens.dtype.kind in "iu", str(path), tokens.dtype, "one row of whole numbers")
@@ -102,6 +102,21 @@ def samples_for(model: Model, seq_len: int, seed: int, path: Path | None = None)
             f"at least {BYTE_VOCABULARY} (text is read byte by byte)",
         )
     return TextSamples(tokens=tokens, seq_len=seq_len, seed=seed)
+
+
+def _digits(model: Model, seed: int) -> ImageSamples:
+    """Handwritten digits (1797 of 8 x 8 pixels) that scikit-learn brings along."""
+    shape = (model.channels, model.image_size, model.image_size)
+    if shape != (1, 8, 8) or model.vocab_size < 10 or find_spec("sklearn") is None:
+        raise InputError(
+            "--data: found none, expected an .npz with images and classes (without it, scikit-learn's digits serve "
+            f"models of 1 x 8 x 8 pixels; this one takes {' x '.join(map(str, shape))})"
+        )
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[:, None].astype(np.float32) - 8) / 8
+    return ImageSamples(images=images, classes=digits.target, seed=seed)
 
 
 def _image_samples(model: Model, seed: int, path: Path) -> ImageSamples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import Store, TCPStore
 
@@ -34,12 +35,34 @@ def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:12]
 
 
-def agree(store: Store, rank: int, world_size: int, digest: str) -> None:
-    """Wait for all ranks and require that they run the same thing; the same error on all of them if not."""
+def code_digest() -> str:
+    """A short name of the program itself: of the sources that decide what a rank computes and sends."""
+    import polygon_comm
+
+    import polygon.domain
+
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(polygon_comm.__file__).parent, Path(polygon.domain.__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def agree(store: Store, rank: int, world_size: int, run: str, code: str) -> None:
+    """Wait for all ranks and require that they run the same thing; the same error on all of them if not.
+
+    Parameters
+    ----------
+    store : Store
+    rank, world_size : int
+    run, code : str
+        Digests of what is run and of the program.
+    """
+    digests = {"plan and options": run, "program": code}
     try:
-        store.set(f"digest/{rank}", digest)
+        store.set(f"digest/{rank}", json.dumps(digests))
         if rank == 0:
-            store.set("verdict", _verdict(store, world_size, digest))
+            store.set("verdict", _verdict(store, world_size, digests))
         verdict = store.get("verdict").decode()
         store.set(f"seen/{rank}", "1")
         if rank == 0:
@@ -53,14 +76,15 @@ def agree(store: Store, rank: int, world_size: int, digest: str) -> None:
         raise InputError(verdict)
 
 
-def _verdict(store: Store, world_size: int, digest: str) -> str:
+def _verdict(store: Store, world_size: int, digests: dict[str, str]) -> str:
     for other in range(world_size):
         try:
-            found = store.get(f"digest/{other}").decode()
+            found = json.loads(store.get(f"digest/{other}"))
         except RuntimeError:
             return f"rank {other} did not come"
-        if found != digest:
-            return f"plan and options of rank {other}: found digest {found}, expected {digest} as on rank 0"
+        for what, digest in digests.items():
+            if found[what] != digest:
+                return f"{what} of rank {other}: found digest {found[what]}, expected {digest} as on rank 0"
     return "ok"
 
 

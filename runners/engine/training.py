@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from runners.engine.emulation import Pace, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
-from runners.engine.meeting import RunFailedError, agree, leave_together, open_store, run_digest
+from runners.engine.meeting import RunFailedError, agree, code_digest, leave_together, open_store, run_digest
 from runners.engine.options import Options
 from runners.engine.update import Update
 from runners.engine.watch import Watch
@@ -46,6 +47,13 @@ def choose_device(options: Options, local_rank: int) -> torch.device:
 
 SCALARS = 4
 """Numbers that `Training._scalars` sums over all ranks."""
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory used so far: of the GPU by torch, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Scalars(NamedTuple):
@@ -134,6 +142,11 @@ class Training:
             )
         if options.resume:
             self._resume()
+        if plan.stages[stage].zero > 1 and rank == layout.rank(stage, 0):
+            self._say(
+                f"stage {stage}: ZeRO-{plan.stages[stage].zero} runs as ZeRO-1: optimizer state is split among the "
+                "workers of a region, weights and gradients are whole on each"
+            )
         self.worker.begin(self.progress.step, options.steps, self.progress.samples)
         self.log.write(
             "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,
@@ -248,16 +261,24 @@ class Training:
         worker.finish_sends(step)
         self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
+        by_kind = self.log.take_seconds()
+        working = by_kind.get("compute", 0.0) + by_kind.get("update", 0.0)
         self.log.write("order", step=step, actions=" ".join(map(str, worker.executed)))
         result = {
             "step": step, "loss": scalars.loss, "gradient_norm": scalars.norm / worker.overflow_scale,
             "applied": applied, "together": together, "seconds": seconds, "tokens": tokens,
-            "tokens_per_s": tokens / seconds, "seconds_by_kind": self.log.take_seconds(),
+            "tokens_per_s": tokens / seconds, "seconds_by_kind": by_kind, "idle": max(0.0, 1 - working / seconds),
+            "memory_bytes": memory_bytes(self.wires.device), "packing_error": self._packing_error(),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self.log.write("step", **result)
         return result, not (together and scalars.stop) and not last
+
+    def _packing_error(self) -> float:
+        """Largest part of a gradient message that its packing dropped in this step (0: nothing packed here)."""
+        groups = {id(bucket.group): bucket.group for bucket in self.buckets if bucket.group is not None}
+        return max((group.packing_error for group in groups.values()), default=0.0)
 
     def _outer_step(self) -> Scalars:
         """Bring the regions together again; the loss of all, and whether anyone wants to stop."""
@@ -348,7 +369,7 @@ def train(
     """
     check_runnable(problem, plan)
     store = open_store(host, port, rank, options.timeout_s, listen_fd)
-    agree(store, rank, plan.world_size, run_digest(problem, plan, options))
+    agree(store, rank, plan.world_size, run_digest(problem, plan, options), code_digest())
     layout, address = Layout(problem, plan), local_address(host, port)
     training: Training | None = None
     with contextlib.closing(

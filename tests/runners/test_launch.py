@@ -51,6 +51,9 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
     for rank, (stage, worker, _) in plan.rank_places.items():
         orders = [line["actions"] for line in log_lines(tmp_path / "log", rank) if line["type"] == "order"]
         assert orders == [" ".join(map(str, worker_order(plan, stage, worker)))] * 12
+    steps = [line for line in log_lines(tmp_path / "log", 1) if line["type"] == "step"]
+    assert all(0 <= step["idle"] < 1 and step["memory_bytes"] > 1e6 for step in steps)
+    assert all(0 < step["packing_error"] < 0.02 for step in steps)
     events = json.loads(Path(summary["trace"]).read_text())["traceEvents"]
     computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
