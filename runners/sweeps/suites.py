@@ -165,8 +165,8 @@ def _planning(problem: PlanningProblem) -> Problem[Any]:
 
 def _simple(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
     """Every device in walks along the links, cut evenly, in every micro-batch size: as many as half the budget."""
-    from polygon.planning.starts import simple_starts
     from polygon.planning.decode import Allocation
+    from polygon.planning.starts import simple_starts
 
     rows, decoder = candidates.space.groups, candidates.decoder
     starts = [
