@@ -128,9 +128,12 @@ class Candidates(SolverProblem[Allocation]):
         return result
 
     def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Split a stage into two, merge two neighbours, or move a stage to another place."""
+        """Split a stage into two, merge two neighbours, move a stage to another place, or halve all widths."""
         rows = [row for row in workers if row.any()]
-        kind = rng.integers(3)
+        kind = rng.integers(4)
+        if kind == 3:
+            halved = (workers + 1) // 2
+            return halved if (halved != workers).any() else workers
         if kind == 0 and len(rows) < self.space.groups:
             s = int(rng.integers(len(rows)))
             part = (rows[s] + rng.integers(0, 2, size=rows[s].shape)) // 2 if rng.random() < 0.5 else None

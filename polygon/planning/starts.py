@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -91,8 +92,13 @@ def even_parts(total: int, parts: int, first: int = 0) -> np.ndarray:
     return total // parts + (places < total % parts)
 
 
-def spread_region(decoder: Decoder, pools: list[int], stages: int, tp: int, rows: int) -> np.ndarray | None:
-    """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow."""
+def spread_region(
+    decoder: Decoder, pools: list[int], stages: int, tp: int, rows: int, width: int | None = None
+) -> np.ndarray | None:
+    """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow.
+
+    `width` takes no more than so many workers of each pool for each stage.
+    """
     x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
     first = 0
     for p in pools:
@@ -101,6 +107,8 @@ def spread_region(decoder: Decoder, pools: list[int], stages: int, tp: int, rows
             continue
         t, c = max(fitting)
         count = decoder.problem.cluster.pools[p].devices // t
+        if width is not None:
+            count = min(count, width * stages)
         x[:stages, c] = even_parts(count, stages, first)
         first = (first + count) % stages
     return x if x[:stages].any(axis=1).all() else None
@@ -173,13 +181,13 @@ def _regions_alone(
     for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
         # After the first few regions only what was among the best there is tried.
         likely = {(s, t, b) for _, x, _, s, t in sorted(found, key=lambda e: e[0])[:60] for b in (x.micro_batch_size,)}
-        subsets = [regions[r], *([p] for p in regions[r] if len(regions[r]) > 1)]
-        for members in subsets:
-            for stages in STAGE_COUNTS:
-                for tp in sorted({t for p, t in decoder.classes if p in members}):
-                    x = spread_region(decoder, members, stages, tp, rows) if stages <= rows else None
-                    if x is None:
-                        continue
+        subsets = [(regions[r], None), *(([p], w) for p in regions[r] for w in (None, 1, 2, 4, 8, 16, 32))]
+        for members, width in subsets:
+            for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for p, t in decoder.classes if p in members})):
+                if width is not None and width * stages * tp >= pools[members[0]].devices:
+                    continue
+                x = spread_region(decoder, members, stages, tp, rows, width) if stages <= rows else None
+                if x is not None:
                     for size in sizes:
                         if (i >= 4 and (stages, tp, size) not in likely) or seconds_left() <= 0:
                             continue
