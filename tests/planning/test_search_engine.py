@@ -198,3 +198,32 @@ def test_checker_finds_what_is_broken(change):
         "link": lambda: replace(plan, links=(LinkUse(source=0, target=1, activations="int4"),)),
     }[change]()
     assert violations(problem, broken)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4, 7, 9, 11, 12, 14])
+def test_more_devices_or_bandwidth_never_make_the_found_plan_worse(seed):
+    """On clusters drawn at random: one node more, or links three times as fast (up to 2 %: a heuristic)."""
+    rng = np.random.default_rng(seed)
+    groups = [
+        [
+            (TYPES[rng.integers(3)], int(rng.integers(1, 3)), int(2 ** rng.integers(0, 3)))
+            for _ in range(rng.integers(1, 3))
+        ]
+        for _ in range(rng.integers(1, 4))
+    ]
+    latency_s, bytes_per_s = float(rng.choice([0.001, 0.02, 0.1])), float(rng.choice([1e7, 1e8, 1e9]))
+    model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
+    batch = Batch(global_batch=int(rng.choice([128, 256])), seq_len=512)
+
+    def found_s(members, rate):
+        problem = Problem(cluster=cluster_of(members, latency_s, rate), model=model, batch=batch)
+        effort = Effort(fluid_evaluations=3000, exact_evaluations=80, patience=1200)
+        return find_plan(problem, np.random.default_rng(0), effort=effort).value_s
+
+    larger = [list(members) for members in groups]
+    region = int(rng.integers(len(groups)))
+    name, nodes, per_node = larger[region][0]
+    larger[region][0] = (name, nodes + 1, per_node)
+    base_s = found_s(groups, bytes_per_s)
+    assert found_s(larger, bytes_per_s) <= base_s * 1.02
+    assert found_s(groups, 3 * bytes_per_s) <= base_s * 1.02
