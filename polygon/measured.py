@@ -15,7 +15,7 @@ from polygon.cost.kernels import architecture_of
 from polygon.cost.staged import Place, StagedConfig
 from polygon.cost.uniform import ParallelConfig
 from polygon.domain.cluster import Device, Link, Pool
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
 
 CONTEXT_BYTES = 1.5e9
@@ -75,12 +75,15 @@ class StagedRun:
 
 def staged_runs(data: Mapping[str, Any]) -> list[StagedRun | tuple[str, str]]:
     """Every configuration of a `sailor_validation` file; (identifier, reason) where one cannot be expressed."""
+    require("models" in data, "models", sorted(data), "a description of every model")
     runs: list[StagedRun | tuple[str, str]] = []
     for entry in data["configurations"]:
         try:
             runs.append(_staged_run(entry, data["models"]))
         except NotExpressibleError as error:
             runs.append((str(entry.get("id")), str(error)))
+        except KeyError as error:
+            runs.append((str(entry.get("id")), f"the field {error} is missing"))
     return runs
 
 
