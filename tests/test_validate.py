@@ -10,7 +10,8 @@ import pytest
 
 from polygon import cli, validate
 from polygon.accuracy import Row, accuracy
-from polygon.measured import NotExpressibleError, kernels_of, published_run
+from polygon.frameworks import kernels_of
+from polygon.measured import NotExpressibleError, published_run
 
 MEASURED = Path(__file__).parents[1] / "instances" / "measured"
 PUBLISHED = str(MEASURED / "published_runs.json")
