@@ -207,6 +207,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         interleave=int(row.get("interleave_v") or 1) if degrees["pp"] > 1 else 1,
         micro_batch_size=micro_batch,
         zero=int(row.get("zero_stage") or 0),
+        shards=_shards(row, dp * degrees["cp"]),
         recompute=_recompute(str(row.get("recompute") or "none")),
         sequence_parallel=bool(row.get("sequence_parallel")),
         overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0)),
@@ -360,6 +361,8 @@ def _gradient_precision(row: Mapping[str, Any], precision: str) -> str:
     width = row.get("grad_reduce_bytes_per_element")
     if width:
         return {2: "bf16", 4: "fp32"}[int(width)]
+    if "internevo" in str(row.get("framework") or "").lower():
+        return "bf16"  # reduces in the precision of its parameters
     return "fp16" if precision == "fp16" else "fp32"
 
 
@@ -379,6 +382,15 @@ def _overlap(text: str, zero: int) -> str:
     if re.search(r"no dp|none|not overlapped|no overlap", lower):
         return "none"
     return "backward" if "overlap" in lower or "ddp" in lower or "fsdp" in lower else "none"
+
+
+def _shards(row: Mapping[str, Any], members: int) -> int:
+    """Over how many ranks ZeRO divides, where a row says that it is not all of them; else 0."""
+    stated = _first(row, "zero_shard_ranks", "zero_group_size", "zero_shard_size", "optimizer_shard_ranks")
+    text = f"{row.get('overlap') or ''}. {row.get('notes') or ''}".lower()
+    said = re.search(r"(?:shard\w*|zero[- ]?1?)[^.;\d]{0,40}(?:over|across|within|size|group of|=)\s*(\d+)", text)
+    shards = stated or (int(said.group(1)) if said else 0)
+    return shards if 0 < shards < members and members % shards == 0 else 0
 
 
 def _stage_layers(notes: str) -> tuple[int, ...]:
