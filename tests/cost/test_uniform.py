@@ -179,7 +179,7 @@ def test_context_and_expert_parallelism_divide_activations_and_experts():
 
 
 def test_sharding_inside_a_node_keeps_gathers_off_the_network():
-    """ZeRO-1 over eight of 64 ranks gathers inside the node: as many bytes cross (16-bit gradients), in shorter rings."""
+    """ZeRO-1 over eight of 64 ranks gathers inside the node: fewer bytes cross, in shorter rings; states grow."""
     whole = ParallelConfig(dp=64, zero=1, overlap="none")
     near = replace(whole, shards=8)
     batch = replace(BATCH, gradient_precision="bf16")
