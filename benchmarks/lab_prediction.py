@@ -49,6 +49,8 @@ MODEL = Model(
 BATCH = Batch(global_batch=8, seq_len=64, precision="fp32")
 LAN = Link(latency_s=1e-4, bytes_per_s=125e6)
 STEPS, LEFT_OUT = 7, 2
+TALK = Path("out/lab_prediction.log")
+"""Where the ranks' talk goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,7 @@ def run_network(network: Network, steps: int) -> list[dict[str, object]]:
                 options = Options(
                     steps=steps, log_dir=Path(folder), device="cpu", emulate_devices=0.0 if network.real else 1.0
                 )
-                with contextlib.redirect_stderr(Path(os.devnull).open("w")):
+                with TALK.open("a") as talk, contextlib.redirect_stderr(talk):
                     train_in_lab(lab, problem, plan, options)
                 lines = [line for line in log_lines(Path(folder), 0) if line["type"] == "step"]
             seconds = sorted(line["seconds"] for line in lines[LEFT_OUT:])
@@ -245,6 +247,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="networks whose name contains this")
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
+    TALK.parent.mkdir(exist_ok=True)
+    TALK.write_text("")
     print(f"{'network':<26}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}")
     rows = []
     for network in NETWORKS:

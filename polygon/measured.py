@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polygon.catalogue import device as device_by_name
+from polygon.catalogue import model as model_by_name
 from polygon.catalogue import usual_link
 from polygon.cost.compute import Kernels
 from polygon.cost.kernels import architecture_of
 from polygon.cost.staged import Place, StagedConfig
 from polygon.cost.uniform import ParallelConfig
 from polygon.domain.cluster import Device, Link, Pool
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
+from polygon.frameworks import kernels_of
 
 CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers, which nvidia-smi counts and torch's allocator does not."""
@@ -75,13 +77,41 @@ class StagedRun:
 
 def staged_runs(data: Mapping[str, Any]) -> list[StagedRun | tuple[str, str]]:
     """Every configuration of a `sailor_validation` file; (identifier, reason) where one cannot be expressed."""
+    require("models" in data, "models", sorted(data), "a description of every model")
     runs: list[StagedRun | tuple[str, str]] = []
     for entry in data["configurations"]:
         try:
             runs.append(_staged_run(entry, data["models"]))
         except NotExpressibleError as error:
             runs.append((str(entry.get("id")), str(error)))
+        except KeyError as error:
+            runs.append((str(entry.get("id")), f"the field {error} is missing"))
     return runs
+
+
+def _profiled_model(name: str, info: Mapping[str, Any]) -> Model:
+    """The model that a file describes; the catalogue's of that name where its width is left out."""
+    length = int(info.get("sequence_length_tokens") or 2048)
+    if not info.get("hidden_size"):
+        for called in (name, f"{name}b"):
+            try:
+                return replace(model_by_name(called), max_seq_len=length)
+            except InputError:
+                continue
+        raise NotExpressibleError(f"model {name}: hidden_size is missing, and no such model is in the catalogue")
+    hidden, heads = int(info["hidden_size"]), int(info["attention_heads"])
+    return Model(
+        name=name,
+        blocks=int(info["profiled_layers"]) - 2,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=4 * hidden,
+        vocab_size=int(info["vocabulary_size"]),
+        max_seq_len=length,
+        tied_embeddings=False,
+    )
 
 
 def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRun:
@@ -102,19 +132,7 @@ def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRu
     size = int(entry["micro_batch_size_sequences"])
     global_batch = int(entry["global_batch_sequences"])
     measured, again = entry.get("measured") or {}, entry.get("measured_rerun_artifact_branch") or {}
-    hidden, heads = int(info["hidden_size"]), int(info["attention_heads"])
-    model = Model(
-        name=entry["model"],
-        blocks=int(info["profiled_layers"]) - 2,
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn_size=4 * hidden,
-        vocab_size=int(info["vocabulary_size"]),
-        max_seq_len=int(info["sequence_length_tokens"]),
-        tied_embeddings=False,
-    )
+    model = _profiled_model(entry["model"], info)
 
     def numbers(key: str, use: str) -> tuple[float, ...]:
         if not entry.get(use, True):
@@ -122,7 +140,6 @@ def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRu
         return tuple(float(source[key]) for source in (measured, again) if source.get(key))
 
     times, memories = numbers("iteration_time_s", "use_time"), numbers("peak_memory_per_gpu_bytes", "use_memory")
-
     return StagedRun(
         identifier=str(entry["id"]),
         dataset="sailor_validation",
@@ -190,6 +207,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         interleave=int(row.get("interleave_v") or 1) if degrees["pp"] > 1 else 1,
         micro_batch_size=micro_batch,
         zero=int(row.get("zero_stage") or 0),
+        shards=_shards(row, dp * degrees["cp"]),
         recompute=_recompute(str(row.get("recompute") or "none")),
         sequence_parallel=bool(row.get("sequence_parallel")),
         overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0)),
@@ -343,6 +361,8 @@ def _gradient_precision(row: Mapping[str, Any], precision: str) -> str:
     width = row.get("grad_reduce_bytes_per_element")
     if width:
         return {2: "bf16", 4: "fp32"}[int(width)]
+    if "internevo" in str(row.get("framework") or "").lower():
+        return "bf16"  # reduces in the precision of its parameters
     return "fp16" if precision == "fp16" else "fp32"
 
 
@@ -364,50 +384,15 @@ def _overlap(text: str, zero: int) -> str:
     return "backward" if "overlap" in lower or "ddp" in lower or "fsdp" in lower else "none"
 
 
+def _shards(row: Mapping[str, Any], members: int) -> int:
+    """Over how many ranks ZeRO divides, where a row says that it is not all of them; else 0."""
+    stated = _first(row, "zero_shard_ranks", "zero_group_size", "zero_shard_size", "optimizer_shard_ranks")
+    text = f"{row.get('overlap') or ''}. {row.get('notes') or ''}".lower()
+    said = re.search(r"(?:shard\w*|zero[- ]?1?)[^.;\d]{0,40}(?:over|across|within|size|group of|=)\s*(\d+)", text)
+    shards = stated or (int(said.group(1)) if said else 0)
+    return shards if 0 < shards < members and members % shards == 0 else 0
+
+
 def _stage_layers(notes: str) -> tuple[int, ...]:
     match = re.search(r"stages layers (\[\[.*?\]\])", notes)
     return tuple(len(part.split(",")) for part in re.findall(r"\[([\d, ]+)\]", match.group(1))) if match else ()
-
-
-EAGER = ("llm-foundry", "sailor", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
-"""Frameworks that run element-wise work as separate operations, unless a note says that they compile."""
-
-
-def _fused(framework: str, text: str) -> bool:
-    """Whether element-wise work runs in fused kernels; `unfused` or `compile` in the notes decides."""
-    if "unfused" in text or "no fus" in text:
-        return False
-    compiled = "compile" in text and not re.search(r"no (torch\.)?compile|without (torch\.)?compile|eager", text)
-    return compiled or not any(word in framework for word in EAGER)
-
-
-def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") -> Kernels:
-    """What is known of a framework's kernels at a date.
-
-    Megatron-LM and what derives from it wrote the attention scores to memory until FlashAttention came in (2023);
-    NeMo and torch's compiled models fuse element-wise work.
-    """
-    name, text = framework.lower(), f"{overlap} {notes}".lower()
-    year = int(date[:4]) if date[:4].isdigit() else 2024
-    megatron = any(word in name for word in ("megatron", "vtrain", "bigscience"))
-    flash = "flash" in text or not (megatron and (year < 2023 or "deepspeed" in name))
-    if "userbuffers" in text or "async tp" in text:
-        tp_overlap = "pipelined"
-    elif "weight-gradient gemm" in text:
-        tp_overlap = "backward"
-    else:
-        tp_overlap = "none"
-    vendor = any(word in name for word in ("megatron", "nemo", "maxtext", "transformer engine"))
-    attention = "materialised" if not flash else "triton" if "triton" in text else "flash" if vendor else "flash2"
-    return Kernels(
-        attention=attention,
-        loss="vocab-parallel" if megatron or "nemo" in name else "torch",
-        fused=_fused(name, text),
-        # Megatron-LM got them with sequence parallelism (2022); DeepSpeed's engines and torch's never had them.
-        fused_accumulation=(year >= 2022 and "deepspeed" not in name) or "llm-foundry" in name,
-        dropout=(megatron and year < 2025) or "dropout 0.1" in text,
-        attention_dropout="attention dropout 0.1" in text,
-        deterministic="deterministic" in text,
-        selective="operators" if "titan" in name else "attention",
-        tp_overlap=tp_overlap,
-    )

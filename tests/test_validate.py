@@ -10,7 +10,8 @@ import pytest
 
 from polygon import cli, validate
 from polygon.accuracy import Row, accuracy
-from polygon.measured import NotExpressibleError, kernels_of, published_run
+from polygon.frameworks import kernels_of
+from polygon.measured import NotExpressibleError, published_run
 
 MEASURED = Path(__file__).parents[1] / "instances" / "measured"
 PUBLISHED = str(MEASURED / "published_runs.json")
@@ -56,6 +57,22 @@ def test_every_row_is_predicted_or_skipped_with_its_reason(capsys, tmp_path):
     assert set(reasons) == {row["id"] for row in rows[1:]}
     assert "Abacus-3000" in reasons[rows[1]["id"]]
     assert "neither a time nor a memory" in reasons[rows[3]["id"]]
+
+
+def test_a_plan_of_an_undescribed_model_is_skipped_with_its_reason(capsys, tmp_path):
+    """A missing field or model is named; the other configurations are predicted."""
+    data = json.loads((MEASURED / "sailor_validation.json").read_text())
+    data["configurations"] = data["configurations"][:3]
+    data["configurations"][0]["model"] = "OPT-9000"
+    del data["configurations"][1]["plan"]
+    file = tmp_path / "staged.json"
+    file.write_text(json.dumps(data))
+    found = report(capsys, str(file), *STAGED[1:])
+    assert [entry["reason"] for entry in found["skipped"]] == [
+        "model OPT-9000 is not described in the file",
+        "the field 'plan' is missing",
+    ]
+    assert {row["quantity"] for row in found["rows"]} == {"time", "memory"} and len(found["rows"]) == 2
 
 
 def test_bad_input_is_one_line_and_exit_2(capsys, tmp_path):

@@ -95,9 +95,11 @@ class _Round(NamedTuple):
     """Receives that are posted, and what for."""
 
     key: str
-    tag: int
     n_bytes: int
-    receipts: dict[int, Receipt]
+    """Of the whole vector, packed."""
+    tags: tuple[int, ...]
+    receipts: tuple[dict[int, Receipt], ...]
+    """By round and peer."""
 
 
 class SumGroup:
@@ -233,8 +235,7 @@ class SumGroup:
     def expect(self, elements: int, dtype: torch.dtype, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
         """Say what the next sum will be, before its vector is there: the other leaders can then send theirs.
 
-        Without that, a vector that comes last pays a latency for asking before it pays one for the answer. Sums over
-        more than two leaders that are not small take two rounds and are not prepared.
+        Without that, a vector that comes last pays a latency for asking before it pays one for the answer.
         """
         if len(self.members.regions) == 1:
             return
@@ -242,26 +243,49 @@ class SumGroup:
         small = elements < SMALL
         for lane, part in enumerate(torch.empty(elements, device="meta").tensor_split(1 if small else len(mine))):
             leaders = [region[lane] for region in self.members.leaders]
-            if mine[lane] != self._wires.rank or not (small or self._direct(leaders)):
+            if mine[lane] != self._wires.rank:
                 continue
-            codec = make_codec("none") if small else self._packer(key, 0, shapes).codec
-            self._expected.append(self._post(key, leaders, codec.payload_bytes(part.numel(), dtype)))
+            if small or self._direct(leaders):
+                codec = make_codec("none") if small else self._packer(key, 0, shapes).codec
+                self._expected.append(self._post(key, leaders, codec.payload_bytes(part.numel(), dtype)))
+            else:
+                self._expected.append(self._post_parts(key, leaders, part.numel(), dtype))
 
     def _post(self, key: str, leaders: Sequence[int], n_bytes: int) -> _Round:
         """Post the receives of a round."""
         tag = self._next_tag()
         others = [leader for leader in leaders if leader != self._wires.rank]
-        return _Round(key, tag, n_bytes, {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others})
+        receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
+        return _Round(key, n_bytes, (tag,), (receipts,))
+
+    def _post_parts(self, key: str, leaders: Sequence[int], elements: int, dtype: torch.dtype) -> _Round:
+        """Post the receives of an exchange in two rounds: others' versions of my part, then others' summed parts."""
+        codec, tags = make_codec(self.members.codec), (self._next_tag(), self._next_tag())
+        parts = [part.numel() for part in torch.empty(elements, device="meta").tensor_split(len(leaders))]
+        own = codec.payload_bytes(parts[leaders.index(self._wires.rank)], dtype)
+        others = [(leader, parts[i]) for i, leader in enumerate(leaders) if leader != self._wires.rank]
+        first = {leader: self._wires.post_receive(leader, tags[0], own) for leader, _ in others}
+        second = {
+            leader: self._wires.post_receive(leader, tags[1], codec.payload_bytes(size, dtype))
+            for leader, size in others
+        }
+        return _Round(key, codec.payload_bytes(elements, dtype), tags, (first, second))
+
+    def _posted(self, key: str, n_bytes: int, post: Callable[[], _Round]) -> _Round:
+        """The receives of a sum: those that were posted when it was expected, or posted now."""
+        round_ = self._expected.popleft() if self._expected else post()
+        assert (round_.key, round_.n_bytes) == (key, n_bytes), "sums come in the order in which they were expected"
+        return round_
 
     def _exchange(
         self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback, key: str
     ) -> Callable[[], torch.Tensor]:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
         n_bytes = packer.codec.payload_bytes(vector.numel(), vector.dtype)
-        round_ = self._expected.popleft() if self._expected else self._post(key, leaders, n_bytes)
-        assert (round_.key, round_.n_bytes) == (key, n_bytes), "sums come in the order in which they were expected"
+        round_ = self._posted(key, n_bytes, lambda: self._post(key, leaders, n_bytes))
+        (tag,), (receipts,) = round_.tags, round_.receipts
         payload, mine = packer.compress(vector)
-        sendings = [self._wires.send(peer, round_.tag, payload) for peer in round_.receipts]
+        sendings = [self._wires.send(peer, tag, payload) for peer in receipts]
 
         def end() -> torch.Tensor:
             total = torch.zeros_like(vector)
@@ -269,7 +293,7 @@ class SumGroup:
                 if leader == self._wires.rank:
                     total += mine
                 else:
-                    total += packer.codec.decompress(round_.receipts[leader].wait(), vector.shape, vector.dtype)
+                    total += packer.codec.decompress(receipts[leader].wait(), vector.shape, vector.dtype)
             for sending in sendings:
                 sending.wait()
             return total
@@ -281,14 +305,9 @@ class SumGroup:
         place = leaders.index(self._wires.rank)
         parts = vector.tensor_split(len(leaders))
         packers = [self._packer(key, index, ()) for index in range(len(leaders))]
-        codec, tags = packers[0].codec, (self._next_tag(), self._next_tag())
-        receipts: list[dict[int, Receipt]] = [{}, {}]
-        for index, leader in enumerate(leaders):
-            if leader != self._wires.rank:
-                sizes = (parts[place].numel(), parts[index].numel())
-                for round_, (tag, elements) in enumerate(zip(tags, sizes, strict=True)):
-                    n_bytes = codec.payload_bytes(elements, vector.dtype)
-                    receipts[round_][leader] = self._wires.post_receive(leader, tag, n_bytes)
+        codec, n_bytes = packers[0].codec, packers[0].codec.payload_bytes(vector.numel(), vector.dtype)
+        round_ = self._posted(key, n_bytes, lambda: self._post_parts(key, leaders, vector.numel(), vector.dtype))
+        tags, receipts = round_.tags, round_.receipts
         sendings = [
             self._wires.send(leader, tags[0], packers[index].compress(parts[index])[0])
             for index, leader in enumerate(leaders)

@@ -41,6 +41,21 @@ def data_parallel_group(pool: Pool, config: ParallelConfig) -> Group:
     return group_of(pool, config.dp * config.cp, pool.devices_per_node // config.tp)
 
 
+def network_of(pool: Pool) -> np.ndarray:
+    """What the kernels take of a pool's network, shape (6,)."""
+    return np.array(
+        [
+            pool.devices_per_node,
+            pool.intra_node.bytes_per_s,
+            pool.intra_node.latency_s,
+            pool.inter_node.bytes_per_s,
+            pool.inter_node.latency_s,
+            joined_in_a_mesh(pool.device, pool.devices_per_node),
+        ],
+        dtype=float,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """What a configuration costs by stage, whatever its width: the part that is worth keeping."""

@@ -28,6 +28,8 @@ class ParallelConfig:
     """Chunks of layers per device (virtual pipeline stages)."""
     micro_batch_size: int = 1
     zero: int = 0
+    shards: int = 0
+    """Data-parallel ranks over which ZeRO divides, the others holding copies; 0: all of them."""
     recompute: str = "none"
     sequence_parallel: bool = False
     schedule: str = "1f1b"
@@ -49,7 +51,18 @@ class ParallelConfig:
         require(self.schedule in SCHEDULES, "schedule", self.schedule, " or ".join(SCHEDULES))
         require(self.overlap in OVERLAPS, "overlap", self.overlap, ", ".join(OVERLAPS))
         require(self.interleave == 1 or self.pp > 1, "interleave", self.interleave, "1 where pp is 1")
+        require(
+            self.shards >= 0 and (self.dp * self.cp) % max(self.shards, 1) == 0,
+            "shards",
+            self.shards,
+            f"a divisor of dp x cp = {self.dp * self.cp}",
+        )
         require((self.dp * self.cp) % self.ep == 0, "ep", self.ep, f"a divisor of dp x cp = {self.dp * self.cp}")
+
+    @property
+    def shard_width(self) -> int:
+        """Ranks over which ZeRO divides."""
+        return self.shards or self.dp * self.cp
 
     @property
     def devices(self) -> int:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from polygon.cost.compute import FUSED, Kernels, LayerTimes, layer_times, update_s
-from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory, stage_memory
+from polygon.cost.memory import CONTEXT_BYTES, LayerMemory, MemoryBreakdown, layer_memory, stage_memory
 from polygon.cost.profiles import LinkCurves, ModelProfile
 from polygon.cost.uniform import Term, interval_s
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model
 
-FRAMEWORK_BYTES = 5.06e9
-"""What Megatron-DeepSpeed holds beside states and activations: context, communication buffers, workspaces (the
-constant of Sailor's simulator, eth-easl/sailor@cf2c8e3c)."""
+FRAMEWORK_BYTES = {"gh200": 5.06e9}
+"""What Megatron-DeepSpeed holds beside states and activations: context, communication buffers, workspaces, by device
+(GH200: the constant of Sailor's simulator, eth-easl/sailor@cf2c8e3c); `CONTEXT_BYTES` on any other."""
 BUCKET_COPIES = 2
 """Flattened copies of the gradients that its reduction keeps (the same source: 24 bytes for an fp32 parameter)."""
 
@@ -112,7 +112,7 @@ def estimate_staged(
                 zero=0,
                 shards=1,
                 batch=batch,
-                context_bytes=FRAMEWORK_BYTES,
+                context_bytes=FRAMEWORK_BYTES.get(place.device.name, CONTEXT_BYTES),
                 gradient_copies=BUCKET_COPIES,
             )
             memories.append((s, held))

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from polygon.cost.compute import LayerTimes, model_flops_per_step, update_s
-from polygon.cost.layout import Layout, config_memory, config_times, data_parallel_group, lay_out, layout_of
+from polygon.cost.layout import Layout, config_memory, config_times, data_parallel_group, lay_out, layout_of, network_of
 from polygon.cost.memory import CONTEXT_BYTES, LayerMemory, MemoryBreakdown, breakdown, state_bytes
-from polygon.cost.network import joined_in_a_mesh
 from polygon.cost.parallel import (
     OVERLAPS,
     SCHEDULES,
@@ -146,7 +145,10 @@ def estimate_uniform(
         config.interleave,
         exposed_sends(config, micro_batches),
         layout.send_s,
-        *group.numbers,
+        group.members,
+        group.per_node,
+        config.shard_width,
+        network_of(pool),
         config.zero,
         OVERLAPS.index(config.overlap),
         config.gathers_per_layer,
@@ -171,7 +173,7 @@ def estimate_uniform(
                 *row,
                 in_flight=in_flight(config, s, micro_batches),
                 zero=config.zero,
-                shards=group.members,
+                shards=config.shard_width,
                 batch=batch,
                 context_bytes=context_bytes,
                 gradient_copies=_gradient_copies(batch, config),
@@ -214,7 +216,7 @@ def estimate_many(
     number: dict[int, int] = {}
     layouts: list[Layout] = []
     interleaves: list[int] = []
-    integers = np.empty((len(configs), 9), dtype=np.int64)
+    integers = np.empty((len(configs), 10), dtype=np.int64)
     per_node = pool.devices_per_node
     for i, config in enumerate(configs):
         micro_batches = _micro_batches(batch, config)
@@ -235,24 +237,12 @@ def estimate_many(
             config.gathers_per_layer,
             exposed_sends(config, micro_batches),
             config.schedule == "gpipe",
+            config.shard_width,
         )
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
-    intra, inter = pool.intra_node, pool.inter_node
-    machine = np.array(
-        [
-            per_node,
-            intra.bytes_per_s,
-            intra.latency_s,
-            inter.bytes_per_s,
-            inter.latency_s,
-            per_weight,
-            per_gradient,
-            per_optimizer,
-            *_update_line(batch, pool, configs[0]),
-            per_gradient * (1 + _gradient_copies(batch, configs[0])),
-            float(joined_in_a_mesh(pool.device, per_node)),
-        ]
-    )
+    held_gradient = per_gradient * (1 + _gradient_copies(batch, configs[0]))
+    update = _update_line(batch, pool, configs[0])
+    machine = np.array([per_weight, per_gradient, per_optimizer, held_gradient, *update])
     terms, peaks = np.empty((len(configs), 6)), np.empty(len(configs))
     many_kernel(
         integers,
@@ -266,6 +256,7 @@ def estimate_many(
                 for layout, v in zip(layouts, interleaves, strict=True)
             ]
         ),
+        network_of(pool),
         machine,
         terms,
         peaks,

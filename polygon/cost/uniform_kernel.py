@@ -38,6 +38,55 @@ def exposed_kernel(reduce_s: float, gather_s: float, backward_s: float, overlap:
 
 
 @njit(cache=True)
+def wire_kernel(n_bytes: float, members: int, per_node: int, network: np.ndarray, passes: int) -> float:
+    """`ring_kernel` in buckets; `network`: devices per node, fabric rate and latency, node rate and latency, mesh."""
+    if members < 2 or n_bytes <= 0:
+        return 0.0
+    buckets = max(1.0, np.ceil(n_bytes / BUCKET_BYTES))
+    one_s = ring_kernel(
+        n_bytes / buckets,
+        members,
+        per_node,
+        int(network[0]),
+        network[1],
+        network[2],
+        network[3],
+        network[4],
+        network[5] > 0,
+        passes,
+    )
+    return buckets * one_s
+
+
+@njit(cache=True)
+def sharded_kernel(
+    kinds: np.ndarray,
+    micro_batches: int,
+    members: int,
+    per_node: int,
+    network: np.ndarray,
+    hidden: float,
+    pieces: int,
+    weight_bytes: float,
+    gradient_bytes: float,
+    copies_s: float,
+) -> float:
+    """What ZeRO-3 shows of gathering weights and scattering gradients, layer by layer in every micro-batch."""
+    first_s, seen_s = 0.0, 0.0
+    for k in range(kinds.shape[0]):
+        count, forward, backward, held = kinds[k]
+        gather = pieces * wire_kernel(held * weight_bytes / pieces, members, per_node, network, 1)
+        scatter = pieces * wire_kernel(held * gradient_bytes / pieces, members, per_node, network, 1)
+        seen_s += count * visible_kernel(gather, hidden * forward)
+        seen_s += count * visible_kernel(gather + scatter, hidden * backward)
+        if k == 0:
+            first_s += gather + scatter
+        elif k == 1:
+            first_s += gather
+    return micro_batches * (seen_s + copies_s) + first_s
+
+
+@njit(cache=True)
 def terms_kernel(
     stage_s: np.ndarray,
     stage_communication_s: np.ndarray,
@@ -50,12 +99,8 @@ def terms_kernel(
     send_s: float,
     members: int,
     per_node: int,
-    devices_per_node: int,
-    fabric_bytes_per_s: float,
-    fabric_latency_s: float,
-    node_bytes_per_s: float,
-    node_latency_s: float,
-    mesh: bool,
+    shards: int,
+    network: np.ndarray,
     zero: int,
     overlap: int,
     pieces: int,
@@ -76,6 +121,10 @@ def terms_kernel(
         Largest backward and most parameters of a stage.
     kinds : ndarray, shape (kinds, 4)
         Per layer kind: how many, forward, backward [s], parameters (used by ZeRO-3).
+    members, per_node, shards : int
+        Data-parallel ranks, how many of them on a node, and over how many ZeRO divides (the rest hold copies).
+    network : ndarray, shape (6,)
+        See `wire_kernel`.
     copies_s : float
         ZeRO-3's passes over its gathered copies, per micro-batch.
     update_base_s, update_parameter_s : float
@@ -87,69 +136,22 @@ def terms_kernel(
     out[COMPUTE] = micro_batches * busiest - out[TENSOR]
     out[BUBBLE] = (stage_s.sum() - busiest) / interleave
     out[P2P] = sends * send_s
-    out[DATA] = 0.0
-    if members > 1 and zero == 3:
-        hidden, first_s, seen_s = ZERO3_HIDING[overlap], 0.0, 0.0
-        for k in range(kinds.shape[0]):
-            count, forward, backward, held = kinds[k]
-            gather, scatter = 0.0, 0.0
-            for which in range(2):
-                n_bytes = held * (weight_bytes if which == 0 else gradient_bytes) / pieces
-                seconds = pieces * ring_kernel(
-                    n_bytes,
-                    members,
-                    per_node,
-                    devices_per_node,
-                    fabric_bytes_per_s,
-                    fabric_latency_s,
-                    node_bytes_per_s,
-                    node_latency_s,
-                    mesh,
-                    1,
-                )
-                if which == 0:
-                    gather = seconds
-                else:
-                    scatter = seconds
-            seen_s += count * visible_kernel(gather, hidden * forward)
-            seen_s += count * visible_kernel(gather + scatter, hidden * backward)
-            if k == 0:
-                first_s += gather + scatter
-            elif k == 1:
-                first_s += gather
-        out[DATA] = micro_batches * (seen_s + copies_s) + first_s
-    elif members > 1:
-        passes = 2 if zero == 0 else 1
-        buckets = max(1.0, np.ceil(parameters * gradient_bytes / BUCKET_BYTES))
-        reduce_s = buckets * ring_kernel(
-            parameters * gradient_bytes / buckets,
-            members,
-            per_node,
-            devices_per_node,
-            fabric_bytes_per_s,
-            fabric_latency_s,
-            node_bytes_per_s,
-            node_latency_s,
-            mesh,
-            passes,
+    near = min(per_node, shards)
+    gradient, weight = parameters * gradient_bytes, parameters * weight_bytes
+    if zero == 0:
+        reduce_s, gather_s = wire_kernel(gradient, members, per_node, network, 2), 0.0
+    else:
+        # Inside the shards, then what a shard holds between the copies of it.
+        reduce_s = 0.0 if zero == 3 else wire_kernel(gradient, shards, near, network, 1)
+        reduce_s += wire_kernel(gradient / shards, members // shards, max(1, per_node // shards), network, 2)
+        gather_s = 0.0 if zero == 3 else wire_kernel(weight, shards, near, network, 1)
+    out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
+    if zero == 3 and shards > 1:
+        hidden = ZERO3_HIDING[overlap]
+        out[DATA] += sharded_kernel(
+            kinds, micro_batches, shards, near, network, hidden, pieces, weight_bytes, gradient_bytes, copies_s
         )
-        gather_s = 0.0
-        if zero > 0:
-            buckets = max(1.0, np.ceil(parameters * weight_bytes / BUCKET_BYTES))
-            gather_s = buckets * ring_kernel(
-                parameters * weight_bytes / buckets,
-                members,
-                per_node,
-                devices_per_node,
-                fabric_bytes_per_s,
-                fabric_latency_s,
-                node_bytes_per_s,
-                node_latency_s,
-                mesh,
-                1,
-            )
-        out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
-    out[OPTIMIZER] = update_base_s + parameters / (members if zero >= 1 else 1) * update_parameter_s
+    out[OPTIMIZER] = update_base_s + parameters / (shards if zero >= 1 else 1) * update_parameter_s
     return out.sum()
 
 
@@ -201,6 +203,7 @@ def many_kernel(
     kind_starts: np.ndarray,
     kinds: np.ndarray,
     layouts: np.ndarray,
+    network: np.ndarray,
     machine: np.ndarray,
     terms: np.ndarray,
     peaks: np.ndarray,
@@ -209,16 +212,17 @@ def many_kernel(
 
     Parameters
     ----------
-    integers : ndarray of int, shape (n, 9)
-        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not.
+    integers : ndarray of int, shape (n, 10)
+        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not, shards.
     starts, kind_starts : ndarray, shape (layouts + 1,)
         Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient,
         sharded) and its kinds in `kinds`.
     layouts : ndarray, shape (layouts, 5)
         Largest backward, most parameters, send seconds, seconds of ZeRO-3 copies, interleaving.
-    machine : ndarray, shape (12,)
-        Devices per node, fabric and node rate and latency, weight, gradient and optimizer bytes, update base and slope,
-        bytes of gradients as they are held, whether nodes are meshes.
+    network : ndarray, shape (6,)
+        See `wire_kernel`.
+    machine : ndarray, shape (6,)
+        Bytes of weight, gradient, optimizer state, gradients as they are held; optimizer's base and slope [s].
     """
     for i in range(integers.shape[0]):
         layout = integers[i, 0]
@@ -236,20 +240,16 @@ def many_kernel(
             send_s,
             integers[i, 2],
             integers[i, 3],
-            int(machine[0]),
-            machine[1],
-            machine[2],
-            machine[3],
-            machine[4],
-            machine[11] > 0,
+            integers[i, 9],
+            network,
             integers[i, 4],
             integers[i, 5],
             integers[i, 6],
-            machine[5],
-            machine[6],
+            machine[0],
+            machine[1],
             copies_s,
-            machine[8],
-            machine[9],
+            machine[4],
+            machine[5],
             terms[i],
         )
         peaks[i] = peak_kernel(
@@ -262,8 +262,8 @@ def many_kernel(
             int(interleave),
             integers[i, 8] > 0,
             integers[i, 4],
-            integers[i, 2],
-            machine[5],
-            machine[10],
-            machine[7],
+            integers[i, 9],
+            machine[0],
+            machine[3],
+            machine[2],
         )

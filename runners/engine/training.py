@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from polygon_comm.local_updates import OuterUpdate
 from polygon_comm.parameter_server import ServerGroup
-from polygon_comm.reduction import SumGroup
+from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
 from torch.distributed import PrefixStore, TCPStore
@@ -207,13 +207,17 @@ class Training:
         return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
 
     def _expect(self) -> None:
-        """Let the others send early what this rank will sum at the very end of the step."""
+        """Let the others send early what this rank sums first and last in the step."""
         if self.local:
             return
         dtype = self.worker.reducer.dtype
+        place = 0
         for bucket in self.buckets:
-            if bucket.name == "tied" and bucket.group is not None and not bucket.whole:
+            if bucket.group is None or bucket.whole or isinstance(bucket.group, ServerGroup):
+                continue
+            if place < SUMS_UNDER_WAY - 1 or bucket.name == "tied":
                 bucket.group.expect(len(bucket.vector), dtype, bucket.name, bucket.shapes)
+            place += 1
         self._all.expect(SCALARS, torch.float64, "scalars")
 
     def _scalars(self, *, near: bool = False) -> Scalars:

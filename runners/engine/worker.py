@@ -191,10 +191,13 @@ class StageWorker:
         if not self.is_first:
             inputs = self._receive(step, Action("F", micro_batch)).requires_grad_()
         with self.log.interval("compute", f"F{micro_batch}"), self._precision():
-            x = self.samples.batch(self._numbers(step, micro_batch))[0].to(device) if inputs is None else inputs
+            targets: torch.Tensor | None = None
+            if self.is_first or self.is_last:
+                drawn, targets = self.samples.batch(self._numbers(step, micro_batch))
+            x = drawn.to(device) if inputs is None else inputs
             for layer, module in self.layers.items():
-                if int(layer) == self.layout.problem.model.layers - 1:
-                    x = module(x, self.samples.batch(self._numbers(step, micro_batch))[1].to(device))
+                if int(layer) == self.layout.problem.model.layers - 1 and targets is not None:
+                    x = module(x, targets.to(device))
                 elif self._recompute and layer != "0":
                     x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
                 else:

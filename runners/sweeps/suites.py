@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,15 @@ from solvers.exhaustive import Exhaustive
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
 from solvers.problem import Problem
-from solvers.result import Result
-from solvers.search import Solver
-from solvers.stop import MaxEvaluations, Stop
+from solvers.result import Improvement, Result
+from solvers.stop import AnyOf, MaxEvaluations, Stop
 
 INSTANCES = Path(__file__).parents[2] / "instances"
 BEST_KNOWN = INSTANCES / "best-known.json"
 
 
 class Method:
-    """A solver under a name. A subclass may prepare starts with a part of the evaluations."""
+    """A solver as a suite uses it."""
 
     def __init__(self, solver: Any) -> None:
         self.solver = solver
@@ -49,16 +49,28 @@ class Method:
         return self.solver.solve(problem, rng, stop)
 
 
-class Seeded(Method):
-    """A solver that begins with what a function of the problem offers; its evaluations are counted."""
+Starts = Callable[[Any, np.random.Generator, int], tuple[list[Any], int]]
+"""From problem, generator and a budget: solutions to begin with, and the evaluations that finding them took."""
 
-    def __init__(self, solver: Solver, starts: Callable[[Any, np.random.Generator, int], Iterable[Any]]) -> None:
+
+class Seeded(Method):
+    """A solver that begins with what other means offer; half of the evaluations at most are spent on that."""
+
+    def __init__(self, solver: Any, starts: Starts) -> None:
         super().__init__(solver)
         self.starts = starts
 
     def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
-        """Starts first, then the solver."""
-        return self.solver.solve(problem, rng, stop, start=self.starts(problem, rng, evaluations))
+        """Starts first, then the solver on what is left; both are counted."""
+        began = time.perf_counter()
+        starts, used = self.starts(problem, rng, evaluations // 2)
+        spent_s = time.perf_counter() - began
+        limit = AnyOf((stop, MaxEvaluations(max(1, evaluations - used))))
+        result = self.solver.solve(problem, rng, limit, start=starts)
+        history = tuple(Improvement(h.evaluations + used, h.seconds + spent_s, h.value) for h in result.history)
+        return replace(
+            result, evaluations=result.evaluations + used, seconds=result.seconds + spent_s, history=history
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,64 +175,67 @@ def _planning(problem: PlanningProblem) -> Problem[Any]:
     return Candidates(Decoder(problem), most_stages(problem))
 
 
-def _simple(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
-    """Every device in walks along the links, cut evenly, in every micro-batch size: as many as half the budget."""
+def _simple(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+    """All devices in walks along the links, cut evenly, in every micro-batch size; a sample where they are many."""
     from polygon.planning.decode import Allocation
     from polygon.planning.starts import simple_starts
 
-    rows, decoder = candidates.space.groups, candidates.decoder
     starts = [
         Allocation(workers=x, micro_batch_size=size)
         for size in candidates.sizes
-        for x in simple_starts(decoder, rows, size)
+        for x in simple_starts(candidates.decoder, candidates.space.groups, size)
     ]
-    most = max(1, evaluations // 2)
-    return starts if len(starts) <= most else [starts[i] for i in rng.choice(len(starts), size=most, replace=False)]
+    if len(starts) > budget:
+        starts = [starts[i] for i in rng.choice(len(starts), size=max(1, budget), replace=False)]
+    return starts, 0
 
 
-def _ant_groups(candidates: Any, rng: np.random.Generator, evaluations: int) -> list[Any]:
-    """What ants make of half the budget, dealt over numbers of stages; each counted as the evaluations it took."""
+def _grown(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+    """One pipeline replicated in more and more regions."""
+    from polygon.planning.starts import grown_starts
+
+    used = 0
+
+    def value_of(x: Any) -> float:
+        nonlocal used
+        used += 1
+        return float(candidates.evaluate(x))
+
+    starts = grown_starts(candidates.decoder, candidates.space.groups, value_of, lambda: float(budget - used))
+    return starts, used
+
+
+def _ant_groups(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+    """What ants make of the budget, dealt over numbers of stages."""
     from polygon.planning.candidates import GroupCandidates
     from polygon.planning.decode import Allocation
 
-    rows, decoder = candidates.space.groups, candidates.decoder
+    rows, sizes = candidates.space.groups, candidates.sizes
     counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= rows]
-    sizes = candidates.sizes
-    found = []
+    found, used = [], 0
     for count in counts:
-        size = int(sizes[rng.integers(len(sizes))])
-        limit = MaxEvaluations(max(1, evaluations // (2 * len(counts))))
-        result = Ants().solve(GroupCandidates(decoder, count, size), rng, limit)
+        groups = GroupCandidates(candidates.decoder, count, int(sizes[rng.integers(len(sizes))]))
+        result = Ants().solve(groups, rng, MaxEvaluations(max(1, budget // len(counts))))
+        used += result.evaluations
         if result.solution is not None:
             x = np.zeros((rows, candidates.space.classes), dtype=np.int64)
             x[:count] = result.solution
-            found += [Allocation(workers=x, micro_batch_size=other) for other in sizes]
-    return found
-
-
-class AntSeeded(Seeded):
-    """Ants take half of the evaluations, so the solver gets the other half."""
-
-    def __init__(self, solver: Solver) -> None:
-        super().__init__(solver, _ant_groups)
-
-    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
-        """Ants, then the solver on what is left."""
-        return super().solve(problem, rng, stop | MaxEvaluations(evaluations // 2), evaluations)  # type: ignore[operator]
+            found += [Allocation(workers=x, micro_batch_size=size) for size in sizes]
+    return found, used
 
 
 def _planning_methods() -> dict[str, Method]:
     return {
-        "starts+memetic": Seeded(Genetic(), _simple),
-        "starts+genetic": Seeded(Genetic(patience=0), _simple),
-        "starts+annealing": Seeded(Annealing(), _simple),
-        "starts+local": Seeded(Restarts(), _simple),
-        "starts+random": Seeded(Restarts(patience=0), _simple),
-        "ants+memetic": AntSeeded(Genetic()),
         "memetic": Method(Genetic()),
-        "genetic": Method(Genetic(patience=0)),
         "annealing": Method(Annealing()),
         "restarts": Method(Restarts()),
+        "ants+memetic": Seeded(Genetic(), _ant_groups),
+        "simple+memetic": Seeded(Genetic(), _simple),
+        "grown+memetic": Seeded(Genetic(), _grown),
+        "grown+genetic": Seeded(Genetic(patience=0), _grown),
+        "grown+annealing": Seeded(Annealing(), _grown),
+        "grown+restarts": Seeded(Restarts(), _grown),
+        "grown+random": Seeded(Restarts(patience=0), _grown),
     }
 
 

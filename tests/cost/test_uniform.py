@@ -114,7 +114,8 @@ def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int,
     """Compiled and interpreted kernels agree."""
     stages = np.array(stage_s)
     kinds = np.array([[1, 0.01, 0.02, 1e6], [4, 0.02, 0.04, 4e6]])
-    machine = (members, min(members, 8), 8, 300e9, 2e-6, 200e9, 5e-6, False)
+    network = np.array([8, 300e9, 2e-6, 200e9, 5e-6, 0.0])
+    machine = (members, min(members, 8), max(1, members // 2), network)
     args = (
         stages,
         stages / 4,
@@ -175,3 +176,16 @@ def test_context_and_expert_parallelism_divide_activations_and_experts():
     expert = 2 * 2048 * 4096
     assert whole - spread == pytest.approx(7 * expert)
     assert layer_times(moe, long, A100, pool().intra_node, ep=8).communication_s[1] > 0
+
+
+def test_sharding_inside_a_node_keeps_gathers_off_the_network():
+    """ZeRO-1 over eight of 64 ranks gathers inside the node: fewer bytes cross, in shorter rings; states grow."""
+    whole = ParallelConfig(dp=64, zero=1, overlap="none")
+    near = replace(whole, shards=8)
+    batch = replace(BATCH, gradient_precision="bf16")
+    thin = pool(node_bytes_per_s=20e9)
+    all_ranks, one_node = (estimate_uniform(MODEL, batch, thin, config) for config in (whole, near))
+    assert one_node.terms["data-parallel"].seconds < all_ranks.terms["data-parallel"].seconds
+    assert one_node.peak.optimizer == pytest.approx(8 * all_ranks.peak.optimizer)
+    with pytest.raises(InputError, match="shards: found 7"):
+        replace(whole, shards=7)

@@ -80,7 +80,7 @@ def test_every_suite_is_well_made() -> None:
 def test_planning_methods_respect_the_budget() -> None:
     """Starts and ants count: no method evaluates more than it is given."""
     chosen = suites.suite("study", [])
-    for method in ("ants+memetic", "starts+memetic", "memetic"):
+    for method in ("ants+memetic", "simple+memetic", "grown+memetic", "memetic"):
         row = sweep.run(sweep.Task("study", (), "dtfm-irregular0", method, 0, 120, None))
         assert row["used_evaluations"] <= 120
         assert row["value"] is not None

@@ -1,0 +1,131 @@
+"""What the runner costs over a plain torch loop: CPU seconds a step of the same model, data and optimizer.
+
+    python benchmarks/runtime_overhead.py [--steps 40] [--rounds 3]
+
+One rank, a GPT of width 128 with 4 blocks, 128 tokens, 8 micro-batches of 1 in both. CPU time, not wall time: other
+programs on the machine then matter little. Prints the least of several rounds of each, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+
+MICRO_BATCHES = 8
+
+
+def make_problem() -> tuple[Problem, Plan]:
+    """One device, one stage, eight micro-batches."""
+    link = Link(latency_s=1e-5, bytes_per_s=1e10)
+    device = Device(name="cpu", memory_bytes=1e10, flops={"fp32": 1e11}, memory_bytes_per_s=1e10, power_w=10)
+    nodes = NodeGroup(device="cpu", nodes=1, devices_per_node=1, intra_node=link, inter_node=link)
+    one = np.ones((1, 1))
+    cluster = Cluster(
+        name="one",
+        regions=(Region(name="here", node_groups=(nodes,), intra_region=link),),
+        latency_s=one,
+        bytes_per_s=one,
+        capacity_bytes_per_s=one,
+        catalogue={"cpu": device},
+    )
+    model = Model(
+        name="gpt", blocks=4, hidden_size=128, heads=4, kv_heads=4, head_dim=32, ffn_size=512, vocab_size=256,
+        max_seq_len=128,
+    )  # fmt: skip
+    batch = Batch(global_batch=MICRO_BATCHES, seq_len=128, precision="fp32")
+    plan = Plan(
+        stages=(Stage(first_layer=0, last_layer=6, workers=(Worker(pool=0, devices=(0,)),)),),
+        routes=np.zeros((MICRO_BATCHES, 1), dtype=int),
+        micro_batch_size=1,
+        spans=((1,),),
+    )
+    return Problem(cluster=cluster, model=model, batch=batch), plan
+
+
+def plain(end: Connection, steps: int) -> None:
+    """CPU seconds a step of a loop over micro-batches as one writes it by hand."""
+    import torch
+
+    from runners.engine.data import samples_for
+    from runners.engine.layers import build_layers
+
+    torch.set_num_threads(1)
+    problem, _ = make_problem()
+    model = problem.model
+    layers = build_layers(model, range(model.layers), 0)
+    samples = samples_for(model, 128, 0)
+    parameters = list(dict.fromkeys(layers.parameters()))
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4)
+    start_s = 0.0
+    for step in range(-3, steps):
+        if step == 0:
+            start_s = time.process_time()
+        for m in range(MICRO_BATCHES):
+            number = (step + 3) * MICRO_BATCHES + m
+            x, targets = samples.batch(range(number, number + 1))
+            for layer, module in layers.items():
+                x = module(x, targets) if int(layer) == model.layers - 1 else module(x)
+            (x / problem.batch.tokens).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    end.send((time.process_time() - start_s) / steps)
+
+
+def ours(end: Connection, steps: int) -> None:
+    """CPU seconds a step of the runner."""
+    import socket
+
+    import torch
+
+    from runners.dist_runner import end_process
+    from runners.engine.options import Options
+    from runners.engine.training import train
+
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    marks = []
+    options = Options(steps=steps + 3, traced_steps=0)
+    train(
+        *make_problem(),
+        0,
+        "127.0.0.1",
+        port,
+        options,
+        on_loss=end_process,
+        report=lambda result: marks.append(time.process_time()),
+    )
+    end.send((marks[-1] - marks[2]) / steps)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    best = {"plain": float("inf"), "ours": float("inf")}
+    for _ in range(arguments.rounds):
+        for name, body in (("plain", plain), ("ours", ours)):
+            mine, theirs = multiprocessing.Pipe()
+            process = multiprocessing.get_context("spawn").Process(target=body, args=(theirs, arguments.steps))
+            process.start()
+            best[name] = min(best[name], mine.recv())
+            process.join()
+    print(f"plain torch loop  {best['plain'] * 1e3:7.2f} ms of CPU a step")
+    print(f"runner, one rank  {best['ours'] * 1e3:7.2f} ms of CPU a step")
+    print(f"overhead          {best['ours'] / best['plain'] - 1:+7.1%}")
+
+
+if __name__ == "__main__":
+    main()

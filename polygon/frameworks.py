@@ -1,0 +1,50 @@
+"""What is known of training frameworks: which kernels they use, what they fuse and hide, by name and date."""
+
+from __future__ import annotations
+
+import re
+
+from polygon.cost.compute import Kernels
+
+EAGER = ("llm-foundry", "sailor", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers")
+"""Frameworks that run element-wise work as separate operations, unless a note says that they compile."""
+
+
+def _fused(framework: str, text: str) -> bool:
+    """Whether element-wise work runs in fused kernels; `unfused` or `compile` in the notes decides."""
+    if "unfused" in text or "no fus" in text:
+        return False
+    compiled = "compile" in text and not re.search(r"no (torch\.)?compile|without (torch\.)?compile|eager", text)
+    return compiled or not any(word in framework for word in EAGER)
+
+
+def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") -> Kernels:
+    """What is known of a framework's kernels at a date.
+
+    Megatron-LM and what derives from it wrote the attention scores to memory until FlashAttention came in (2023);
+    NeMo and torch's compiled models fuse element-wise work.
+    """
+    name, text = framework.lower(), f"{overlap} {notes}".lower()
+    year = int(date[:4]) if date[:4].isdigit() else 2024
+    megatron = any(word in name for word in ("megatron", "vtrain", "bigscience"))
+    flash = "flash" in text or not (megatron and (year < 2023 or "deepspeed" in name))
+    if "userbuffers" in text or "async tp" in text:
+        tp_overlap = "pipelined"
+    elif "weight-gradient gemm" in text:
+        tp_overlap = "backward"
+    else:
+        tp_overlap = "none"
+    vendor = any(word in name for word in ("megatron", "nemo", "maxtext", "transformer engine"))
+    attention = "materialised" if not flash else "triton" if "triton" in text else "flash" if vendor else "flash2"
+    return Kernels(
+        attention=attention,
+        loss="vocab-parallel" if megatron or "nemo" in name else "torch",
+        fused=_fused(name, text),
+        # Megatron-LM got them with sequence parallelism (2022); DeepSpeed's engines and torch's never had them.
+        fused_accumulation=(year >= 2022 and "deepspeed" not in name) or "llm-foundry" in name,
+        dropout=(megatron and year < 2025) or "dropout 0.1" in text,
+        attention_dropout="attention dropout 0.1" in text,
+        deterministic="deterministic" in text,
+        selective="operators" if "titan" in name else "attention",
+        tp_overlap=tp_overlap,
+    )
