@@ -89,14 +89,28 @@ class StepTimes:
     """From the moment when the last rank knows its part of the gradient's norm until all know all of it."""
     update_s: np.ndarray
     """Shape (workers,)."""
+    layers: tuple[int, ...]
+    """Of every stage."""
+
+    def reduction_span_s(self, stage: int) -> tuple[float, float]:
+        """When a stage begins and ends to reduce its gradients.
+
+        Layers are reduced one after another while backward of the last micro-batch still runs. With n layers alike,
+        backward B of the last worker ending at e, and R for the whole reduction: from e - B (n - 1) / n to
+        max(e + R / n, e - B (n - 1) / n + R).
+        """
+        mine = np.flatnonzero(self.place.stage == stage)
+        last = mine[self.ends_s[mine].argmax()]
+        end_s, whole_s, n = float(self.ends_s[last]), self.reductions[stage].total_s, self.layers[stage]
+        begin_s = end_s - float(self.schedule.backward_s[last]) * (n - 1) / n
+        return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
 
     @property
     def done_s(self) -> np.ndarray:
         """When each worker has reduced and updated, shape (workers,)."""
         done = np.empty_like(self.ends_s)
-        for s, reduction in enumerate(self.reductions):
-            mine = self.place.stage == s
-            done[mine] = self.ends_s[mine].max() + reduction.total_s
+        for s in range(len(self.reductions)):
+            done[self.place.stage == s] = self.reduction_span_s(s)[1]
         if self.tied_s:
             ends = (self.place.stage == 0) | (self.place.stage == len(self.reductions) - 1)
             done[ends] = done[ends].max() + self.tied_s
@@ -230,6 +244,7 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         tied_s=tied_embedding_s(plan, tables),
         norm_s=gradient_norm_s(plan, tables, place),
         update_s=updates,
+        layers=tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
     )
 
 

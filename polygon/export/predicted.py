@@ -15,7 +15,7 @@ from polygon.export.chrome_trace import Interval, chrome_trace
 def predicted_intervals(times: StepTimes) -> list[Interval]:
     """Every forward, backward, message, reduction and update of one step."""
     schedule, place, messages = times.schedule, times.place, times.messages
-    ends_s, start_s = schedule.simulate(record=True)
+    _, start_s = schedule.simulate(record=True)
     micro_batches, stages = schedule.routes.shape
     number = np.arange(len(place.stage)) - place.offset[place.stage]
     intervals = []
@@ -34,11 +34,11 @@ def predicted_intervals(times: StepTimes) -> list[Interval]:
                     intervals.append(Interval(s, int(number[w]), "send", name, end_s, arrive_s))
     for s, reduction in enumerate(times.reductions):
         mine = np.flatnonzero(place.stage == s)
-        begin_s = float(ends_s[mine].max())
+        begin_s = times.reduction_span_s(s)[0]
         for w in mine.tolist():
             done_s = float(times.done_s[w])
             update_s = float(times.update_s[w])
-            if reduction.total_s > 0 or done_s - update_s > begin_s:
+            if reduction.total_s > 0:
                 intervals.append(Interval(s, int(number[w]), "reduce", "reduce", begin_s, done_s - update_s))
             intervals.append(Interval(s, int(number[w]), "update", "update", done_s - update_s, done_s))
     return intervals

@@ -680,8 +680,12 @@ def _with_reductions(
             tied = _tied_s(bank, stages)
             if not np.isfinite(tied):
                 return np.inf, NO_LINK
-        step = max(step, end - early + reduction + tied + update)
-        early += passing[s] * 0.6 + message[s]
+        # Backward is about two thirds of passing a stage; layers are reduced while it runs.
+        backward = passing[s] * 2 / 3
+        depth = stages.bounds[s + 1] - stages.bounds[s]
+        exposed = max(reduction / depth, reduction - backward * (depth - 1) / depth)
+        step = max(step, end - early + exposed + tied + update)
+        early += backward + message[s]
     return step, FITS
 
 

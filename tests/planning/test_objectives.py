@@ -215,16 +215,16 @@ def test_residency_in_two_regions_is_found():
 def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():
     """Nothing may leave: one region; a cap that the free plan keeps changes nothing."""
     free = problem_of((THREE[0], THREE[0]), bytes_per_s=1e11)
-    fastest = find_within_limits(free, 0, effort=SHORT).plan
+    fastest = find_within_limits(free, 0, effort=Effort()).plan
     sent = Decoder(free).bill(fastest).egress_bytes
     assert sent.max() > 0
     home = replace(free, constraints=Constraints(egress_bytes_per_step={"*": 0.0}))
-    found = find_within_limits(home, 0, effort=SHORT).plan
+    found = find_within_limits(home, 0, effort=Effort()).plan
     assert violations(home, found) == []
     assert len({w.pool for stage in found.stages for w in stage.workers}) == 1
     assert any("egress of r" in text for text in violations(home, fastest))
     loose = replace(free, constraints=Constraints(egress_bytes_per_step={"*": float(sent.max())}))
-    assert find_within_limits(loose, 0, effort=SHORT).plan.stages == fastest.stages
+    assert find_within_limits(loose, 0, effort=Effort()).plan.stages == fastest.stages
 
 
 @pytest.mark.parametrize(
