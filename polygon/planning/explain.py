@@ -26,7 +26,9 @@ SHORT = Effort(fluid_evaluations=1_000, exact_evaluations=20, patience=400)
 """Of the search behind an idea."""
 
 MOST_REGIONS = 8
-"""Regions that are tried alone and left out."""
+"""Regions that are tried alone and left out, those with most compute first."""
+MOST_POOLS = 12
+"""Pools with idle devices that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,8 +138,12 @@ class Explainer:
 
     def _types(self) -> Iterator[Idea]:
         types = sorted({pool.device.name for pool in self.problem.cluster.pools if self.problem.may_use(pool)})
+        pools = self.problem.cluster.pools
+        used = {pools[w.pool].device.name for stage in self.plan.stages for w in stage.workers}
         if len(types) > 1:
             for name in types:
+                if used == {name}:
+                    continue
                 others = tuple(other for other in types if other != name)
                 others += self.problem.constraints.forbidden_devices
                 yield f"use only {name}", True, self._searched(forbidden_devices=others)
@@ -148,11 +154,13 @@ class Explainer:
         for stage in self.plan.stages:
             for worker in stage.workers:
                 used[worker.pool] += worker.tp
-        for pool in cluster.pools:
-            idle = pool.devices - int(used[pool.index])
-            if idle > 0 and self.problem.may_use(pool):
-                text = f"also use the {idle} {pool.device.name} left out in {cluster.regions[pool.region].name}"
-                yield text, False, partial(self._best, self._with_idle(pool.index, idle))
+        precision = self.problem.batch.precision
+        idle = [(pool, pool.devices - int(used[pool.index])) for pool in cluster.pools if self.problem.may_use(pool)]
+        idle.sort(key=lambda entry: -entry[0].device.peak_flops(precision) * entry[1])
+        for pool, count in idle[:MOST_POOLS]:
+            if count > 0:
+                text = f"also use the {count} {pool.device.name} left out in {cluster.regions[pool.region].name}"
+                yield text, False, partial(self._best, self._with_idle(pool.index, count))
 
     def _with_idle(self, pool: int, idle: int) -> Iterator[Allocation]:
         """The plan's allocation with all idle devices of a pool in one stage, or spread over all."""
