@@ -14,7 +14,9 @@ def _fused(framework: str, text: str) -> bool:
     """Whether element-wise work runs in fused kernels; `unfused` or `compile` in the notes decides."""
     if "unfused" in text or "no fus" in text:
         return False
-    compiled = "compile" in text and not re.search(r"no (torch\.)?compile|without (torch\.)?compile|eager", text)
+    said = f"{framework} {text}"
+    eager = re.search(r"no (torch\.)?compile|without (torch\.)?compile|eager", said)
+    compiled = ("compile" in said or "float8" in said) and not eager  # torchao's float8 needs the compiler
     return compiled or not any(word in framework for word in EAGER)
 
 

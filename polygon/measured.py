@@ -188,7 +188,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         f"{framework} {row.get('dataset')}",
         str(row.get("date") or ""),
         str(row.get("overlap") or ""),
-        str(row.get("notes")),
+        f"{row.get('notes')} {row.get('precision')}",
     )
     model = _model(row, degrees["tp"], framework)
     precision = _precision(str(row.get("precision") or "bf16"))
@@ -306,15 +306,16 @@ def device_named(label: str) -> Device:
 
 def _as_measured(device: Device, row: Mapping[str, Any], precision: str) -> Device:
     """The device with what the row says of it: another peak, or the slower memory of early or export boards."""
-    text = " ".join(str(row.get(key) or "") for key in ("gpu_type", "notes", "interconnect")).lower()
+    text = " ".join(str(row.get(key) or "") for key in ("gpu_type", "notes", "interconnect", "framework")).lower()
     scale = 1.0
     stated = row.get("gpu_peak_dense_tflops_per_s")
     if stated:
         scale = float(stated) * 1e12 / device.peak_flops(precision)
         if not 0.5 < scale < 0.99:  # within rounding, or the peak of another precision
             scale = 1.0
-    if device.name.startswith("h100-sxm") and "hbm2e" in text:
-        # Between H100 NVL (835 TFLOP/s) and SXM (989), memory of the PCIe board.
+    if device.name.startswith("h100-sxm") and ("hbm2e" in text or "torchtitan" in text):
+        # torchtitan's authors: "non-standard. They have HBM2e and are limited to a lower TDP. The actual peak should
+        # be between SXM (989 TFLOP/s) and NVL (835)"; memory of the PCIe board.
         return replace(
             device,
             flops={key: value * min(scale, 0.92) for key, value in device.flops.items()},

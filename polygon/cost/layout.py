@@ -178,7 +178,14 @@ def lay_out(
     copied = SHARD_COPIES * float(memory.parameters.sum()) * (per_weight + per_gradient)
     stride = config.devices // config.pp
     boundary = group_of(pool, 2, 2 if stride < pool.devices_per_node else 1)
-    message = config.micro_batch_size * batch.seq_len / config.cp * model.hidden_size * batch.element_bytes / config.tp
+    message = (
+        config.micro_batch_size
+        * batch.seq_len
+        / config.cp
+        * model.hidden_size
+        * max(batch.element_bytes, 2)
+        / config.tp
+    )
     return Layout(
         bounds=tuple(bounds),
         stages=stages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -67,7 +67,6 @@ class UniformEstimate:
     memory: tuple[MemoryBreakdown, ...]
     """Per stage."""
     flops: float = 0.0
-    details: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> MemoryBreakdown:

@@ -1,0 +1,93 @@
+"""From a plan back to its allocation, into another problem, and a short exact search around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polygon.cost.bill import Bill
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.candidates import ExactCandidates
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.engine import most_stages
+from polygon.planning.violations import violations
+from solvers.local_search import Restarts
+from solvers.stop import MaxEvaluations
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """A plan that can be run and what it costs, or why there is none."""
+
+    plan: Plan | None = None
+    bill: Bill | None = None
+    reason: str = ""
+    allocation: Allocation | None = None
+
+
+def allocation_of(decoder: Decoder, plan: Plan) -> Allocation:
+    """The allocation of a plan; workers of classes that the decoder does not know are left out."""
+    column = {key: c for c, key in enumerate(decoder.classes)}
+    workers = np.zeros((max(most_stages(decoder.problem), len(plan.stages)), len(decoder.classes)), dtype=np.int64)
+    for s, stage in enumerate(plan.stages):
+        for worker in stage.workers:
+            if (worker.pool, worker.tp) in column:
+                workers[s, column[worker.pool, worker.tp]] += 1
+    return Allocation(workers=workers, micro_batch_size=plan.micro_batch_size)
+
+
+def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Allocation:
+    """The allocation in the classes of another problem on the same pools; what that problem forbids is left out."""
+    column = {key: c for c, key in enumerate(target.classes)}
+    workers = np.zeros((most_stages(target.problem), len(target.classes)), dtype=np.int64)
+    rows = allocation.workers[allocation.workers.any(axis=1)][: len(workers)]
+    for c, key in enumerate(source.classes):
+        if key in column:
+            workers[: len(rows), column[key]] = rows[:, c]
+    return Allocation(workers=workers, micro_batch_size=allocation.micro_batch_size)
+
+
+def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decoder: Decoder) -> Outcome:
+    """A plan with its bill if it can be run, else what is wrong with it."""
+    if isinstance(plan, Infeasible):
+        return Outcome(reason=plan.reason)
+    wrong = violations(problem, plan, tables)
+    if wrong:
+        return Outcome(reason=wrong[0])
+    return Outcome(plan=plan, bill=decoder.bill(plan))
+
+
+def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int = 3) -> Outcome:
+    """The fastest of several allocations: the best few by the fluid step time are simulated exactly."""
+    if not allocations:
+        return Outcome(reason="there is no such plan")
+    values = [decoder.fluid_s(x)[0] for x in allocations]
+    best, reason = Outcome(), ""
+    for i in np.argsort(values, kind="stable")[:tries]:
+        x = allocations[i]
+        outcome = checked(decoder.problem, decoder.decode(x), decoder.tables, decoder)
+        if outcome.bill is None:
+            reason = reason or outcome.reason
+        elif best.bill is None or outcome.bill.step_s < best.bill.step_s:
+            best = Outcome(plan=outcome.plan, bill=outcome.bill, allocation=x)
+    return best if best.bill is not None else Outcome(reason=reason)
+
+
+def search_around(decoder: Decoder, starts: Sequence[Allocation], *, evaluations: int, seed: int) -> Outcome:
+    """A short exact search that begins with some allocations; never worse than the best of them.
+
+    The bill is of the plan with the strongest allowed packing on all links.
+    """
+    exact = ExactCandidates(decoder, most_stages(decoder.problem))
+    result = Restarts(patience=evaluations + 1).solve(
+        exact, np.random.default_rng(seed), MaxEvaluations(len(starts) + evaluations), start=starts
+    )
+    if result.solution is None:
+        outcome = decoder.decode(starts[0])
+        return Outcome(reason=outcome.reason if isinstance(outcome, Infeasible) else "no plan near it fits")
+    plan = decoder.decode(result.solution, relax=False)
+    found = checked(decoder.problem, plan, decoder.tables, decoder)
+    return Outcome(plan=found.plan, bill=found.bill, reason=found.reason, allocation=result.solution)

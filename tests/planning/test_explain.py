@@ -1,0 +1,202 @@
+"""Alternatives that can be run can be run; what a plan does not use is worth nothing to it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon import catalogue, files
+from polygon.cost.estimate import estimate, step_times, traffic_bytes
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Problem
+from polygon.explain import main
+from polygon.planning.decode import Decoder
+from polygon.planning.engine import Effort, find_plan
+from polygon.planning.explain import Explainer
+from polygon.planning.nearby import allocation_of
+from polygon.planning.violations import violations
+from polygon.planning.whatif import (
+    Change,
+    faster_link,
+    link_changes,
+    more_memory,
+    one_more_node,
+    sensitivities,
+    usual_changes,
+)
+
+FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
+TYPES = ("a100-40gb", "t4")
+MODEL = Model(
+    name="small", blocks=6, hidden_size=1024, heads=16, kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=32000,
+    max_seq_len=1024,
+)  # fmt: skip
+
+
+def problem_of(groups, bytes_per_s=1e9):
+    """Regions r0, r1, ... given as lists of (type, nodes, devices per node), all linked alike."""
+    inside, between = Link(latency_s=5e-6, bytes_per_s=1e10), Link(latency_s=5e-5, bytes_per_s=1e9)
+    regions = tuple(
+        Region(
+            name=f"r{r}",
+            intra_region=between,
+            egress_usd_per_gb=0.02,
+            node_groups=tuple(
+                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
+                for name, n, d in members
+            ),
+        )
+        for r, members in enumerate(groups)
+    )
+    n = len(regions)
+    cluster = Cluster(
+        name="test",
+        regions=regions,
+        latency_s=np.full((n, n), 0.005),
+        bytes_per_s=np.full((n, n), bytes_per_s),
+        capacity_bytes_per_s=np.full((n, n), np.inf),
+        catalogue={name: catalogue.device(name) for name in TYPES},
+    )
+    return Problem(cluster=cluster, model=MODEL, batch=Batch(global_batch=32, seq_len=512))
+
+
+WIDE = problem_of(([("a100-40gb", 1, 2)], [("a100-40gb", 1, 2)], [("t4", 1, 1)]), bytes_per_s=1e11)
+
+
+def plan_for(problem):
+    return find_plan(problem, np.random.default_rng(0), effort=FAST).plan
+
+
+@pytest.fixture(scope="module")
+def wide_plan():
+    return plan_for(WIDE)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    bytes_per_s=st.sampled_from([1e8, 1e10]),
+    groups=st.sampled_from(
+        [
+            ([("a100-40gb", 1, 2)], [("t4", 2, 2)]),
+            ([("t4", 1, 2), ("a100-40gb", 1, 1)], [("t4", 1, 4)], [("a100-40gb", 1, 1)]),
+        ]
+    ),
+)
+def test_possible_alternatives_break_no_rule(groups, bytes_per_s):
+    """What is called possible passes the checker at the cost that is shown; what is not says why."""
+    problem = problem_of(groups, bytes_per_s)
+    plan = plan_for(problem)
+    explainer = Explainer(problem, plan)
+    found = explainer.explain(count=3)
+    assert len(found.alternatives) >= 8
+    assert found.left_out == ()
+    for alternative in (*found.alternatives, *found.different):
+        if alternative.bill is None:
+            assert alternative.reason
+        else:
+            assert violations(problem, alternative.plan) == []
+            result = estimate(problem, alternative.plan)
+            assert np.isclose(result.step_s, alternative.bill.step_s)
+            assert np.isclose(result.cost_usd, alternative.bill.usd)
+    structures = [explainer.structure(a.plan) for a in found.different]
+    assert len(set(structures)) == len(structures)
+    assert explainer.structure(plan) not in structures
+
+
+def test_one_region_only_means_one_region(wide_plan):
+    """The plan of an idea does what the idea says."""
+    found = Explainer(WIDE, wide_plan).explain(count=0)
+    for alternative in found.alternatives:
+        if alternative.idea.startswith("use only region") and alternative.plan:
+            names = {WIDE.cluster.pools[w.pool].region for stage in alternative.plan.stages for w in stage.workers}
+            assert {f"use only region r{r}" for r in names} == {alternative.idea}
+        if alternative.idea == "use only t4" and alternative.plan:
+            pools = {w.pool for stage in alternative.plan.stages for w in stage.workers}
+            assert {WIDE.cluster.pools[p].device.name for p in pools} == {"t4"}
+    assert any(alternative.idea == "use only t4" for alternative in found.alternatives)
+
+
+def test_no_time_no_answers_but_a_list_of_questions(wide_plan):
+    """Ideas for which time is up are named, none is begun."""
+    found = Explainer(WIDE, wide_plan).explain(seconds_left=lambda: 0.0)
+    assert found.alternatives == ()
+    assert "plain 3D parallelism, all devices alike" in found.left_out
+    assert sensitivities(WIDE, wide_plan, seconds_left=lambda: 0.0).left_out > 0
+
+
+def test_allocation_and_plan_are_inverse(wide_plan):
+    """Decoding the allocation of a found plan gives its stages again."""
+    decoder = Decoder(WIDE)
+    again = decoder.decode(allocation_of(decoder, wide_plan))
+    assert [s.workers for s in again.stages] == [s.workers for s in wide_plan.stages]
+    assert [s.last_layer for s in again.stages] == [s.last_layer for s in wide_plan.stages]
+
+
+def test_unused_links_are_worth_nothing_and_used_ones_never_cost(wide_plan):
+    """The same plan: exactly 0 for links without traffic, at most 0 for the others; replanned: at most 0."""
+    moved, reduced = traffic_bytes(WIDE, wide_plan, step_times(wide_plan, CostTables(WIDE)))
+    traffic = moved + reduced + (moved + reduced).T
+    pairs = [(a, b) for a in range(3) for b in range(a + 1, 3)]
+    assert any(traffic[pair] > 0 for pair in pairs)
+    changes = [Change(text=f"{a}-{b}", cluster=faster_link(WIDE.cluster, a, b, 1e9)) for a, b in pairs]
+    found = sensitivities(WIDE, wide_plan, changes=changes, evaluations=2)
+    step_s = estimate(WIDE, wide_plan).step_s
+    for pair, row in zip(pairs, found.rows, strict=True):
+        assert row.same_plan <= 1e-12
+        assert row.replanned <= 0
+        assert (1 + row.replanned) * found.baseline_s <= (1 + row.same_plan) * step_s * (1 + 1e-12)
+        if traffic[pair] == 0:
+            assert row.same_plan == 0
+
+
+def test_a_second_node_is_found_useful():
+    """One slow region alone: a node more, replanned, saves time; the same plan cannot know it."""
+    problem = replace(problem_of(([("t4", 1, 1)],)), batch=Batch(global_batch=512, seq_len=512))
+    plan = plan_for(problem)
+    changes = [Change(text="t4", cluster=one_more_node(problem.cluster, 0), new_pool=0, keeps_devices=False)]
+    (row,) = sensitivities(problem, plan, changes=changes, evaluations=2).rows
+    assert row.same_plan == 0
+    assert row.replanned < -0.3
+
+
+def test_changes_change_what_they_say():
+    """Bandwidth both ways, nodes, memory; the rest stays, and the usual changes ask about all of them."""
+    cluster = WIDE.cluster
+    wider = faster_link(cluster, 0, 2, 5.0)
+    assert (wider.bytes_per_s - cluster.bytes_per_s == np.array([[0, 0, 5], [0, 0, 0], [5, 0, 0]])).all()
+    assert one_more_node(cluster, 1).devices == cluster.devices + 2
+    assert more_memory(cluster, "t4", 2.0).pools[2].device.memory_bytes == 2 * cluster.pools[2].device.memory_bytes
+    asked = [change.text for change in usual_changes(WIDE, np.zeros((3, 3)), more_gbps=3)]
+    for words in ("+3 Gbit/s between", "half the latency", "another node of 2 a100-40gb in r0", "twice the memory"):
+        assert any(words in text for text in asked)
+
+
+def test_links_that_do_not_exist_are_refused():
+    """Unknown regions, a region with itself, two regions without a link."""
+    for pair, message in ((("r0", "r9"), "found 'r9'"), (("r0", "r0"), "two different regions")):
+        with pytest.raises(InputError, match=message):
+            link_changes(WIDE.cluster, [pair], 1.0)
+    apart = replace(WIDE.cluster, bytes_per_s=np.zeros((3, 3)))
+    with pytest.raises(InputError, match="with a link between them"):
+        link_changes(apart, [("r0", "r1")], 1.0)
+
+
+def test_command_answers_in_words_and_in_json(tmp_path, capsys, wide_plan):
+    """Tables on stdout; the same as data; a whole run; one link only."""
+    path = tmp_path / "plan.json"
+    files.write_plan(path, WIDE, wide_plan)
+    out = tmp_path / "why.json"
+    arguments = [str(path), "--quiet", "--count", "1", "--tokens", "1e9", "--link", "r0", "r1", "-o", str(out)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for words in ("naive plans", "rejected ideas", "whole run", "between r0 and r1"):
+        assert words in text
+    data = files.read_json(out)
+    assert len(data["sensitivities"]) == 2
+    assert data["run"]["steps"] == int(np.ceil(1e9 / (32 * 512)))
+    assert all(row["possible"] or row["reason"] for row in data["alternatives"])
