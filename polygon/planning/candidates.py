@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Hashable
@@ -19,14 +18,16 @@ from polygon.planning.starts import block_rates, even_parts
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import Problem as SolverProblem
 
+MOST_STRUCTURES = 3000
+
 
 class Candidates(SolverProblem[Allocation]):
     """Allocations of a problem's devices to at most `stages` stages, with their micro-batch size.
 
-    The value is the decoder's objective by the fluid step time; the best different allocations met are kept in `elite`.
+    The value is the decoder's objective by the fluid step time; good and different ones are kept in `elite`.
     """
 
-    def __init__(self, decoder: Decoder, stages: int, *, keep: int = 48) -> None:
+    def __init__(self, decoder: Decoder, stages: int) -> None:
         self.decoder = decoder
         pools = decoder.problem.cluster.pools
         self.space = AllocationSpace(
@@ -37,29 +38,36 @@ class Candidates(SolverProblem[Allocation]):
             empty_groups=True,
         )
         self.sizes = decoder.tables.micro_batch_sizes
-        self._keep = keep
-        self._heap: list[tuple[float, int, Allocation]] = []
-        self._seen: set[Hashable] = set()
+        self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
         self._count = itertools.count()
 
     def evaluate(self, x: Allocation) -> float:
         """The objective at the fluid step time."""
         value = self.decoder.value(x)
-        if np.isfinite(value) and (len(self._heap) < self._keep or value < -self._heap[0][0]):
-            key = self.key(x)
-            if key not in self._seen:
-                self._seen.add(key)
-                entry = (-value, next(self._count), x)
-                if len(self._heap) < self._keep:
-                    heapq.heappush(self._heap, entry)
-                else:
-                    heapq.heapreplace(self._heap, entry)
+        if np.isfinite(value):
+            used = x.workers.any(axis=0)
+            structure = (int(x.workers.any(axis=1).sum()), x.micro_batch_size, used.tobytes())
+            best = self._best.setdefault(structure, [])
+            if len(best) < 3 or value < best[-1][0]:
+                key = self.key(x)
+                if all(self.key(other) != key for _, _, other in best):
+                    best.append((value, next(self._count), x))
+                    best.sort(key=lambda entry: entry[:2])
+                    del best[3:]
+            if len(self._best) > MOST_STRUCTURES:
+                kept = sorted(self._best.items(), key=lambda item: item[1][0][:2])[: MOST_STRUCTURES // 2]
+                self._best = dict(kept)
         return value
 
     @property
     def elite(self) -> list[Allocation]:
-        """The best different allocations met, best first."""
-        return [x for _, _, x in sorted(self._heap, key=lambda entry: (-entry[0], entry[1]))]
+        """Good and different allocations met: the best of every structure, best first, then the next best.
+
+        A structure is a number of stages, the worker classes used, and a micro-batch size. The fluid value misjudges
+        some structures more than others, so the best few of all would often be of one kind.
+        """
+        ranked = [(place, *entry) for best in self._best.values() for place, entry in enumerate(best)]
+        return [x for _, _, _, x in sorted(ranked, key=lambda entry: entry[:3])]
 
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""
