@@ -209,6 +209,8 @@ def find_within_limits(
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)
+    if effort is not None and problem.constraints.limits_cost:
+        effort = replace(effort, time_limit_s=effort.time_limit_s / 2)
 
     def search(base: Problem, first_seed: int, objectives: Sequence[Objective]) -> Collection:
         own = tables.for_problem(base)
