@@ -15,12 +15,12 @@ from polygon.search import main as search
 CLUSTER = """
 name: two
 regions:
-  - {name: dear, egress_usd_per_gb: 0.1, nodes: [{device: a100-40gb, count: 2, devices_per_node: 1}]}
-  - {name: cheap, nodes: [{device: t4, count: 2, devices_per_node: 1}]}
+  - {name: dear, egress_usd_per_gb: 0.1, nodes: [{device: a100-40gb, count: 1, devices_per_node: 1}]}
+  - {name: cheap, nodes: [{device: t4, count: 1, devices_per_node: 1}]}
 links:
   - {between: [dear, cheap], latency_ms: 5, bandwidth_gbps: 10}
 """
-WHAT = ["--model", "gpt2", "--global-batch", "16", "--seq-len", "512", "--quiet", "--time-limit", "2"]
+WHAT = ["--model", "gpt2", "--global-batch", "4", "--seq-len", "256", "--quiet"]
 
 
 @pytest.fixture
