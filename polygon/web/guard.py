@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -89,7 +90,7 @@ class Guard:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not given and scope["path"].endswith("/events"):
                 query = scope.get("query_string", b"").decode("latin-1")
-                given = dict(part.partition("=")[::2] for part in query.split("&")).get("token", "")
+                given = parse_qs(query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 return 401, "the token is missing or wrong"
         return None
