@@ -215,13 +215,14 @@ def timeline(priced: Priced) -> dict[str, Any]:
 
 
 ADVICE: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "balanced": [("overlap", {"overlap": 1.0}), ("prefetch", {"prefetch": 1.0}),
-                 ("pack_gradients", {"weight_gradients": "int8"}), ("accumulate", {"accumulation": 2})],
-    "computation": [("overlap", {"overlap": 1.0}), ("unpack", {"activations": "none", "weight_gradients": "none"}),
+    "balanced": [("prefetch", {"prefetch": 1.0}),
+                 ("pack_gradients", {"weight_gradients": "int8"}), ("accumulate", {"accumulation": 2}),
+                 ("local_steps", {"local_steps": 8})],
+    "computation": [("unpack", {"activations": "none", "weight_gradients": "none"}),
                     ("prefetch", {"prefetch": 1.0}), ("accumulate", {"accumulation": 2})],
     "communication": [("local_steps", {"local_steps": 8}), ("pack_activations", {"activations": "int4"}),
                       ("pack_gradients", {"weight_gradients": "int4"}), ("accumulate", {"accumulation": 4}),
-                      ("streams", {"streams": 16}), ("overlap", {"overlap": 1.0})],
+                      ("streams", {"streams": 16}), ("prefetch", {"prefetch": 1.0})],
 }  # fmt: skip
 """What helps when computation and communication are balanced, or one of them limits."""
 

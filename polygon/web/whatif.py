@@ -7,12 +7,13 @@ Every change goes through the same cost functions as the search. Three of them r
   central server 2 (a + (p-1) n / b).
 - *chunk_mb* sends the reduction in k = ceil(n / chunk) pieces that follow each other through the levels:
   T = sum_l (a_l + b_l / k) + (k - 1) max_l (a_l + b_l / k), where level l needs a_l for nothing and a_l + b_l for all.
-- *overlap* o hides part of the reduction behind the last backward of a stage of L layers, B seconds:
-  exposed = max(T - o B (L - 1) / L, T / L).
+- *overlap* o: a stage of n layers, whose last backward takes B and ends at e, reduces for T seconds from
+  e - o B (n - 1) / n on, and ends no sooner than e + T / n. The plan itself has o = 1, no overlap is o = 0.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -60,7 +61,7 @@ class Changes(Strict):
     chunk_mb: Annotated[float, Gt(0.0009), Le(100_000)] | None = None
     streams: Annotated[int, Ge(1), Le(64)] | None = None
     """TCP streams a link; each carries at most 0.82 of a 4 MiB window per round trip."""
-    overlap: Annotated[float, Ge(0), Le(1)] = 0.0
+    overlap: Annotated[float, Ge(0), Le(1)] = 1.0
     bandwidth_factor: Factor = 1.0
     latency_factor: Factor = 1.0
     price_factor: Factor = 1.0
@@ -80,6 +81,22 @@ class Priced:
     """Whole reduction of every stage, hidden part included."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaterReduction(StepTimes):
+    """Times of a step whose reductions begin later than the last backward would let them."""
+
+    overlap: float
+    """1: as soon as a layer's gradient is whole; 0: when all are."""
+
+    def reduction_span_s(self, stage: int) -> tuple[float, float]:
+        """When a stage begins and ends to reduce (the module's docstring has the formula)."""
+        mine = np.flatnonzero(self.place.stage == stage)
+        last = mine[self.ends_s[mine].argmax()]
+        end_s, whole_s, n = float(self.ends_s[last]), self.reductions[stage].total_s, self.layers[stage]
+        begin_s = end_s - self.overlap * float(self.schedule.backward_s[last]) * (n - 1) / n
+        return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
+
+
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> Priced:
     """Apply changes to a plan and predict its step.
 
@@ -95,9 +112,9 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     times = step_times(plan, tables)
     result = estimate(changed, plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)
-    exposed = tuple(_exposed(cost, s, plan, times, changes.overlap) for s, cost in enumerate(whole))
-    if exposed != times.reductions:
-        times = replace(times, reductions=exposed)
+    if whole != times.reductions or changes.overlap < 1:
+        fields = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
+        times = LaterReduction(**{**fields, "reductions": whole}, overlap=changes.overlap)
         result = _with_step(result, times.step_s)
     return Priced(
         problem=changed, plan=plan, tables=tables, times=times, estimate=result,
@@ -242,18 +259,6 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
     if algorithm == "sharded-server":
         return 2 * (latency_s + (p - 1) / p * worst)
     return 2 * (latency_s + (p - 1) * worst)
-
-
-def _exposed(cost: ReductionCost, s: int, plan: Plan, times: StepTimes, overlap: float) -> ReductionCost:
-    """What of a reduction the last backward of the stage does not hide."""
-    if overlap == 0 or cost.total_s == 0:
-        return cost
-    stage = plan.stages[s]
-    layers = stage.last_layer - stage.first_layer
-    mine = times.place.stage == s
-    hides_s = overlap * float(times.schedule.backward_s[mine].min()) * (layers - 1) / layers
-    left = max(cost.total_s - hides_s, cost.total_s / layers) / cost.total_s
-    return replace(cost, node_s=cost.node_s * left, region_s=cost.region_s * left, across_s=cost.across_s * left)
 
 
 def _with_step(result: Estimate, step_s: float) -> Estimate:

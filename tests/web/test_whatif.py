@@ -7,7 +7,7 @@ import pytest
 
 from polygon.cost.estimate import estimate, step_times
 from polygon.cost.tables import CostTables
-from polygon.web.views import advice, front, km_between, sensitivities, timeline, traffic
+from polygon.web.views import advice, front, km_between, sensitivities, timeline
 from polygon.web.whatif import Changes, flat_s, price
 from tests.exported_plans import planned
 
@@ -96,12 +96,16 @@ def test_one_chunk_is_the_whole_message(case):
     assert changed(case, chunk_mb=0.01).estimate.step_s > before.estimate.step_s
 
 
-def test_overlap_hides_only_behind_the_backward(case):
-    """Exposed reduction shrinks, never below one layer's part; whole reduction is reported unchanged."""
-    before, after = changed(case), changed(case, overlap=1.0)
+def test_without_overlap_the_whole_reduction_follows_the_backward(case):
+    """Overlap 1 is the plan; with 0 every stage reduces for all of its time after its last backward; never faster."""
+    before, after = changed(case), changed(case, overlap=0.0)
     assert after.reductions_s == before.reductions_s
-    assert after.estimate.step_s <= before.estimate.step_s
-    assert traffic(after)["hidden"] >= traffic(before)["hidden"]
+    assert after.estimate.step_s > before.estimate.step_s
+    assert changed(case, overlap=0.5).estimate.step_s <= after.estimate.step_s
+    for s, whole_s in enumerate(after.reductions_s):
+        begin_s, end_s = after.times.reduction_span_s(s)
+        assert begin_s == after.times.ends_s[after.times.place.stage == s].max()
+        assert end_s - begin_s == pytest.approx(whole_s)
 
 
 def test_links_and_prices(case):

@@ -72,7 +72,7 @@ function controls(root: HTMLElement): HTMLElement {
     select("algorithm", "algorithm", ["hierarchical", "ring", "tree", "sharded-server", "central-server"].map((a): [string, string] => [a, maybe(a)]), String(c.algorithm ?? "hierarchical"), (v) => change("algorithm", v === "hierarchical" ? undefined : v)),
     slider("chunk", "chunk_mb", [0, 1, 4, 16, 64, 256], n("chunk_mb", 0), 0, digits),
     slider("streams", "streams", [0, 1, 2, 4, 8, 16], n("streams", 0), 0, digits),
-    slider("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], n("overlap", 0), 0, percent),
+    slider("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], n("overlap", 1), 1, percent),
     slider("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("bandwidth_factor", 1), 1, times),
     slider("latFactor", "latency_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("latency_factor", 1), 1, times),
     slider("priceFactor", "price_factor", [0.25, 0.5, 1, 2, 4], n("price_factor", 1), 1, times),

@@ -23,9 +23,9 @@ function add(parent: Node, children: Child[]): void {
 }
 
 export function table(caption: string, head: Child[], rows: Child[][], numeric: number[] = [], extra: Attributes = {}): HTMLElement {
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": caption },
     h("table", extra, h("caption", { class: "hidden" }, caption),
-      h("thead", {}, h("tr", {}, head.map((cell, i) => h("th", { scope: "col", class: numeric.includes(i) ? "number" : undefined }, cell)))),
+      h("thead", {}, h("tr", {}, head.map((cell, i) => cell === "" ? h("td", {}) : h("th", { scope: "col", class: numeric.includes(i) ? "number" : undefined }, cell)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: numeric.includes(i) ? "number" : undefined }, cell)))))));
 }
 

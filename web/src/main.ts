@@ -33,8 +33,8 @@ function frame(): void {
     h("a", { class: "skip", href: "#view", onclick: (e: Event) => { e.preventDefault(); document.getElementById("view")?.focus(); } }, t("skip")),
     h("header", {}, h("h1", { class: "brand", style: "margin:0" }, mark(), "polygon"), h("span", { class: "what", id: "what" }),
       h("button", { type: "button", id: "theme", onclick: toggleTheme }, t("theme")), h("button", { type: "button", id: "language", lang: currentLanguage() === "en" ? "zh-CN" : "en", onclick: () => { setLanguage(currentLanguage() === "en" ? "zh" : "en"); frame(); void open(state.view); } }, t("language"))),
-    h("div", { role: "tablist", "aria-label": t("views"), onkeydown: walk }, VIEWS.map((name) => h("button", { role: "tab", type: "button", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(name === state.view), tabindex: name === state.view ? "0" : "-1", onclick: () => void open(name) }, t(name)))),
-    h("main", { id: "view", role: "tabpanel", tabindex: "-1", "aria-labelledby": `tab-${state.view}` }));
+    h("nav", { "aria-label": t("views") }, h("div", { role: "tablist", "aria-label": t("views"), onkeydown: walk }, VIEWS.map((name) => h("button", { role: "tab", type: "button", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(name === state.view), tabindex: name === state.view ? "0" : "-1", onclick: () => void open(name) }, t(name))))),
+    h("main", {}, h("div", { id: "view", role: "tabpanel", tabindex: "-1", "aria-labelledby": `tab-${state.view}` })));
 }
 function mark(): SVGElement {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
