@@ -19,8 +19,8 @@ from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.export.restrict import Rules, find_uniform
-from polygon.planning.candidates import simple_starts
 from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.starts import simple_starts
 from polygon.web.views import front
 
 MOST_POINTS = 24

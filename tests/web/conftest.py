@@ -35,7 +35,9 @@ class Server:
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
         found = re.search(r"http://[\d.]+:\d+", line)
-        assert found, line + self.process.stderr.read()
+        if not found:
+            _, rest = self.process.communicate(timeout=30)
+            raise RuntimeError(line + rest)
         self.url = found[0]
 
     def stop(self) -> None:

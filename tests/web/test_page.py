@@ -195,10 +195,10 @@ def test_each_slider_changes_the_right_number_to_what_the_server_says(page, serv
 
 
 def test_each_choice_changes_the_right_number(page, server, wide_plan):
-    """Unpacked messages cross in more bytes; another collective takes another time; the heat-map and formulas follow."""
+    """Unpacked messages cross in more bytes; another collective takes another time; heat-map and formulas follow."""
     visit(page, server, wide_plan, "communication")
     for name, option, key in (("activations", "none", "across"), ("weight_gradients", "none", "across"),
-                              ("algorithm", "ring", "commTime")):  # fmt: skip
+                              ("algorithm", "central-server", "commTime")):  # fmt: skip
         before = card(page, key)
         page.locator(f"[data-change={name}]").select_option(option)
         page.wait_for_function(CHANGED, arg=key)

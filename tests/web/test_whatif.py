@@ -81,8 +81,8 @@ def test_flat_algorithms_are_their_formulas(case):
 
 
 def test_algorithm_replaces_the_reduction_alone(case):
-    """Compute, pipeline and transfer stay; the reduction becomes the ring's."""
-    before, after = changed(case), changed(case, algorithm="ring")
+    """Compute, pipeline and transfer stay; the reduction becomes the server's."""
+    before, after = changed(case), changed(case, algorithm="central-server")
     for term in ("compute", "pipeline", "transfer", "update"):
         assert after.estimate.terms[term] == pytest.approx(before.estimate.terms[term])
     assert sum(after.estimate.terms.values()) == pytest.approx(after.estimate.step_s)
