@@ -23,18 +23,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trace", metavar="FILE", help="write the predicted timeline (Chrome trace, opens in Perfetto)"
     )
+    parser.add_argument("--tokens", type=cli.number(above=0), metavar="N", help="also: what so many tokens take")
     args = parser.parse_args(argv)
 
+    from dataclasses import asdict
+
     from polygon import files
-    from polygon.cost.estimate import estimate
+    from polygon.cost.bill import whole_run
+    from polygon.cost.estimate import estimate, step_bill, step_times
     from polygon.cost.tables import CostTables
     from polygon.planning.violations import violations
-    from polygon.report import describe_plan
+    from polygon.report import describe_plan, describe_run
 
     problem, plan, _ = files.read_plan(args.plan)
     tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
     broken = violations(problem, plan, tables)
-    structural = [text for text in broken if "GiB over" not in text]
+    structural = [text for text in broken if "GiB over" not in text and not text.startswith("limit:")]
     if structural:
         cli.emit({"violations": broken}, "\n".join(f"violation: {text}" for text in broken), as_json=args.json)
         return cli.EXIT_INFEASIBLE
@@ -46,8 +50,13 @@ def main(argv: list[str] | None = None) -> int:
         files.write_json(args.trace, predicted_trace(problem, plan, tables))
         talk.say(f"predicted timeline in {args.trace} (open it in https://ui.perfetto.dev)")
     text = describe_plan(problem, plan, result)
+    data = {**result.to_dict(), "violations": broken}
+    if args.tokens:
+        run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
+        data["run"] = asdict(run)
+        text += "\n" + describe_run(run)
     text += "".join(f"\nviolation: {line}" for line in broken) or "\nviolations    none"
-    cli.emit({**result.to_dict(), "violations": broken}, text, as_json=args.json)
+    cli.emit(data, text, as_json=args.json)
     return cli.EXIT_INFEASIBLE if broken else cli.EXIT_OK
 
 

@@ -29,6 +29,8 @@ _READ_BYTES = 65_536 + 256
 _BATCH = 64
 """Packets read from one device before the others and the clock get a turn."""
 _PRIORITY = 10
+_SWEEPS = 100
+"""Most times that the processes of a dead lab are looked for."""
 
 
 def raise_priority() -> bool:
@@ -55,14 +57,21 @@ def processes_of_lab(name: str) -> list[int]:
 
 
 def end_processes(name: str) -> int:
-    """Kill every process of a lab; returns how many there were."""
-    found = processes_of_lab(name)
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    return len(found)
+    """Kill every process of a lab; returns how many there were.
+
+    Looks again until none is found: what is forked while it looks is not seen in that round.
+    """
+    ended: set[int] = set()
+    for _ in range(_SWEEPS):
+        found = processes_of_lab(name)
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended.update(found)
+        time.sleep(0.01)
+    return len(ended)
 
 
 class Relay:

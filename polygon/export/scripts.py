@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from polygon.export.hosts import Seat
 
 PORT = 29500
-FORWARDED = ("POLYGON_ROOT", "POLYGON_MASTER", "POLYGON_PORT", "MEGATRON_ROOT", "TORCHTITAN_ROOT")
+FORWARDED: tuple[str, ...] = ("POLYGON_ROOT", "POLYGON_MASTER", "POLYGON_PORT", "MEGATRON_ROOT", "TORCHTITAN_ROOT")
 FORWARDED += ("TITAN_MODULE", "TITAN_CONFIG")
 """Variables that reach the other hosts."""
 

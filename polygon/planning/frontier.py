@@ -85,7 +85,7 @@ def collect(
     share_s = effort.time_limit_s / (len(objectives) + 1)
     bills: list[tuple[Bill, Allocation]] = []
     evaluations, seconds = 0, 0.0
-    reason = ""
+    reason, interrupted = "", False
     for i, objective in enumerate(objectives):
         own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
         known = [best[1] for best in _leaders(problem, bills, objectives)]
@@ -102,14 +102,15 @@ def collect(
         bills += found.bills
         evaluations, seconds = evaluations + found.evaluations, seconds + found.seconds
         reason = reason or found.reason
-        if found.interrupted or not bills:
+        interrupted = found.interrupted
+        if interrupted or not bills:
             break
     return Collection(
         bills=tuple(bills),
-        reason=reason,
+        reason="" if bills else reason,
         evaluations=evaluations,
         seconds=seconds,
-        interrupted=bool(bills) and i + 1 < len(objectives),
+        interrupted=interrupted,
     )
 
 
@@ -209,6 +210,8 @@ def find_within_limits(
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)
+    if effort is not None and problem.constraints.limits_cost:
+        effort = replace(effort, time_limit_s=effort.time_limit_s / 2)
 
     def search(base: Problem, first_seed: int, objectives: Sequence[Objective]) -> Collection:
         own = tables.for_problem(base)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
@@ -18,11 +19,18 @@ class RunFailedError(PolygonError):
     """A run that cannot go on; the message says who noticed what."""
 
 
-def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int | None = None) -> TCPStore:
-    """The place where ranks meet, kept by rank 0 (on a socket that listens already, where it is given one)."""
+def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int | None = None) -> Store:
+    """The place where ranks meet, kept by rank 0 (on a socket that listens already, where it is given one).
+
+    Under torchrun its agent keeps it, also over restarts: then every start has names of its own.
+    """
     timeout = timedelta(seconds=timeout_s)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = rank == 0 and not agent
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     try:
-        return TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+        store = TCPStore(host, port, None, keeper, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+        return PrefixStore(f"polygon/{start}", store)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RunFailedError(f"rank {rank}: no meeting point at tcp://{host}:{port}: {reason}") from error

@@ -17,7 +17,7 @@ from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
@@ -70,7 +70,7 @@ class Training:
     """A rank in the middle of a run."""
 
     def __init__(
-        self, layout: Layout, rank: int, store: TCPStore, address: str, options: Options, watch: Watch | None = None
+        self, layout: Layout, rank: int, store: Store, address: str, options: Options, watch: Watch | None = None
     ) -> None:
         problem, plan = layout.problem, layout.plan
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
@@ -155,7 +155,7 @@ class Training:
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
-    def _tensor_group(self, purpose: str, store: TCPStore) -> TensorGroup | None:
+    def _tensor_group(self, purpose: str, store: Store) -> TensorGroup | None:
         """The devices of this rank's worker. Threads that use them at the same time need a group each."""
         ranks = self.layout.worker_ranks(self.rank)
         if len(ranks) == 1:

@@ -1,0 +1,62 @@
+"""Serve the web application.
+
+    python -m polygon.serve [--host 127.0.0.1] [--port 5000] [--token TOKEN]
+
+Jobs and plans are kept in an SQLite file; deployments are written below `deployments/`. Nothing else of the machine is
+served. Whoever lets other machines in (--host) should set a token: the page asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from polygon import cli
+from polygon.domain.errors import InputError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module's docstring."""
+    parser = cli.Parser(prog="polygon serve", description="Serve the web application.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default %(default)s: this machine)")
+    parser.add_argument("--port", type=cli.whole(0, 65535), default=5000, help="default %(default)s; 0: any free one")
+    parser.add_argument("--token", default=os.environ.get("POLYGON_TOKEN", ""), help="ask for it (or POLYGON_TOKEN)")
+    parser.add_argument("--database", type=Path, default=Path("polygon.sqlite"), help="default %(default)s")
+    parser.add_argument("--deployments", type=Path, default=Path("deployments"), help="default %(default)s/")
+    parser.add_argument("--instances", type=Path, help="folder of clusters to offer (default: the project's)")
+    args = parser.parse_args(argv)
+    try:
+        import uvicorn
+
+        from polygon.web.app import Settings, create_app
+    except ImportError as error:
+        raise InputError(f"serve: found no {error.name}, expected it installed (pip install '.[web]')") from None
+    if not (args.token or args.host in ("127.0.0.1", "::1", "localhost")):
+        cli.Talk().say(f"anyone who reaches {args.host} can use this: consider --token")
+    shipped = Path(__file__).resolve().parents[1] / "instances"
+    instances = args.instances or (shipped if shipped.is_dir() else None)
+    app = create_app(
+        Settings(database=args.database, deployments=args.deployments, instances=instances, token=args.token)
+    )
+    config = uvicorn.Config(
+        app, host=args.host, port=args.port, log_level="warning", server_header=False, timeout_graceful_shutdown=2
+    )
+
+    class Server(uvicorn.Server):
+        """Says where it listens once it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            if self.started:
+                host, port = self.servers[0].sockets[0].getsockname()[:2]
+                cli.Talk().say(f"polygon is at http://{host}:{port}")
+
+    server = Server(config)
+    server.run()
+    return cli.EXIT_OK if server.started else cli.EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

@@ -1,0 +1,277 @@
+"""What the page shows of a plan, computed: stages, traffic, formulas with their numbers, advice, alternatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from polygon.cost.estimate import StepTimes, held_parameters, worker_memory
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import boundary_values
+from polygon.domain.plan import Plan, Problem
+from polygon.export.predicted import predicted_intervals
+from polygon.report import layer_span
+from polygon.web.whatif import Changes, Priced, price
+
+MOST_INTERVALS = 6000
+"""Bars of a timeline that a page draws without effort."""
+
+
+def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """Great-circle distance of two (latitude, longitude) on a sphere of 6371 km."""
+    (la, oa), (lb, ob) = (tuple(map(math.radians, point)) for point in (a, b))
+    h = math.sin((lb - la) / 2) ** 2 + math.cos(la) * math.cos(lb) * math.sin((ob - oa) / 2) ** 2
+    return 2 * 6371 * math.asin(min(1.0, math.sqrt(h)))
+
+
+def view(priced: Priced) -> dict[str, Any]:
+    """Everything that changes when a toggle changes."""
+    problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
+    return {
+        "model": problem.model.name,
+        "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
+        "estimate": {key: value for key, value in result.to_dict().items() if key not in ("workers", "links")},
+        "micro_batches": plan.micro_batches,
+        "micro_batch_size": plan.micro_batch_size,
+        "local_steps": plan.local_steps,
+        "devices": {"used": plan.world_size, "all": problem.cluster.devices},
+        "regions": _regions(problem, plan),
+        "stages": _stages(priced),
+        "links": _links(priced),
+        "traffic": traffic(priced),
+        "formulas": formulas(priced),
+        "over_memory": _over_memory(priced),
+        "bubble": float(result.terms["pipeline"] / result.step_s),
+        "routes": _routes(plan, times),
+    }
+
+
+def _over_memory(priced: Priced) -> float:
+    """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
+    place = priced.times.place
+    need = np.array([m.total_bytes for m in worker_memory(priced.plan, priced.tables, place)])
+    return float(max(0.0, (need - priced.tables.limit_bytes[place.pool]).max()))
+
+
+def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
+    cluster = problem.cluster
+    used = [0] * len(cluster.regions)
+    for stage in plan.stages:
+        for worker in stage.workers:
+            used[cluster.pools[worker.pool].region] += worker.tp
+    rows = []
+    for r, region in enumerate(cluster.regions):
+        devices: dict[str, int] = {}
+        for group in region.node_groups:
+            devices[group.device] = devices.get(group.device, 0) + group.devices
+        rows.append(
+            {"name": region.name, "latitude": region.latitude, "longitude": region.longitude, "devices": devices,
+             "used": used[r], "stages": sorted({s for s, stage in enumerate(plan.stages) for w in stage.workers
+                                                if cluster.pools[w.pool].region == r})}
+        )  # fmt: skip
+    return rows
+
+
+def _stages(priced: Priced) -> list[dict[str, Any]]:
+    problem, plan, result = priced.problem, priced.plan, priced.estimate
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        mine = [worker for worker in result.workers if worker.stage == s]
+        groups = []
+        for key in sorted({(w.region, w.device, w.tp) for w in mine}):
+            same = [w for w in mine if (w.region, w.device, w.tp) == key]
+            shares = [w.micro_batches for w in same]
+            full = max(same, key=lambda w: w.peak_bytes / w.limit_bytes)
+            groups.append(
+                {"region": key[0], "device": key[1], "tp": key[2], "workers": len(same), "share_low": min(shares),
+                 "share_high": max(shares), "busy": max(w.busy_s for w in same) / result.step_s,
+                 "peak_bytes": full.peak_bytes, "limit_bytes": full.limit_bytes, "memory_owner": full.memory_owner}
+            )  # fmt: skip
+        layers = layer_span(problem, stage.first_layer, stage.last_layer)
+        rows.append(
+            {"layers": layers, "first_layer": stage.first_layer, "last_layer": stage.last_layer, "width": stage.width,
+             "zero": stage.zero, "recompute": stage.recompute, "workers": groups}
+        )  # fmt: skip
+    return rows
+
+
+def _links(priced: Priced) -> list[dict[str, Any]]:
+    cluster, plan = priced.problem.cluster, priced.plan
+    used = {(use.source, use.target): use for use in priced.estimate.links}
+    rows = []
+    for a, source in enumerate(cluster.regions):
+        for b, target in enumerate(cluster.regions):
+            if a == b or cluster.bytes_per_s[a, b] <= 0:
+                continue
+            traffic_here = used.get((source.name, target.name))
+            use = plan.link_use(a, b)
+            km = None
+            if None not in (source.latitude, source.longitude, target.latitude, target.longitude):
+                km = km_between((source.latitude, source.longitude), (target.latitude, target.longitude))  # type: ignore[arg-type]
+            rows.append(
+                {"source": source.name, "target": target.name, "latency_ms": float(cluster.latency_s[a, b] * 1e3),
+                 "bandwidth_gbps": float(cluster.bytes_per_s[a, b] * 8 / 1e9), "distance_km": km,
+                 "activation_bytes": traffic_here.activation_bytes if traffic_here else 0.0,
+                 "gradient_bytes": traffic_here.gradient_bytes if traffic_here else 0.0,
+                 "busy": traffic_here.busy_fraction if traffic_here else 0.0, "activations": use.activations,
+                 "weight_gradients": use.weight_gradients, "streams": use.streams}
+            )  # fmt: skip
+    return rows
+
+
+def _tensor_traffic(priced: Priced) -> float:
+    """Bytes that tensor-parallel groups exchange in a step: four all-reduces of 2 (t-1)/t of an activation a block."""
+    problem, plan = priced.problem, priced.plan
+    values = boundary_values(problem.model, problem.batch, plan.micro_batch_size) * problem.batch.element_bytes
+    total = 0.0
+    for s, stage in enumerate(plan.stages):
+        blocks = min(stage.last_layer, problem.model.blocks + 1) - max(stage.first_layer, 1)
+        for worker, share in zip(stage.workers, plan.shares(s), strict=True):
+            total += 4 * 2 * (worker.tp - 1) * values * blocks * float(share)
+    return total
+
+
+def traffic(priced: Priced) -> dict[str, Any]:
+    """Bytes and seconds by dimension, how much of the communication is hidden, and the ratio that calls for advice."""
+    problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
+    messages = times.messages
+    workers = len(times.place.stage)
+    sent_s = np.bincount(messages.sender.ravel(), weights=messages.busy_s.ravel(), minlength=workers)
+    transfer_s = float(sent_s.max(initial=0.0))
+    reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s
+    gradient_bytes = 0.0
+    for s, stage in enumerate(plan.stages):
+        n = max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers)
+        gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
+    total_s = transfer_s + reduction_s
+    exposed_s = min(total_s, result.terms["transfer"] + result.terms["reduction"])
+    compute_s = result.terms["compute"]
+    ratio = total_s / compute_s if compute_s else math.inf
+    case = "balanced" if 0.5 <= ratio <= 2 else "computation" if ratio < 0.5 else "communication"
+    return {
+        "dp_bytes": gradient_bytes, "pp_bytes": messages.total_bytes, "tp_bytes": _tensor_traffic(priced),
+        "cross_region_bytes": result.cross_region_bytes, "dp_s": reduction_s, "pp_s": transfer_s, "total_s": total_s,
+        "exposed_s": exposed_s, "hidden": 1 - exposed_s / total_s if total_s > 0 else 1.0, "compute_s": compute_s,
+        "ratio": ratio, "case": case, "efficiency": compute_s / result.step_s,
+        "communication_share": exposed_s / result.step_s,
+    }  # fmt: skip
+
+
+def formulas(priced: Priced) -> list[dict[str, str]]:
+    """Every shown number's formula, with its numbers."""
+    problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
+    shown = traffic(priced)
+    terms = " + ".join(f"{name} {value:.4g}" for name, value in result.terms.items())
+    batch = problem.batch
+    values = boundary_values(problem.model, batch, plan.micro_batch_size)
+    rows = [
+        ("step", "sum of terms", f"{terms} = {result.step_s:.4g} s"),
+        ("tokens", "B L / T",
+         f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:.5g}/s"),
+        ("pp_bytes", "2 M (S-1) b L h e, packed between regions",
+         f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B unpacked, "
+         f"{times.messages.total_bytes:.4g} B packed"),
+        ("dp_bytes", "sum over stages 2 (w-1) P g / H",
+         " + ".join(f"2 x {stage.width - 1} x "
+                    f"{max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers):.4g}"
+                    for s, stage in enumerate(plan.stages))
+         + f", x {batch.gradient_bytes} B / {plan.local_steps} = {shown['dp_bytes']:.4g} B"),
+        ("tp_bytes", "4 x 2 (t-1) b L h e per block and micro-batch", f"{shown['tp_bytes']:.4g} B"),
+        ("dp_s", "slowest stage: inside nodes + inside regions + across",
+         f"{max(priced.reductions_s, default=0.0):.4g} + tied {times.tied_s:.4g} = {shown['dp_s']:.4g} s"),
+        ("pp_s", "busiest sender: sum of bytes / rate", f"{shown['pp_s']:.4g} s"),
+        ("hidden", "1 - exposed / all",
+         f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden']:.1%}"),
+        ("ratio", "communication / computation",
+         f"{shown['total_s']:.4g} / {shown['compute_s']:.4g} = {shown['ratio']:.3g}"),
+        ("bound", "no plan is faster", f"{result.lower_bound_s:.4g} s, gap {result.gap:.0%}"),
+    ]  # fmt: skip
+    return [{"key": key, "formula": formula, "numbers": numbers} for key, formula, numbers in rows]
+
+
+def _routes(plan: Plan, times: StepTimes) -> list[list[int]]:
+    """Regions that the first micro-batches visit, stage by stage (for the animated route)."""
+    places = plan.routes[:8] + times.place.offset[None, :]
+    return [[int(times.place.region[w]) for w in row] for row in places]
+
+
+def timeline(priced: Priced) -> dict[str, Any]:
+    """Intervals of one step, those of compute first if there are more than a page can draw."""
+    kinds = {"compute": 0, "reduce": 1, "update": 2, "send": 3}
+    intervals = sorted(predicted_intervals(priced.times), key=lambda i: (kinds.get(i.kind, 9), i.start_s))
+    shown = intervals[:MOST_INTERVALS]
+    workers = [
+        {"stage": w.stage, "worker": w.worker,
+         "name": f"S{w.stage} · {w.region} {w.device}" + (f" x{w.tp}" if w.tp > 1 else "")}
+        for w in priced.estimate.workers
+    ]  # fmt: skip
+    return {
+        "workers": workers, "step_s": priced.estimate.step_s, "left_out": len(intervals) - len(shown),
+        "intervals": [[i.stage, i.worker, i.kind, i.name, i.start_s, i.end_s] for i in shown],
+    }  # fmt: skip
+
+
+ADVICE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "balanced": [("prefetch", {"prefetch": 1.0}),
+                 ("pack_gradients", {"weight_gradients": "int8"}), ("accumulate", {"accumulation": 2}),
+                 ("local_steps", {"local_steps": 8})],
+    "computation": [("unpack", {"activations": "none", "weight_gradients": "none"}),
+                    ("prefetch", {"prefetch": 1.0}), ("accumulate", {"accumulation": 2})],
+    "communication": [("local_steps", {"local_steps": 8}), ("pack_activations", {"activations": "int4"}),
+                      ("pack_gradients", {"weight_gradients": "int4"}), ("accumulate", {"accumulation": 4}),
+                      ("streams", {"streams": 16}), ("prefetch", {"prefetch": 1.0})],
+}  # fmt: skip
+"""What helps when computation and communication are balanced, or one of them limits."""
+
+
+def advice(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> dict[str, Any]:
+    """For each of the three cases its measures, each with what it does to this very plan."""
+    before = price(problem, plan, changes, tables)
+    here = traffic(before)
+    cases = {
+        case: [_effect(problem, plan, changes, tables, before, key, change) for key, change in measures]
+        for case, measures in ADVICE.items()
+    }
+    return {"case": here["case"], "ratio": here["ratio"], "hidden": here["hidden"], "cases": cases}
+
+
+def _effect(
+    problem: Problem, plan: Plan, changes: Changes, tables: CostTables, before: Priced, key: str, change: dict[str, Any]
+) -> dict[str, Any]:
+    after = price(problem, plan, changes.model_copy(update=change), tables)
+    return {
+        "key": key, "change": change, "step_s": after.estimate.step_s, "hidden": traffic(after)["hidden"],
+        "speedup": after.estimate.tokens_per_s / before.estimate.tokens_per_s - 1, "over_memory": _over_memory(after),
+    }  # fmt: skip
+
+
+def sensitivities(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> list[dict[str, Any]]:
+    """What twice the bandwidth or half the latency of each busy pair of regions would save, most first."""
+    before = price(problem, plan, changes, tables).estimate
+    pairs: dict[tuple[str, str], float] = {}
+    for use in before.links:
+        low, high = sorted((use.source, use.target))
+        pairs[low, high] = pairs.get((low, high), 0.0) + use.activation_bytes + use.gradient_bytes
+    rows = []
+    for a, b in sorted(pairs, key=lambda pair: -pairs[pair])[:12]:
+        for what, factor in (("bandwidth_factor", 2.0), ("latency_factor", 0.5)):
+            both = [{"source": x, "target": y, what: factor} for x, y in ((a, b), (b, a))]
+            better = Changes.model_validate(changes.model_dump() | {"links": [*changes.model_dump()["links"], *both]})
+            saved = before.step_s - price(problem, plan, better, tables).estimate.step_s
+            rows.append({"source": a, "target": b, "what": what, "saved_s": saved})
+    return sorted(rows, key=lambda row: -row["saved_s"])
+
+
+def front(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Points with a mark on those that no other beats in both step time and money."""
+    rows = list(points)
+    for row in rows:
+        row["best"] = not any(
+            (o["step_s"] <= row["step_s"] and o["usd_per_step"] < row["usd_per_step"])
+            or (o["step_s"] < row["step_s"] and o["usd_per_step"] <= row["usd_per_step"])
+            for o in rows
+        )
+    return rows

@@ -1,0 +1,285 @@
+"""A plan with something changed, priced at once: what the toggles and sliders of the page do.
+
+Every change goes through the same cost functions as the search. Three of them reach beyond what a plan can say:
+
+- *algorithm* replaces the three-level reduction of every stage by a flat one over its p workers, n bytes each, over
+  the worst hop (latency a, rate b): ring 2 (p-1) (a + n / (p b)); double tree; sharded server 2 (a + (p-1) n / (p b));
+  central server 2 (a + (p-1) n / b).
+- *chunk_mb* sends the reduction in k = ceil(n / chunk) pieces that follow each other through the levels:
+  T = sum_l (a_l + b_l / k) + (k - 1) max_l (a_l + b_l / k), where level l needs a_l for nothing and a_l + b_l for all.
+- *overlap* o: a stage of n layers, whose last backward takes B and ends at e, reduces for T seconds from
+  e - o B (n - 1) / n on, and ends no sooner than e + T / n. The plan itself has o = 1, no overlap is o = 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Le
+from pydantic import Field
+
+from polygon.cost.collectives import double_tree_all_reduce_s
+from polygon.cost.estimate import Estimate, StepTimes, estimate, held_parameters, stages_on_pairs, step_times
+from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE, wanted_spans
+from polygon.schema import Strict
+
+Packing = Literal["none", "bf16", "int8", "int4", "topk", "powersgd"]
+Algorithm = Literal["hierarchical", "ring", "tree", "sharded-server", "central-server"]
+Factor = Annotated[float, Ge(0.01), Le(100)]
+
+
+class LinkChange(Strict):
+    """Other packings or another quality for one direction between two regions."""
+
+    source: str
+    target: str
+    activations: Packing | None = None
+    weight_gradients: Packing | None = None
+    bandwidth_factor: Factor = 1.0
+    latency_factor: Factor = 1.0
+
+
+class Changes(Strict):
+    """What is to be different; what is left out stays as the plan has it."""
+
+    accumulation: Annotated[int, Ge(1), Le(64)] = 1
+    """So many times the micro-batches between two updates: the global batch grows with it."""
+    activations: Packing | None = None
+    """Of activations and their gradients between regions, on all links."""
+    weight_gradients: Packing | None = None
+    prefetch: Annotated[float, Ge(0), Le(4)] | None = None
+    """How much of a message's way the schedule hides by letting micro-batches pass: 0 none, 1 all of it."""
+    local_steps: Annotated[int, Ge(1), Le(512)] | None = None
+    algorithm: Algorithm = "hierarchical"
+    chunk_mb: Annotated[float, Gt(0.0009), Le(100_000)] | None = None
+    streams: Annotated[int, Ge(1), Le(64)] | None = None
+    """TCP streams a link; each carries at most 0.82 of a 4 MiB window per round trip."""
+    overlap: Annotated[float, Ge(0), Le(1)] = 1.0
+    bandwidth_factor: Factor = 1.0
+    latency_factor: Factor = 1.0
+    price_factor: Factor = 1.0
+    links: Annotated[list[LinkChange], Field(max_length=400, default_factory=list)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Priced:
+    """A changed plan, its times and estimate."""
+
+    problem: Problem
+    plan: Plan
+    tables: CostTables
+    times: StepTimes
+    estimate: Estimate
+    reductions_s: tuple[float, ...]
+    """Whole reduction of every stage, hidden part included."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaterReduction(StepTimes):
+    """Times of a step whose reductions begin later than the last backward would let them."""
+
+    overlap: float
+    """1: as soon as a layer's gradient is whole; 0: when all are."""
+
+    def reduction_span_s(self, stage: int) -> tuple[float, float]:
+        """When a stage begins and ends to reduce (the module's docstring has the formula)."""
+        mine = np.flatnonzero(self.place.stage == stage)
+        last = mine[self.ends_s[mine].argmax()]
+        end_s, whole_s, n = float(self.ends_s[last]), self.reductions[stage].total_s, self.layers[stage]
+        begin_s = end_s - self.overlap * float(self.schedule.backward_s[last]) * (n - 1) / n
+        return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
+
+
+def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> Priced:
+    """Apply changes to a plan and predict its step.
+
+    Raises
+    ------
+    InputError
+        For a link between regions that do not exist.
+    """
+    changed = _changed_problem(problem, changes)
+    if changed is not problem or tables is None:
+        tables = CostTables(changed)
+    plan = _changed_plan(changed, plan, changes, tables)
+    times = step_times(plan, tables)
+    result = estimate(changed, plan, tables)
+    whole = _reductions(changed, plan, tables, times, changes)
+    if whole != times.reductions or changes.overlap < 1:
+        fields = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
+        times = LaterReduction(**{**fields, "reductions": whole}, overlap=changes.overlap)
+        result = _with_step(result, times.step_s)
+    return Priced(
+        problem=changed, plan=plan, tables=tables, times=times, estimate=result,
+        reductions_s=tuple(cost.total_s for cost in whole),
+    )  # fmt: skip
+
+
+def _changed_problem(problem: Problem, changes: Changes) -> Problem:
+    """The problem with other links, prices or global batch; the same object where nothing of it changes."""
+    cluster = problem.cluster
+    latency_s, rate = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+    far = ~np.eye(len(cluster.regions), dtype=bool)
+    latency_s[far] *= changes.latency_factor
+    rate[far] *= changes.bandwidth_factor
+    for link in changes.links:
+        a, b = cluster.region_index(link.source), cluster.region_index(link.target)
+        latency_s[a, b] *= link.latency_factor
+        rate[a, b] *= link.bandwidth_factor
+    if changes.streams is not None:
+        with np.errstate(divide="ignore"):
+            most = changes.streams * WINDOW_USE * SOCKET_WINDOW_BYTES / (latency_s + latency_s.T)
+        rate = np.where(far, np.minimum(rate, most), rate)
+    batch = replace(problem.batch, global_batch=problem.batch.global_batch * changes.accumulation)
+    same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
+    if same and changes.accumulation == 1 and changes.price_factor == 1:
+        return problem
+    regions = tuple(
+        replace(
+            region,
+            egress_usd_per_gb=region.egress_usd_per_gb * changes.price_factor,
+            node_groups=tuple(
+                replace(group, price_usd_per_hour=_usd(cluster, group) * changes.price_factor)
+                for group in region.node_groups
+            ),
+        )
+        for region in cluster.regions
+    )
+    return replace(
+        problem, batch=batch, cluster=replace(cluster, regions=regions, latency_s=latency_s, bytes_per_s=rate)
+    )
+
+
+def _usd(cluster: Any, group: Any) -> float:
+    own = group.price_usd_per_hour
+    return float(cluster.catalogue[group.device].price_usd_per_hour if own is None else own)
+
+
+def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> Plan:
+    """The plan with other packings, routes for more micro-batches, spans and local steps."""
+    cluster = problem.cluster
+    own = {(cluster.region_index(c.source), cluster.region_index(c.target)): c for c in changes.links}
+    links = []
+    for use in plan.links:
+        single = own.get((use.source, use.target))
+        activations = (single and single.activations) or changes.activations
+        gradients = (single and single.weight_gradients) or changes.weight_gradients
+        links.append(
+            replace(
+                use,
+                activations=activations or use.activations,
+                activation_gradients=activations or use.activation_gradients,
+                weight_gradients=gradients or use.weight_gradients,
+                streams=changes.streams or use.streams,
+            )
+        )
+    changed = replace(
+        plan,
+        links=tuple(links),
+        routes=np.tile(plan.routes, (changes.accumulation, 1)) if changes.accumulation > 1 else plan.routes,
+        local_steps=changes.local_steps or plan.local_steps,
+    )
+    if changes.prefetch is None:
+        return changed
+    times = step_times(changed, tables)
+    least, wanted = wanted_spans(times, messages=False), wanted_spans(times, messages=True)
+    spans = np.clip(np.ceil(least + changes.prefetch * (wanted - least) - 1e-6), 1, changed.micro_batches)
+    ends = np.cumsum([stage.width for stage in plan.stages])[:-1]
+    return replace(changed, spans=tuple(tuple(int(v) for v in part) for part in np.split(spans, ends)))
+
+
+def _reductions(
+    problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, changes: Changes
+) -> tuple[ReductionCost, ...]:
+    """Reduction of every stage by the asked algorithm and chunks."""
+    if changes.algorithm == "hierarchical" and changes.chunk_mb is None:
+        return times.reductions
+    return tuple(_reduction(problem, plan, tables, times, s, changes) for s in range(len(plan.stages)))
+
+
+def _reduction(
+    problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, changes: Changes
+) -> ReductionCost:
+    plain = times.reductions[s]
+    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    n_bytes = n_values * problem.batch.gradient_bytes
+    if plan.stages[s].width == 1:
+        return plain
+    if changes.algorithm != "hierarchical":
+        total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s)
+    assert changes.chunk_mb is not None
+    place = times.place
+    shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
+    empty = stage_reduction(plan, s, 0.0, problem.batch, tables.links, place, shared)
+    pieces = max(1, math.ceil(n_bytes / (changes.chunk_mb * 1e6)))
+    names = ("node_s", "region_s", "across_s")
+    fixed = [getattr(empty, name) / plan.local_steps for name in names]
+    each = [a + max(0.0, getattr(plain, name) - a) / pieces for name, a in zip(names, fixed, strict=True)]
+    total_s = sum(each) + (pieces - 1) * max(each)
+    whole = plain.total_s or 1.0
+    return replace(plain, **{name: getattr(plain, name) / whole * total_s for name in names})
+
+
+def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:
+    """Seconds of a flat reduction of stage s over all its workers, at the worst hop among them."""
+    place, links = times.place, tables.links
+    mine = np.flatnonzero(place.stage == s)
+    p = len(mine)
+    if p == 1:
+        return 0.0
+    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    wire = gradient_wire_bytes(plan, n_values, problem.batch, len(problem.cluster.regions))
+    plain = n_values * problem.batch.gradient_bytes
+    latency_s, worst = 0.0, 0.0
+    for a in mine:
+        for b in mine:
+            if a == b:
+                continue
+            pa, pb = place.pool[a], place.pool[b]
+            if place.node[a] == place.node[b]:
+                hop_s, rate, n = links.node_latency_s[pa], links.node_bytes_per_s[pa], plain
+            else:
+                hop_s, rate = links.latency_s[pa, pb], links.bytes_per_s[pa, pb]
+                far = place.region[a] != place.region[b]
+                n = wire[place.region[a], place.region[b]] if far else plain
+            latency_s = max(latency_s, float(hop_s))
+            worst = max(worst, float(n / rate) if rate > 0 else math.inf)
+    if algorithm == "ring":
+        return 2 * (p - 1) * (latency_s + worst / p)
+    if algorithm == "tree":
+        return float(double_tree_all_reduce_s(worst, p, latency_s, 1.0))
+    if algorithm == "sharded-server":
+        return 2 * (latency_s + (p - 1) / p * worst)
+    return 2 * (latency_s + (p - 1) * worst)
+
+
+def _with_step(result: Estimate, step_s: float) -> Estimate:
+    """An estimate whose step takes longer or shorter by its reduction."""
+    ratio = step_s / result.step_s
+    terms = dict(result.terms)
+    terms["reduction"] += step_s - result.step_s
+    return replace(
+        result,
+        step_s=step_s,
+        low_s=result.low_s * ratio,
+        high_s=result.high_s * ratio,
+        terms=terms,
+        tokens_per_s=result.tokens_per_s / ratio,
+        mfu=result.mfu / ratio,
+        gap=(result.gap + 1) * ratio - 1,
+        cost_usd=result.cost_usd + (ratio - 1) * max(0.0, result.cost_usd - _egress_usd(result)),
+        energy_j=result.energy_j * ratio,
+        links=tuple(replace(use, busy_fraction=use.busy_fraction / ratio) for use in result.links),
+    )
+
+
+def _egress_usd(result: Estimate) -> float:
+    return float(getattr(result, "egress_usd", 0.0))

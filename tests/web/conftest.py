@@ -1,0 +1,87 @@
+"""A real server in a process of its own, with a plan in it, for the tests of API and page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the web application's libraries are not installed (pip install -e '.[web]')")
+
+from polygon.convert_plan import plan_data
+from polygon.notation import format_json
+from tests.exported_plans import planned
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """A running `python -m polygon.serve` and its data."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'comm'}"}
+        command = [sys.executable, "-m", "polygon.serve", "--port", "0", "--database", "jobs.sqlite", *arguments]
+        self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        if not found:
+            _, rest = self.process.communicate(timeout=30)
+            raise RuntimeError(line + rest)
+        self.url = found[0]
+
+    def stop(self) -> None:
+        """End it as a service manager would."""
+        self.process.terminate()
+        self.process.communicate(timeout=30)
+
+    def request(
+        self, method: str, path: str, data: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and answer (parsed if it is JSON)."""
+        body = data if isinstance(data, bytes) or data is None else format_json(data).encode()
+        asked = urllib.request.Request(
+            self.url + path, body, {"Content-Type": "application/json", **(headers or {})}, method=method
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                status, got, text = answer.status, dict(answer.headers), answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, got, text = error.code, dict(error.headers), error.read()
+        got = {key.lower(): value for key, value in got.items()}
+        return status, got, json.loads(text) if "json" in got.get("content-type", "") else text.decode()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests of a worker process."""
+    running = Server(tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def plan_id(server: Server) -> str:
+    """A plan on two campuses, uploaded."""
+    status, _, row = server.request("POST", "/api/plans", plan_data(*planned()))
+    assert status == 201
+    return str(row["id"])
+
+
+@pytest.fixture(scope="session")
+def wide_plan(server: Server) -> str:
+    """A plan over ten regions of the world, whose stages span regions."""
+    status, _, row = server.request("POST", "/api/plans", plan_data(*planned("aws-regions", "gpt3-6.7b", 64)))
+    assert status == 201
+    return str(row["id"])

@@ -1,0 +1,208 @@
+"""The JSON API on a real server: jobs, what-if, exports, deployments, and what is refused."""
+
+import contextlib
+import http.client
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from polygon.convert import cluster_data, problem_data
+from polygon.convert_plan import plan_data
+from tests.exported_plans import INSTANCES, planned
+from tests.web.conftest import ROOT, Server
+
+
+def body(**more):
+    problem, _ = planned()
+    return {"problem": problem_data(problem) | {"model": "gpt3-1.3b"}, **more}
+
+
+def finished(server, job, seconds=120):
+    for _ in range(int(seconds / 0.1)):
+        row = server.request("GET", f"/api/jobs/{job}")[2]
+        if row["state"] not in ("queued", "running"):
+            return row
+        time.sleep(0.1)
+    raise AssertionError(row)
+
+
+def test_a_search_ends_in_a_plan_that_can_be_read_again(server):
+    """POST a problem, follow its events to the end, get the plan file, price it."""
+    status, _, row = server.request("POST", "/api/jobs", body(seed=3))
+    assert status == 202
+    with urllib.request.urlopen(f"{server.url}/api/jobs/{row['id']}/events", timeout=120) as stream:
+        events = [json.loads(line[6:]) for line in stream.read().decode().splitlines() if line.startswith("data: ")]
+    assert events[-1]["state"] == "done"
+    plan = server.request("GET", f"/api/plans/{row['id']}")[2]
+    assert plan["format"] == "polygon-plan" and plan["seed"] == 3
+    view = server.request("POST", f"/api/plans/{row['id']}/view", {})[2]
+    assert view["estimate"]["step_s"] == pytest.approx(plan["estimate"]["step_s"])
+
+
+def test_a_search_can_be_stopped_and_keeps_its_best(server):
+    """DELETE ends a long search early, in the state cancelled."""
+    job = server.request("POST", "/api/jobs", body(effort="long"))[2]["id"]
+    for _ in range(300):
+        if server.request("GET", f"/api/jobs/{job}")[2]["note"]:
+            break
+        time.sleep(0.05)
+    assert server.request("DELETE", f"/api/jobs/{job}")[0] == 200
+    assert finished(server, job)["state"] == "cancelled"
+
+
+def test_no_plan_is_a_state_with_a_reason(server):
+    """A model that no device can hold: infeasible, and by how much."""
+    request = body()
+    request["problem"]["model"] = "gpt3-175b"
+    row = finished(server, server.request("POST", "/api/jobs", request)[2]["id"])
+    assert row["state"] == "infeasible" and "GiB" in row["error"]
+
+
+def test_bad_input_answers_422_with_the_planners_line(server):
+    """The same message as the command line, with the field's path."""
+    request = body()
+    request["problem"]["cluster"]["regions"][0]["nodes"][0]["count"] = 0
+    status, _, answer = server.request("POST", "/api/jobs", request)
+    assert status == 422
+    assert answer["detail"].startswith("cluster.regions[0].nodes[0].count: found 0, expected a whole number")
+
+
+def test_uploads_are_read_like_files(server):
+    """PTAFM text, YAML and config.json become plain data; nonsense is refused."""
+    text = (INSTANCES / "ptafm-7dc.txt").read_text()
+    status, _, data = server.request("POST", "/api/read", {"kind": "cluster", "text": text, "name": "seven"})
+    assert status == 200 and len(data["regions"]) == 7 and data["name"] == "seven"
+    config = json.dumps({"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})
+    assert server.request("POST", "/api/read", {"kind": "model", "text": config})[2]["blocks"] == 3
+    assert server.request("POST", "/api/read", {"kind": "cluster", "text": "regions: ["})[0] == 422
+
+
+def test_instances_are_those_shipped_and_nothing_else(server):
+    """Only listed names are served."""
+    names = server.request("GET", "/api/catalogue")[2]["instances"]
+    assert set(names) == {path.stem for path in INSTANCES.glob("*.yaml")}
+    assert server.request("GET", "/api/instances/two-campus")[2] == json.loads(
+        json.dumps(cluster_data(planned()[0].cluster))
+    )
+    for name in ("..%2Fsetup", "%2e%2e", "nothing"):
+        assert server.request("GET", f"/api/instances/{name}")[0] == 404
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "megatron", "torchtitan", "torchrun", "skypilot", "tc"])
+def test_one_click_deployment_passes_its_dry_run(server, plan_id, target):
+    """Files, README and checks; its own check.sh agrees."""
+    answer = server.request("POST", f"/api/plans/{plan_id}/deploy", {"name": f"my-{target}", "target": target})
+    assert answer[0] == 201, answer
+    assert answer[2]["checks"] and all(check["passed"] for check in answer[2]["checks"])
+    folder = server.folder / "deployments" / f"my-{target}"
+    assert sorted(path.name for path in folder.iterdir()) == answer[2]["files"]
+    assert subprocess.run(["bash", "check.sh"], cwd=folder, capture_output=True).returncode == 0
+    assert server.request("GET", f"/api/deployments/my-{target}/README.md")[2].startswith(f"# my-{target}")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "A", "-rf", "x" * 41, "a b", "a\nb", "$(touch pwned)"])
+def test_deployment_names_go_through_a_whitelist(server, plan_id, name):
+    """Nothing is written under a name that is none."""
+    before = sorted(server.folder.rglob("*"))
+    status, _, _ = server.request("POST", f"/api/plans/{plan_id}/deploy", {"name": name, "target": "torchrun"})
+    assert status == 422
+    assert sorted(path for path in server.folder.rglob("*") if "sqlite" not in path.name) == [
+        path for path in before if "sqlite" not in path.name
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/setup.cfg", "/assets/../index.html", "/assets/..%2f..%2fapp.py", "/assets/%2e%2e/app.py", "/.git/config",
+     "/jobs.sqlite", "/api/deployments/../jobs.sqlite", "/api/deployments/x/..%2F..%2Fjobs.sqlite", "/docs"],
+)  # fmt: skip
+def test_nothing_else_is_served(server, path):
+    """Only the built page, the API and named deployments."""
+    assert server.request("GET", path)[0] in (404, 405, 422)
+
+
+def test_every_answer_carries_the_security_headers(server):
+    """No inline script, no sniffing, no framing, no CORS; also on errors."""
+    for path in ("/", "/api/catalogue", "/nothing", "/api/jobs/none"):
+        _, headers, _ = server.request("GET", path)
+        policy = headers["content-security-policy"]
+        assert "script-src 'self'" in policy and "default-src 'none'" in policy
+        assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert not [name for name in headers if name.startswith("access-control")]
+    page = server.request("GET", "/")[2]
+    assert "<script>" not in page and "http://" not in page and "https://" not in page
+
+
+def test_other_sites_pages_are_refused(server):
+    """A browser's request on behalf of another origin never reaches the API."""
+    for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert server.request("POST", "/api/jobs", body(), headers)[0] == 403
+
+
+def test_sizes_are_limited(server):
+    """A body beyond the limit is refused unread, announced or not."""
+    for header in (("Content-Length", "9000000"), ("Transfer-Encoding", "chunked")):
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/api/plans")
+            connection.putheader(*header)
+            connection.endheaders()
+            if header[1] == "chunked":
+                with contextlib.suppress(OSError):
+                    for _ in range(9):
+                        connection.send(b"f4240\r\n" + b" " * 1_000_000 + b"\r\n")
+            with connection.getresponse() as answer:
+                assert answer.status == 413
+
+
+def test_openapi_documents_every_path(server):
+    """Names, summaries and error answers for all of the API."""
+    spec = server.request("GET", "/api/openapi.json")[2]
+    for path, methods in spec["paths"].items():
+        assert path.startswith("/api/")
+        for method in methods.values():
+            assert method["summary"] and "422" in method["responses"]
+
+
+def test_a_token_is_asked_of_the_whole_api(tmp_path):
+    """With --token: 401 without it, the page itself comes; a wrong one is 401."""
+    server = Server(tmp_path, "--token", "s3cret & more")
+    try:
+        assert server.request("GET", "/")[0] == 200
+        assert server.request("GET", "/api/catalogue")[0] == 401
+        assert server.request("GET", "/api/jobs", None, {"Authorization": "Bearer wrong"})[0] == 401
+        assert server.request("GET", "/api/jobs", None, {"Authorization": "Bearer s3cret & more"})[0] == 200
+        assert server.request("GET", "/api/jobs/x/events?token=s3cret+%26+more")[0] == 404
+    finally:
+        server.stop()
+
+
+def test_a_restart_in_the_middle_of_a_job_loses_nothing(tmp_path):
+    """Killed while searching: plans are still there, and the search begins again and ends."""
+    server = Server(tmp_path)
+    kept = server.request("POST", "/api/plans", plan_data(*planned()))[2]["id"]
+    job = server.request("POST", "/api/jobs", body(effort="long"))[2]["id"]
+    server.process.kill()
+    server.process.communicate()
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
+        database.execute("UPDATE jobs SET request = json_set(request, '$.effort', 'quick') WHERE id = ?", (job,))
+    database.close()
+    again = Server(tmp_path)
+    try:
+        assert again.request("GET", f"/api/plans/{kept}")[2]["format"] == "polygon-plan"
+        assert finished(again, job)["state"] == "done"
+    finally:
+        again.stop()
+
+
+def test_command_says_what_is_wrong_in_one_line(tmp_path):
+    """A database that cannot be opened: exit 2, no traceback."""
+    command = [sys.executable, "-m", "polygon.serve", "--port", "0", "--database", str(tmp_path / "no" / "x.sqlite")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1

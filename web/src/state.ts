@@ -1,0 +1,28 @@
+// What the page knows: the plan that is open, the changes tried on it, and what the server said of both.
+
+import { get, post, type Data } from "./api";
+
+export interface Changes {
+  [name: string]: unknown;
+}
+export const state: {
+  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string;
+} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "" };
+
+export async function openPlan(id: string): Promise<void> {
+  state.planned = state.shown = await post(`/api/plans/${id}/view`, {});
+  state.planId = id;
+  state.changes = {};
+  state.measured = null;
+}
+// Price the plan with the changes; answers that come late are dropped.
+export async function reprice(): Promise<boolean> {
+  const mine = ++state.asked;
+  const shown = await post(`/api/plans/${state.planId}/view`, state.changes);
+  if (mine !== state.asked) return false;
+  state.shown = shown;
+  return true;
+}
+export async function loadCatalogue(): Promise<void> {
+  state.catalogue ??= await get("/api/catalogue");
+}
