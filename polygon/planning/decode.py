@@ -145,6 +145,8 @@ class Decoder:
         rows = allocation.workers.shape[0]
         bounds, options, count = _scratch(rows)
         value, why = fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, bounds, options, count)
+        if self.rules and not allocation.workers.any():
+            return Infeasible(reason="no devices are left where the rules for stages want them")
         if why != FITS or not math.isfinite(value):
             return Infeasible(reason=REASONS.get(why, "the step would never end"))
         stages = self._stages(allocation, bounds, options, int(count[0]))

@@ -213,6 +213,14 @@ def test_residency_in_two_regions_is_found():
     assert regions_of(problem, plan, -1) == {"r2"}
 
 
+def test_rules_that_leave_no_devices_say_so():
+    """First stage in r0, which is forbidden: no plan, and the reason names the rules."""
+    problem = problem_of(THREE, Constraints(first_stage_regions=("r0",), forbidden_regions=("r0",)))
+    found = find_plan(problem, np.random.default_rng(0), effort=SHORT)
+    assert found.plan is None
+    assert found.reason == "no devices are left where the rules for stages want them"
+
+
 def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():
     """Nothing may leave: one region; a cap that the free plan keeps changes nothing."""
     free = problem_of((THREE[0], THREE[0]), bytes_per_s=1e11)
