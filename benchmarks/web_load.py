@@ -89,9 +89,8 @@ def main() -> int:
             begin = time.perf_counter()
             statuses = fuzz(server, plan, args.examples)
             total = sum(statuses.values())
-            print(
-                f"fuzz: {total} requests in {time.perf_counter() - begin:.0f} s, {json.dumps(dict(sorted(statuses.items())))}"
-            )
+            by_status = json.dumps(dict(sorted(statuses.items())))
+            print(f"fuzz: {total} requests in {time.perf_counter() - begin:.0f} s, {by_status}")
         finally:
             server.stop()
     return 0
