@@ -235,7 +235,7 @@ def run_network(network: Network, steps: int) -> list[dict[str, object]]:
             rows.append(row)
             print(
                 f"{network.name:<26}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
-                f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",  # type: ignore[arg-type]
+                f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",
                 flush=True,
             )
     return rows

@@ -68,6 +68,12 @@ class CostTables:
         """Tables of another problem from the same measurements."""
         return CostTables(problem, self._profiles, self.calibration)
 
+    def with_other_links(self, problem: Problem) -> CostTables:
+        """Tables of a problem that differs in links between regions, prices or global batch alone: same layers."""
+        other = self.for_problem(problem)
+        other._times, other._memory = self._times, self._memory
+        return other
+
     def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
         """Seconds per micro-batch on a worker of `tp` devices of a pool."""
         key = (pool, tp, micro_batch_size, recompute)

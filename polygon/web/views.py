@@ -14,7 +14,7 @@ from polygon.cost.transfers import boundary_values
 from polygon.domain.plan import Plan, Problem
 from polygon.export.predicted import predicted_intervals
 from polygon.report import layer_span
-from polygon.web.whatif import Changes, Priced, price
+from polygon.web.whatif import Changes, Priced, price, timed
 
 MOST_INTERVALS = 6000
 """Bars of a timeline that a page draws without effort."""
@@ -260,7 +260,7 @@ def sensitivities(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
         for what, factor in (("bandwidth_factor", 2.0), ("latency_factor", 0.5)):
             both = [{"source": x, "target": y, what: factor} for x, y in ((a, b), (b, a))]
             better = Changes.model_validate(changes.model_dump() | {"links": [*changes.model_dump()["links"], *both]})
-            saved = before.step_s - price(problem, plan, better, tables).estimate.step_s
+            saved = before.step_s - timed(problem, plan, better, tables)[3].step_s
             rows.append({"source": a, "target": b, "what": what, "saved_s": saved})
     return sorted(rows, key=lambda row: -row["saved_s"])
 

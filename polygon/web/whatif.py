@@ -105,21 +105,30 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     InputError
         For a link between regions that do not exist.
     """
+    changed, plan, tables, times = timed(problem, plan, changes, tables)
+    result = _with_step(estimate(changed, plan, tables), times.step_s)
+    return Priced(
+        problem=changed, plan=plan, tables=tables, times=times, estimate=result,
+        reductions_s=tuple(cost.total_s for cost in times.reductions),
+    )  # fmt: skip
+
+
+def timed(
+    problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None
+) -> tuple[Problem, Plan, CostTables, StepTimes]:
+    """The changed problem and plan, their tables and times: what `price` does, without the estimate around it."""
     changed = _changed_problem(problem, changes)
-    if changed is not problem or tables is None:
+    if tables is None:
         tables = CostTables(changed)
+    elif changed is not problem:
+        tables = tables.with_other_links(changed)
     plan = _changed_plan(changed, plan, changes, tables)
     times = step_times(plan, tables)
-    result = estimate(changed, plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)
     if whole != times.reductions or changes.overlap < 1:
         fields = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
         times = LaterReduction(**{**fields, "reductions": whole}, overlap=changes.overlap)
-        result = _with_step(result, times.step_s)
-    return Priced(
-        problem=changed, plan=plan, tables=tables, times=times, estimate=result,
-        reductions_s=tuple(cost.total_s for cost in whole),
-    )  # fmt: skip
+    return changed, plan, tables, times
 
 
 def _changed_problem(problem: Problem, changes: Changes) -> Problem:
@@ -263,6 +272,8 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
 
 def _with_step(result: Estimate, step_s: float) -> Estimate:
     """An estimate whose step takes longer or shorter by its reduction."""
+    if step_s == result.step_s:
+        return result
     ratio = step_s / result.step_s
     terms = dict(result.terms)
     terms["reduction"] += step_s - result.step_s

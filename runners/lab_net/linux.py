@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO_ECN = 0x01, 0x02, 0x08
 _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFFLAGS, _SIOCGIFFLAGS, _SIOCSIFMTU = 0x8916, 0x891C, 0x8914, 0x8913, 0x8922
 _IFF_UP = 0x1
+_PR_SET_PDEATHSIG = 1
 _SELF_NET = "/proc/thread-self/ns/net"
 
 
@@ -88,6 +90,11 @@ def outer_user() -> int:
 def open_namespace() -> int:
     """A file descriptor of the network namespace of the calling thread."""
     return os.open(_SELF_NET, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def end_with_parent() -> None:
+    """Have the calling process killed when its parent ends."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def move_into(namespace: int) -> None:

@@ -77,6 +77,10 @@ class RelayWiring:
         """Change what ordered pairs are given."""
         self.ask({"verb": "change", "pairs": list(pairs), "values": values})
 
+    def let_go(self) -> None:
+        """Close a forked child's copy of the control socket: the relay must see the lab's own process end."""
+        self._control.close()
+
     def close(self) -> None:
         """End the relay; the devices vanish with it."""
         self._control.close()
@@ -182,7 +186,10 @@ class Lab:
             yield
 
     def move_to(self, host: LabHost) -> None:
-        """Put the calling process on a host for good; for a forked child that has one thread."""
+        """Put the calling process, a forked child with one thread, on a host for good; it ends when its parent does."""
+        linux.end_with_parent()
+        if isinstance(self._wiring, RelayWiring):
+            self._wiring.let_go()
         linux.move_into(self._namespaces[host.index])
 
     def environment(self, host: LabHost) -> dict[str, str]:

@@ -47,6 +47,21 @@ connection, _ = listener.accept()
 while connection.recv(1 << 20):
     pass
 """
+FORKED = """
+import os, time
+from tests.lab.test_lab_running import two_hosts
+from runners.lab_net.running import Lab
+lab = Lab(two_hosts(), backend="relay").__enter__()
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    lab.move_to(lab.network.hosts[0])
+    os.write(writer, b"x")
+    time.sleep(60)
+os.read(reader, 1)
+print(lab.name, child, flush=True)
+time.sleep(60)
+"""
 SOURCE = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 9), 5)
@@ -228,6 +243,22 @@ def test_a_killed_lab_is_swept(cluster_file, number):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_forked_ranks_do_not_keep_a_dead_lab_alive(tmp_path):
+    """A process killed while its forked child is on a host: child, relay and folder go."""
+    script = tmp_path / "forked.py"
+    script.write_text(FORKED)
+    process = subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    name, child = process.stdout.readline().split()
+    process.kill()
+    process.communicate()
+    assert gone(name)
+    deadline_s = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{child}").exists()
 
 
 def test_a_running_lab_can_be_entered_and_changed(cluster_file):

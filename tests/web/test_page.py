@@ -148,17 +148,17 @@ def test_strategy_shows_the_plan_and_its_alternatives(page, server, plan_id):
     assert "plan" in {point["key"] for point in chart_data(page, "pareto")[0]}
 
 
-def test_timeline_shows_the_schedule_and_a_measured_trace_beside_it(page, server, plan_id, tmp_path):
+def test_timeline_shows_the_schedule_and_a_measured_trace_beside_it(page, server, wide_plan, tmp_path):
     """Two bars a micro-batch and stage; messages on demand; a trace file opens below; zooming narrows the axis."""
-    visit(page, server, plan_id, "timeline")
-    view = server.request("POST", f"/api/plans/{plan_id}/view", {})[2]
+    visit(page, server, wide_plan, "timeline")
+    view = server.request("POST", f"/api/plans/{wide_plan}/view", {})[2]
     bars = chart_data(page, "gantt")[0]
     assert sum(bar[3] in "FB" for bar in bars) == 2 * view["micro_batches"] * len(view["stages"])
     assert max(bar[2] for bar in bars) == pytest.approx(view["estimate"]["step_s"])
     page.locator("#sends").check()
     page.wait_for_function(f"() => window.polygonCharts.get('gantt')?.getOption().series[0].data.length > {len(bars)}")
     trace = tmp_path / "measured.json"
-    trace.write_text(json.dumps(server.request("GET", f"/api/plans/{plan_id}/trace")[2]))
+    trace.write_text(json.dumps(server.request("GET", f"/api/plans/{wide_plan}/trace")[2]))
     page.locator("#measured-file").set_input_files(trace)
     assert len(chart_data(page, "measured")[0]) >= len(bars)
 

@@ -9,6 +9,7 @@ import { reprice, state } from "./state";
 
 const PACKINGS = ["none", "bf16", "int8", "int4", "topk", "powersgd"];
 let timer = 0;
+let slow = 0;
 
 export function communication(root: HTMLElement): void {
   root.replaceChildren(h("div", { class: "grid" },
@@ -92,6 +93,11 @@ function show(): void {
   drawHeat(v);
   document.getElementById("formulas")!.replaceChildren(table(t("formulas"), [t("quantity"), t("formula"), t("numbers")], v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])));
   const asked = state.asked;
+  clearTimeout(slow);
+  slow = window.setTimeout(() => more(asked), document.getElementById("advice")?.querySelector("details") ? 400 : 0);
+}
+// What takes longer to compute waits until nothing has moved for a moment.
+function more(asked: number): void {
   void post(`/api/plans/${state.planId}/advice`, state.changes).then((data) => { if (asked === state.asked) showAdvice(data); });
   void post(`/api/plans/${state.planId}/sensitivities`, state.changes).then((rows) => { if (asked === state.asked) document.getElementById("sensitivities")?.replaceChildren(table(t("sensitivity"), [t("link"), t("better"), t("saves")], rows.slice(0, 10).map((r: Data) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(Math.max(0, r.saved_s))]), [2])); });
 }
