@@ -23,6 +23,8 @@ from solvers.local_search import Restarts
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
 MAX_STAGES = 32
+FEWEST_STARTS = 100
+"""Simple starts that are looked at however short the time limit, so that something feasible is met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +182,10 @@ def find_plan(
     try:
         starts += grown_starts(decoder, candidates.space.groups, candidates.evaluate, lambda: seconds_left(0.3))
         sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
-        starts += (x for x in _starts(decoder, candidates, groups, sizes) if seconds_left(0.4) > 0)
+        for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
+            if i > FEWEST_STARTS and seconds_left(0.4) <= 0:
+                break
+            starts.append(x)
         if decoder.rules:
             starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
         for i, x in enumerate(starts):
@@ -207,14 +212,14 @@ def find_plan(
         callback=told("memetic search", effort.fluid_evaluations),
     )
     evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
-    if fluid.solution is None:
+    if not candidates.elite:
         return Found(
             plan=None, value_s=math.inf, reason=_why_not(decoder, starts), evaluations=evaluations, seconds=seconds
         )
     exact = ExactCandidates(decoder, candidates.space.groups)
     left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
     interrupted = interrupted or fluid.stopped_by == "interrupt"
-    count = 1 if interrupted else effort.exact_evaluations
+    count = 6 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,

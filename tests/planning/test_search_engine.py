@@ -226,3 +226,15 @@ def test_more_devices_or_bandwidth_never_make_the_found_plan_worse(seed):
     base_s = found_s(groups, bytes_per_s)
     assert found_s(larger, bytes_per_s) <= base_s * 1.05
     assert found_s(groups, 3 * bytes_per_s) <= base_s * 1.05
+
+
+def test_a_time_limit_of_nothing_still_gives_a_plan():
+    """However little time there is: what was met first is returned, not a claim that nothing fits."""
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 2, 2)], [("t4", 4, 1)]]),
+        model=small_gpt(),
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    found = find_plan(problem, np.random.default_rng(0), effort=Effort(time_limit_s=1e-6))
+    assert found.plan is not None
+    assert violations(problem, found.plan) == []
