@@ -14,8 +14,9 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE
 
-OPTIONS = (("none", 0), ("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 3))
-"""Recomputation and ZeRO of a stage, fastest first; decode takes the first that fits."""
+OPTIONS = (("none", 0), ("none", 1), ("selective", 1), ("full", 1))
+"""Recomputation and ZeRO of a stage, fastest first; decode takes the first that fits. ZeRO-2 and 3 can be priced, but
+the runner does not shard gradients and weights yet, so no plan asks for them."""
 
 
 class Bank(NamedTuple):
