@@ -33,12 +33,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     forward, transfer = rng.random(STAGES) + 1, rng.random(STAGES) / 10
     windows = np.arange(STAGES, 0, -1)
-    plain = rate(lambda: plain_step_s(forward, 2 * forward, transfer, windows, MICRO_BATCHES), 20_000)
+    backward = 2 * forward
+    plain = rate(lambda: plain_step_s(forward, backward, transfer, windows, MICRO_BATCHES), 20_000)
 
     workers = STAGES * WIDTH
     routes = rng.integers(0, WIDTH, size=(MICRO_BATCHES, STAGES)) + np.arange(STAGES) * WIDTH
     order, first = backward_order(np.broadcast_to(windows * WIDTH, routes.shape).copy())
     times = rng.random(workers) + 1
+    twice = 2 * times
     shape = (MICRO_BATCHES, STAGES - 1)
     busy, latency = rng.random(shape) / 10, rng.random(shape) / 10
     down = routes[:, :-1] * workers + routes[:, 1:]
@@ -47,7 +49,7 @@ def main() -> None:
 
     def routed() -> None:
         routed_ends_s(
-            routes, order, first, times, 2 * times, busy, latency, busy, latency, down, up, 2 * workers * workers,
+            routes, order, first, times, twice, busy, latency, busy, latency, down, up, 2 * workers * workers,
             False, ends, starts,
         )  # fmt: skip
 

@@ -38,13 +38,18 @@ def plain_step_s(
     stages = forward_s.shape[0]
     free = np.zeros(stages)
     forward_and_send = forward_s + transfer_s
-    backward_and_send = np.empty(stages)
-    backward_and_send[0] = backward_s[0]
-    for s in range(1, stages):
-        backward_and_send[s] = backward_s[s] + transfer_s[s - 1]
-    # arrived[m, s]: when the gradient of micro-batch m is there for the backward of stage s.
-    arrived = np.zeros((micro_batches, stages + 1))
-    low, high = stages, stages - 1
+    send_back = np.zeros(stages)
+    # arrived[m * width + s]: when the gradient of micro-batch m is there for the backward of stage s.
+    width = stages + 1
+    arrived = np.empty(micro_batches * width)
+    for m in range(micro_batches):
+        arrived[m * width + stages] = 0.0
+    # Place of the backward that stage s does at key 0, were there one.
+    place = np.empty(stages, dtype=np.int64)
+    for s in range(stages):
+        place[s] = (1 - windows[s]) * width + s
+        if s > 0:
+            send_back[s] = transfer_s[s - 1]
     for key in range(micro_batches + windows[0] - 1):
         if key < micro_batches:
             arrival = 0.0
@@ -52,16 +57,14 @@ def plain_step_s(
                 start = arrival if arrival > free[s] else free[s]
                 free[s] = start + forward_s[s]
                 arrival = start + forward_and_send[s]
-        # Stages low .. high have a backward at this key; both only ever fall.
-        while low > 0 and windows[low - 1] <= key + 1:
-            low -= 1
-        while key - windows[high] + 1 >= micro_batches:
-            high -= 1
-        for s in range(high, low - 1, -1):
+        for s in range(stages - 1, -1, -1):
             m = key - windows[s] + 1
-            start = arrived[m, s + 1] if arrived[m, s + 1] > free[s] else free[s]
-            free[s] = start + backward_s[s]
-            arrived[m, s] = start + backward_and_send[s]
+            if m >= 0 and m < micro_batches:
+                i = key * width + place[s]
+                ready, idle = arrived[i + 1], free[s]
+                end = (ready if ready > idle else idle) + backward_s[s]
+                free[s] = end
+                arrived[i] = end + send_back[s]
     makespan = 0.0
     for s in range(stages):
         makespan = max(makespan, free[s])
