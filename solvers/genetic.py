@@ -1,8 +1,7 @@
-"""A memetic algorithm: genetic search whose best children are improved by descent.
+"""A memetic algorithm: genetic search whose children are improved by descent.
 
-Steady state: a child comes of two parents by crossover or of one by a random move, parents being chosen by tournament,
-and takes the place of the worst unless an equal solution is already there. A child that is better than all is improved
-by a short descent. A population that stands still is renewed around its best.
+Steady state: two parents by tournament, crossover, mutation, a short descent, and the child takes the place of the
+worst, unless an equal solution is already there. A population that stands still is renewed around its best.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Genetic:
     """Genetic algorithm with local search."""
 
     population: int = 24
-    tournament: int = 2
-    crossover: float = 0.3
-    """Part of the children that have two parents; the others are a move away from one."""
-    patience: int = 10
-    """Moves without improvement after which the descent of a new best ends; 0: no local search."""
-    stall: int = 400
+    tournament: int = 3
+    mutation: float = 0.5
+    """Probability of each further random move of a child (the first is always made if parents are equal)."""
+    patience: int = 30
+    """Moves without improvement after which the descent of a child ends; 0: no local search."""
+    stall: int = 60
     """Children in a row that bring no better best, after which the population is renewed."""
 
     def solve(
@@ -75,11 +74,12 @@ class Genetic:
 
     def _child(self, search: Search[S], people: list[tuple[float, S]]) -> tuple[float, S]:
         problem, rng = search.problem, search.rng
-        mother = self._pick(people, rng)
-        father = self._pick(people, rng) if rng.random() < self.crossover else mother
-        x = problem.neighbour(mother, rng) if father is mother else problem.crossover(mother, father, rng)
+        mother, father = self._pick(people, rng), self._pick(people, rng)
+        x = problem.crossover(mother, father, rng) if mother is not father else problem.neighbour(mother, rng)
+        while rng.random() < self.mutation:
+            x = problem.neighbour(x, rng)
         value = search.evaluate(x)
-        if self.patience and value < people[0][0]:
+        if self.patience:
             x, value = descend(search, x, value, self.patience)
         return value, x
 

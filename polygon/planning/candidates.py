@@ -61,13 +61,15 @@ class Candidates(SolverProblem[Allocation]):
 
     @property
     def elite(self) -> list[Allocation]:
-        """Good and different allocations met: the best of every structure, best first, then the next best.
+        """Good and different allocations met: in turn the best of all, and the best of every structure.
 
         A structure is a number of stages, the worker classes used, and a micro-batch size. The fluid value misjudges
         some structures more than others, so the best few of all would often be of one kind.
         """
-        ranked = [(place, *entry) for best in self._best.values() for place, entry in enumerate(best)]
-        return [x for _, _, _, x in sorted(ranked, key=lambda entry: entry[:3])]
+        ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
+        overall = [x for _, _, x, _ in ranked]
+        different = [x for _, _, x, place in sorted(ranked, key=lambda entry: (entry[3], *entry[:2]))]
+        return list({id(x): x for pair in zip(overall, different, strict=True) for x in pair}.values())
 
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""
