@@ -53,6 +53,7 @@ validate: $(VENV)/test.installed
 
 bench: $(VENV)/test.installed
 	$(BIN)/python benchmarks/schedule_kernel.py
+	$(BIN)/python benchmarks/estimates.py
 
 clean:
 	rm -rf $(VENV) out build *.egg-info
