@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from polygon import catalogue, files
+from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.engine import Effort, find_plan
+from polygon.planning.starts import simple_starts
 
 INSTANCES = Path(__file__).resolve().parents[1] / "instances"
 
@@ -30,6 +32,24 @@ def planned(name: str = "two-campus", model: str = "gpt3-1.3b", global_batch: in
     found = find_plan(problem, np.random.default_rng(0), effort=effort)
     assert found.plan is not None
     return problem, found.plan
+
+
+@cache
+def wide() -> tuple[Problem, Plan]:
+    """Ten regions in stages that span regions: activations and gradients both cross, on one link at least."""
+    problem = Problem(
+        cluster=files.read_cluster(INSTANCES / "aws-regions.yaml"),
+        model=catalogue.model("gpt3-6.7b"),
+        batch=Batch(global_batch=64, seq_len=1024),
+    )
+    decoder = Decoder(problem)
+    for x in simple_starts(decoder, 4, 1):
+        plan = decoder.decode(Allocation(workers=x, micro_batch_size=1))
+        if isinstance(plan, Plan):
+            links = estimate(problem, plan, decoder.tables).links
+            if any(link.activation_bytes > 0 and link.gradient_bytes > 0 for link in links):
+                return problem, plan
+    raise AssertionError("no simple start spans regions")
 
 
 @cache

@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="the web application's libraries are not i
 
 from polygon.convert_plan import plan_data
 from polygon.notation import format_json
-from tests.exported_plans import planned
+from tests.exported_plans import planned, wide
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +82,6 @@ def plan_id(server: Server) -> str:
 @pytest.fixture(scope="session")
 def wide_plan(server: Server) -> str:
     """A plan over ten regions of the world, whose stages span regions."""
-    status, _, row = server.request("POST", "/api/plans", plan_data(*planned("aws-regions", "gpt3-6.7b", 64)))
+    status, _, row = server.request("POST", "/api/plans", plan_data(*wide()))
     assert status == 201
     return str(row["id"])

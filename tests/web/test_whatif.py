@@ -9,12 +9,12 @@ from polygon.cost.estimate import estimate, step_times
 from polygon.cost.tables import CostTables
 from polygon.web.views import advice, front, km_between, sensitivities, timeline
 from polygon.web.whatif import Changes, flat_s, price
-from tests.exported_plans import planned
+from tests.exported_plans import wide
 
 
 @pytest.fixture(scope="module")
 def case():
-    problem, plan = planned("aws-regions", "gpt3-6.7b", 64)
+    problem, plan = wide()
     return problem, plan, CostTables(problem)
 
 
