@@ -165,9 +165,10 @@ def test_timeline_shows_the_schedule_and_a_measured_trace_beside_it(page, server
 
 CHANGED = "k => document.querySelector(`[data-card=${k}] small`) !== null"
 BACK = "([k, v]) => document.querySelector(`[data-card=${k}] b`)?.textContent === v"
+# Overlap changes this plan by less than a card's three digits; test_whatif.py holds it to the numbers themselves.
 CONTROLS = {
     "accumulation": ("2", "tokens"), "prefetch": ("1", "step"), "local_steps": ("3", "commTime"),
-    "chunk_mb": ("1", "commTime"), "streams": ("1", "commTime"), "overlap": ("0", "exposedTime"),
+    "chunk_mb": ("1", "commTime"), "streams": ("1", "commTime"),
     "bandwidth_factor": ("1", "step"), "latency_factor": ("6", "step"), "price_factor": ("4", "cost"),
 }  # fmt: skip
 
