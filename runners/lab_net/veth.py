@@ -6,6 +6,7 @@ Chosen where the kernel has netem. Without netem it still serves clusters whose 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,16 @@ from runners.lab_net import linux
 from runners.lab_net.topology import SUBNET, LabNetwork
 
 
+def _attempt(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run ip or tc, which lie where only an administrator's search path looks; the result is the caller's to judge."""
+    tool = shutil.which(command[0], path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if tool is None:
+        raise linux.LabUnavailableError(f"{command[0]}: not found, install iproute2")
+    return subprocess.run([tool, *command[1:]], capture_output=True, text=True, check=False)
+
+
 def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(list(command), capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise linux.LabUnavailableError(f"{command[0]}: not found, install iproute2") from error
+    done = _attempt(command)
     if done.returncode != 0:
         raise linux.LabUnavailableError(f"{' '.join(command)}: {done.stderr.strip()}")
 
@@ -82,14 +88,13 @@ class VethWiring:
             if host.index != source and self._bytes_per_s[source, host.index] > 0
         ]
         with linux.inside(self._namespaces[source]):
-            subprocess.run(["tc", "qdisc", "del", "dev", linux.INTERFACE, "root"], capture_output=True, check=False)
+            _attempt(["tc", "qdisc", "del", "dev", linux.INTERFACE, "root"])
             for command in shaping_commands(linux.INTERFACE, targets, netem=self._netem):
                 _run(["tc", *command])
             for host in self._network.hosts:
                 if host.index != source:
                     verb = "del" if self._connected[source, host.index] else "replace"
-                    route = ["ip", "route", verb, "blackhole", f"{host.address}/32"]
-                    subprocess.run(route, capture_output=True, check=False)
+                    _attempt(["ip", "route", verb, "blackhole", f"{host.address}/32"])
 
     def change(self, pairs: Sequence[tuple[int, int]], values: dict[str, Any]) -> None:
         """Change what ordered pairs are given (packets under way are lost: the queues are rebuilt)."""

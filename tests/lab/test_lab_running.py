@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -156,6 +157,9 @@ def test_links_change_live_and_partitions_heal():
         server.close()
 
 
+@pytest.mark.skipif(
+    shutil.which("tc", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None, reason="veth wiring needs iproute2"
+)
 def test_veth_wiring_gives_rates():
     """The kernel's own wiring (veth, htb) shapes rates; delays need netem, which not every kernel has."""
     with Lab(two_hosts(0.0), backend="netem") as lab:
