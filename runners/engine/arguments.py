@@ -75,6 +75,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--traced-steps", type=int, default=default.traced_steps, help="steps in the trace (default %(default)s)"
     )
+    training.add_argument(
+        "--profiled-steps",
+        type=int,
+        default=default.profiled_steps,
+        metavar="N",
+        help="steps that the PyTorch Profiler records after the first, into LOG_DIR/profile (default none)",
+    )
     failure = parser.add_argument_group("checkpoints and failures")
     failure.add_argument("--checkpoint-dir", type=Path, help="where checkpoints are written and looked for")
     failure.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: only at the end")
@@ -112,6 +119,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         resume=arguments.resume,
         lookahead=arguments.lookahead,
         traced_steps=arguments.traced_steps,
+        profiled_steps=arguments.profiled_steps,
         device=arguments.device,
         emulate_links=arguments.emulate_links,
         emulate_devices=arguments.emulate_devices,

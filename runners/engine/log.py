@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
@@ -23,6 +23,8 @@ class RunLog:
     def __init__(self, path: Path | None, traced_steps: int = 8, pace: Pace | None = None) -> None:
         self._pace = pace
         self.traced_steps = traced_steps
+        self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
+        """What an interval runs in while a profiler records (`torch.profiler.record_function`)."""
         self.step = 0
         self.seconds: dict[str, float] = {}
         """Seconds spent by kind of interval since the last `take_seconds`."""
@@ -44,8 +46,9 @@ class RunLog:
     def interval(self, kind: str, name: str) -> Iterator[None]:
         """Time what happens inside as an interval of a kind (compute, wait, reduce, update)."""
         step, start_s = self.step, time.time()
+        pace = self._pace.hold(name) if self._pace is not None and kind in ("compute", "update") else nullcontext()
         try:
-            with self._pace.hold(name) if self._pace is not None and kind in ("compute", "update") else nullcontext():
+            with self.annotate(f"{kind}: {name}") if self.annotate is not None else nullcontext(), pace:
                 yield
         finally:
             self.add(kind, name, start_s, time.time(), step)

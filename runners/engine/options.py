@@ -37,6 +37,8 @@ class Options:
     lookahead: int = 16
     """Receives posted ahead of the action that needs the first of them."""
     traced_steps: int = 8
+    profiled_steps: int = 0
+    """Steps that the PyTorch Profiler records after the first one, on every rank, into the log directory."""
     device: str = "auto"
     log_dir: Path | None = None
     emulate_links: bool = False
@@ -47,6 +49,13 @@ class Options:
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
         require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
+        require(self.profiled_steps >= 0, "--profiled-steps", self.profiled_steps, "a whole number >= 0")
+        require(
+            not self.profiled_steps or self.log_dir is not None,
+            "--log-dir",
+            None,
+            "a directory (with --profiled-steps)",
+        )
         require(self.lookahead >= 1, "--lookahead", self.lookahead, "a whole number >= 1")
         require_number(self.learning_rate, "--learning-rate", above=0)
         require_number(self.outer_rate, "--outer-rate", above=0)

@@ -18,6 +18,7 @@ from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
 from torch.distributed import PrefixStore, Store
+from torch.profiler import record_function
 
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
@@ -32,6 +33,8 @@ from runners.engine.options import Options
 from runners.engine.update import Update
 from runners.engine.watch import Watch
 from runners.engine.worker import StageWorker
+from runners.traces.record import FOLDER as PROFILE_FOLDER
+from runners.traces.record import Recorder
 
 
 def choose_device(options: Options, local_rank: int) -> torch.device:
@@ -406,11 +409,20 @@ def train(
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:
     options = training.options
     go_on, due = training.progress.step < options.steps, False
+    recorder = None
+    if options.profiled_steps and options.log_dir is not None:
+        directory = options.log_dir / PROFILE_FOLDER
+        recorder = Recorder(directory, training.rank, training.layout.plan.world_size, steps=options.profiled_steps)
+        training.log.annotate = record_function
     while go_on:
         result, go_on = training.step()
         report(result)
+        if recorder is not None:
+            recorder.step()
         # Between outer steps the regions' weights differ: a checkpoint waits for the next one.
         due = due or bool(options.checkpoint_every and training.progress.step % options.checkpoint_every == 0)
         if (due and result["together"]) or not go_on:
             training.save()
             due = False
+    if recorder is not None:
+        recorder.close()
