@@ -1,0 +1,131 @@
+"""Figures of a run for TensorBoard and Weights & Biases, where they are installed; the JSONL logs need neither.
+
+    with open_trackers(["tensorboard", "wandb"], directory, "my-run", settings) as trackers:
+        trackers.scalars(step, {"loss": loss, "tokens_per_s": rate})
+
+TensorBoard's files lie in ``directory/tensorboard``, those of W&B in ``directory/wandb``. ``WANDB_MODE=offline`` keeps
+W&B's run on this machine (``wandb sync`` uploads it later); its other environment variables work too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from polygon.domain.errors import InputError
+
+PROJECT = "polygon"
+"""Name of the project in W&B, unless WANDB_PROJECT names another."""
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, step after step."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Note the numbers of a step; steps come in ascending order."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class TensorBoard:
+    """An event file; `tensorboard --logdir DIR` shows it."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._writer.add_text("run", run)
+        self._writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Any]) -> None:
+        import os
+
+        import wandb
+
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT), dir=directory, name=run, config=dict(settings)
+            )
+        except wandb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"--track: found wandb, expected one that starts ({reason}); WANDB_MODE=offline needs no account"
+            ) from error
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_MAKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+TRACKERS = tuple(_MAKERS)
+"""What `open_trackers` knows."""
+
+
+class Trackers:
+    """Several trackers as one; none at all is fine."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Note the numbers of a step; what is None is left out."""
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.scalars(step, known)
+
+
+@contextmanager
+def open_trackers(names: Sequence[str], directory: Path, run: str, settings: Mapping[str, Any]) -> Iterator[Trackers]:
+    """Open the named trackers and close them at the end.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of `TRACKERS`.
+    directory : Path
+        Where their files go.
+    run : str
+        What the run is called.
+    settings : mapping
+        Shown beside the run.
+
+    Raises
+    ------
+    InputError
+        A name is not known, its package is not installed, or it cannot start.
+    """
+    with ExitStack() as stack:
+        trackers = []
+        for name in names:
+            if name not in _MAKERS:
+                raise InputError(f"--track: found {name!r}, expected {' or '.join(TRACKERS)}")
+            try:
+                tracker = _MAKERS[name](directory, run, settings)
+            except ImportError as error:
+                raise InputError(
+                    f"--track: found {name}, expected it to be installed (pip install {name}): {error}"
+                ) from error
+            stack.callback(tracker.close)
+            trackers.append(tracker)
+        yield Trackers(trackers)
