@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if __package__ in (None, ""):  # run by path: this folder must not shadow other modules, and the root must be found
@@ -26,6 +26,9 @@ from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
+
+if TYPE_CHECKING:
+    from runners.engine.data import Samples
 
 
 def make_parser() -> Parser:
@@ -84,9 +87,21 @@ def end_process(message: str) -> None:
 
 
 def run_rank(
-    problem: Problem, plan: Plan, rank: int, host: str, port: int, options: Options, listen_fd: int | None = None
+    problem: Problem,
+    plan: Plan,
+    rank: int,
+    host: str,
+    port: int,
+    options: Options,
+    listen_fd: int | None = None,
+    samples: Samples | None = None,
 ) -> int:
     """Train; SIGTERM and SIGINT end the run after the current step, with a checkpoint where one is wanted.
+
+    Parameters
+    ----------
+    problem, plan, rank, host, port, options, listen_fd, samples
+        As `runners.engine.training.train` takes them.
 
     Returns
     -------
@@ -118,6 +133,7 @@ def run_rank(
         report=report,
         on_start=listen,
         listen_fd=listen_fd,
+        samples=samples,
     )
     return 0 if finished else 128 + (received or [signal.SIGTERM])[0]
 

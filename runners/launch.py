@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,21 +70,27 @@ class Rank:
 
 
 @dataclass
-class Launcher:
-    """Starts ranks, passes on what they print, and ends all when one fails."""
+class LocalRanks(ABC):
+    """Starts ranks on this machine, passes on what they print, and ends all when one fails."""
 
-    problem: Problem
-    plan: Plan
-    options: Options
-    ranks: list[Rank] = field(default_factory=list)
-    interrupted: int = 0
-    interruptions: int = 0
+    ranks: list[Rank] = field(default_factory=list, kw_only=True)
+    interrupted: int = field(default=0, kw_only=True)
+    interruptions: int = field(default=0, kw_only=True)
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    @abstractmethod
+    def train(self, number: int, host: str, port: int, listen_fd: int | None) -> int:
+        """What a rank does in its own process; its exit code. Rank 0 gets the socket that listens at the port."""
 
     def meeting_point(self) -> socket.socket:
         """A socket that listens where rank 0 will be."""
         return socket.create_server(("127.0.0.1", 0))
 
-    def settle(self, number: int) -> None:
+    def settle(self, number: int) -> None:  # noqa: B027 - on one machine there is nothing to do
         """Called in a rank's process before anything else: where it lives."""
 
     def start(self) -> None:
@@ -91,7 +98,7 @@ class Launcher:
         listener = self.meeting_point()
         os.set_inheritable(listener.fileno(), True)
         host, port = listener.getsockname()
-        for number in range(self.plan.world_size):
+        for number in range(self.world_size):
             out, into = os.pipe()
             pid = os.fork()
             if pid == 0:
@@ -115,11 +122,8 @@ class Launcher:
             self.settle(number)
             import torch
 
-            from runners.dist_runner import run_rank
-
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            fd = None if listener is None else listener.detach()
-            code = run_rank(self.problem, self.plan, number, host, port, self.options, fd)
+            code = self.train(number, host, port, None if listener is None else listener.detach())
         except PolygonError as error:
             say(str(error))
             code = 2 if isinstance(error, InputError) else 1
@@ -191,6 +195,42 @@ class Launcher:
         self.interrupted = number
         self.interruptions += 1
 
+    def run(self) -> Rank | None:
+        """Run all ranks to their end; the one that failed first, if any."""
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.world_size)))
+        # Imported before forking: a second each for torch and for what its optimizers import on their first step.
+        import torch._dynamo  # noqa: F401
+
+        before = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.start()
+            return self.watch()
+        finally:
+            self._signal_all(signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Launcher(LocalRanks):
+    """The ranks of a plan."""
+
+    problem: Problem
+    plan: Plan
+    options: Options
+
+    @property
+    def world_size(self) -> int:
+        """The plan's ranks."""
+        return self.plan.world_size
+
+    def train(self, number: int, host: str, port: int, listen_fd: int | None) -> int:
+        """A rank of the plan."""
+        from runners.dist_runner import run_rank
+
+        return run_rank(self.problem, self.plan, number, host, port, self.options, listen_fd)
+
 
 def make_parser() -> Parser:
     """The command line."""
@@ -205,11 +245,6 @@ def run(
     problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
 ) -> tuple[int, dict[str, Any]]:
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.world_size)))
-    # Imported before forking: a second each for torch and for what its optimizers import on their first step.
-    import torch._dynamo  # noqa: F401
-
     from runners.engine.layout import Layout, check_runnable
     from runners.engine.summary import summarise, write_trace
 
@@ -218,16 +253,8 @@ def run(
     assert options.log_dir is not None
     options.log_dir.mkdir(parents=True, exist_ok=True)
     write_plan(options.log_dir / "plan.json", problem, plan)
-    before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     start_s = time.monotonic()
-    try:
-        launcher.start()
-        guilty = launcher.watch()
-    finally:
-        launcher._signal_all(signal.SIGKILL)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert options.log_dir is not None
+    guilty = launcher.run()
     write_trace(problem, plan, options.log_dir)
     if launcher.interrupted:
         say(f"interrupted; all {plan.world_size} ranks ended, logs in {options.log_dir}")

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
-from runners.engine.data import samples_for
+from runners.engine.data import Samples, samples_for
 from runners.engine.emulation import Pace, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
@@ -73,7 +73,14 @@ class Training:
     """A rank in the middle of a run."""
 
     def __init__(
-        self, layout: Layout, rank: int, store: Store, address: str, options: Options, watch: Watch | None = None
+        self,
+        layout: Layout,
+        rank: int,
+        store: Store,
+        address: str,
+        options: Options,
+        watch: Watch | None = None,
+        samples: Samples | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
@@ -105,7 +112,7 @@ class Training:
         if options.emulate_devices:
             pace = Pace(least_seconds(problem, plan, rank, options.emulate_devices))
         self.log = RunLog(path, options.traced_steps, pace)
-        samples = samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
+        samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         self.worker = StageWorker(layout, rank, self.wires, sums, (tp, tp_sums), samples, options, self.log, doing)
         self.buckets = self.worker.reducer.buckets
@@ -343,6 +350,7 @@ def train(
     report: Callable[[dict[str, Any]], None] = lambda result: None,
     on_start: Callable[[Training], None] = lambda training: None,
     listen_fd: int | None = None,
+    samples: Samples | None = None,
 ) -> bool:
     """Run a plan's rank to the end.
 
@@ -361,6 +369,8 @@ def train(
         Called before the first step (to set `stop_requested` from a signal, say).
     listen_fd : int, optional
         Socket that listens on the port already (rank 0).
+    samples : Samples, optional
+        What to train on; without it what `options.data` says.
 
     Returns
     -------
@@ -391,7 +401,7 @@ def train(
         )
     ) as watch:
         try:
-            training = Training(layout, rank, store, address, options, watch)
+            training = Training(layout, rank, store, address, options, watch, samples)
             on_start(training)
             _run_steps(training, report)
             training.close()

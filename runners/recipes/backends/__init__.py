@@ -1,0 +1,53 @@
+"""Who trains a recipe: by name, a module of this folder with three functions.
+
+- ``world_size(job)``: ranks that the recipe needs; raises `InputError` where it cannot be run so.
+- ``run_rank(job, place)``: all that one rank does; its exit code.
+- ``summary(job)``: figures of a run that has ended, from what the ranks wrote to `job.out` (keys as
+  `runners.engine.summary.summarise`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from runners.recipes.schema import Recipe
+
+BACKENDS = {
+    "engine": "engine",
+    "plan": "engine",
+}
+"""Name in a recipe: module of this folder."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe to be run."""
+
+    recipe: Recipe
+    folder: Path
+    """Where the recipe lies: its paths are seen from there."""
+    out: Path
+    """Where everything is written."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is and meets the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+    listen_fd: int | None = None
+    """Socket that listens at the port already (rank 0, where this program started the ranks)."""
+
+
+def backend_of(job: Job) -> ModuleType:
+    """The module that trains a recipe."""
+    return import_module(f"{__name__}.{BACKENDS[job.recipe.backend]}")

@@ -1,0 +1,122 @@
+"""Training by polygon's own engine: the recipe becomes a plan on equal devices, or brings a plan file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polygon.cost.uniform import ParallelConfig
+from polygon.domain.cluster import Cluster
+from polygon.domain.errors import InputError, located
+from polygon.domain.plan import Plan, Problem
+from polygon.files import read_plan, write_plan
+from polygon.formats import cluster_from_data
+from polygon.grid3d.plans import plan_of
+from runners.engine.options import Options
+from runners.engine.summary import summarise, write_trace
+from runners.recipes.backends import Job, Place
+from runners.recipes.data import make_samples
+from runners.recipes.models import batch_of, beside, model_of
+from runners.recipes.schema import Recipe
+
+
+def world_size(job: Job) -> int:
+    """Ranks of the plan."""
+    return problem_and_plan(job)[1].world_size
+
+
+def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
+    """What the engine is to run.
+
+    Raises
+    ------
+    InputError
+        Degrees that do not fit the model, the batch or the devices of a node.
+    """
+    recipe = job.recipe
+    model = model_of(recipe.model, job.folder)
+    batch = batch_of(recipe, model)
+    if recipe.plan is not None:
+        problem, plan, _ = read_plan(beside(job.folder, recipe.plan))
+        problem = Problem(cluster=problem.cluster, model=model, batch=batch)
+        if plan.stages[-1].last_layer != model.layers:
+            raise InputError(f"plan: found one of {plan.stages[-1].last_layer} layers, expected {model.layers}")
+        if plan.micro_batches * plan.micro_batch_size != batch.global_batch:
+            found = plan.micro_batches * plan.micro_batch_size
+            raise InputError(f"plan: found a global batch of {found}, expected {batch.global_batch}")
+        return problem, plan
+    parallel = recipe.parallel
+    if recipe.lora is not None:
+        raise InputError("lora: found with backend engine, expected backend ddp or deepspeed")
+    if parallel.cp * parallel.ep > 1:
+        raise InputError("parallel: found cp or ep above 1, expected 1")
+    if batch.global_batch % (parallel.dp * recipe.batch.micro_batch):
+        raise InputError(
+            f"batch.global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch = "
+            f"{parallel.dp * recipe.batch.micro_batch}"
+        )
+    if parallel.pp > model.blocks:
+        raise InputError(f"parallel.pp: found {parallel.pp}, expected at most the {model.blocks} blocks")
+    problem = Problem(cluster=equal_devices(recipe), model=model, batch=batch)
+    config = ParallelConfig(
+        dp=parallel.dp,
+        tp=parallel.tp * parallel.cp,
+        pp=parallel.pp,
+        micro_batch_size=recipe.batch.micro_batch,
+        zero=parallel.zero,
+        recompute=recipe.memory.recompute,
+        schedule=parallel.schedule,
+    )
+    return problem, plan_of(problem, config)
+
+
+def equal_devices(recipe: Recipe) -> Cluster:
+    """One place with just the devices that the recipe's degrees need, on full nodes."""
+    ranks, per_node = recipe.parallel.world_size, recipe.hardware.devices_per_node
+    per_node = min(ranks, per_node)
+    if ranks % per_node:
+        raise InputError(f"hardware.devices_per_node: found {per_node}, expected a divisor of the {ranks} ranks")
+    node = {"device": recipe.hardware.device, "count": ranks // per_node, "devices_per_node": per_node}
+    with located("hardware: "):
+        return cluster_from_data({"name": recipe.name, "regions": [{"name": "here", "nodes": [node]}]}, recipe.name)
+
+
+def options_of(job: Job) -> Options:
+    """The engine's options."""
+    recipe, rate = job.recipe, job.recipe.optimizer
+    saved = recipe.checkpoint
+    return Options(
+        steps=recipe.steps,
+        learning_rate=rate.learning_rate,
+        warmup_steps=rate.warmup_steps,
+        weight_decay=rate.weight_decay,
+        clip_norm=rate.clip_norm or None,
+        offload_optimizer=recipe.memory.offload != "none",
+        seed=recipe.seed,
+        checkpoint_dir=None if saved is None else beside(job.folder, saved.folder),
+        checkpoint_every=0 if saved is None else saved.every,
+        checkpoints_kept=3 if saved is None else saved.keep,
+        resume=saved is not None and saved.resume,
+        device=job.device,
+        log_dir=job.out,
+    )
+
+
+def run_rank(job: Job, place: Place) -> int:
+    """Train as `runners.dist_runner` does."""
+    from runners.dist_runner import run_rank
+
+    problem, plan = problem_and_plan(job)
+    samples = make_samples(job.recipe.data, problem.model, problem.batch.seq_len, job.recipe.seed, job.folder)
+    if place.rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)
+        write_plan(job.out / "plan.json", problem, plan)
+    return run_rank(
+        problem, plan, place.rank, place.host, place.port, options_of(job), place.listen_fd, samples=samples
+    )
+
+
+def summary(job: Job) -> dict[str, Any]:
+    """Figures of the run; also writes its timeline and one line a step over all ranks."""
+    problem, plan = problem_and_plan(job)
+    write_trace(problem, plan, job.out)
+    return summarise(problem, plan, job.out)

@@ -1,0 +1,197 @@
+"""What a recipe may say. Strict: an unknown key, a wrong type or an unknown word is an error that names its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from polygon.domain.errors import InputError, located, one_of
+from polygon.files import read_yaml
+from polygon.notation import parse_yaml
+from polygon.schema import Count, Index, Name, NotNegative, Positive, Strict, check
+
+
+class ModelPart(Strict):
+    """A model of the catalogue, a `config.json` of Hugging Face or a model file, with some of its sizes changed."""
+
+    source: Name
+    """Name in the catalogue, or a path (seen from the recipe)."""
+    change: dict[Name, Any] = Field(default_factory=dict)
+    """Fields of `polygon.domain.model.Model` to set otherwise (`blocks: 2`), for small runs of the same kind."""
+    weights: Name | None = None
+    """Folder with safetensors of Hugging Face to start from; none: drawn from the seed."""
+
+
+class DataPart(Strict):
+    """What is read."""
+
+    kind: Name = "english"
+    """A name of `runners.recipes.data.KINDS`."""
+    path: Name | None = None
+    """File or folder (seen from the recipe); none: the small set that the kind brings along."""
+    tokenizer: Name | None = None
+    """Folder or file of a tokenizer; none: one trained on the data."""
+    cache: Name | None = None
+    """Folder of prepared data; none: `~/.cache/polygon`."""
+    samples: Count | None = None
+    """Most samples that are read, or of a generated set how many there are."""
+
+
+class BatchPart(Strict):
+    """One optimizer step's work."""
+
+    global_batch: Count
+    """Sequences or images per step; what dp x micro_batch leaves is accumulated."""
+    micro_batch: Count = 1
+    seq_len: Count | None = None
+    """Tokens of a sequence; of an image model given by the model."""
+
+
+class ParallelPart(Strict):
+    """Degrees; ranks in all: dp x tp x pp x cp."""
+
+    dp: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    """Ranks that split every sequence."""
+    ep: Count = 1
+    """Of the dp x cp ranks that hold the same layers, so many share out the experts; a divisor of dp x cp."""
+    zero: Annotated[int, Ge(0), Le(3)] = 0
+    """0 to 3: nothing, optimizer state, also gradients, also weights are split over dp x cp."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.tp * self.pp * self.cp
+
+
+class MemoryPart(Strict):
+    """What saves memory."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward: none, those inside attention, whole blocks."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory: nothing, the optimizer's state and update, also the weights (DeepSpeed)."""
+
+
+class LoraPart(Strict):
+    """Train low-rank additions instead of the weights."""
+
+    rank: Count = 8
+    alpha: Positive = 16.0
+    dropout: NotNegative = 0.0
+    targets: tuple[Name, ...] = Field(("query", "value"), strict=False)
+    """Last parts of the names of the linear layers that get one."""
+
+
+class OptimizerPart(Strict):
+    """How weights are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: Positive = 3e-4
+    warmup_steps: Index = 0
+    weight_decay: NotNegative = 0.1
+    clip_norm: NotNegative = 1.0
+    """Largest norm of the whole gradient; 0: not clipped."""
+    balance: NotNegative = 0.0
+    """Weight of the loss that keeps experts equally busy."""
+
+
+class CheckpointPart(Strict):
+    """Where a run is saved and resumed from."""
+
+    folder: Name
+    every: Index = 0
+    keep: Count = 3
+    resume: bool = False
+
+
+class MetricsPart(Strict):
+    """What is written beside the log of every rank."""
+
+    tensorboard: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+    profile_steps: Index = 0
+    """Steps, after one of warm-up, that torch's profiler records on every rank."""
+
+
+class HardwarePart(Strict):
+    """Equal devices in one place: what predictions are made for. A plan brings its own cluster."""
+
+    device: Name = "cpu-core"
+    """Name in the catalogue of devices."""
+    devices_per_node: Count = 8
+
+
+class Recipe(Strict):
+    """A whole recipe."""
+
+    name: Name
+    model: ModelPart
+    data: DataPart = DataPart()
+    batch: BatchPart
+    parallel: ParallelPart = ParallelPart()
+    backend: Name = "engine"
+    """A name of `runners.recipes.backends.BACKENDS`: who trains."""
+    plan: Name | None = None
+    """Plan file (seen from the recipe) that says who does what instead of `parallel` (backend `plan`)."""
+    hardware: HardwarePart = HardwarePart()
+    memory: MemoryPart = MemoryPart()
+    lora: LoraPart | None = None
+    optimizer: OptimizerPart = OptimizerPart()
+    steps: Count = 10
+    seed: Index = 0
+    checkpoint: CheckpointPart | None = None
+    metrics: MetricsPart = MetricsPart()
+
+
+def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
+    """Read a recipe, with some fields set otherwise (`parallel.dp=2`, values as in YAML).
+
+    Raises
+    ------
+    InputError
+        With the place in the file or the setting.
+    """
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: found {type(data).__name__}, expected a recipe (keys and values)")
+    data = {"name": path.stem, **data}
+    for setting in settings or []:
+        _set(data, setting)
+    with located(f"{path}: "):
+        recipe = check(Recipe, data)
+        _check_words(recipe)
+    return recipe
+
+
+def _set(data: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise InputError(f"--set: found {setting!r}, expected KEY=VALUE, as parallel.dp=2")
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = data.get(parent)
+        data[parent] = dict(below) if isinstance(below, dict) else {}
+        data = data[parent]
+    with located(f"--set {key}: "):
+        data[last] = parse_yaml(text)
+
+
+def _check_words(recipe: Recipe) -> None:
+    from runners.recipes.backends import BACKENDS
+    from runners.recipes.data import KINDS
+
+    if recipe.backend not in BACKENDS:
+        raise InputError(f"backend: found {recipe.backend!r}, expected {one_of(recipe.backend, BACKENDS)}")
+    if recipe.data.kind not in KINDS:
+        raise InputError(f"data.kind: found {recipe.data.kind!r}, expected {one_of(recipe.data.kind, KINDS)}")
+    if (recipe.plan is not None) != (recipe.backend == "plan"):
+        raise InputError(f"plan: found {recipe.plan!r}, expected a plan file with backend plan, and only with it")

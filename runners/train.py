@@ -1,0 +1,131 @@
+"""Train a recipe: model, data, degrees of parallelism and memory switches from one YAML file.
+
+    python -m runners.train instances/recipes/llm-1d-tiny.yaml --set parallel.dp=4 --steps 20 -o out/run
+
+Started alone it starts all ranks on this machine; under torchrun or the `deepspeed` launcher it is one of their ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run by path: this folder must not shadow other modules, and the root must be found
+    _root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(_root)
+    sys.path.insert(1, str(_root / "comm"))
+
+from polygon.domain.errors import InputError, PolygonError
+from polygon.notation import format_json
+from runners.dist_runner import meeting_point
+from runners.engine.arguments import Parser
+from runners.launch import LocalRanks, say
+from runners.recipes.backends import Job, Place, backend_of
+from runners.recipes.schema import read_recipe
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="train", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("recipe", type=Path, help="recipe file (YAML), see instances/recipes")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a field of the recipe to set otherwise, as parallel.dp=4; may be repeated",
+    )
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: the recipe's)")
+    parser.add_argument("-o", "--out", type=Path, help="where logs go (default: out/<recipe>-<time>)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default auto")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
+    # The `deepspeed` launcher adds this option to the command; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+@dataclass
+class RecipeRanks(LocalRanks):
+    """The ranks of a recipe on this machine."""
+
+    job: Job
+    ranks_needed: int
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that the recipe needs."""
+        return self.ranks_needed
+
+    def train(self, number: int, host: str, port: int, listen_fd: int | None) -> int:
+        """One rank, with the environment that torchrun would give it."""
+        names = {
+            "RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": host, "MASTER_PORT": port,
+        }  # fmt: skip
+        os.environ.update({key: str(value) for key, value in names.items()})
+        place = Place(number, self.world_size, number, host, port, listen_fd)
+        return backend_of(self.job).run_rank(self.job, place)
+
+
+def run_here(job: Job) -> tuple[int, dict[str, Any]]:
+    """Run all ranks on this machine; exit code and summary."""
+    backend = backend_of(job)
+    ranks = RecipeRanks(job, backend.world_size(job))
+    say(f"{job.recipe.name}: {ranks.world_size} ranks, logs in {job.out}")
+    job.out.mkdir(parents=True, exist_ok=True)
+    start_s = time.monotonic()
+    guilty = ranks.run()
+    if ranks.interrupted:
+        say(f"interrupted; all {ranks.world_size} ranks ended, logs in {job.out}")
+        return 128 + ranks.interrupted, {}
+    if guilty is not None:
+        say(f"failed: rank {guilty.number}: {guilty.outcome()}; all ranks stopped")
+        return (2 if guilty.severity() == 1 else 1), {}
+    return 0, backend.summary(job) | {"wall_s": time.monotonic() - start_s}
+
+
+def run_as_rank(job: Job, environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
+    """Be one rank of torchrun's or DeepSpeed's launcher; rank 0 returns the summary."""
+    backend = backend_of(job)
+    host, port, world_size, rank = meeting_point(None, None, None, environment)
+    needed = backend.world_size(job)
+    if world_size != needed:
+        raise InputError(f"launcher: found {world_size} ranks, expected {needed}, the product of the recipe's degrees")
+    start_s = time.monotonic()
+    code = backend.run_rank(job, Place(rank, world_size, int(environment.get("LOCAL_RANK", rank)), host, port))
+    if code or rank:
+        return code, {}
+    return 0, backend.summary(job) | {"wall_s": time.monotonic() - start_s}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; the exit code: 0 fine, 1 a rank failed, 2 bad input, 128 + n ended by signal n."""
+    arguments = make_parser().parse_args(argv)
+    settings = [*arguments.set, *([f"steps={arguments.steps}"] if arguments.steps is not None else [])]
+    try:
+        recipe = read_recipe(arguments.recipe, settings)
+        out = arguments.out or Path("out") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        job = Job(recipe, arguments.recipe.parent, out, arguments.device)
+        code, summary = run_as_rank(job, os.environ) if "RANK" in os.environ else run_here(job)
+    except PolygonError as error:
+        say(f"train: {error}")
+        return 2 if isinstance(error, InputError) else 1
+    if summary:
+        from runners.engine.summary import format_summary
+
+        sys.stdout.write(format_json(summary) if arguments.json else format_summary(summary) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # After a lost peer the network threads of the process may never end by themselves.
+    os._exit(code)
