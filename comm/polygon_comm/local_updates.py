@@ -4,28 +4,30 @@ Every H steps each region sends the difference between the weights it started fr
 gradient), packed and with error feedback; the weighted mean goes into Nesterov's momentum, and all regions start from
 the same weights again. The traffic between regions is H times less than with a sum of gradients every step.
 
+An exchange may be under way while the regions train on: what a region does meanwhile is added to what comes out of it.
+
 References
 ----------
 Douillard et al., arXiv:2311.08105 (DiLoCo): outer Nesterov with rate 0.7 and momentum 0.9.
+Douillard et al., arXiv:2501.18512 (Streaming DiLoCo): fragments in turn, overlapped with training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from polygon_comm.reduction import SumGroup
-
-OUTER_RATE = 0.7
-OUTER_MOMENTUM = 0.9
 
 
 class OuterUpdate:
     r"""The outer optimizer of one vector of weights.
 
     .. math:: \Delta = \sum_r w_r (\theta - \theta_r), \quad m \gets \mu m + \Delta, \quad
-              \theta \gets \theta - \eta (\Delta + \mu m)
+              \theta \gets \theta - \eta (\Delta + \mu m), \quad \theta_r \gets \theta + (\theta_r' - \theta_r)
+
+    with :math:`\theta_r` a region's weights when the exchange began and :math:`\theta_r'` those it has when it ends.
 
     Parameters
     ----------
@@ -38,6 +40,8 @@ class OuterUpdate:
         :math:`w_r`: the part of the samples that this rank's region computes.
     shapes : sequence of shapes
         Of the tensors that lie in the vector.
+    rate, momentum : float
+        :math:`\eta` and :math:`\mu`. 1 and 0: plain averaging.
     """
 
     def __init__(
@@ -48,8 +52,8 @@ class OuterUpdate:
         fraction: float,
         shapes: Sequence[Sequence[int]],
         *,
-        rate: float = OUTER_RATE,
-        momentum: float = OUTER_MOMENTUM,
+        rate: float,
+        momentum: float,
     ) -> None:
         self.name, self.weights, self.fraction = name, weights, fraction
         self.start = weights.clone()
@@ -60,11 +64,26 @@ class OuterUpdate:
         """Take the weights as they are for those that all regions have (after a checkpoint was loaded)."""
         self.start.copy_(self.weights)
 
+    def begin(self, sent: torch.Tensor) -> Callable[[], None]:
+        """Start to average with the other regions; the call of the result ends it. A collective of the group.
+
+        Parameters
+        ----------
+        sent : tensor
+            A copy of this region's weights; the weights themselves may change until the end.
+        """
+        # The members of a region hold the same weights: each gives its part of the region's difference.
+        delta = (self.start - sent).mul_(self.fraction / self._group.near_size)
+        end_sum = self._group.begin(delta, f"outer {self.name}", self._shapes)
+
+        def end() -> None:
+            end_sum()
+            self.momentum.mul_(self._decay).add_(delta)
+            self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
+            self.weights.sub_(sent).add_(self.start)
+
+        return end
+
     def apply(self) -> None:
         """Average with the other regions and start anew; a collective of the group."""
-        # The members of a region hold the same weights: each gives its part of the region's difference.
-        delta = (self.start - self.weights).mul_(self.fraction / self._group.near_size)
-        self._group.sum_(delta, f"outer {self.name}", self._shapes)
-        self.momentum.mul_(self._decay).add_(delta)
-        self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
-        self.weights.copy_(self.start)
+        self.begin(self.weights.clone())()

@@ -57,6 +57,17 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--outer-momentum", type=float, default=default.outer_momentum, help="of local updates (default %(default)s)"
     )
+    training.add_argument(
+        "--outer-fragments", type=int, default=default.outer_fragments, help="exchanged in turn (default %(default)s)"
+    )
+    training.add_argument(
+        "--outer-overlap", type=int, default=default.outer_overlap, metavar="STEPS",
+        help="that an exchange may take while training goes on (default %(default)s)",
+    )  # fmt: skip
+    training.add_argument(
+        "--synchronous-steps", type=int, default=default.synchronous_steps, metavar="STEPS",
+        help="in which all regions sum their gradients before local steps begin (default %(default)s)",
+    )  # fmt: skip
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(
         "--data", type=Path, help="text, .npy of tokens, or .npz of images and classes (default: English prose)"
@@ -108,6 +119,9 @@ def options_from(arguments: argparse.Namespace) -> Options:
         offload_optimizer=arguments.offload_optimizer,
         outer_rate=arguments.outer_rate,
         outer_momentum=arguments.outer_momentum,
+        outer_fragments=arguments.outer_fragments,
+        outer_overlap=arguments.outer_overlap,
+        synchronous_steps=arguments.synchronous_steps,
         clip_norm=arguments.clip_norm or None,
         seed=arguments.seed,
         data=arguments.data,

@@ -51,7 +51,9 @@ class Bucket:
         whole: bool = False,
     ) -> None:
         self.fraction: float | None = None
-        """Part of the samples that this region computes, where only its members sum (local updates)."""
+        """Part of the samples that this region computes, where it may train by itself (local updates)."""
+        self.alone = False
+        """Whether only the members in this region sum."""
         self.parts: list[Part] = []
         """Owners of stretches, where the group has parameter servers."""
         self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole
@@ -78,7 +80,7 @@ class Bucket:
             return lambda: None
         assert self.group is not None
         narrow = self.vector.to(dtype)
-        near_only = self.fraction is not None
+        near_only = self.alone and self.fraction is not None
         if isinstance(self.group, ServerGroup):
             end_sum = self.group.begin_to_owners(narrow, self.name, self.parts)
         elif near_only:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from polygon_comm.local_updates import OuterUpdate
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
@@ -30,6 +29,7 @@ from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
 from runners.engine.meeting import RunFailedError, agree, code_digest, leave_together, open_store, run_digest
 from runners.engine.options import Options
+from runners.engine.rounds import Rounds
 from runners.engine.update import Update
 from runners.engine.watch import Watch
 from runners.engine.worker import StageWorker
@@ -124,20 +124,9 @@ class Training:
             sharded=plan.stages[stage].zero >= 1,
             scaled=problem.batch.precision == "fp16",
         )
-        self.local = plan.local_steps > 1
-        self.outer = {
-            bucket.name: OuterUpdate(
-                bucket.name,
-                bucket.weights,
-                bucket.group,
-                bucket.fraction,
-                bucket.shapes,
-                rate=options.outer_rate,
-                momentum=options.outer_momentum,
-            )
-            for bucket in self.buckets
-            if bucket.group is not None and bucket.fraction is not None
-        }
+        self.alone = False
+        """Whether the regions sum the gradients of this step each for itself."""
+        self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer)
         self.progress = Progress(seed=options.seed)
         self.stop_requested = threading.Event()
         self.checkpoints: Checkpoints | None = None
@@ -194,14 +183,13 @@ class Training:
         self.progress, states = self.checkpoints.load(step, names, self.options.seed)
         for bucket in self.buckets:
             self.update.load(bucket, {name: states[name] for name in bucket.parameters}, self._more(bucket))
-            if bucket.name in self.outer:
-                self.outer[bucket.name].restart()
+        self.rounds.restart()
         if self.rank == 0:
             self._say(f"resumed from step {step}")
 
     def _more(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of a bucket beside weights and optimizer state."""
-        outer = self.outer.get(bucket.name)
+        outer = self.rounds.outer.get(bucket.name)
         return {} if outer is None else {"outer_momentum": outer.momentum}
 
     def _say(self, text: str) -> None:
@@ -212,13 +200,13 @@ class Training:
         """Whether this rank's part of a bucket counts in the norm; of equal copies one does."""
         if bucket.parts:
             return True
-        if self.local:
+        if self.alone:
             return bucket.group is not None and bucket.group.near_place == 0
         return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
 
     def _expect(self) -> None:
         """Let the others send early what this rank sums first and last in the step."""
-        if self.local:
+        if self.alone:
             return
         dtype = self.worker.reducer.dtype
         place = 0
@@ -254,24 +242,29 @@ class Training:
         loss, samples, square, stops = values.tolist()
         return Scalars(loss * worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
 
-    def step(self) -> tuple[dict[str, Any], bool]:
-        """One optimizer step: what was measured, and whether to go on."""
+    def step(self, *, meet: bool = False) -> tuple[dict[str, Any], bool]:
+        """One optimizer step: what was measured, and whether to go on; `meet`: make the regions' weights equal soon."""
         start_s, worker, step = time.time(), self.worker, self.progress.step
         last = step + 1 == self.options.steps
-        together = not self.local or last or (step + 1) % self.layout.plan.local_steps == 0
+        self.alone = self.rounds.alone(step)
+        for bucket in self.buckets:
+            bucket.alone = self.alone
+        together = last or self.rounds.meets(step, wanted=meet)
         self.log.step = step
         worker.overflow_scale = self.update.loss_scale
         worker.reducer.submit(self._expect)
         worker.run_schedule(step)
         # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
-        waiting = worker.reducer.submit(lambda: self._scalars(near=self.local))
+        waiting = worker.reducer.submit(lambda: self._scalars(near=self.alone))
         with self.log.interval("exposed", "wait for reduction"):
             worker.reducer.wait()
             scalars = waiting.result()
         with self.log.interval("update", "update"):
             applied = self.update.apply(scalars.norm, step)
-        if self.local and together:
-            scalars = worker.reducer.submit(self._outer_step).result()
+        if self.alone:
+            scalars = self._exchange(step, scalars, together=together)
+        elif self.rounds.alone(step + 1):
+            self.rounds.restart()
         worker.finish_sends(step)
         self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
@@ -294,13 +287,16 @@ class Training:
         groups = {id(bucket.group): bucket.group for bucket in self.buckets if bucket.group is not None}
         return max((group.packing_error for group in groups.values()), default=0.0)
 
-    def _outer_step(self) -> Scalars:
-        """Bring the regions together again; the loss of all, and whether anyone wants to stop."""
+    def _exchange(self, step: int, near: Scalars, *, together: bool) -> Scalars:
+        """What the regions send one another after local steps; the loss of all where they meet, else this region's."""
         with self.log.interval("reduce", "outer step"):
-            for outer in self.outer.values():
-                outer.apply()
+            if not together:
+                if self.rounds.go_on(step, stop=self.stop_requested.is_set()):
+                    self.update.take_weights()
+                return near
+            self.rounds.meet()
             self.update.take_weights()
-            return self._scalars()
+            return self.worker.reducer.submit(self._scalars).result()
 
     def save(self) -> None:
         """Start writing a checkpoint of the steps done so far."""
@@ -425,12 +421,12 @@ def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> 
         recorder = Recorder(directory, training.rank, training.layout.plan.world_size, steps=options.profiled_steps)
         training.log.annotate = record_function
     while go_on:
-        result, go_on = training.step()
+        # Between outer steps the regions' weights differ: a checkpoint waits until they meet.
+        due = due or bool(options.checkpoint_every and (training.progress.step + 1) % options.checkpoint_every == 0)
+        result, go_on = training.step(meet=due)
         report(result)
         if recorder is not None:
             recorder.step()
-        # Between outer steps the regions' weights differ: a checkpoint waits for the next one.
-        due = due or bool(options.checkpoint_every and training.progress.step % options.checkpoint_every == 0)
         if (due and result["together"]) or not go_on:
             training.save()
             due = False

@@ -1,10 +1,13 @@
 """The outer optimizer against torch's Nesterov momentum."""
 
+import pytest
 import torch
 from polygon_comm.local_updates import OuterUpdate
 from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
+
+from tests.real_ranks import run_ranks
 
 
 def test_outer_update_is_nesterov_on_the_differences():
@@ -15,7 +18,7 @@ def test_outer_update_is_nesterov_on_the_differences():
     weights = torch.randn(50, generator=generator)
     expected = torch.nn.Parameter(weights.clone())
     reference = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=True)
-    outer = OuterUpdate("x", weights, group, 1.0, [(50,)])
+    outer = OuterUpdate("x", weights, group, 1.0, [(50,)], rate=0.7, momentum=0.9)
     for _ in range(5):
         moved = torch.randn(50, generator=generator)
         weights += moved
@@ -23,3 +26,45 @@ def test_outer_update_is_nesterov_on_the_differences():
         reference.step()
         outer.apply()
         assert torch.allclose(weights, expected.detach(), atol=1e-5)
+
+
+def test_what_a_region_did_during_an_exchange_is_added_to_its_result():
+    """The end of an exchange replaces the weights sent by the new common ones and keeps what came after them."""
+    wires = Wires(HashStore(), 0, {}, address="127.0.0.1", timeout_s=5, device=torch.device("cpu"))
+    group = SumGroup(members_of("one", [0], {0: 0}), wires)
+    weights = torch.zeros(3)
+    outer = OuterUpdate("x", weights, group, 1.0, [(3,)], rate=0.5, momentum=0.0)
+    weights += 4.0
+    end = outer.begin(weights.clone())
+    weights += torch.tensor([1.0, 0.0, -3.0])
+    end()
+    assert outer.start.tolist() == [2.0, 2.0, 2.0]
+    assert weights.tolist() == [3.0, 2.0, -1.0]
+
+
+def quadratic_descent(rank, port, steps):
+    """Weights after local SGD with an exchange every step (H = 1), and what the synchronous one would give."""
+    store = TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+    members = members_of("pair", [0, 1], {0: 0, 1: 1})
+    wires = Wires(store, rank, {1 - rank: 1}, address="127.0.0.1", timeout_s=30, device=torch.device("cpu"))
+    goals = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
+    fractions = (0.25, 0.75)
+    local, common = torch.nn.Parameter(torch.zeros(40)), torch.nn.Parameter(torch.zeros(40))
+    optimizers = [torch.optim.SGD([weights], lr=0.1, momentum=0.9) for weights in (local, common)]
+    outer = OuterUpdate("x", local.data, SumGroup(members, wires), fractions[rank], [(40,)], rate=1.0, momentum=0.0)
+    for _ in range(steps):
+        local.grad = local.data - goals[rank]
+        common.grad = sum(w * (common.data - goal) for w, goal in zip(fractions, goals, strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+        outer.apply()
+    store.set(f"done/{rank}", "1")
+    store.wait(["done/0", "done/1"])
+    return local.detach().tolist(), common.detach().tolist()
+
+
+def test_one_local_step_with_plain_averaging_is_synchronous_sgd():
+    """With H = 1, outer rate 1 and no outer momentum, local SGD is SGD on the weighted mean of the gradients."""
+    results = run_ranks(quadratic_descent, 2, 20)
+    assert results[0][0] == results[1][0]
+    assert results[0][0] == pytest.approx(results[0][1], abs=1e-5)

@@ -1,5 +1,6 @@
 """Laws of training in local steps, on real ranks."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
 
 STEPS, LOCAL_STEPS = 80, 4
+OPTIONS = Options(steps=STEPS, learning_rate=3e-3)
 
 
 def run_rank(rank, port, problem, plan, options):
@@ -43,27 +45,84 @@ def problem_and_plan():
     return problem, plan
 
 
-def test_local_steps_keep_the_loss_and_send_less(problem_and_plan):
-    """The same loss at equal tokens to 3 % (plain averaging), with H times fewer bytes between regions."""
+@pytest.fixture(scope="module")
+def synchronous(problem_and_plan):
+    """A run in which all regions sum every step's gradients."""
     problem, plan = problem_and_plan
-    options = Options(steps=STEPS, learning_rate=3e-3, outer_rate=1.0, outer_momentum=0.0)
-    every_step = run_ranks(run_rank, 4, problem, plan, options)
+    return run_ranks(run_rank, 4, problem, plan, OPTIONS)
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 2)])
+def test_local_steps_keep_the_loss_and_send_less(problem_and_plan, synchronous, fragments, overlap):
+    """The same loss at equal tokens to 3 %, with H times fewer bytes between regions, also in overlapped fragments."""
+    problem, plan = problem_and_plan
+    options = replace(OPTIONS, outer_fragments=fragments, outer_overlap=overlap)
     local = run_ranks(run_rank, 4, problem, replace(plan, local_steps=LOCAL_STEPS), options)
-    assert sorted(local[0][0]) == list(range(LOCAL_STEPS - 1, STEPS, LOCAL_STEPS))
-    assert all(losses == local[0][0] for losses, _ in local)
-    common = sorted(local[0][0])[-5:]
-    expected = sum(every_step[0][0][step] for step in common)
-    assert expected / 5 < 3.4
-    assert sum(local[0][0][step] for step in common) == pytest.approx(expected, rel=0.03)
-    bytes_every_step, bytes_local = (sum(sent for _, sent in results) for results in (every_step, local))
+    met = sorted(local[0][0])
+    # In fragments the regions' weights are equal only at the end.
+    assert met == (list(range(LOCAL_STEPS - 1, STEPS, LOCAL_STEPS)) if fragments == 1 else [STEPS - 1])
+    assert all(losses == local[0][0] for losses, *_ in local)
+    expected = sum(synchronous[0][0][step] for step in met[-5:])
+    assert expected / len(met[-5:]) < 3.4
+    assert sum(local[0][0][step] for step in met[-5:]) == pytest.approx(expected, rel=0.03)
+    bytes_every_step, bytes_local = (sum(sent for _, sent in results) for results in (synchronous, local))
     assert bytes_every_step > 3.5 * bytes_local > 0
+
+
+def test_first_steps_may_be_synchronous(problem_and_plan, synchronous):
+    """Before local steps begin, losses are those of a synchronous run, number for number."""
+    problem, plan = problem_and_plan
+    options = replace(OPTIONS, steps=16, synchronous_steps=6)
+    results = run_ranks(run_rank, 4, problem, replace(plan, local_steps=LOCAL_STEPS), options)
+    losses = results[0][0]
+    assert sorted(losses) == [0, 1, 2, 3, 4, 5, 9, 13, 15]
+    assert [losses[step] for step in range(6)] == [synchronous[0][0][step] for step in range(6)]
+    assert losses[15] == pytest.approx(synchronous[0][0][15], rel=0.03)
+
+
+def stopped_rank(rank, port, problem, plan, options):
+    """Like `run_rank`; rank 3 asks to stop before the first step."""
+    losses = {}
+
+    def note(result):
+        losses[result["step"]] = result["loss"]
+
+    def ask(training):
+        if rank == 3:
+            training.stop_requested.set()
+
+    done = train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, report=note, on_start=ask)
+    return done, sorted(losses)
+
+
+def test_a_stop_is_heard_through_fragments(problem_and_plan, tmp_path):
+    """All ranks meet, save and end after the same step: the wish travels with a round and the next one ends the run."""
+    problem, plan = problem_and_plan
+    options = replace(OPTIONS, outer_fragments=2, outer_overlap=1, checkpoint_dir=tmp_path)
+    results = run_ranks(stopped_rank, 4, problem, replace(plan, local_steps=LOCAL_STEPS), options)
+    assert results == [(False, list(range(2 * LOCAL_STEPS)))] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outer_fragments": 5}, "--outer-fragments: found 5, expected at most the plan's local steps"),
+        ({"outer_fragments": 2, "outer_overlap": 3}, "--outer-overlap: found 3, expected at most local steps"),
+    ],
+)
+def test_exchanges_that_cannot_keep_their_turn_are_refused(problem_and_plan, options, message):
+    """More fragments than steps, or an exchange that would last into the next one."""
+    problem, plan = problem_and_plan
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        run_ranks(run_rank, 4, problem, replace(plan, local_steps=LOCAL_STEPS), replace(OPTIONS, **options))
 
 
 def test_local_run_resumes_where_it_stopped(problem_and_plan, tmp_path):
     """A checkpoint waits for the regions to meet; a plan of one region goes on from it."""
     problem, plan = problem_and_plan
     plan = replace(plan, local_steps=4)
-    options = Options(steps=8, learning_rate=3e-3, checkpoint_dir=tmp_path, checkpoint_every=3)
+    options = replace(OPTIONS, steps=8, checkpoint_dir=tmp_path, checkpoint_every=3)
     whole = run_ranks(run_rank, 4, problem, plan, replace(options, checkpoint_dir=None, checkpoint_every=0))
     run_ranks(run_rank, 4, problem, plan, replace(options, steps=4))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
