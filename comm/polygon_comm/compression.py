@@ -248,6 +248,13 @@ class ErrorFeedback:
         return payload, restored
 
 
+def relative_error(codec: Codec, payload: torch.Tensor, tensor: torch.Tensor) -> float:
+    """Norm of what packing dropped from a tensor over the norm of the tensor; 0 for a zero tensor."""
+    said = float(tensor.detach().float().norm())
+    restored = codec.decompress(payload, tensor.shape, torch.float32)
+    return float((tensor.detach().float() - restored).norm()) / said if said else 0.0
+
+
 def make_codec(name: str, shapes: Sequence[Sequence[int]] = ()) -> Codec:
     """The codec of that name; `shapes` are those of the tensors in a vector (`powersgd` needs them).
 

@@ -11,6 +11,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.files import read_plan
 from polygon.planning.rehearsal import rehearsal_problem
 from runners.engine.options import Options
+from runners.engine.trackers import TRACKERS
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,6 +106,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="silence after which a rank counts as lost (default %(default)g)",
     )
+    training.add_argument(
+        "--track", nargs="+", default=(), metavar="TRACKER", help="show figures of all ranks in: " + ", ".join(TRACKERS)
+    )
     training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
 
 
@@ -137,6 +141,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         device=arguments.device,
         emulate_links=arguments.emulate_links,
         emulate_devices=arguments.emulate_devices,
+        track=tuple(arguments.track),
         log_dir=arguments.log_dir or default_log_dir(arguments.plan),
     )
 

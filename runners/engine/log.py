@@ -28,6 +28,10 @@ class RunLog:
         self.step = 0
         self.seconds: dict[str, float] = {}
         """Seconds spent by kind of interval since the last `take_seconds`."""
+        self.handed_s: dict[str, float] = {}
+        """When messages were handed over in this step, by the action that they let start."""
+        self.waited_s: dict[str, tuple[float, float]] = {}
+        """From when to when actions of this step waited for their message."""
         self._lock = Lock()
         self._file: TextIO | None = None
         if path is not None:
@@ -65,6 +69,15 @@ class RunLog:
         with self._lock:
             seconds, self.seconds = self.seconds, {}
         return seconds
+
+    def take_messages(self, start_s: float) -> dict[str, Any]:
+        """`handed_s` and `waited_s` since the last call, in seconds after `start_s`."""
+        handed, waited = self.handed_s, self.waited_s
+        self.handed_s, self.waited_s = {}, {}
+        return {
+            "handed_s": {action: round(at_s - start_s, 6) for action, at_s in handed.items()},
+            "waited_s": {action: [round(at_s - start_s, 6) for at_s in pair] for action, pair in waited.items()},
+        }
 
     def close(self) -> None:
         """Write what is still held back."""

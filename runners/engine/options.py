@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from polygon.domain.errors import require, require_number
+from runners.engine.trackers import TRACKERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Options:
     """Steps that the PyTorch Profiler records after the first one, on every rank, into the log directory."""
     device: str = "auto"
     log_dir: Path | None = None
+    track: tuple[str, ...] = ()
+    """Trackers (see `runners.engine.trackers`) that rank 0 tells the figures of all ranks."""
     emulate_links: bool = False
     """Messages between regions take as long as the cluster's links would need (all ranks on one machine)."""
     emulate_devices: float = 0.0
@@ -83,6 +86,8 @@ class Options:
         )
         if self.clip_norm is not None:
             require_number(self.clip_norm, "--clip-norm", above=0)
+        for name in self.track:
+            require(name in TRACKERS, "--track", name, " or ".join(TRACKERS))
         require(self.device in ("auto", "cpu", "cuda"), "--device", self.device, "auto, cpu or cuda")
 
     def shared(self) -> dict[str, object]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import worker_order
 from polygon.export.chrome_trace import Interval, chrome_trace
 from polygon.files import write_json
+from runners.engine.metrics import StepFigures
 
 TRACE_FILE = "trace.json"
 RUN_FILE = "run.jsonl"
@@ -31,12 +33,19 @@ def intervals(plan: Plan, directory: Path) -> Iterator[Interval]:
     """The timeline of the traced steps."""
     for rank, (stage, worker, place) in plan.rank_places.items():
         # The devices of a worker do the same at the same time: its first stands for it.
-        for line in log_lines(directory, rank) if place == 0 else ():
+        lines = list(log_lines(directory, rank)) if place == 0 else []
+        # The last estimate of how far a host's clock is from that of rank 0 is the best.
+        offset_s = next((line["clock_offset_s"] for line in reversed(lines) if line["type"] == "step"), 0.0)
+        for line in lines:
             if line["type"] == "event":
                 yield Interval(
                     stage=stage,
                     worker=worker,
-                    **{key: line[key] for key in ("kind", "name", "start_s", "end_s", "step")},
+                    kind=line["kind"],
+                    name=line["name"],
+                    start_s=line["start_s"] - offset_s,
+                    end_s=line["end_s"] - offset_s,
+                    step=line["step"],
                 )
 
 
@@ -70,30 +79,21 @@ def orders_differ(plan: Plan, directory: Path) -> list[int]:
 
 def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
     """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`."""
-    pools = problem.cluster.pools
-    regions = {
-        plan.device_ranks[device]: pools[worker.pool].region
-        for stage in plan.stages
-        for worker in stage.workers
-        for device in worker.devices
-    }
-    steps: list[dict[str, Any]] = []
-    far_bytes: list[int] = []
-    for rank in range(plan.world_size):
-        for line in log_lines(directory, rank):
-            if line["type"] != "step":
-                continue
-            if rank == 0:
-                steps.append({key: line[key] for key in ("step", "loss", "gradient_norm", "seconds", "tokens_per_s")})
-                far_bytes.append(0)
-            crossing = [n for peer, n in line["sent_bytes"].items() if regions[int(peer)] != regions[rank]]
-            far_bytes[line["step"] - steps[0]["step"]] += sum(crossing)
+    by_rank = [
+        {line["step"]: line for line in log_lines(directory, rank) if line["type"] == "step"}
+        for rank in range(plan.world_size)
+    ]
+    figures = StepFigures(problem, plan)
+    steps = [
+        figures.merge([lines[step] for lines in by_rank])
+        for step in by_rank[0]
+        if all(step in lines for lines in by_rank)
+    ]
     path = directory / RUN_FILE
-    lines = [step | {"cross_region_bytes": n} for step, n in zip(steps, far_bytes, strict=True)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
     # The first step opens connections and warms caches.
     steady = steps[1:] or steps
-    step_s = sorted(step["seconds"] for step in steady)[len(steady) // 2]
+    step_s = median(step["seconds"] for step in steady)
     last = steps[-5:]
     return {
         "steps": len(steps),
@@ -101,7 +101,11 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
         "last_loss": sum(step["loss"] for step in last) / len(last),
         "median_step_s": step_s,
         "tokens_per_s": problem.batch.tokens / step_s,
-        "cross_region_bytes_per_step": far_bytes[-1],
+        "mfu": figures.mfu(step_s),
+        "bubble": median(step["bubble"] for step in steady),
+        "exposed_communication": median(step["exposed_communication"] for step in steady),
+        "memory_bytes": max(step["memory_bytes"] for step in steps),
+        "cross_region_bytes_per_step": steps[-1]["cross_region_bytes"],
         "order_differs_on_ranks": orders_differ(plan, directory),
         "log": str(path),
         "trace": str(directory / TRACE_FILE),
@@ -118,6 +122,9 @@ def format_summary(summary: dict[str, Any]) -> str:
             f"in {summary['steps']} steps",
             f"step            {summary['median_step_s'] * 1e3:,.1f} ms (median), "
             f"{summary['tokens_per_s']:,.0f} tokens/s",
+            f"waiting         {summary['bubble']:.1%} of a step for other ranks' computations (bubble), "
+            f"{summary['exposed_communication']:.1%} for messages (exposed communication)",
+            f"MFU             {summary['mfu']:.2%} of the plan's devices",
             f"across regions  {summary['cross_region_bytes_per_step'] / 1e6:,.3f} MB a step",
             f"executed order  {order}",
             f"wall time       {summary['wall_s']:.1f} s",

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,17 @@ from torch.profiler import record_function
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
+from runners.engine.collector import Collector
 from runners.engine.data import Samples, samples_for
 from runners.engine.emulation import Pace, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
 from runners.engine.meeting import RunFailedError, agree, code_digest, leave_together, open_store, run_digest
+from runners.engine.metrics import StepFigures
 from runners.engine.options import Options
 from runners.engine.rounds import Rounds
+from runners.engine.trackers import Trackers, open_trackers
 from runners.engine.update import Update
 from runners.engine.watch import Watch
 from runners.engine.worker import StageWorker
@@ -81,8 +85,10 @@ class Training:
         options: Options,
         watch: Watch | None = None,
         samples: Samples | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
+        self._watch = watch
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
         stage, worker, _ = plan.rank_places[rank]
         pool = problem.cluster.pools[plan.stages[stage].workers[worker].pool]
@@ -139,6 +145,9 @@ class Training:
                 plan.world_size,
                 store.clone(),  # type: ignore[attr-defined]
             )
+        self.collector: Collector | None = None
+        if options.track and trackers is not None:
+            self.collector = Collector(store.clone(), rank, StepFigures(problem, plan), trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
         if plan.stages[stage].zero > 1 and rank == layout.rank(stage, 0):
@@ -254,11 +263,13 @@ class Training:
         worker.overflow_scale = self.update.loss_scale
         worker.reducer.submit(self._expect)
         worker.run_schedule(step)
+        schedule_end_s = time.time()
         # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
         waiting = worker.reducer.submit(lambda: self._scalars(near=self.alone))
         with self.log.interval("exposed", "wait for reduction"):
             worker.reducer.wait()
             scalars = waiting.result()
+        reduced_s = time.time()
         with self.log.interval("update", "update"):
             applied = self.update.apply(scalars.norm, step)
         if self.alone:
@@ -276,16 +287,27 @@ class Training:
             "applied": applied, "together": together, "seconds": seconds, "tokens": tokens,
             "tokens_per_s": tokens / seconds, "seconds_by_kind": by_kind, "idle": max(0.0, 1 - working / seconds),
             "memory_bytes": memory_bytes(self.wires.device), "packing_error": self._packing_error(),
+            "start_s": start_s, "schedule_end_s": schedule_end_s - start_s, "reduced_s": reduced_s - start_s,
+            "clock_offset_s": self._clock_offset_s(), **self.log.take_messages(start_s),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self.log.write("step", **result)
+        if self.collector is not None:
+            self.collector.add(result)
         return result, not (together and scalars.stop) and not last
 
-    def _packing_error(self) -> float:
-        """Largest part of a gradient message that its packing dropped in this step (0: nothing packed here)."""
+    def _packing_error(self) -> dict[str, float]:
+        """Part that packing dropped from messages of this step, by what they carried; what was not packed is not named.
+
+        Of weight gradients the largest, of activations and their gradients that of the first message.
+        """
         groups = {id(bucket.group): bucket.group for bucket in self.buckets if bucket.group is not None}
-        return max((group.packing_error for group in groups.values()), default=0.0)
+        errors = {"weight_gradients": max((group.packing_error for group in groups.values()), default=0.0)}
+        return {kind: error for kind, error in (errors | self.worker.packing_error).items() if error}
+
+    def _clock_offset_s(self) -> float:
+        return 0.0 if self._watch is None else self._watch.clock_offset_s
 
     def _exchange(self, step: int, near: Scalars, *, together: bool) -> Scalars:
         """What the regions send one another after local steps; the loss of all where they meet, else this region's."""
@@ -330,6 +352,8 @@ class Training:
         if self.checkpoints is not None:
             self._note_write_errors()
             self.checkpoints.close()
+        if self.collector is not None:
+            self.collector.close()
         self.log.write("end", time_s=time.time())
         self.log.close()
 
@@ -381,12 +405,17 @@ def train(
         A peer was lost; the message names it, its region and this rank's last action.
     """
     check_runnable(problem, plan)
-    store = open_store(host, port, rank, options.timeout_s, listen_fd)
-    agree(store, rank, plan.world_size, run_digest(problem, plan, options), code_digest())
-    layout, address = Layout(problem, plan), local_address(host, port)
+    layout = Layout(problem, plan)
     training: Training | None = None
-    with contextlib.closing(
-        Watch(
+    with contextlib.ExitStack() as opened:
+        run = "run" if options.log_dir is None else options.log_dir.name
+        trackers = opened.enter_context(
+            open_trackers(options.track if rank == 0 else (), options.log_dir or Path(), run, options.shared())
+        )
+        store = open_store(host, port, rank, options.timeout_s, listen_fd)
+        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code_digest())
+        address = local_address(host, port)
+        watch = Watch(
             rank,
             layout.watched(rank),
             store,
@@ -395,9 +424,9 @@ def train(
             describe=layout.describe,
             on_loss=on_loss,
         )
-    ) as watch:
+        opened.enter_context(contextlib.closing(watch))
         try:
-            training = Training(layout, rank, store, address, options, watch, samples)
+            training = Training(layout, rank, store, address, options, watch, samples, trackers)
             on_start(training)
             _run_steps(training, report)
             training.close()

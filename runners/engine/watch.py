@@ -32,6 +32,8 @@ class _Neighbour:
     heard_s: float = field(default_factory=time.monotonic)
     doing: str = "nothing yet"
     left: bool = False
+    clock: tuple[float, float] | None = None
+    """When its last beat was sent, by its clock, and heard, by ours."""
 
 
 class Watch:
@@ -68,6 +70,9 @@ class Watch:
         self.rank, self._dead_after_s, self._describe, self._on_loss = rank, dead_after_s, describe, on_loss
         self.doing = "nothing yet"
         """What the rank does; sent with every beat."""
+        self.clock_offset_s = 0.0
+        """This machine's clock minus that of rank 0, from the quickest exchange of beats so far (as NTP does)."""
+        self._quickest_s = float("inf")
         self._selector = selectors.DefaultSelector()
         self._neighbours: dict[int, _Neighbour] = {}
         self._verdict = ""
@@ -105,7 +110,8 @@ class Watch:
         if neighbour.left:
             return
         try:
-            neighbour.connection.send((json.dumps([kind, text]) + "\n").encode())
+            line = json.dumps([kind, text, time.time(), neighbour.clock]) + "\n"
+            neighbour.connection.send(line.encode())
         except BlockingIOError:
             pass  # its buffer is full because it does not read: silence will tell
         except OSError as error:
@@ -142,15 +148,28 @@ class Watch:
         *lines, neighbour.text = (neighbour.text + data).split(b"\n")
         for line in lines:
             neighbour.heard_s = time.monotonic()
-            kind, text = json.loads(line)
+            kind, text, sent_s, echo = json.loads(line)
             if kind == BEAT:
                 neighbour.doing = text
+                self._compare_clocks(neighbour, sent_s, echo)
             elif kind == FAREWELL:
                 self._forget(neighbour)
             elif kind == ABORT:
                 self._abort(text)
         if not data and not neighbour.left:
             self._lose(neighbour, "its process ended")
+
+    def _compare_clocks(self, neighbour: _Neighbour, sent_s: float, echo: tuple[float, float] | None) -> None:
+        """Note a beat for the answer; from an answer of rank 0 work out how far the clocks are apart."""
+        heard_s = time.time()
+        neighbour.clock = sent_s, heard_s
+        if neighbour.rank or echo is None:
+            return
+        asked_s, reached_s = echo
+        way_s = (heard_s - asked_s) - (sent_s - reached_s)
+        if way_s < self._quickest_s:
+            self._quickest_s = way_s
+            self.clock_offset_s = ((asked_s - reached_s) + (heard_s - sent_s)) / 2
 
     def _forget(self, neighbour: _Neighbour) -> None:
         if not neighbour.left:

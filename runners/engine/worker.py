@@ -6,12 +6,13 @@ actions ahead, over the border of the step too; sends are not waited for.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from polygon_comm.compression import Codec, make_codec
+from polygon_comm.compression import Codec, make_codec, relative_error
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.tensor_group import TensorGroup
@@ -74,6 +75,8 @@ class StageWorker:
         for module in self.layers.modules():
             if isinstance(module, Attention):
                 module.recompute_core = stage.recompute == "selective"
+        self.packing_error: dict[str, float] = {}
+        """Relative error of the step's first packed message of each kind."""
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._sendings: deque[tuple[int, Sending]] = deque()
         self._posted: dict[tuple[int, Action], Receipt] = {}
@@ -156,6 +159,7 @@ class StageWorker:
             self._posted[wanted] = self.wires.post_receive(peer, tag, n_bytes)
 
     def _receive(self, step: int, action: Action) -> torch.Tensor:
+        start_s = time.time()
         with self.log.interval("wait", f"recv {action}"):
             if self.place == 0:
                 payload = self._posted.pop((step, action)).wait()
@@ -165,6 +169,7 @@ class StageWorker:
                 received = torch.empty(self._shape, dtype=self.dtype, device=self.wires.device)
             if self.tp is not None:
                 self.tp.broadcast_(received)
+        self.log.waited_s[str(action)] = start_s, time.time()
         return received
 
     def _send(self, step: int, kind: str, micro_batch: int, tensor: torch.Tensor) -> None:
@@ -173,8 +178,14 @@ class StageWorker:
             return
         peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1))
         with self.log.interval("send", f"send {kind}{micro_batch}"):
-            payload = self._codec(self.rank, peer, kind).compress(tensor)
+            codec = self._codec(self.rank, peer, kind)
+            payload = codec.compress(tensor)
+            self.log.handed_s[f"{kind}{micro_batch}"] = time.time()
             self._sendings.append((step, self.wires.send(peer, self.layout.tag(step, kind, micro_batch), payload)))
+            what = "activations" if kind == "F" else "activation_gradients"
+            # One message of a kind a step is measured: unpacking all of them again would cost as much as packing.
+            if codec.name != "none" and what not in self.packing_error:
+                self.packing_error[what] = relative_error(codec, payload, tensor)
 
     def _numbers(self, step: int, micro_batch: int) -> range:
         size = self.plan.micro_batch_size
@@ -224,6 +235,7 @@ class StageWorker:
         """Forward and backward of all micro-batches of this worker; sums of finished layers start on the way."""
         self.loss_sum.zero_()
         self.executed = []
+        self.packing_error.clear()
         last = self.actions[-1] if self.actions else None
         for action in self.actions:
             self._post_ahead()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from polygon.files import write_plan
 from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import log_lines
+from runners.engine.trackers import TRACKERS
 from tests.real_ranks import free_port
 from tests.small_problems import routed_problem
 
@@ -32,10 +34,13 @@ def plan_file(tmp_path):
 
 
 def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp_path):
-    """Loss falls, every worker's executed order is the schedule's, trace and run log are complete."""
+    """Loss falls, every worker's executed order is the schedule's, trace, run log and trackers' files are complete."""
+    installed = [name for name in TRACKERS if find_spec(name)]
+    track = ["--track", *installed] if installed else []
     done = subprocess.run(
-        [*COMMAND, plan_file, "--rehearse", "--steps", "12", "--log-dir", tmp_path / "log", "--json"],
+        [*COMMAND, plan_file, "--rehearse", "--steps", "12", "--log-dir", tmp_path / "log", "--json", *track],
         cwd=tmp_path,
+        env=os.environ | {"WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -51,9 +56,22 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
     for rank, (stage, worker, _) in plan.rank_places.items():
         orders = [line["actions"] for line in log_lines(tmp_path / "log", rank) if line["type"] == "order"]
         assert orders == [" ".join(map(str, worker_order(plan, stage, worker)))] * 12
-    steps = [line for line in log_lines(tmp_path / "log", 1) if line["type"] == "step"]
+    steps = [line for line in log_lines(tmp_path / "log", 2) if line["type"] == "step"]
     assert all(0 <= step["idle"] < 1 and step["memory_bytes"] > 1e6 for step in steps)
-    assert all(0 < step["packing_error"] < 0.02 for step in steps)
+    # Rank 2 leads the last stage in its region: it packs gradients of both kinds, and no activations.
+    for kind in ("activation_gradients", "weight_gradients"):
+        assert all(0 < step["packing_error"][kind] < 0.02 for step in steps)
+    merged = [json.loads(line) for line in Path(summary["log"]).read_text().splitlines()]
+    assert [line["step"] for line in merged] == list(range(12))
+    for line in merged:
+        assert set(line["packing_error"]) == {"activations", "activation_gradients", "weight_gradients"}
+        assert set(line["link_bytes"]) >= {"region-0 -> region-1", "region-1 -> region-0"}
+        assert 0 < line["mfu"] < 1
+        assert 0 < line["bubble"] < 1
+        assert 0 < line["exposed_communication"] < 1
+        assert line["bubble"] + line["exposed_communication"] < 1
+    assert len(list((tmp_path / "log").glob("tensorboard/events*"))) == ("tensorboard" in installed)
+    assert len(list((tmp_path / "log").glob("wandb/offline-run-*"))) == ("wandb" in installed)
     events = json.loads(Path(summary["trace"]).read_text())["traceEvents"]
     computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
