@@ -97,6 +97,7 @@ def options_of(job: Job) -> Options:
         checkpoints_kept=3 if saved is None else saved.keep,
         resume=saved is not None and saved.resume,
         device=job.device,
+        profiled_steps=recipe.metrics.profile_steps,
         log_dir=job.out,
     )
 
