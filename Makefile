@@ -20,7 +20,7 @@ $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
-	$(PIP) --editable '.[train,web,test]'
+	$(PIP) --editable '.[train,recipes,web,test]'
 	@touch $@
 
 demo: $(VENV)/train.installed

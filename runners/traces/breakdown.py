@@ -43,7 +43,7 @@ class Kind:
     """Communication of one kind, over all ranks."""
 
     kind: str
-    count: int
+    calls: int
     seconds: float
     """Mean over the ranks."""
     exposed_s: float
@@ -85,7 +85,7 @@ def by_kind(traces: Sequence[RankTrace]) -> list[Kind]:
     rows = []
     for name in sorted({name for trace in traces for name in trace.traffic}):
         seconds = exposed = n_bytes = 0.0
-        known, count = True, 0
+        known, calls = True, 0
         for trace in traces:
             if (traffic := trace.traffic.get(name)) is None:
                 continue
@@ -94,11 +94,11 @@ def by_kind(traces: Sequence[RankTrace]) -> list[Kind]:
             exposed += length(without(spans, trace.compute))
             known = known and traffic.n_bytes is not None
             n_bytes += traffic.n_bytes or 0.0
-            count += traffic.count
+            calls += traffic.calls
         rows.append(
             Kind(
                 kind=name,
-                count=count,
+                calls=calls,
                 seconds=seconds / len(traces),
                 exposed_s=exposed / len(traces),
                 n_bytes=n_bytes if known else None,

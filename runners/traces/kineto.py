@@ -42,7 +42,7 @@ WRAPPERS = ("autograd::", "torch::autograd", "torch::distributed", "torch.distri
 class Traffic(NamedTuple):
     """All communication of one kind on one rank."""
 
-    count: int
+    calls: int
     spans: np.ndarray
     """Shape (n, 2): start and end [s] of each."""
     n_bytes: float | None

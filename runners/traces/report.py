@@ -115,7 +115,7 @@ def _tables(analysis: Analysis) -> list[tuple[str, list[str], list[list[str]]]]:
             "Communication by kind",
             ["kind", "calls", "time per rank", "of it exposed", "bytes, all ranks"],
             [
-                [row.kind, str(row.count), seconds(row.seconds), seconds(row.exposed_s),
+                [row.kind, str(row.calls), seconds(row.seconds), seconds(row.exposed_s),
                  "not in the trace" if row.n_bytes is None else size(row.n_bytes)]
                 for row in analysis.kinds
             ],

@@ -31,7 +31,7 @@ def test_breakdown_by_hand(traces):
     assert first.idle_s == pytest.approx(250e-6)
     assert second.exposed_s == 0 and second.overlap == pytest.approx(1)
     (kind,) = by_kind(read_traces([traces]))
-    assert (kind.kind, kind.count, kind.n_bytes) == ("all-reduce", 4, 4 * 1e6)
+    assert (kind.kind, kind.calls, kind.n_bytes) == ("all-reduce", 4, 4 * 1e6)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -151,7 +151,7 @@ def test_a_profiled_pipeline_of_two_ranks(tmp_path):
     assert "no GPU kernels" in said["notes"][0]
     sent = {row["kind"]: row for row in said["communication"]}
     # Two steps, four micro-batches, an activation and a gradient each: 2 x 32 tokens x 32 floats.
-    assert sent["send"]["count"] == 16
+    assert sent["send"]["calls"] == 16
     assert sent["send"]["n_bytes"] == 16 * 2 * 32 * 32 * 4
     assert [row["stage"] for row in said["bubbles"]] == [0, 1]
     assert all(0 < row["measured"] < 1 and 0 < row["predicted"] < 1 for row in said["bubbles"])
