@@ -125,23 +125,24 @@ def profile_options() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="layer times measured by runners.profile_layers, one file per device type",
+        help="layer times: a file of runners.profile_layers per device type, or a sailor_profiles file of models",
     )
     parent.add_argument("--calibration", metavar="FILE", help="factors fitted to real runs by polygon calibrate")
     return parent
 
 
 def read_profiles(args: argparse.Namespace) -> list[Any]:
-    """The profiles of `profile_options`."""
+    """The profiles of `profile_options`, in either format."""
     from polygon import files
-    from polygon.cost.profiles import kind_profile
+    from polygon.cost.profiles import kind_profile, model_profiles
     from polygon.domain.errors import located
 
-    profiles = []
+    profiles: list[Any] = []
     for path in args.profile:
         data = files.read_json(path)
         with located(f"{path}: "):
-            profiles.append(kind_profile(data))
+            whole_models = isinstance(data, dict) and "compute" in data
+            profiles += model_profiles(data).values() if whole_models else [kind_profile(data)]
     return profiles
 
 

@@ -89,7 +89,7 @@ def staged_runs(data: Mapping[str, Any]) -> list[StagedRun | tuple[str, str]]:
     return runs
 
 
-def _profiled_model(name: str, info: Mapping[str, Any]) -> Model:
+def profiled_model(name: str, info: Mapping[str, Any]) -> Model:
     """The model that a file describes; the catalogue's of that name where its width is left out."""
     length = int(info.get("sequence_length_tokens") or 2048)
     if not info.get("hidden_size"):
@@ -132,7 +132,7 @@ def _staged_run(entry: Mapping[str, Any], models: Mapping[str, Any]) -> StagedRu
     size = int(entry["micro_batch_size_sequences"])
     global_batch = int(entry["global_batch_sequences"])
     measured, again = entry.get("measured") or {}, entry.get("measured_rerun_artifact_branch") or {}
-    model = _profiled_model(entry["model"], info)
+    model = profiled_model(entry["model"], info)
 
     def numbers(key: str, use: str) -> tuple[float, ...]:
         if not entry.get(use, True):

@@ -12,8 +12,8 @@ import numpy as np
 from polygon.catalogue import device as device_by_name
 from polygon.cost.compute import LayerTimes, Split, layer_times
 from polygon.cost.memory import LayerMemory
-from polygon.domain.cluster import Device
-from polygon.domain.errors import InputError, require
+from polygon.domain.cluster import Device, Link
+from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.model import Batch, Model
 
 PROFILE_ERROR = 0.12
@@ -90,11 +90,31 @@ class ModelProfile:
     points: Mapping[tuple[str, int], tuple[Measurement, ...]]
     """By canonical device name and tensor-parallel degree."""
     memory_by_tp: Mapping[int, Mapping[str, np.ndarray]]
+    seq_len: int | None = None
+    """Tokens of the sequences that were measured; None: not said."""
     seen: dict[tuple[str, int, int, int, bool], LayerTimes] = field(default_factory=dict, compare=False)
 
     def fits(self, model: Model) -> bool:
         """Whether the profile is of a model of this shape."""
         return self.blocks == model.blocks and self.hidden_size in (None, model.hidden_size)
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Device types that were measured."""
+        return frozenset(device for device, _ in self.points)
+
+    def degrees(self, device: str) -> tuple[int, ...] | None:
+        """Tensor-parallel degrees of which both times and memory were measured on a device type."""
+        return tuple(sorted(tp for name, tp in self.points if name == device and tp in self.memory_by_tp))
+
+    def check(self, model: Model, batch: Batch) -> None:
+        """Require that a model and batch are what was measured."""
+        where = f"profile of {self.name}"
+        shape = f"{self.blocks} blocks" + (f" of width {self.hidden_size}" if self.hidden_size else "")
+        require(self.fits(model), where, Phrase(f"{model.blocks} blocks of width {model.hidden_size}"), shape)
+        require(batch.element_bytes == 4, f"{where}: precision", batch.precision, "fp32 or tf32, as it was measured")
+        length = self.seq_len or batch.seq_len
+        require(batch.seq_len == length, f"{where}: seq_len", batch.seq_len, f"{length}, as it was measured")
 
     def measurement(self, device: str, tp: int, micro_batch_size: int) -> Measurement | None:
         """Times on a device; a degree that was not measured lies on a power law between (or beyond) two that were."""
@@ -145,8 +165,22 @@ class ModelProfile:
         point = self.measurement(device.name, tp, micro_batch_size)
         return None if point is None else _to_layers(point.update_s, model.layers)
 
-    def memory(self, model: Model, batch: Batch, tp: int, micro_batch_size: int) -> LayerMemory | None:
-        """What each layer puts on one device; None for a degree that was not measured."""
+    def update_rate_s(self, device: str) -> float | None:
+        """Seconds of the optimizer for a parameter on one device, all layers together at the least degree."""
+        degrees = self.degrees(device)
+        if not degrees:
+            return None
+        parameters = self.memory_by_tp[degrees[0]]["parameters"]
+        return float(self.points[device, degrees[0]][0].update_s.sum() / parameters.sum())
+
+    def memory(
+        self, model: Model, batch: Batch, tp: int, micro_batch_size: int, recompute: str = "none"
+    ) -> LayerMemory | None:
+        """What each layer puts on one device; None for a degree that was not measured.
+
+        With full recomputation a block keeps its input alone; selective recomputation was not measured and saves
+        nothing here.
+        """
         measured = self.memory_by_tp.get(tp)
         if measured is None:
             return None
@@ -157,6 +191,10 @@ class ModelProfile:
         # The backward holds the gradients on both sides of a softmax at once.
         transient = np.full(model.layers, 2.0 * scores)
         transient[0], transient[-1] = 0.0, 2.0 * logits
+        if recompute == "full":
+            blocks = slice(1, -1)
+            transient[blocks] += activations[blocks]
+            activations[blocks] = micro_batch_size * batch.seq_len * model.hidden_size * batch.element_bytes
         _frozen(parameters, activations, transient)
         return LayerMemory(
             parameters=parameters, activation_bytes=activations, transient_bytes=transient, tied_parameters=0.0
@@ -194,6 +232,7 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
             name=name,
             blocks=int(info["profiled_layers"]) - (3 if name.upper().startswith("LLAMA") else 2),
             hidden_size=info.get("hidden_size"),
+            seq_len=_seq_len(described),
             points={key: _monotone([by[size] for size in sorted(by)]) for key, by in points[name].items()},
             memory_by_tp={
                 int(tp): {
@@ -206,6 +245,18 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
             },
         )
     return profiles
+
+
+def _seq_len(described: Mapping[str, Any]) -> int | None:
+    """Tokens of a measured sequence, as the file says or as a block's 4-byte output shows."""
+    info = described["info"]
+    if info.get("sequence_length_tokens"):
+        return int(info["sequence_length_tokens"])
+    sent = described["by_tensor_parallel"].values()
+    per_layer = [entry.get("output_activation_bytes_per_layer_per_sequence") for entry in sent]
+    if not info.get("hidden_size") or not per_layer or not per_layer[0]:
+        return None
+    return int(per_layer[0][1]) // (4 * int(info["hidden_size"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +272,25 @@ class KindProfile:
     """Of the model that was measured; None: not said, any model is taken for it."""
     update_s_per_parameter: float | None = None
     """Of the optimizer, all measured layers together."""
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The device type that was measured."""
+        return frozenset({self.device})
+
+    def degrees(self, device: str) -> tuple[int, ...] | None:
+        """None: degrees that were not measured keep the model's times."""
+        return None
+
+    def update_rate_s(self, device: str) -> float | None:
+        """Seconds of the optimizer for a parameter; None if it was not measured."""
+        return self.update_s_per_parameter
+
+    def memory(
+        self, model: Model, batch: Batch, tp: int, micro_batch_size: int, recompute: str = "none"
+    ) -> LayerMemory | None:
+        """None: memory is not in this format."""
+        return None
 
     def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
         """Times of every layer, or None for another device, precision, sequence length or split."""
@@ -316,6 +386,16 @@ class LinkCurve:
         rate = min(self.most_bytes_per_s, max(c0 * log_size**2 + c1 * log_size + c2, 1e-3) * 1e9)
         return copies * max(n_bytes, 1e6 if n_bytes >= 1e5 else 1e5) / rate
 
+    def line(self) -> Link:
+        """Latency and bandwidth that come nearest to the curve between 1 MB and 512 MB (least squares of the ratio)."""
+        sizes = 1e6 * 2.0 ** np.arange(10)
+        seconds = np.array([self.transfer_s(float(n)) for n in sizes])
+        terms = np.stack([1 / seconds, sizes / seconds], axis=1)
+        (latency_s, s_per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
+        if latency_s <= 0:
+            latency_s, s_per_byte = 0.0, terms[:, 1].sum() / (terms[:, 1] ** 2).sum()
+        return Link(latency_s=float(latency_s), bytes_per_s=1 / float(s_per_byte))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCurves:
@@ -343,8 +423,18 @@ class LinkCurves:
             )
         if not curves:
             return None
-        together = max((count for count in curves if count <= senders), default=min(curves))
+        together = _measured_together(curves, senders)
         return curves[together].transfer_s(n_bytes, together)
+
+    def link(self, zone_a: str, device_a: str, zone_b: str, device_b: str, devices_per_node: int) -> Link | None:
+        """What all devices of a node together get to another node, as latency and bandwidth; None if not measured."""
+        curves = self.between.get((zone_a, device_a, zone_b, device_b))
+        return curves[_measured_together(curves, devices_per_node)].line() if curves else None
+
+
+def _measured_together(curves: Mapping[int, LinkCurve], senders: int) -> int:
+    """The largest number of devices that were measured sending at once, of no more than `senders`."""
+    return max((count for count in curves if count <= senders), default=min(curves))
 
 
 def link_curves(data: Mapping[str, Any]) -> LinkCurves:

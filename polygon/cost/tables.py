@@ -10,7 +10,7 @@ import numpy as np
 from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import layer_times, update_s
 from polygon.cost.memory import LayerMemory, layer_memory
-from polygon.cost.profiles import KindProfile
+from polygon.cost.profiles import KindProfile, ModelProfile
 from polygon.cost.transfers import LinkTable
 from polygon.domain.plan import Problem
 
@@ -18,6 +18,8 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sequences per micro-batch that plans may use; the lower bound looks at the same ones."""
 
 TENSOR_DEGREES = (1, 2, 4, 8)
+
+Profile = KindProfile | ModelProfile
 
 
 def running_sum(values: np.ndarray) -> np.ndarray:
@@ -47,16 +49,27 @@ class ClassMemory:
 class CostTables:
     """Layer costs of a problem for every pool, tensor-parallel degree, micro-batch size and recomputation.
 
-    Where a profile was measured on a pool's device type, it takes the device model's place.
+    Where a profile was measured on a pool's device type, it takes the device model's place. A profile of a whole model
+    (`ModelProfile`) also says which degrees a pool may use, and the parameters and activations of every layer. Of
+    several whole models the one that fits the problem's is taken.
+
+    Raises
+    ------
+    InputError
+        All profiles of whole models are of others, or that of this one is of another precision or sequence length.
     """
 
     def __init__(
-        self, problem: Problem, profiles: Sequence[KindProfile] = (), calibration: Calibration | None = None
+        self, problem: Problem, profiles: Sequence[Profile] = (), calibration: Calibration | None = None
     ) -> None:
         self.problem = problem
         self.calibration = calibration or NONE
-        self._profiles = tuple(profiles)
-        self._profile_of = {profile.device: profile for profile in profiles}
+        whole_models = [profile for profile in profiles if isinstance(profile, ModelProfile)]
+        fitting = [profile for profile in whole_models if profile.fits(problem.model)]
+        for profile in fitting or whole_models[:1]:
+            profile.check(problem.model, problem.batch)
+        self._profiles = tuple(p for p in profiles if isinstance(p, KindProfile) or p in fitting)
+        self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
         self.links = self.calibration.links(LinkTable(problem.cluster))
         self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str], ClassMemory] = {}
@@ -103,16 +116,19 @@ class CostTables:
         device = self.problem.cluster.pools[pool].device
         factor = self.calibration.update.get(device.name, 1.0)
         profile = self._profile_of.get(device.name)
-        if profile is not None and profile.update_s_per_parameter is not None:
-            return factor * parameters_held * profile.update_s_per_parameter
+        measured = profile.update_rate_s(device.name) if profile else None
+        if measured is not None:
+            return factor * parameters_held * measured
         return factor * update_s(parameters_held, device, self.problem.batch)
 
     def memory(self, tp: int, micro_batch_size: int, recompute: str) -> ClassMemory:
         """Bytes and parameters on one device of a worker of `tp` devices."""
         key = (tp, micro_batch_size, recompute)
         if key not in self._memory:
-            layers = layer_memory(
-                self.problem.model, self.problem.batch, tp=tp, micro_batch_size=micro_batch_size, recompute=recompute
+            model, batch = self.problem.model, self.problem.batch
+            measured = (p.memory(model, batch, tp, micro_batch_size, recompute) for p in self._profiles)
+            layers = next((layers for layers in measured if layers is not None), None) or layer_memory(
+                model, batch, tp=tp, micro_batch_size=micro_batch_size, recompute=recompute
             )
             self._memory[key] = ClassMemory(
                 parameters=running_sum(layers.parameters),
@@ -122,10 +138,12 @@ class CostTables:
         return self._memory[key]
 
     def tensor_degrees(self, pool: int) -> tuple[int, ...]:
-        """Degrees that divide a node of the pool and the model's heads."""
+        """Degrees that divide a node of the pool and the model's heads; of those measured, where a profile says so."""
         place, model = self.problem.cluster.pools[pool], self.problem.model
+        profile = self._profile_of.get(place.device.name)
+        measured = profile.degrees(place.device.name) if profile else None
         return tuple(
             t
-            for t in TENSOR_DEGREES
+            for t in (TENSOR_DEGREES if measured is None else measured)
             if place.devices_per_node % t == 0 and model.heads % t == 0 and model.kv_heads % min(t, model.kv_heads) == 0
         )

@@ -9,20 +9,23 @@ gets even ones and 1F1B.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from polygon.catalogue import device as device_by_name
+from polygon.cost.profiles import LinkCurves, link_curves
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
 from polygon.domain.errors import InputError, require
-from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints, Plan, Problem, Stage, Worker
+from polygon.measured import NotExpressibleError, profiled_model
 
 LATENCY_S = {"node": 20e-6, "zone": 1e-4, "region": 5e-4, "world": 17e-3}
-"""One way, inside a node, a zone, between zones of a region and between regions: Sailor measures none, so these are
-assumed (the last is half the round trip between us-central1 and us-west1)."""
+"""One way, inside a node, a zone, between zones of a region and between regions: at least so much is assumed where the
+measured curves show less (the last is half the round trip between us-central1 and us-west1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,10 @@ def setups_from_document(document: Mapping[str, Any]) -> list[Setup]:
 
 
 def cluster_from_setup(setup: Setup, network: Mapping[str, Any]) -> Cluster:
-    """A zone becomes a region; links get the largest bandwidth that Sailor measured on them, latencies are assumed.
+    """A zone becomes a region; links are the straight lines nearest to the curves that Sailor measured.
+
+    Between two nodes the curve of as many devices as a node has counts, between two zones that of the fastest types.
+    Devices that do not fill a node are a node of their own.
 
     Parameters
     ----------
@@ -78,29 +84,31 @@ def cluster_from_setup(setup: Setup, network: Mapping[str, Any]) -> Cluster:
     """
     zones = list(dict.fromkeys(zone for zone, _ in setup.devices))
     types = list(dict.fromkeys(gpu for _, gpu in setup.devices))
-    fastest = _fastest_links(network)
+    curves = link_curves(network)
     regions = []
     for zone in zones:
-        groups = [
-            _node_group(setup, zone, gpu, network, fastest) for gpu in types if setup.devices.get((zone, gpu), 0) > 0
-        ]
-        rates = [rate for a in types for b in types if a != b and (rate := fastest.get((zone, a, zone, b)))]
-        slowest = min(rates, default=min(group.inter_node.bytes_per_s for group in groups))
+        here = [gpu for gpu in types if setup.devices.get((zone, gpu), 0) > 0]
+        groups = [group for gpu in here for group in _node_groups(setup, zone, gpu, network, curves)]
+        mixed = [_link(curves, setup, zone, a, zone, b) for a, b in itertools.permutations(here, 2)]
+        links = [link for link in mixed if link] or [group.inter_node for group in groups]
         prices = network.get("egress_price_usd_per_GB", {}).get(zone, {})
         regions.append(
             Region(
                 name=zone,
                 node_groups=tuple(groups),
-                intra_region=Link(latency_s=LATENCY_S["zone"], bytes_per_s=slowest),
+                intra_region=_at_least(min(links, key=lambda link: link.bytes_per_s), "zone"),
                 egress_usd_per_gb=max((float(prices.get(other, 0.0)) for other in zones if other != zone), default=0.0),
             )
         )
     n = len(zones)
     latency_s, rates_s = np.zeros((n, n)), np.zeros((n, n))
     for (i, a), (j, b) in itertools.permutations(enumerate(zones), 2):
-        latency_s[i, j] = LATENCY_S["region" if a.rsplit("-", 1)[0] == b.rsplit("-", 1)[0] else "world"]
-        found = [rate for (za, ga, zb, gb), rate in fastest.items() if {za, zb} == {a, b} and {ga, gb} <= set(types)]
-        rates_s[i, j] = max(found, default=0.0)
+        found = [_link(curves, setup, a, x, b, y) for x in types for y in types]
+        links = [link for link in found if link]
+        if links:
+            near = "region" if a.rsplit("-", 1)[0] == b.rsplit("-", 1)[0] else "world"
+            link = _at_least(max(links, key=lambda link: link.bytes_per_s), near)
+            latency_s[i, j], rates_s[i, j] = link.latency_s, link.bytes_per_s
     return Cluster(
         name=setup.name,
         regions=tuple(regions),
@@ -111,41 +119,71 @@ def cluster_from_setup(setup: Setup, network: Mapping[str, Any]) -> Cluster:
     )
 
 
-def _fastest_links(network: Mapping[str, Any]) -> dict[tuple[str, str, str, str], float]:
-    """Largest measured bandwidth [bytes/s] from a zone and type to another, over any number of GPUs."""
-    require("links" in network, "network", sorted(network), "the key links")
-    fastest: dict[tuple[str, str, str, str], float] = {}
-    for link in network["links"]:
-        key = (link["sender_zone"], link["sender_gpu_type"], link["receiver_zone"], link["receiver_gpu_type"])
-        fastest[key] = max(fastest.get(key, 0.0), float(link["max_measured_bandwidth_bytes_per_s"]))
-    return fastest
+def _link(curves: LinkCurves, setup: Setup, zone_a: str, gpu_a: str, zone_b: str, gpu_b: str) -> Link | None:
+    """Between a node of one zone and type and one of another; None if it was not measured."""
+    a, b = device_by_name(gpu_a).name, device_by_name(gpu_b).name
+    return curves.link(zone_a, a, zone_b, b, setup.devices_per_node)
 
 
-def _node_group(
-    setup: Setup, zone: str, gpu: str, network: Mapping[str, Any], fastest: Mapping[tuple[str, str, str, str], float]
-) -> NodeGroup:
+def _at_least(link: Link, near: str) -> Link:
+    """The link with no less than the latency that is assumed for the distance."""
+    return Link(latency_s=max(link.latency_s, LATENCY_S[near]), bytes_per_s=link.bytes_per_s)
+
+
+def _node_groups(
+    setup: Setup, zone: str, gpu: str, network: Mapping[str, Any], curves: LinkCurves
+) -> Iterator[NodeGroup]:
+    """Full nodes, and a node of what is left over."""
     count, per_node = setup.devices[zone, gpu], setup.devices_per_node
-    where = f"setup {setup.name}: {gpu} in {zone}"
-    require(count % per_node == 0, where, count, f"a multiple of {per_node} per node")
-    inside = [
-        float(link["max_measured_bandwidth_bytes_per_s"])
-        for link in network.get("intra_node_links", [])
-        if link["gpu_type"] == gpu and link["gpus_in_pair_or_group"] == 2
-    ]
-    # A zone that was not measured inside is taken as the zones that were.
-    between = [rate for (za, ga, zb, gb), rate in fastest.items() if ga == gb == gpu and za == zb]
-    require(bool(between), where, "no measured link between two of them", "one in the network file")
+    name = device_by_name(gpu).name
+    inter = _link(curves, setup, zone, gpu, zone, gpu)
+    if inter is None:
+        # A zone that was not measured inside is taken as the fastest that was.
+        others = [curves.link(za, a, zb, b, per_node) for za, a, zb, b in curves.between if a == b == name and za == zb]
+        inter = max((link for link in others if link), key=lambda link: link.bytes_per_s, default=None)
+    if inter is None:
+        raise InputError(f"setup {setup.name}: found no measured link between two {gpu}, expected one in the network")
+    inside = curves.inside.get(name)
     price = network.get("gpu_price_usd_per_gpu_hour_planner", {}).get(gpu)
-    return NodeGroup(
-        device=device_by_name(gpu).name,
-        nodes=count // per_node,
-        devices_per_node=per_node,
-        intra_node=Link(latency_s=LATENCY_S["node"], bytes_per_s=max(inside, default=max(between))),
-        inter_node=Link(
-            latency_s=LATENCY_S["zone"], bytes_per_s=fastest.get((zone, gpu, zone, gpu), max(between))
-        ),
-        price_usd_per_hour=None if price is None else float(price),
-    )  # fmt: skip
+    for nodes, devices in ((count // per_node, per_node), (min(1, count % per_node), count % per_node)):
+        if nodes:
+            yield NodeGroup(
+                device=name,
+                nodes=nodes,
+                devices_per_node=devices,
+                intra_node=_at_least(inside.line() if inside else inter, "node"),
+                inter_node=_at_least(inter, "zone"),
+                price_usd_per_hour=None if price is None else float(price),
+            )
+
+
+def problem_from_setup(setup: Setup, profiles: Mapping[str, Any], network: Mapping[str, Any]) -> Problem:
+    """A setup as polygon's problem: 32-bit training, nothing packed, sequences as long as the profile's.
+
+    Parameters
+    ----------
+    profiles, network : mapping
+        The `sailor_profiles` and `sailor_network` formats.
+
+    Raises
+    ------
+    InputError
+        The profiles have no such model, or say too little about it.
+    """
+    models = profiles.get("models", {})
+    require(setup.model in models, f"setup {setup.name}: model", setup.model, f"one of {sorted(models)}")
+    try:
+        model = profiled_model(setup.model, models[setup.model]["info"])
+    except NotExpressibleError as error:
+        raise InputError(f"setup {setup.name}: {error}") from None
+    sent = models[setup.model]["by_tensor_parallel"]["1"]["output_activation_bytes_per_layer_per_sequence"]
+    seq_len = int(sent[1]) // (4 * model.hidden_size)
+    return Problem(
+        cluster=cluster_from_setup(setup, network),
+        model=replace(model, max_seq_len=seq_len, tied_embeddings=False),
+        batch=Batch(global_batch=setup.global_batch, seq_len=seq_len, precision="fp32"),
+        constraints=Constraints(compressions=("none",)),
+    )
 
 
 def plan_form(plan: Plan, cluster: Cluster, types: Mapping[str, str]) -> dict[str, Any]:

@@ -244,10 +244,15 @@ def _between_pipelines_s(lines: list[Stages], measured: Measured) -> float:
     )
 
 
+def reserved_bytes(tp: int) -> float:
+    """What Sailor sets aside on every device beside states and activations."""
+    return 2e9 if tp == 1 else 3e9
+
+
 def memory_fits(plan: Mapping[str, Any], measured: Measured) -> list[str]:
     """Where Sailor's simulator says that a plan runs out of memory; empty if nowhere.
 
-    24 bytes per parameter, activations of (stages - s) micro-batches, and 2e9 bytes (3e9 with tensor parallelism).
+    `STATE_BYTES` per parameter, activations of (stages - s) micro-batches, and `reserved_bytes`.
     """
     size, problems = int(plan["micro_batch_size_sequences"]), []
     for stages in pipelines(plan):
@@ -256,7 +261,7 @@ def memory_fits(plan: Mapping[str, Any], measured: Measured) -> list[str]:
             for worker in _kinds(stage):
                 tp = int(worker["tp"])
                 held = float(measured.held_bytes[tp][layers].sum()) * size * (len(stages) - s)
-                used = STATE_BYTES * float(measured.parameters[tp][layers].sum()) + held + (2e9 if tp == 1 else 3e9)
+                used = STATE_BYTES * float(measured.parameters[tp][layers].sum()) + held + reserved_bytes(tp)
                 limit = measured.memory_bytes[worker["gpu_type"]]
                 if used > limit:
                     problems.append(

@@ -16,9 +16,10 @@ from polygon.cost.compute import layer_times
 from polygon.cost.estimate import step_times
 from polygon.cost.profiles import LinkCurve, kind_profile, link_curves, model_profiles
 from polygon.cost.tables import CostTables
-from polygon.domain.cluster import Link
+from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Problem
 from tests.small_problems import routed_problem
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"
@@ -154,3 +155,86 @@ def test_devices_that_share_a_card_wait_for_each_other():
             curves.transfer_s(256e6, zone, device_name, zone, device_name, senders=k) for k in (1, together)
         )
         assert all_of_them / one == pytest.approx(factor, rel=0.1), device_name
+
+
+def setup_problem(devices=("a100-40gb", "v100-16gb"), **changes):
+    """OPT-350 in 32 bits on one node of four of each type."""
+    groups = tuple(
+        NodeGroup(device=name, nodes=1, devices_per_node=4, intra_node=NVLINK, inter_node=NVLINK) for name in devices
+    )
+    cluster = Cluster(
+        name="one-zone",
+        regions=(Region(name="zone", node_groups=groups, intra_region=NVLINK),),
+        latency_s=np.zeros((1, 1)),
+        bytes_per_s=np.zeros((1, 1)),
+        capacity_bytes_per_s=np.full((1, 1), np.inf),
+        catalogue={name: device(name) for name in devices},
+    )
+    batch = {"global_batch": 64, "seq_len": 2048, "precision": "fp32"} | changes
+    return Problem(cluster=cluster, model=replace(OPT, tied_embeddings=False), batch=Batch(**batch))
+
+
+def test_tables_hold_the_numbers_of_a_profile_of_a_whole_model():
+    """Times of every layer by type, degree and micro-batch, parameters and activations: those of the file."""
+    document = json.loads((MEASURED / "sailor_profiles.json").read_text())
+    tables = CostTables(setup_problem(), list(PROFILES.values()))
+    pools = {"A100-40": 0, "V100-16": 1}
+    looked_at = 0
+    for entry in document["compute"]:
+        tp, size = entry["tensor_parallel"], entry["micro_batch_size_sequences"]
+        if entry["model"] != "OPT-350" or entry["gpu_type"] not in pools:
+            continue
+        if tp not in tables.tensor_degrees(pools[entry["gpu_type"]]):
+            assert tp == 8  # more than a node has
+            continue
+        times = tables.times(pools[entry["gpu_type"]], tp, size, "none")
+        assert times.source == "profile"
+        assert np.diff(times.forward_s) == pytest.approx(np.array(entry["forward_s_per_layer"]), rel=0.05)
+        assert times.backward_s[-1] == pytest.approx(sum(entry["backward_s_per_layer"]), rel=0.01)
+        described = document["models"]["OPT-350"]["by_tensor_parallel"][str(tp)]
+        memory = tables.memory(tp, size, "none")
+        assert np.diff(memory.parameters) == pytest.approx(described["parameters_count_per_gpu_per_layer"])
+        assert np.diff(memory.activation_bytes) == pytest.approx(
+            size * np.array(described["activation_memory_bytes_per_gpu_per_layer_per_sequence"])
+        )
+        looked_at += 1
+    assert looked_at == 12 + 11
+    entry = next(e for e in document["compute"] if (e["model"], e["gpu_type"]) == ("OPT-350", "A100-40"))
+    assert entry["tensor_parallel"] == 1
+    held = float(tables.memory(1, 1, "none").parameters[-1])
+    assert tables.update_s(0, held) == pytest.approx(sum(entry["optimizer_update_s_per_layer"]), rel=0.05)
+
+
+def test_full_recomputation_of_a_profiled_model_keeps_the_inputs_of_blocks():
+    """A block then holds one activation of the hidden size, and its whole activations while it is repeated."""
+    tables = CostTables(setup_problem(), [PROFILES["OPT-350"]])
+    none, full = (tables.memory(1, 2, recompute) for recompute in ("none", "full"))
+    assert np.diff(full.activation_bytes)[1:-1] == pytest.approx(2 * 2048 * 1024 * 4)
+    assert np.diff(full.activation_bytes)[-1] == np.diff(none.activation_bytes)[-1]
+    assert full.layers.transient_bytes[5] == pytest.approx(
+        none.layers.transient_bytes[5] + np.diff(none.activation_bytes)[5]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"precision": "bf16"}, "precision.*fp32 or tf32"), ({"seq_len": 1024}, "seq_len.*2048")],
+)
+def test_a_profile_of_a_whole_model_is_not_used_for_another_batch(changes, message):
+    """Precision and sequence length must be what was measured, and one of the models the problem's."""
+    with pytest.raises(InputError, match=message):
+        CostTables(setup_problem(**changes), list(PROFILES.values()))
+    problem = setup_problem()
+    with pytest.raises(InputError, match="profile of OPT-350: found 12 blocks of width 1024, expected 24 blocks"):
+        CostTables(replace(problem, model=replace(problem.model, blocks=12)), list(PROFILES.values()))
+
+
+def test_a_link_curve_becomes_a_line_that_is_near_it():
+    """Latency and bandwidth give the curve's times to 40 % from 1 MB to 512 MB on every link of more than one GPU."""
+    curves = link_curves(json.loads((MEASURED / "sailor_network.json").read_text()))
+    for (zone, name, other, far), by_count in curves.between.items():
+        line = curves.link(zone, name, other, far, 4)
+        curve = by_count[max(count for count in by_count if count <= 4)]
+        for n_bytes in (1e6, 8e6, 64e6, 512e6):
+            assert line.transfer_s(n_bytes) == pytest.approx(curve.transfer_s(n_bytes), rel=0.4)
+    assert curves.link("nowhere", "gh200", "nowhere", "gh200", 4) is None
