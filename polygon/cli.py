@@ -217,6 +217,21 @@ def whole(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
     return convert
 
 
+def whole_numbers(at_least: int) -> Callable[[str], list[int]]:
+    """An argparse type: whole numbers separated by commas, in ascending order without repetitions."""
+
+    def convert(text: str) -> list[int]:
+        try:
+            values = sorted({int(word) for word in text.split(",") if word})
+        except ValueError:
+            values = []
+        if not values or values[0] < at_least:
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected whole numbers >= {at_least} such as 1,2,4")
+        return values
+
+    return convert
+
+
 def number(*, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
     """An argparse type: a finite number within limits."""
     limits = f" > {above:g}" if above is not None else f" >= {at_least:g}" if at_least is not None else ""

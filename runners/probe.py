@@ -18,23 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from polygon import cli
 from polygon.domain.errors import InputError
 from runners.probe_net.fit import fit_message, fit_streams, read_iperf3
 from runners.probe_net.session import ProbeOptions, describe, region_links, run_rank
 
 
-def _numbers(text: str, where: str) -> tuple[int, ...]:
-    try:
-        values = tuple(sorted({int(part) for part in text.split(",") if part}))
-    except ValueError:
-        values = ()
-    if not values or values[0] < 1:
-        raise InputError(f"{where}: found {text!r}, expected whole numbers >= 1 such as 1,2,4,8")
-    return values
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m runners.probe", description=__doc__.splitlines()[0])
+    parser = cli.Parser(prog="python -m runners.probe", description=__doc__.splitlines()[0])
     environment = os.environ
     session = parser.add_argument_group("a session between hosts")
     session.add_argument("--dist-url", help="tcp://HOST:PORT of rank 0 (default: MASTER_ADDR and MASTER_PORT)")
@@ -45,11 +36,17 @@ def _parser() -> argparse.ArgumentParser:
         "--interface", default=environment.get("POLYGON_INTERFACE", ""), help="network interface to use"
     )
     session.add_argument("--data-port", type=int, default=0, help="port that the others connect to (default: any)")
-    session.add_argument("--streams", default="1,2,4,8", help="numbers of parallel streams to measure")
-    session.add_argument("--sizes", default="65536,1048576,8388608", help="message sizes [bytes]; 0: none")
-    session.add_argument("--seconds", type=float, help="per stream count (default: 1 s and 14 round trips)")
+    session.add_argument(
+        "--streams", type=cli.whole_numbers(1), default=[1, 2, 4, 8], help="numbers of parallel streams to measure"
+    )
+    session.add_argument(
+        "--sizes", type=cli.whole_numbers(0), default=[65536, 1048576, 8388608], help="message sizes [bytes]; 0: none"
+    )
+    session.add_argument(
+        "--seconds", type=cli.number(above=0), help="per stream count (default: 1 s and 14 round trips)"
+    )
     session.add_argument("--pairs", choices=("regions", "all"), default="regions")
-    session.add_argument("--timeout", type=float, default=60.0, help="to wait for all ranks [s]")
+    session.add_argument("--timeout", type=cli.number(above=0), default=60.0, help="to wait for all ranks [s]")
     parser.add_argument(
         "--iperf3", action="append", metavar="REGION:REGION=FILE", default=[], help="a finished iperf3 -J run"
     )
@@ -171,11 +168,9 @@ def _session(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(
             f"--rank, --world-size: found {args.rank} of {args.world_size}, expected 0 <= rank < world size, at least 2"
         )
-    if args.seconds is not None and not args.seconds > 0:
-        raise InputError(f"--seconds: found {args.seconds!r}, expected a number > 0")
     options = ProbeOptions(
-        streams=_numbers(args.streams, "--streams"),
-        sizes_bytes=() if args.sizes == "0" else _numbers(args.sizes, "--sizes"),
+        streams=tuple(args.streams),
+        sizes_bytes=tuple(size for size in args.sizes if size),
         seconds=args.seconds,
         pairs=args.pairs,
         timeout_s=args.timeout,
@@ -185,7 +180,7 @@ def _session(args: argparse.Namespace) -> dict[str, Any]:
     return run_rank(args.rank, args.world_size, url, args.region, options, _say)
 
 
-def run(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command; raises `InputError` for anything the user can mend."""
     args = _parser().parse_args(argv)
     report = iperf3_report(args.iperf3) if args.iperf3 else _session(args)
@@ -193,7 +188,7 @@ def run(argv: Sequence[str] | None = None) -> None:
         for problem in report["problems"]:
             if problem["rank"] == args.rank:
                 _say(f"{problem['kind']}: {problem['found']}; {problem['remedy']}")
-        return
+        return cli.EXIT_OK
     if args.cluster:
         from polygon.files import read_cluster, write_cluster
 
@@ -208,19 +203,8 @@ def run(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(report_text(report))
     else:
         _say(report_text(report).rstrip())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: 0 fine, 2 bad input."""
-    try:
-        run(argv)
-    except InputError as error:
-        sys.stderr.write(f"probe: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return cli.EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

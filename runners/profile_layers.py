@@ -21,7 +21,8 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.domain.errors import InputError, PolygonError
+from polygon import cli
+from polygon.domain.errors import InputError
 from polygon.domain.model import Model
 from polygon.files import read_model, write_json
 from polygon.notation import format_json
@@ -235,9 +236,10 @@ def profile_layers(
     for tp in degrees:
         part = shard(model, tp)
         for kind, layer in _kinds(part).items():
-            bench = LayerBench(part, kind, layer, device, precision)
+            bench: LayerBench | None = None
             for size in sizes:
                 try:
+                    bench = bench or LayerBench(part, kind, layer, device, precision)
                     row = bench.measure(size, seq_len, seconds)
                 except torch.OutOfMemoryError:
                     say(f"{kind}, tp {tp}, micro-batch {size}: out of memory; larger ones are left out")
@@ -254,16 +256,6 @@ def profile_layers(
     return rows
 
 
-def _whole_numbers(text: str, option: str) -> list[int]:
-    try:
-        values = sorted({int(word) for word in text.split(",") if word})
-    except ValueError:
-        values = []
-    if not values or values[0] < 1:
-        raise InputError(f"{option}: found {text!r}, expected whole numbers >= 1 such as 1,2,4")
-    return values
-
-
 def _choose_device(name: str) -> torch.device:
     import torch
 
@@ -275,20 +267,26 @@ def _choose_device(name: str) -> torch.device:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("model", help="name in the catalogue, or a model file")
-    parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's longest)")
+    parser = cli.Parser(prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0])
+    positive = cli.number(above=0)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="name in the catalogue, or a model file")
+    parser.add_argument("--seq-len", type=cli.whole(1), help=cli.SEQ_LEN_HELP)
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
-    parser.add_argument("--micro-batch-sizes", default="1,2,4,8", help="sequences (default: 1,2,4,8)")
-    parser.add_argument("--tp", default="1", help="tensor-parallel degrees whose shapes are measured (default: 1)")
+    parser.add_argument(
+        "--micro-batch-sizes", type=cli.whole_numbers(1), default=[1, 2, 4, 8], help="1,2,4,8 if not given"
+    )
+    parser.add_argument(
+        "--tp",
+        type=cli.whole_numbers(1),
+        default=[1],
+        help="tensor-parallel degrees whose shapes are measured (default: 1)",
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--device-name", help="type in the cluster file (default: this GPU's, or cpu-core)")
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU: threads of one rank (default: 1)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="per measurement (default: 0.5)")
-    parser.add_argument("-o", "--out", help="profile file")
-    parser.add_argument("--json", action="store_true", help="the profile on stdout")
+    parser.add_argument("--threads", type=cli.whole(1), default=1, help="on a CPU: threads of one rank (default: 1)")
+    parser.add_argument("--seconds", type=positive, default=0.5, help="per measurement (default: 0.5)")
+    parser.add_argument("-o", "--out", help="profile file; of several models a folder that gets MODEL.json each")
+    parser.add_argument("--json", action="store_true", help="the profiles on stdout")
     return parser
 
 
@@ -309,34 +307,23 @@ def _device_name(given: str | None, device: torch.device) -> str:
         ) from None
 
 
-def run(argv: Sequence[str] | None = None) -> None:
-    """The command; raises `InputError` for anything the user can mend."""
-    args = _parser().parse_args(argv)
-    model = read_model(args.model)
-    seq_len = model.tokens_per_image if model.family == "vit" else args.seq_len or model.max_seq_len
-    sizes, degrees = _whole_numbers(args.micro_batch_sizes, "--micro-batch-sizes"), _whole_numbers(args.tp, "--tp")
-    for option, value in (("--seq-len", seq_len), ("--threads", args.threads), ("--seconds", args.seconds)):
-        if not value > 0:
-            raise InputError(f"{option}: found {value!r}, expected a number > 0")
-    for tp in degrees:
-        shard(model, tp)
+def _profile(model: Model, args: argparse.Namespace, device: torch.device, name: str) -> dict[str, Any]:
+    """The file's content for one model."""
     import torch
 
-    device = _choose_device(args.device)
-    name = _device_name(args.device_name, device)
-    if device.type == "cpu":
-        torch.set_num_threads(args.threads)
+    longest = min(model.max_seq_len, cli.LONGEST_DEFAULT)
+    seq_len = model.tokens_per_image if model.family == "vit" else args.seq_len or longest
     rows = profile_layers(
         model,
         seq_len=seq_len,
         precision=args.precision,
-        sizes=sizes,
-        degrees=degrees,
+        sizes=args.micro_batch_sizes,
+        degrees=args.tp,
         device=device,
         seconds=args.seconds,
-        say=lambda text: print(text, file=sys.stderr),  # noqa: T201
+        say=lambda text: print(f"{model.name}: {text}", file=sys.stderr),  # noqa: T201
     )
-    profile = {
+    return {
         "format": "polygon-layer-profile",
         "version": 1,
         "device": name,
@@ -349,10 +336,6 @@ def run(argv: Sequence[str] | None = None) -> None:
         "threads": args.threads if device.type == "cpu" else None,
         "layers": rows,
     }
-    if args.out:
-        write_json(args.out, profile)
-    if args.json or not args.out:
-        sys.stdout.write(format_json(profile))
 
 
 def _processor() -> str:
@@ -365,16 +348,32 @@ def _processor() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: 0 fine, 2 bad input."""
-    try:
-        run(argv)
-    except PolygonError as error:
-        sys.stderr.write(f"profile_layers: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """The command; raises `InputError` for anything the user can mend."""
+    args = _parser().parse_args(argv)
+    models = [read_model(name) for name in args.models]
+    for model in models:
+        for tp in args.tp:
+            shard(model, tp)
+    if args.out and len(models) > 1:
+        try:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out {args.out}: {error.strerror}, expected a folder (of several models)") from None
+    import torch
+
+    device = _choose_device(args.device)
+    name = _device_name(args.device_name, device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    for model in models:
+        profile = _profile(model, args, device, name)
+        if args.out:
+            # A session on a rented GPU may end early: what is measured is written at once.
+            write_json(args.out if len(models) == 1 else Path(args.out) / f"{model.name}.json", profile)
+        if args.json or not args.out:
+            sys.stdout.write(format_json(profile))
+    return cli.EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from polygon import cli
 from runners.lab_net.linux import missing_capability
 
 
@@ -23,3 +24,16 @@ def alone(lab_capability):
     with (Path(tempfile.gettempdir()) / "polygon-lab-tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def status_of():
+    """A function: with what status a command ends that is given these words."""
+
+    def status(main, words):
+        try:
+            return cli.run(main, words)
+        except SystemExit as stop:
+            return stop.code
+
+    return status

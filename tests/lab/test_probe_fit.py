@@ -89,7 +89,7 @@ def test_failed_or_foreign_iperf3_files_are_named():
             read_iperf3(data, "x.json")
 
 
-def test_command_line_writes_the_measured_cluster(tmp_path, capsys):
+def test_command_line_writes_the_measured_cluster(tmp_path, capsys, status_of):
     """--iperf3 and --cluster give a cluster file whose links are the measured ones."""
     from polygon.files import read_cluster
 
@@ -104,9 +104,9 @@ def test_command_line_writes_the_measured_cluster(tmp_path, capsys):
     cluster = read_cluster(out)
     assert cluster.latency_s[0, 1] == pytest.approx(0.03) and cluster.bytes_per_s[0, 1] == pytest.approx(300e6 / 8)
     assert cluster.latency_s[1, 0] == pytest.approx(0.005) and cluster.bytes_per_s[1, 0] == pytest.approx(7e9 / 8)
-    assert main(["--iperf3", f"A:Nowhere={run}", "--cluster", str(source)]) == 2
+    assert status_of(main, ["--iperf3", f"A:Nowhere={run}", "--cluster", str(source)]) == 2
     assert "found 'Nowhere', expected one of ['A', 'B']" in capsys.readouterr().err
-    assert main(["--iperf3", "A-B", "--cluster", str(source)]) == 2
+    assert status_of(main, ["--iperf3", "A-B", "--cluster", str(source)]) == 2
     assert "expected REGION:REGION=FILE" in capsys.readouterr().err
 
 

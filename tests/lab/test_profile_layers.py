@@ -8,6 +8,7 @@ import torch
 from polygon.cost.profiles import kind_profile
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
+from polygon.files import read_model
 from runners.profile_layers import kept_bytes, main, shard
 
 TINY = {
@@ -69,20 +70,42 @@ def test_profile_holds_every_kind_size_and_degree(model_file, tmp_path):
     assert read.hidden_size == 32 and read.points["block", 2][0].forward_s[0] == rows["block", 1, 2]["forward_s"]
 
 
+def test_several_models_are_profiled_by_one_command(model_file, tmp_path):
+    """A folder gets one file a model, each as the planner reads it: GPT-like, and Llama-like with fewer key heads."""
+    llama = TINY | {
+        "name": "tiny-llama", "family": "llama", "kv_heads": 2, "gated_mlp": True, "tied_embeddings": False,
+        "learned_positions": False, "rms_norm": True, "linear_bias": False,
+    }  # fmt: skip
+    (tmp_path / "llama.yaml").write_text(json.dumps(llama))
+    words = [model_file, str(tmp_path / "llama.yaml"), "--seq-len", "8", "--micro-batch-sizes", "1", "--device", "cpu"]
+    assert main([*words, "--precision", "fp32", "--seconds", "0.01", "-o", str(tmp_path / "out")]) == 0
+    for name in ("tiny", "tiny-llama"):
+        profile = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+        assert (profile["model"], profile["seq_len"], profile["precision"]) == (name, 8, "fp32")
+        assert kind_profile(profile).hidden_size == 32
+
+
+def test_the_catalogue_s_larger_models_can_be_cut():
+    """What a GPU session profiles: every degree of the documented command divides these models."""
+    for name in ("gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b", "llama3-8b", "qwen2.5-3b"):
+        model = read_model(name)
+        assert [shard(model, tp).heads for tp in (1, 2, 4, 8)] == [model.heads // tp for tp in (1, 2, 4, 8)]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--tp", "3"], "--tp: found 3"),
         (["--micro-batch-sizes", "0"], "--micro-batch-sizes: found '0'"),
         (["--micro-batch-sizes", "x"], "--micro-batch-sizes: found 'x'"),
-        (["--seconds", "0"], "--seconds: found 0.0"),
+        (["--seconds", "0"], "--seconds: found '0'"),
         (["--device", "cuda"], "--device: found 'cuda'"),
     ],
 )
-def test_bad_words_are_one_line_and_status_2(words, message, model_file, capsys):
+def test_bad_words_are_one_line_and_status_2(words, message, model_file, capsys, status_of):
     """Every wrong word is named."""
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main([model_file, *words]) == 2
+    assert status_of(main, [model_file, *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
