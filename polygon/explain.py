@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return cli.infeasible(f"{args.plan}: the plan cannot be run: {broken[0]}")
     talk = cli.Talk(quiet=args.quiet)
     answers = _answers(args, problem, plan, tables, talk)
-    data = _data(problem, plan, answers, args.tokens)
+    data = explanation_data(plan, answers, args.tokens)
     if args.out:
         files.write_json(args.out, data)
         talk.say(f"answers in {args.out}")
@@ -114,8 +114,8 @@ def _faster(answers: Any) -> Any:
     return best if best is not None and best.bill.step_s < FASTER * answers.bill.step_s else None
 
 
-def _data(problem: Any, plan: Any, answers: Any, tokens: float | None) -> dict[str, Any]:
-    """Everything as plain data."""
+def explanation_data(plan: Any, answers: Any, tokens: float | None = None) -> dict[str, Any]:
+    """Everything as plain data: `answers` has the plan's `bill`, `why` and `what`."""
     from dataclasses import asdict
 
     from polygon.cost.bill import whole_run

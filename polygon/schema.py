@@ -287,14 +287,14 @@ def check(schema: type[S], data: Any) -> S:
     worst = min(
         faults, key=lambda fault: (fault["loc"][-1:] not in (("format",), ("version",)), not _is_unknown_key(fault))
     )
-    raise InputError(_message(schema, worst)) from None
+    raise InputError(fault_message(schema, worst)) from None
 
 
 def _is_unknown_key(fault: Mapping[str, Any]) -> bool:
     return fault["type"] == "extra_forbidden"
 
 
-def _message(schema: type[BaseModel], fault: Mapping[str, Any]) -> str:
+def fault_message(schema: type[BaseModel], fault: Mapping[str, Any]) -> str:
     """One line: where, what was found, what is allowed."""
     loc = fault["loc"]
     where = path(loc)

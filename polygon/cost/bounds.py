@@ -78,24 +78,32 @@ def lower_bound_s(tables: CostTables) -> float:
     cached = getattr(tables, "_lower_bound_s", None)
     if cached is not None:
         return float(cached)
-    problem = tables.problem
-    cluster = problem.cluster
-    device_s, worker_s, counts = _layer_costs(tables)
-    allowed = np.array([pool.devices if problem.may_use(pool) else 0 for pool in cluster.pools], dtype=float)
-    sequences = problem.batch.global_batch
-    everything = _compute_bound_s(device_s, counts, allowed, sequences)
-    usable = allowed > 0
-    path = float((counts * worker_s[:, usable].min(axis=1)).sum()) if usable.any() else np.inf
-    region = tables.links.region
-    single = min(
-        _compute_bound_s(device_s[:, region == r], counts, allowed[region == r], sequences)
-        for r in range(len(cluster.regions))
-    )
+    key = tables.micro_batch_sizes
+    if key not in tables.compute_bounds:
+        tables.compute_bounds[key] = _compute_bounds(tables)
+    everything, path, single = tables.compute_bounds[key]
+    sequences = tables.problem.batch.global_batch
+    everything, single = everything * sequences, single * sequences
     bound = max(everything, path)
     if single > bound:
         bound = min(single, max(bound, _crossing_s(tables)))
     tables._lower_bound_s = bound  # type: ignore[attr-defined]
     return bound
+
+
+def _compute_bounds(tables: CostTables) -> tuple[float, float, float]:
+    """Seconds that links and batch do not change: a sequence on all devices, a micro-batch's path, the best region."""
+    problem = tables.problem
+    device_s, worker_s, counts = _layer_costs(tables)
+    allowed = np.array([pool.devices if problem.may_use(pool) else 0 for pool in problem.cluster.pools], dtype=float)
+    usable = allowed > 0
+    path = float((counts * worker_s[:, usable].min(axis=1)).sum()) if usable.any() else np.inf
+    region = tables.links.region
+    single = min(
+        _compute_bound_s(device_s[:, region == r], counts, allowed[region == r], 1)
+        for r in range(len(problem.cluster.regions))
+    )
+    return _compute_bound_s(device_s, counts, allowed, 1), path, single
 
 
 def _crossing_s(tables: CostTables) -> float:

@@ -300,13 +300,17 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
     return result
 
 
-def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> Estimate:
+def estimate(
+    problem: Problem, plan: Plan, tables: CostTables | None = None, times: StepTimes | None = None
+) -> Estimate:
     """Predict what one step of a plan costs.
 
     Parameters
     ----------
     tables : CostTables, optional
         Of the same problem, if they exist already.
+    times : StepTimes, optional
+        Of the plan, if they are known already.
 
     Returns
     -------
@@ -314,7 +318,7 @@ def estimate(problem: Problem, plan: Plan, tables: CostTables | None = None) -> 
         ``step_s`` is inf where the plan uses a link that does not exist.
     """
     tables = tables or CostTables(problem)
-    times = step_times(plan, tables)
+    times = times or step_times(plan, tables)
     done = times.done_s
     step_s = float(done.max())
     last = int(done.argmax())

@@ -1,4 +1,4 @@
-"""Searches in the background: a few threads, a queue in the store, cancelling, limits."""
+"""Searches and explanations in the background: a few threads, a queue in the store, cancelling, limits."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
 
 from polygon import catalogue
 from polygon.convert import model_data, problem_from_spec
-from polygon.convert_plan import plan_data
+from polygon.convert_plan import plan_data, plan_from_spec
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, PolygonError, located
 from polygon.domain.plan import Problem
-from polygon.notation import format_json
-from polygon.planning.engine import Effort, find_plan
+from polygon.explain import explanation_data
+from polygon.notation import format_json, parse_json
+from polygon.planning.engine import Effort
+from polygon.planning.explain import Explainer
+from polygon.planning.frontier import find_within_limits
+from polygon.planning.objectives import objective_named
+from polygon.planning.whatif import sensitivities
 from polygon.report import seconds
-from polygon.schema import ProblemSpec, check
-from polygon.web.store import Store
+from polygon.schema import PlanSpec, ProblemSpec, check
+from polygon.web.store import Job, Store
 
 log = logging.getLogger(__name__)
 
 WORKERS = 2
 MOST_WAITING = 20
 MOST_SECONDS = 600.0
+MOST_EXPLAIN_SECONDS = 60.0
 EFFORTS = {
     "quick": Effort(fluid_evaluations=1500, exact_evaluations=40, patience=600),
     "thorough": Effort(),
@@ -53,6 +58,7 @@ class Jobs:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="search")
         self._stop: dict[str, threading.Event] = {}
         self._closing = threading.Event()
+        self._asking = threading.Lock()
         for job in store.unfinished():
             self._submit(job)
 
@@ -72,11 +78,38 @@ class Jobs:
             For a problem that is none, and where too many are waiting.
         """
         problem_of(request["problem"])
-        if self.store.waiting() >= MOST_WAITING:
-            raise InputError(f"jobs: found {MOST_WAITING} waiting, expected fewer (cancel one, or try again later)")
+        self._check_room()
         job = self.store.add(request)
         self._submit(job)
         return job
+
+    def explain(self, plan: str) -> Job:
+        """The job that explains a plan: the one that did, does or will, else a new one.
+
+        Raises
+        ------
+        InputError
+            Where too many are waiting.
+        """
+        job = self.explanation_id(plan)
+        with self._asking:
+            found = self.store.get(job)
+            if found is None or found.state in ("cancelled", "failed"):
+                self._check_room()
+                self.store.add({"explain": plan}, job=job)
+                self._submit(job)
+        found = self.store.get(job)
+        assert found is not None
+        return found
+
+    @staticmethod
+    def explanation_id(plan: str) -> str:
+        """The job that explains a plan has an id made of the plan's."""
+        return f"why-{plan}"[:40]
+
+    def _check_room(self) -> None:
+        if self.store.waiting() >= MOST_WAITING:
+            raise InputError(f"jobs: found {MOST_WAITING} waiting, expected fewer (cancel one, or try again later)")
 
     def cancel(self, job: str) -> None:
         """Stop a search; the best plan so far is kept."""
@@ -93,7 +126,11 @@ class Jobs:
         try:
             found = self.store.get(job)
             if found is not None:
-                self._search(job, found.request, stop)
+                work = self._explain if "explain" in found.request else self._search
+                work(job, found.request, Progress(self.store, job, stop))
+        except KeyboardInterrupt:
+            if not self._closing.is_set():
+                self.store.finish(job, "cancelled")
         except PolygonError as error:
             self.store.finish(job, "failed", error=str(error))
         except Exception as error:  # a job must end in a state, whatever happens
@@ -102,39 +139,71 @@ class Jobs:
         finally:
             self._stop.pop(job, None)
 
-    def _search(self, job: str, request: dict[str, Any], stop: threading.Event) -> None:
+    def _search(self, job: str, request: dict[str, Any], progress: Progress) -> None:
+        progress.tell("", 0.0)
         problem = problem_of(request["problem"])
         seed = int(request.get("seed", 0))
-        last = 0.0
+        objective = objective_named(str(request.get("objective", "time")))
 
-        def tell(phase: str, part: float, best_s: float) -> None:
-            nonlocal last
-            if stop.is_set():
-                raise KeyboardInterrupt  # the solvers' way to stop with the best so far
-            if time.monotonic() - last > 0.1:
-                last = time.monotonic()
-                self.store.tell(
-                    job, 0.5 * part + (0.5 if phase.startswith("exact") else 0.0), f"{phase}: {seconds(best_s)}"
-                )
+        def tell(phase: str, part: float, best: float) -> None:
+            value = seconds(best) if objective.name == "time" else f"{best:.4g}"
+            # A plain search has two halves; a series of searches counts its own.
+            whole = part if ", memetic" in phase or ", exact" in phase else 0.5 * (part + phase.startswith("exact"))
+            progress.tell(f"{phase}: {value}", whole)
 
-        self.store.tell(job, 0.0, "")
-        if stop.is_set() and not self._closing.is_set():
-            self.store.finish(job, "cancelled")
-            return
         limit_s = min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS)
         effort = replace(EFFORTS[str(request.get("effort", "quick"))], time_limit_s=limit_s)
         tables = CostTables(problem)
-        try:
-            result = find_plan(problem, np.random.default_rng(seed), effort=effort, tell=tell, tables=tables)
-        except KeyboardInterrupt:
-            result = None
+        result = find_within_limits(problem, seed, objective=objective, effort=effort, tell=tell, tables=tables)
         if self._closing.is_set():
             return
-        if result is None:
-            self.store.finish(job, "cancelled")
-        elif result.plan is None:
-            self.store.finish(job, "cancelled" if stop.is_set() else "infeasible", error=result.reason)
-        else:
-            plan = replace(result.plan, seed=seed)
-            text = format_json(plan_data(problem, plan, estimate(problem, plan, tables).to_dict()))
-            self.store.finish(job, "cancelled" if stop.is_set() else "done", result=text)
+        stopped = progress.stop.is_set()
+        if result.plan is None:
+            self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason)
+            return
+        plan = replace(result.plan, seed=seed)
+        text = format_json(plan_data(problem, plan, estimate(problem, plan, tables).to_dict()))
+        self.store.finish(job, "cancelled" if stopped else "done", result=text)
+
+    def _explain(self, job: str, request: dict[str, Any], progress: Progress) -> None:
+        progress.tell("", 0.0)
+        problem, plan, _ = plan_from_spec(check(PlanSpec, parse_json(self.store.result(request["explain"]) or "")))
+        tables = CostTables(problem)
+        end_s = time.monotonic() + MOST_EXPLAIN_SECONDS
+        explainer = Explainer(problem, plan, tables)
+        why = explainer.explain(
+            seconds_left=lambda: end_s - 0.5 * MOST_EXPLAIN_SECONDS - time.monotonic(),
+            tell=lambda text, part: progress.tell(text, part / 2),
+        )
+        what = sensitivities(
+            problem,
+            plan,
+            tables=tables,
+            seconds_left=lambda: end_s - time.monotonic(),
+            tell=lambda text, part: progress.tell(text, 0.5 + part / 2),
+        )
+        data = explanation_data(plan, SimpleNamespace(bill=explainer.bill, why=why, what=what))
+        self.store.finish(job, "done", result=format_json(data))
+
+
+class Progress:
+    """Tells a job's progress to the store, ten times a second at most, and stops the job when asked to."""
+
+    def __init__(self, store: Store, job: str, stop: threading.Event) -> None:
+        self.stop = stop
+        self._store, self._job = store, job
+        self._told_s = -1.0
+
+    def tell(self, note: str, part: float) -> None:
+        """How far the job is, 0 to 1.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            Where it is to stop: the solvers' way to end with the best so far.
+        """
+        if self.stop.is_set():
+            raise KeyboardInterrupt
+        if time.monotonic() - self._told_s > 0.1:
+            self._told_s = time.monotonic()
+            self._store.tell(self._job, part, note)

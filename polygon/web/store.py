@@ -65,12 +65,14 @@ class Store:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
 
-    def add(self, request: dict[str, Any], state: str = "queued", result: str | None = None) -> str:
-        """A new job; returns its id, which nobody can guess."""
-        job = secrets.token_urlsafe(9)
+    def add(
+        self, request: dict[str, Any], state: str = "queued", result: str | None = None, job: str | None = None
+    ) -> str:
+        """A new job; returns its id, which nobody can guess unless it is given (it then replaces one of that id)."""
+        job = job or secrets.token_urlsafe(9)
         progress = 1.0 if result else 0.0
         self._run(
-            "INSERT INTO jobs (id, created_s, state, request, progress, result) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO jobs (id, created_s, state, request, progress, result) VALUES (?, ?, ?, ?, ?, ?)",
             job, time.time(), state, json.dumps(request), progress, result,
         )  # fmt: skip
         self._run(
@@ -86,9 +88,11 @@ class Store:
         return _job(rows[0]) if rows else None
 
     def jobs(self, limit: int = 50) -> list[Job]:
-        """The newest jobs."""
+        """The newest searches and plans."""
         columns = "id, created_s, state, request, progress, note, error"
-        return [_job(row) for row in self._run(f"SELECT {columns} FROM jobs ORDER BY created_s DESC LIMIT ?", limit)]
+        where = "json_extract(request, '$.explain') IS NULL"
+        sql = f"SELECT {columns} FROM jobs WHERE {where} ORDER BY created_s DESC LIMIT ?"
+        return [_job(row) for row in self._run(sql, limit)]
 
     def result(self, job: str) -> str | None:
         """Plan file (JSON text) of a job that has one."""

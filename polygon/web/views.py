@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from polygon.cost.estimate import StepTimes, held_parameters, worker_memory
+from polygon.cost.estimate import Estimate, StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.plan import Plan, Problem
@@ -16,6 +17,7 @@ from polygon.export.predicted import predicted_intervals
 from polygon.report import layer_span
 from polygon.web.whatif import Changes, Priced, price, timed
 
+SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 MOST_INTERVALS = 6000
 """Bars of a timeline that a page draws without effort."""
 
@@ -33,7 +35,7 @@ def view(priced: Priced) -> dict[str, Any]:
     return {
         "model": problem.model.name,
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
-        "estimate": {key: value for key, value in result.to_dict().items() if key not in ("workers", "links")},
+        "estimate": {name: getattr(result, name) for name in SHOWN},
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
@@ -51,9 +53,8 @@ def view(priced: Priced) -> dict[str, Any]:
 
 def _over_memory(priced: Priced) -> float:
     """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
-    place = priced.times.place
-    need = np.array([m.total_bytes for m in worker_memory(priced.plan, priced.tables, place)])
-    return float(max(0.0, (need - priced.tables.limit_bytes[place.pool]).max()))
+    need = np.array([worker.peak_bytes for worker in priced.estimate.workers])
+    return float(max(0.0, (need - priced.tables.limit_bytes[priced.times.place.pool]).max()))
 
 
 def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
@@ -263,6 +264,13 @@ def sensitivities(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
             saved = before.step_s - timed(problem, plan, better, tables)[3].step_s
             rows.append({"source": a, "target": b, "what": what, "saved_s": saved})
     return sorted(rows, key=lambda row: -row["saved_s"])
+
+
+def warm_up(problem: Problem, plan: Plan) -> None:
+    """Load the compiled kernels that views need."""
+    priced = price(problem, plan, Changes(links=[]))
+    view(priced)
+    timeline(priced)
 
 
 def front(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

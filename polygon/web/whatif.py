@@ -106,9 +106,8 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
         For a link between regions that do not exist.
     """
     changed, plan, tables, times = timed(problem, plan, changes, tables)
-    result = _with_step(estimate(changed, plan, tables), times.step_s)
     return Priced(
-        problem=changed, plan=plan, tables=tables, times=times, estimate=result,
+        problem=changed, plan=plan, tables=tables, times=times, estimate=estimate(changed, plan, tables, times),
         reductions_s=tuple(cost.total_s for cost in times.reductions),
     )  # fmt: skip
 
@@ -268,29 +267,3 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
     if algorithm == "sharded-server":
         return 2 * (latency_s + (p - 1) / p * worst)
     return 2 * (latency_s + (p - 1) * worst)
-
-
-def _with_step(result: Estimate, step_s: float) -> Estimate:
-    """An estimate whose step takes longer or shorter by its reduction."""
-    if step_s == result.step_s:
-        return result
-    ratio = step_s / result.step_s
-    terms = dict(result.terms)
-    terms["reduction"] += step_s - result.step_s
-    return replace(
-        result,
-        step_s=step_s,
-        low_s=result.low_s * ratio,
-        high_s=result.high_s * ratio,
-        terms=terms,
-        tokens_per_s=result.tokens_per_s / ratio,
-        mfu=result.mfu / ratio,
-        gap=(result.gap + 1) * ratio - 1,
-        cost_usd=result.cost_usd + (ratio - 1) * max(0.0, result.cost_usd - _egress_usd(result)),
-        energy_j=result.energy_j * ratio,
-        links=tuple(replace(use, busy_fraction=use.busy_fraction / ratio) for use in result.links),
-    )
-
-
-def _egress_usd(result: Estimate) -> float:
-    return float(getattr(result, "egress_usd", 0.0))

@@ -42,6 +42,7 @@ export function draw(name: string, option: any): EChartsType | undefined {
     new ResizeObserver(() => chart && !chart.isDisposed() && chart.resize()).observe(element);
   }
   const colors = ink();
+  if (!performance.getEntriesByName("first-chart").length) chart.on("rendered", function first() { chart!.off("rendered", first); performance.mark("first-chart"); });
   chart.setOption({ animation: false, textStyle: { color: colors.text, fontFamily: "inherit" }, color: palette, ...option }, true);
   return chart;
 }

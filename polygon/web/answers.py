@@ -1,0 +1,43 @@
+"""Answers that are computed once, however many ask for them, at the same time or later."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Answers:
+    """The latest answers by what was asked.
+
+    Equal questions that come while the first is being worked on wait for its answer. Errors are told to all who wait
+    and are not kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Future[Any]] = OrderedDict()
+
+    def get(self, asked: Hashable, work: Callable[[], Any]) -> Any:
+        """The kept answer, or that of `work`, which is kept."""
+        with self._lock:
+            future = self._kept.get(asked)
+            mine = future is None
+            if future is None:
+                future = self._kept[asked] = Future()
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(asked)
+        if mine:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                with self._lock:
+                    self._kept.pop(asked, None)
+                future.set_exception(error)
+                raise
+        return future.result()
