@@ -20,8 +20,8 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 """IFNAMSIZ leaves 15 characters (linux/if.h); '@' and ':' name aliases, which tc cannot shape."""
 
 PACKET_BYTES = 1500
-QUEUE_S = 0.1
-"""Backlog that a shaped queue may hold beside what is on its way."""
+QUEUE_S = 0.2
+"""Backlog that a shaped queue may hold beside what is on its way: with 0.1 s eight flows lost a sixth of the rate."""
 MAX_TARGETS = 0xFFFE
 """Class numbers are 16 bits."""
 
@@ -99,6 +99,7 @@ _HEADER = """\
 #!/usr/bin/env bash
 # Gives this host the links of cluster {cluster}, by traffic control. Needs root, and a kernel with htb and netem.
 #   {name} apply [HOST]   shape what this host sends (HOST: this host's name in the list below)
+#   {name} check          whether this kernel has what it takes (what is set on the interface is lost)
 #   {name} show           what is set, with counters
 #   {name} clear          undo it
 # The interface is the first line's, or $POLYGON_INTERFACE. Latencies are one way: run it on every host.
@@ -107,17 +108,31 @@ set -euo pipefail
 interface="${{POLYGON_INTERFACE:-{interface}}}"
 
 usage() {{
-    echo "usage: $0 apply [HOST] | show | clear" >&2
+    echo "usage: $0 apply [HOST] | check | show | clear" >&2
     exit 2
 }}
+"""
+
+_CHECK = """\
+# Asking for a queue makes the kernel load the module, where it has it.
+check() {
+    command -v tc >/dev/null || { echo "tc not found; install iproute2" >&2; exit 3; }
+    if ! tc qdisc replace dev "$interface" root netem delay 1us; then
+        echo "$interface takes no netem: run as root, on an interface that exists (ip link), with sch_netem in the" >&2
+        echo "kernel (modprobe sch_netem; package linux-modules-extra-$(uname -r) or kernel-modules-extra)" >&2
+        exit 3
+    fi
+}
 """
 
 _FOOTER = """\
 case "${1:-}" in
     apply)
+        check
         tc qdisc del dev "$interface" root 2>/dev/null || true
         apply "${2:-$(hostname -s)}"
         ;;
+    check) check && tc qdisc del dev "$interface" root && echo "$interface takes htb and netem" ;;
     show) tc -s class show dev "$interface" && tc -s qdisc show dev "$interface" ;;
     clear) tc qdisc del dev "$interface" root 2>/dev/null || true ;;
     *) usage ;;
@@ -144,7 +159,7 @@ def tc_script(
     """
     check_interface(interface)
     comment = re.sub(r"[^\w .,()-]", "?", cluster)
-    lines = [_HEADER.format(cluster=comment, name=shlex.quote(file_name), interface=interface), "apply() {"]
+    lines = [_HEADER.format(cluster=comment, name=shlex.quote(file_name), interface=interface), _CHECK, "apply() {"]
     lines.append('    case "$1" in')
     for host, targets in hosts.items():
         check_host_name(host)

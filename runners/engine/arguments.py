@@ -67,7 +67,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     training.add_argument(
         "--synchronous-steps", type=int, default=default.synchronous_steps, metavar="STEPS",
-        help="in which all regions sum their gradients before local steps begin (default %(default)s)",
+        help="in which all regions sum their gradients before local steps begin (default: a fifth of all)",
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(

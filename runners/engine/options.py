@@ -19,15 +19,15 @@ class Options:
     weight_decay: float = 0.1
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its copy of the weights, in host memory."""
-    outer_rate: float = 1.0
-    outer_momentum: float = 0.0
-    """Of the outer optimizer where the plan takes local steps."""
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """Of the outer optimizer where the plan takes local steps (the defaults are DiLoCo's)."""
     outer_fragments: int = 1
     """Parts of the layers that are exchanged in turn, one every local steps / fragments."""
     outer_overlap: int = 0
     """Steps that an exchange may take while training goes on."""
-    synchronous_steps: int = 0
-    """First steps in which all regions sum their gradients, before local steps begin."""
+    synchronous_steps: int | None = None
+    """First steps in which all regions sum their gradients, before local steps begin; None: a fifth of all."""
     clip_norm: float | None = 1.0
     """Largest norm of the whole model's gradient; None: not clipped."""
     seed: int = 0
@@ -71,7 +71,8 @@ class Options:
         require_number(self.outer_momentum, "--outer-momentum", at_least=0)
         require(self.outer_fragments >= 1, "--outer-fragments", self.outer_fragments, "a whole number >= 1")
         require(self.outer_overlap >= 0, "--outer-overlap", self.outer_overlap, "a whole number >= 0")
-        require(self.synchronous_steps >= 0, "--synchronous-steps", self.synchronous_steps, "a whole number >= 0")
+        first = self.synchronous_steps
+        require(first is None or first >= 0, "--synchronous-steps", first, "a whole number >= 0")
         require_number(self.weight_decay, "--weight-decay", at_least=0)
         require_number(self.timeout_s, "--timeout", above=0)
         require_number(self.emulate_devices, "--emulate-devices", at_least=0)

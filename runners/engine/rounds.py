@@ -40,7 +40,8 @@ class Rounds:
     def __init__(
         self, buckets: Sequence[Bucket], everyone: SumGroup, local_steps: int, options: Options, reducer: Reducer
     ) -> None:
-        self._every, self._first = local_steps, options.synchronous_steps
+        first = options.synchronous_steps
+        self._every, self._first = local_steps, options.steps // 5 if first is None else first
         self._fragments, self._overlap = options.outer_fragments, options.outer_overlap
         wanted = f"at most the plan's local steps ({local_steps})"
         require(local_steps == 1 or self._fragments <= local_steps, "--outer-fragments", self._fragments, wanted)

@@ -27,11 +27,11 @@ def target(address="10.0.0.2", latency_s=0.08, bytes_per_s=25e6):
 
 
 def test_commands_of_one_link_by_hand():
-    """200 Mbit/s and 80 ms to 10.0.0.2: class 1:1, bit/s, delay in microseconds, queue of rate * (80 + 100 ms)."""
+    """200 Mbit/s and 80 ms to 10.0.0.2: class 1:1, bit/s, delay in microseconds, queue of rate * (80 + 200 ms)."""
     words = [" ".join(command) for command in shaping_commands("eth0", [target()])]
     assert words[0] == "qdisc replace dev eth0 root handle 1: htb default 0"
     assert words[1].startswith("class add dev eth0 parent 1: classid 1:1 htb rate 200000000bit ceil 200000000bit")
-    assert words[2] == "qdisc add dev eth0 parent 1:1 handle 2: netem delay 80000us limit 3100"
+    assert words[2] == "qdisc add dev eth0 parent 1:1 handle 2: netem delay 80000us limit 4767"
     assert words[3] == "filter add dev eth0 protocol ip parent 1: prio 1 u32 match ip dst 10.0.0.2/32 flowid 1:1"
 
 
@@ -75,6 +75,19 @@ def test_script_runs_the_right_host_s_commands(script, tmp_path):
     assert "dev ens5" in filters[0] and "delay 80000us" in done.stdout
     wrong = subprocess.run(["bash", script, "apply", "x"], capture_output=True, text=True, check=False, env=environment)
     assert wrong.returncode == 2 and "t0, t1, n0" in wrong.stderr
+
+
+def test_a_kernel_without_netem_is_named_before_anything_changes(script, tmp_path):
+    """Exit 3 with what to install; the interface's rates are not set half."""
+    fake = tmp_path / "bin" / "tc"
+    fake.parent.mkdir()
+    said = tmp_path / "said"
+    fake.write_text(f'#!/bin/sh\necho "$*" >>"{said}"\ncase "$*" in *netem*) exit 2 ;; esac\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{fake.parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+    done = subprocess.run(["bash", script, "apply", "t1"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 3 and "sch_netem" in done.stderr and "linux-modules-extra" in done.stderr
+    assert said.read_text().splitlines() == ["qdisc replace dev ens5 root netem delay 1us"]
 
 
 @pytest.mark.parametrize("name", ["$(reboot)", "a;b", "a b", "-rf", "", "a'b", "a\nb", "*", "`x`", "é"])

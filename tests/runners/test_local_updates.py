@@ -14,7 +14,7 @@ from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
 
 STEPS, LOCAL_STEPS = 80, 4
-OPTIONS = Options(steps=STEPS, learning_rate=3e-3)
+OPTIONS = Options(steps=STEPS, learning_rate=3e-3, outer_rate=1.0, outer_momentum=0.0, synchronous_steps=0)
 
 
 def run_rank(rank, port, problem, plan, options):
