@@ -248,7 +248,7 @@ def run(
     from runners.engine.layout import Layout, check_runnable
     from runners.engine.summary import summarise, write_trace
 
-    check_runnable(problem, plan)
+    check_runnable(problem, plan, options.context, options.expert)
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
     options.log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """Checkpoints that any plan can resume from: one file per layer, under the layer's name in the full model.
 
 ``DIR/step-00000120/blocks.3.layer`` holds the weights and optimizer state of one layer with a checksum; which stage or
-worker wrote it does not matter. The copies of a tied weight are one file of their own. A stage's workers share the
-writing, in a thread, from a copy taken between two steps; a file appears whole or not at all. A step counts as usable
-for a rank when all files of its layers are there and whole; all ranks resume from the newest step usable for all, so a
-damaged or unfinished one falls back to the one before. The number of samples consumed is part of it: the order of the
-data goes on where it stopped, whatever plan continues.
+worker wrote it does not matter. The copies of a tied weight are one file of their own, and so is every expert. A
+stage's workers share the writing, in a thread, from a copy taken between two steps; a file appears whole or not at all.
+A step counts as usable for a rank when all files of its layers are there and whole; all ranks resume from the newest
+step usable for all, so a damaged or unfinished one falls back to the one before. The number of samples consumed is part
+of it: the order of the data goes on where it stopped, whatever plan continues.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
+from runners.engine.experts import EXPERT
 from runners.engine.layers import TIED_COPY, TIED_WEIGHT
 
 MAGIC = b"polygon1"
@@ -59,6 +60,8 @@ def file_of(model: Model, name: str) -> str:
     if name == TIED_WEIGHT and _tied(model):
         return TIED_FILE
     parts = name.split(".")
+    if EXPERT in name:
+        return ".".join((*parts[:2], "expert", parts[4]))
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 

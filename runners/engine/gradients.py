@@ -54,6 +54,10 @@ class Bucket:
         """Part of the samples that this region computes, where it may train by itself (local updates)."""
         self.alone = False
         """Whether only the members in this region sum."""
+        self.leads = False
+        """Of equal copies one leads: it counts in the gradient's norm."""
+        self.writers: tuple[int, ...] = ()
+        """Ranks that hold the same (first slices), of which any may write it."""
         self.parts: list[Part] = []
         """Owners of stretches, where the group has parameter servers."""
         self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole

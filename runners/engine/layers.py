@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.distributed import ReduceOp
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.errors import require
 from polygon.domain.model import Model
+from runners.engine.context import to_heads, to_tokens
+from runners.engine.experts import BalanceLoss, Experts
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -41,6 +44,8 @@ class TokenEmbedding(nn.Module):
         self.tp: TensorGroup | None = None
         self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.positions = nn.Embedding(model.max_seq_len, model.hidden_size) if model.learned_positions else None
+        self.context: ExchangeGroup | None = None
+        """Ranks that hold the other parts of the sequences."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp is None:
@@ -50,7 +55,10 @@ class TokenEmbedding(nn.Module):
             local = ids - self.tp.place * rows
             here = (local >= 0) & (local < rows)
             x = self.tp.sum(self.tokens(local.clamp(0, rows - 1)) * here[..., None])
-        return x if self.positions is None else x + self.positions.weight[: ids.shape[1]]
+        if self.positions is None:
+            return x
+        first = 0 if self.context is None else self.context.place * ids.shape[1]
+        return x + self.positions.weight[first : first + ids.shape[1]]
 
 
 class ImageEmbedding(nn.Module):
@@ -93,6 +101,8 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.context: ExchangeGroup | None = None
+        """Ranks that hold the other parts of the sequences."""
         self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -106,12 +116,16 @@ class Attention(nn.Module):
 
     def _core(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(query), self._heads(key), self._heads(value)
+        if self.context is not None:
+            q, k, v = to_heads(q, k, v, self.context)
         if self.rotary:
             q, k = rotate(q), rotate(k)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        if self.context is not None:
+            mixed = to_tokens(mixed, self.context)
         return mixed.transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,30 +157,6 @@ class Mlp(nn.Module):
         return _row_parallel(self.down, inner, self.tp)
 
 
-class Experts(nn.Module):
-    """Routed experts: each token goes to its best few, weighted by a softmax over those; shared ones see all."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.per_token = model.experts_per_token
-        self.router = nn.Linear(model.hidden_size, model.experts, bias=False)
-        self.experts = nn.ModuleList(Mlp(model, model.expert_ffn_size) for _ in range(model.experts))
-        self.shared = nn.ModuleList(Mlp(model, model.expert_ffn_size) for _ in range(model.shared_experts))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, 1)
-        scores, chosen = self.router(rows).topk(self.per_token, dim=-1)
-        weights = scores.float().softmax(-1).to(x.dtype)
-        # Every expert enters the graph, also without tokens, so that each parameter gets a gradient.
-        out = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            row, slot = (chosen == index).nonzero(as_tuple=True)
-            out = out.index_add(0, row, (expert(rows[row]) * weights[row, slot, None]).to(out.dtype))
-        for expert in self.shared:
-            out = out + expert(rows)
-        return out.view_as(x)
-
-
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
@@ -175,7 +165,7 @@ class Block(nn.Module):
         self.attention_norm = _norm(model)
         self.attention = Attention(model)
         self.mlp_norm = _norm(model)
-        self.mlp = Experts(model) if model.layer_kind(layer) == "moe" else Mlp(model, model.ffn_size)
+        self.mlp = Experts(model, Mlp) if model.layer_kind(layer) == "moe" else Mlp(model, model.ffn_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -187,13 +177,13 @@ def _spread_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, tp: Tenso
     largest = tp.total(logits.detach().amax(-1), ReduceOp.MAX)
     logits = logits - largest[..., None]
     local = targets - tp.place * logits.shape[-1]
-    here = (local >= 0) & (local < logits.shape[-1])
+    here = (local >= 0) & (local < logits.shape[-1]) & (targets >= 0)
     wanted = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0] * here
-    return (tp.sum(logits.exp().sum(-1)).log() - tp.sum(wanted)).sum()
+    return ((tp.sum(logits.exp().sum(-1)).log() - tp.sum(wanted)) * (targets >= 0)).sum()
 
 
 class Head(nn.Module):
-    """Final norm, output projection and the cross-entropy summed over the targets."""
+    """Final norm, output projection and the cross-entropy summed over the targets; targets of -100 count nothing."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -261,6 +251,19 @@ def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup) ->
     for part in module.modules():
         if isinstance(part, Attention | Mlp) or (isinstance(part, TokenEmbedding | Head) and spread_vocabulary):
             part.tp = tp
+
+
+def attach_groups(
+    layers: nn.Module, context: ExchangeGroup | None, experts: ExchangeGroup | None, balance: BalanceLoss
+) -> None:
+    """Let layers know who holds the other parts of the sequences, and who the other experts; drop those."""
+    for part in layers.modules():
+        if isinstance(part, Attention | TokenEmbedding | Experts):
+            part.context = context
+        if isinstance(part, Experts):
+            part.balance = balance
+            if experts is not None:
+                part.share_out(experts)
 
 
 def build_layer(

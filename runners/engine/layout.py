@@ -11,6 +11,7 @@ from polygon_comm.shaped import LinkShape
 
 from polygon.domain.errors import InputError
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem
+from polygon.domain.schedule import worker_order
 
 STEPS_IN_FLIGHT = 2
 """Messages of this many consecutive steps may be under way at once; their tags differ."""
@@ -22,6 +23,31 @@ class Layout:
 
     problem: Problem
     plan: Plan
+    context: int = 1
+    """Parts into which every sequence is cut: a worker's devices are so many tensor-parallel groups, one a part."""
+    expert: int = 1
+    """Ranks that share out the experts of a layer, neighbours among those that hold the same slices."""
+
+    def tensor_ranks(self, rank: int) -> list[int]:
+        """The ranks that hold slices of the same layers for the same part of the sequence as `rank`, itself among."""
+        ranks = self.worker_ranks(rank)
+        size = len(ranks) // self.context
+        first = ranks.index(rank) // size * size
+        return ranks[first : first + size]
+
+    def context_ranks(self, rank: int) -> list[int]:
+        """The ranks of a worker that hold the same slices as `rank`, in the order of their parts of the sequence."""
+        ranks = self.worker_ranks(rank)
+        size = len(ranks) // self.context
+        return ranks[ranks.index(rank) % size :: size]
+
+    def expert_ranks(self, rank: int) -> list[int]:
+        """The ranks that `rank` shares experts with, in the order of their experts."""
+        if self.expert == 1:
+            return [rank]
+        lane = next(lane for lane in self._lanes([self.plan.rank_places[rank][0]]) if rank in lane)
+        first = lane.index(rank) // self.expert * self.expert
+        return lane[first : first + self.expert]
 
     @cached_property
     def region_of(self) -> dict[int, int]:
@@ -80,17 +106,29 @@ class Layout:
         Where tensor-parallel degrees differ: the first ranks alone, for whole tensors.
         """
         workers = [(s, w) for s in stages for w in range(self.plan.stages[s].width)]
-        degrees = {self.plan.stages[s].workers[w].tp for s, w in workers}
-        places = range(degrees.pop()) if len(degrees) == 1 else range(1)
-        return [[self.rank(s, w, place) for s, w in workers] for place in places]
+        sizes = {(s, w): self.plan.stages[s].workers[w].tp // self.context for s, w in workers}
+        places = range(1) if len(set(sizes.values())) > 1 else range(sizes[workers[0]])
+        return [
+            [self.rank(s, w, part * sizes[s, w] + place) for s, w in workers for part in range(self.context)]
+            for place in places
+        ]
+
+    def group_of(self, rank: int, kind: str, stages: Sequence[int]) -> str:
+        """Name of the group of a kind (stage, experts, tied) that sums what a rank holds."""
+        place = 0 if self.sums_whole(stages) else self.tensor_ranks(rank).index(rank)
+        if kind == "tied":
+            return f"tied.{place}"
+        which = f".{self.expert_ranks(rank).index(rank)}" if kind == "experts" else ""
+        return f"{kind}-{stages[0]}.{place}{which}"
 
     def sums_whole(self, stages: Sequence[int]) -> bool:
         """Whether workers of these stages are cut differently, so that their gradients are summed uncut."""
         return len({worker.tp for s in stages for worker in self.plan.stages[s].workers}) > 1
 
-    def peer(self, micro_batch: int, stage: int) -> int:
-        """Rank that computes a micro-batch in a stage."""
-        return self.rank(stage, int(self.plan.routes[micro_batch, stage]))
+    def peer(self, micro_batch: int, stage: int, part: int = 0) -> int:
+        """First of the ranks that compute a micro-batch's part of the sequence in a stage."""
+        worker = int(self.plan.routes[micro_batch, stage])
+        return self.rank(stage, worker, part * self.plan.stages[stage].workers[worker].tp // self.context)
 
     def tag(self, step: int, kind: str, micro_batch: int) -> int:
         """Of the message that lets the action (F or B) of a micro-batch start."""
@@ -113,9 +151,17 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, Members]:
-        """All groups that sum: `stage-<s>.<slice>`, `tied.<slice>` (embedding and its copy), `all` (loss and norm)."""
+        """All groups that sum: `stage-<s>.<slice>`, `experts-<s>.<slice>.<which>` (those with the same experts),
+        `tied.<slice>` (embedding and its copy), `all` (loss and norm)."""
         last = len(self.plan.stages) - 1
         ranks = {f"stage-{s}.{t}": lane for s in range(last + 1) for t, lane in enumerate(self._lanes([s]))}
+        if self.expert > 1:
+            ranks |= {
+                f"experts-{s}.{t}.{which}": lane[which :: self.expert]
+                for s in range(last + 1)
+                for t, lane in enumerate(self._lanes([s]))
+                for which in range(self.expert)
+            }
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self._lanes([0, last]))}
         first_tag = 2 * STEPS_IN_FLIGHT * self.plan.micro_batches
@@ -137,9 +183,10 @@ class Layout:
         """Every rank that `rank` exchanges messages with, and over how many TCP streams."""
         stage, worker, place = self.plan.rank_places[rank]
         peers: set[int] = set()
-        # The first rank of a worker sends and receives for all of it.
-        for m in [] if place else (self.plan.routes[:, stage] == worker).nonzero()[0]:
-            peers |= {self.peer(int(m), s) for s in (stage - 1, stage + 1) if 0 <= s < len(self.plan.stages)}
+        # The first rank of a tensor-parallel group sends and receives for all of it.
+        part, slice_ = divmod(place, self.plan.stages[stage].workers[worker].tp // self.context)
+        for m in [] if slice_ else (self.plan.routes[:, stage] == worker).nonzero()[0]:
+            peers |= {self.peer(int(m), s, part) for s in (stage - 1, stage + 1) if 0 <= s < len(self.plan.stages)}
         for members in self.groups_of(rank).values():
             peers |= {b if a == rank else a for a, b in members.leader_pairs() if rank in (a, b)}
         here = self.region_of[rank]
@@ -181,20 +228,29 @@ class Layout:
             if rank in region
             for other in region
         }
-        return sorted((near | set(self.streams(rank)) | set(self.worker_ranks(rank)) | {0}) - {rank})
+        mates = set(self.worker_ranks(rank)) | set(self.expert_ranks(rank))
+        return sorted((near | set(self.streams(rank)) | mates | {0}) - {rank})
 
 
-def check_runnable(problem: Problem, plan: Plan) -> None:
+def check_runnable(problem: Problem, plan: Plan, context: int = 1, expert: int = 1) -> None:
     """Require what the runner can execute; `InputError` says what it cannot."""
     model = problem.model
     for s, stage in enumerate(plan.stages):
         for w, worker in enumerate(stage.workers):
+            where = f"plan.stages[{s}].workers[{w}]"
+            if worker.tp % context:
+                raise InputError(f"{where}: found {worker.tp} devices, expected a multiple of the cp degree {context}")
+            tp = worker.tp // context
             for what in ("heads", "kv_heads", "expert_ffn_size" if model.experts else "ffn_size"):
-                if getattr(model, what) % worker.tp:
+                if getattr(model, what) % tp:
                     raise InputError(
-                        f"plan.stages[{s}].workers[{w}]: found a tensor-parallel group of {worker.tp} devices, "
+                        f"{where}: found a tensor-parallel group of {tp} devices, "
                         f"expected a divisor of the model's {what} = {getattr(model, what)}"
                     )
+            if context > 1:
+                check_context(problem, tp, context, where)
+    if expert > 1:
+        check_experts(Layout(problem, plan, context, expert))
     for use in plan.links:
         for kind in ("activations", "activation_gradients"):
             if getattr(use, kind) == "powersgd":
@@ -212,4 +268,49 @@ def check_runnable(problem: Problem, plan: Plan) -> None:
             if len(degrees) > 1:
                 raise InputError(
                     f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps or servers)"
+                )
+
+
+def check_context(problem: Problem, tp: int, context: int, where: str) -> None:
+    """Require sequences and heads that the parts of a worker can share."""
+    model, seq_len = problem.model, problem.batch.seq_len
+    if model.family == "vit":
+        raise InputError(f"{where}: found a cp degree of {context} with an image model, expected a language model")
+    if seq_len % context:
+        raise InputError(f"batch.seq_len: found {seq_len}, expected a multiple of the cp degree {context}")
+    if model.heads // tp % context:
+        raise InputError(
+            f"{where}: found a cp degree of {context}, expected a divisor of the {model.heads // tp} heads of a device"
+        )
+    kv_heads = model.kv_heads // tp
+    if kv_heads % context and context % kv_heads:
+        raise InputError(
+            f"{where}: found a cp degree of {context}, expected a divisor or multiple of its {kv_heads} kv heads"
+        )
+
+
+def check_experts(layout: Layout) -> None:
+    """Require that ranks with different experts of a layer can exchange tokens: same place, same order of actions."""
+    plan, model, expert = layout.plan, layout.problem.model, layout.expert
+    if not model.experts or model.experts % expert:
+        raise InputError(f"ep: found {expert}, expected a divisor of the model's {model.experts} experts")
+    if plan.local_steps > 1 or plan.reduction != "all-reduce":
+        raise InputError(f"ep: found {expert}, expected 1 (with local steps or parameter servers)")
+    for s, stage in enumerate(plan.stages):
+        if layout.sums_whole([s]) or stage.width * layout.context % expert:
+            raise InputError(
+                f"plan.stages[{s}]: found {stage.width} workers x {layout.context} parts of a sequence, "
+                f"expected equal ones, and a multiple of the ep degree {expert}"
+            )
+        kinds = ["".join(action.kind for action in worker_order(plan, s, w)) for w in range(stage.width)]
+        for rank in (layout.rank(s, w) for w in range(stage.width)):
+            mates = layout.expert_ranks(rank)
+            if len({layout.region_of[mate] for mate in mates}) > 1:
+                raise InputError(
+                    f"plan.stages[{s}]: found ranks {mates} in several regions, expected one (they share experts)"
+                )
+            if len({kinds[plan.rank_places[mate][1]] for mate in mates}) > 1:
+                raise InputError(
+                    f"plan.stages[{s}]: found ranks {mates} with different orders of forward and backward, "
+                    "expected the same (they share experts)"
                 )

@@ -17,6 +17,12 @@ class Options:
     learning_rate: float = 3e-4
     warmup_steps: int = 0
     weight_decay: float = 0.1
+    context: int = 1
+    """Parts into which every sequence is cut, each for as many of a worker's devices."""
+    expert: int = 1
+    """Ranks that share out the experts of a layer."""
+    balance: float = 0.0
+    """Weight of the loss that keeps experts equally busy."""
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its copy of the weights, in host memory."""
     outer_rate: float = 0.7
@@ -57,6 +63,9 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
+        require(self.context >= 1, "context", self.context, "a whole number >= 1")
+        require(self.expert >= 1, "expert", self.expert, "a whole number >= 1")
+        require_number(self.balance, "balance", at_least=0)
         require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
         require(self.profiled_steps >= 0, "--profiled-steps", self.profiled_steps, "a whole number >= 0")
         require(

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
 from polygon_comm.tensor_group import TensorGroup
@@ -36,7 +37,7 @@ from runners.engine.rounds import Rounds
 from runners.engine.trackers import Trackers, open_trackers
 from runners.engine.update import Update
 from runners.engine.watch import Watch
-from runners.engine.worker import StageWorker
+from runners.engine.worker import StageWorker, WorkerGroups
 from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
@@ -52,6 +53,7 @@ def choose_device(options: Options, local_rank: int) -> torch.device:
     return device
 
 
+G = TypeVar("G", bound=TensorGroup)
 SCALARS = 4
 """Numbers that `Training._scalars` sums over all ranks."""
 
@@ -105,8 +107,12 @@ class Training:
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
             shapes=layout.link_shapes(rank) if options.emulate_links else None,
         )
-        tp = self._tensor_group("compute", store)
-        tp_sums = self._tensor_group("sums", store)
+        groups = WorkerGroups(
+            self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),
+            self._group(TensorGroup, "sums", layout.tensor_ranks(rank)),
+            self._group(ExchangeGroup, "context", layout.context_ranks(rank)),
+            self._group(ExchangeGroup, "experts", layout.expert_ranks(rank)),
+        )
         served = plan.reduction != "all-reduce"
         sums = {
             name: (ServerGroup if served and name != "all" else SumGroup)(members, self.wires)
@@ -120,7 +126,7 @@ class Training:
         self.log = RunLog(path, options.traced_steps, pace)
         samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
-        self.worker = StageWorker(layout, rank, self.wires, sums, (tp, tp_sums), samples, options, self.log, doing)
+        self.worker = StageWorker(layout, rank, self.wires, sums, groups, samples, options, self.log, doing)
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
@@ -163,13 +169,12 @@ class Training:
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
-    def _tensor_group(self, purpose: str, store: Store) -> TensorGroup | None:
-        """The devices of this rank's worker. Threads that use them at the same time need a group each."""
-        ranks = self.layout.worker_ranks(self.rank)
+    def _group(self, kind: type[G], purpose: str, ranks: list[int]) -> G | None:
+        """Ranks that work together on a micro-batch. Threads that use them at the same time need a group each."""
         if len(ranks) == 1:
             return None
-        return TensorGroup(
-            PrefixStore(f"worker/{ranks[0]}/{purpose}", store),
+        return kind(
+            PrefixStore(f"worker/{ranks[0]}/{purpose}", self.store),
             ranks.index(self.rank),
             len(ranks),
             devices=self.wires.devices,
@@ -211,7 +216,7 @@ class Training:
             return True
         if self.alone:
             return bucket.group is not None and bucket.group.near_place == 0
-        return self.worker.worker == 0 and (bucket.name != "tied" or self.worker.is_first)
+        return bucket.leads
 
     def _expect(self) -> None:
         """Let the others send early what this rank sums first and last in the step."""
@@ -240,7 +245,7 @@ class Training:
                             mine = bucket.vector[max(a, start) : max(a, start, min(b, end))]
                             squares += torch.linalg.vector_norm(mine, dtype=torch.float64).cpu() ** 2
         part = float(worker.is_last and worker.place == 0)
-        fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches
+        fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches / self.layout.context
         stop = float(self.stop_requested.is_set())
         values = torch.tensor([part * worker.loss_sum.item(), fraction, squares.item(), stop], dtype=torch.float64)
         values = values.to(self.wires.device)
@@ -290,6 +295,7 @@ class Training:
             "start_s": start_s, "schedule_end_s": schedule_end_s - start_s, "reduced_s": reduced_s - start_s,
             "clock_offset_s": self._clock_offset_s(), **self.log.take_messages(start_s),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
+            "exchanged_bytes": worker.take_exchanged_bytes(), "tokens_here": worker.tokens,
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self.log.write("step", **result)
@@ -325,13 +331,12 @@ class Training:
         if self.checkpoints is None:
             return
         self._note_write_errors()
-        model, worker = self.layout.problem.model, self.worker
+        model = self.layout.problem.model
         files: dict[str, dict[str, dict[str, Any]]] = {}
-        width = self.layout.plan.stages[worker.stage].width
         for index, bucket in enumerate(self.buckets):
             state = self.update.state(bucket, self._more(bucket))
-            # Workers of a stage hold the same: they take turns. The tied weight is the first stage's to write.
-            if worker.place == 0 and index % width == worker.worker and (bucket.name != "tied" or worker.is_first):
+            # Several hold the same: they take turns.
+            if self.worker.place == 0 and bucket.writers[index % len(bucket.writers)] == self.rank:
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
         with self.log.interval("checkpoint", "copy for checkpoint"):
@@ -404,8 +409,8 @@ def train(
     RunFailedError
         A peer was lost; the message names it, its region and this rank's last action.
     """
-    check_runnable(problem, plan)
-    layout = Layout(problem, plan)
+    check_runnable(problem, plan, options.context, options.expert)
+    layout = Layout(problem, plan, options.context, options.expert)
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name

@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from polygon_comm.compression import Codec, make_codec, relative_error
+from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.tensor_group import TensorGroup
@@ -21,9 +23,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.schedule import Action, worker_order
+from runners.engine.context import part_of
 from runners.engine.data import Samples
+from runners.engine.experts import EXPERT, BalanceLoss
 from runners.engine.gradients import Bucket, Reducer
-from runners.engine.layers import TIED_COPY, TIED_WEIGHT, Attention, build_layers, layer_name, shard_dim
+from runners.engine.layers import (
+    TIED_COPY,
+    TIED_WEIGHT,
+    Attention,
+    attach_groups,
+    build_layers,
+    layer_name,
+    shard_dim,
+)
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
@@ -36,6 +48,19 @@ COMPUTE_DTYPE = {
 }
 
 
+class WorkerGroups(NamedTuple):
+    """Whom a rank works with on one micro-batch, beside the stages' neighbours."""
+
+    tp: TensorGroup | None = None
+    """Those with the other slices of its layers, for computing."""
+    tp_sums: TensorGroup | None = None
+    """The same, for the thread that sums."""
+    context: ExchangeGroup | None = None
+    """Those with the other parts of the sequences."""
+    experts: ExchangeGroup | None = None
+    """Those with the other experts."""
+
+
 class StageWorker:
     """The layers of a stage on one rank, and what is under way between it and its neighbours."""
 
@@ -45,18 +70,21 @@ class StageWorker:
         rank: int,
         wires: Wires,
         sums: dict[str, SumGroup],
-        tensor_groups: tuple[TensorGroup | None, TensorGroup | None],
+        groups: WorkerGroups,
         samples: Samples,
         options: Options,
         log: RunLog,
         on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.on_action = on_action
-        self.tp, self._tp_sums = tensor_groups
-        """The worker's devices: for computing, and for the thread that sums."""
+        self.tp, self._tp_sums, self.context, self.experts = groups
         self.layout, self.rank, self.wires, self.samples, self.log = layout, rank, wires, samples, log
         self.plan, model, batch = layout.plan, layout.problem.model, layout.problem.batch
-        self.stage, self.worker, self.place = self.plan.rank_places[rank]
+        self.stage, self.worker, _ = self.plan.rank_places[rank]
+        self.place = layout.tensor_ranks(rank).index(rank)
+        """Which slices of the layers are here."""
+        self.part = layout.context_ranks(rank).index(rank)
+        """Which part of the sequences is here."""
         self.is_first, self.is_last = self.stage == 0, self.stage == len(self.plan.stages) - 1
         self.actions = worker_order(self.plan, self.stage, self.worker)
         self.executed: list[Action] = []
@@ -65,12 +93,14 @@ class StageWorker:
         self.layers = build_layers(
             model, range(stage.first_layer, stage.last_layer), options.seed, wires.device, self.tp
         )
+        self.balance = BalanceLoss(weight=options.balance)
+        attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
         self.loss_scale = 1.0 / (self.global_batch * (1 if model.family == "vit" else batch.seq_len))
         self.overflow_scale = 1.0
         """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
-        self._shape = (self.plan.micro_batch_size, batch.seq_len, model.hidden_size)
+        self._shape = (self.plan.micro_batch_size, batch.seq_len // layout.context, model.hidden_size)
         self._recompute = stage.recompute == "full"
         for module in self.layers.modules():
             if isinstance(module, Attention):
@@ -105,8 +135,11 @@ class StageWorker:
         for layer in reversed(list(self.layers)):
             prefix = layer_name(model, int(layer))
             parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
+            if layout.expert > 1 and model.layer_kind(int(layer)) == "moe":
+                apart = {name: parameters.pop(name) for name in list(parameters) if EXPERT in name}
+                buckets.append(self._bucket(f"{prefix}{EXPERT}", apart, "experts", [self.stage], sums))
             if parameters:
-                buckets.append(self._bucket(prefix, parameters, f"stage-{self.stage}", [self.stage], sums))
+                buckets.append(self._bucket(prefix, parameters, "stage", [self.stage], sums))
         if tied:
             buckets.append(self._bucket("tied", {TIED_WEIGHT: tied[0]}, "tied", [0, last], sums))
         return buckets
@@ -115,21 +148,37 @@ class StageWorker:
         self,
         name: str,
         parameters: dict[str, nn.Parameter],
-        group: str,
+        kind: str,
         stages: list[int],
         sums: dict[str, SumGroup],
     ) -> Bucket:
         whole = self.layout.sums_whole(stages)
         size = 1 if self.tp is None else self.tp.size
         dims = {key: dim for key in parameters if (dim := shard_dim(self.layout.problem.model, key, size)) is not None}
-        group = f"{group}.{0 if whole else self.place}"
+        group = self.layout.group_of(self.rank, kind, stages)
         bucket = Bucket(name, parameters, sums.get(group), self._tp_sums, dims, whole=whole)
+        members = self.layout.groups[group].ranks
+        bucket.leads = self.rank in self.layout.tensor_ranks(members[0])
+        bucket.writers = members
         if bucket.group is not None:
             bucket.fraction = self.layout.local_fraction(self.rank, group)
         if isinstance(bucket.group, ServerGroup):
             central = self.plan.reduction == "central-server"
             bucket.parts = bucket.group.parts(len(bucket.vector), central=central)
         return bucket
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank computes in a step."""
+        return len(self.actions) // 2 * self._shape[0] * self._shape[1]
+
+    def take_exchanged_bytes(self) -> dict[str, int]:
+        """Bytes sent to ranks with other parts of the sequences or other experts since the last call."""
+        sent = {}
+        for name, group in (("context", self.context), ("experts", self.experts)):
+            if group is not None:
+                sent[name], group.sent_bytes = group.sent_bytes, 0
+        return sent
 
     def begin(self, first_step: int, steps: int, first_sample: int) -> None:
         """Prepare to run the steps from `first_step` to `steps` on samples from `first_sample` on."""
@@ -144,7 +193,7 @@ class StageWorker:
 
     def _peer(self, action: Action) -> int:
         """Who sends what this action needs; the other way round, who needs what the opposite action makes."""
-        return self.layout.peer(action.micro_batch, self.stage + (-1 if action.kind == "F" else 1))
+        return self.layout.peer(action.micro_batch, self.stage + (-1 if action.kind == "F" else 1), self.part)
 
     def _codec(self, source: int, target: int, kind: str) -> Codec:
         use = self.plan.link_use(self.layout.region_of[source], self.layout.region_of[target])
@@ -176,7 +225,7 @@ class StageWorker:
         """Send what lets the action of that kind start on the neighbouring stage (a worker's first rank does)."""
         if self.place:
             return
-        peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1))
+        peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1), self.part)
         with self.log.interval("send", f"send {kind}{micro_batch}"):
             codec = self._codec(self.rank, peer, kind)
             payload = codec.compress(tensor)
@@ -192,6 +241,13 @@ class StageWorker:
         first = self._first_sample + step * self.global_batch + micro_batch * size
         return range(first, first + size)
 
+    def _draw(self, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of a micro-batch, of this rank's part of the sequences."""
+        drawn, targets = self.samples.batch(self._numbers(step, micro_batch))
+        return (
+            (drawn, targets) if self.context is None else (part_of(drawn, self.context), part_of(targets, self.context))
+        )
+
     def _precision(self) -> AbstractContextManager:
         if self.dtype == torch.float32:
             return nullcontext()
@@ -204,7 +260,7 @@ class StageWorker:
         with self.log.interval("compute", f"F{micro_batch}"), self._precision():
             targets: torch.Tensor | None = None
             if self.is_first or self.is_last:
-                drawn, targets = self.samples.batch(self._numbers(step, micro_batch))
+                drawn, targets = self._draw(step, micro_batch)
             x = drawn.to(device) if inputs is None else inputs
             for layer, module in self.layers.items():
                 if int(layer) == self.layout.problem.model.layers - 1 and targets is not None:
@@ -234,6 +290,7 @@ class StageWorker:
     def run_schedule(self, step: int) -> None:
         """Forward and backward of all micro-batches of this worker; sums of finished layers start on the way."""
         self.loss_sum.zero_()
+        self.balance.scale = self.loss_scale * self.overflow_scale
         self.executed = []
         self.packing_error.clear()
         last = self.actions[-1] if self.actions else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from polygon.cost.uniform import ParallelConfig
@@ -11,6 +12,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.files import read_plan, write_plan
 from polygon.formats import cluster_from_data
 from polygon.grid3d.plans import plan_of
+from runners.engine.layout import check_runnable
 from runners.engine.options import Options
 from runners.engine.summary import summarise, write_trace
 from runners.recipes.backends import Job, Place
@@ -47,8 +49,6 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
     parallel = recipe.parallel
     if recipe.lora is not None:
         raise InputError("lora: found with backend engine, expected backend ddp or deepspeed")
-    if parallel.cp * parallel.ep > 1:
-        raise InputError("parallel: found cp or ep above 1, expected 1")
     if batch.global_batch % (parallel.dp * recipe.batch.micro_batch):
         raise InputError(
             f"batch.global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch = "
@@ -66,7 +66,9 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
         recompute=recipe.memory.recompute,
         schedule=parallel.schedule,
     )
-    return problem, plan_of(problem, config)
+    plan = plan_of(problem, config)
+    check_runnable(problem, plan, parallel.cp, parallel.ep)
+    return problem, plan
 
 
 def equal_devices(recipe: Recipe) -> Cluster:
@@ -80,7 +82,7 @@ def equal_devices(recipe: Recipe) -> Cluster:
         return cluster_from_data({"name": recipe.name, "regions": [{"name": "here", "nodes": [node]}]}, recipe.name)
 
 
-def options_of(job: Job) -> Options:
+def options_of(job: Job, log_dir: Path | None = None) -> Options:
     """The engine's options."""
     recipe, rate = job.recipe, job.recipe.optimizer
     saved = recipe.checkpoint
@@ -90,6 +92,9 @@ def options_of(job: Job) -> Options:
         warmup_steps=rate.warmup_steps,
         weight_decay=rate.weight_decay,
         clip_norm=rate.clip_norm or None,
+        balance=rate.balance,
+        context=recipe.parallel.cp,
+        expert=recipe.parallel.ep,
         offload_optimizer=recipe.memory.offload != "none",
         seed=recipe.seed,
         checkpoint_dir=None if saved is None else beside(job.folder, saved.folder),
@@ -98,7 +103,7 @@ def options_of(job: Job) -> Options:
         resume=saved is not None and saved.resume,
         device=job.device,
         profiled_steps=recipe.metrics.profile_steps,
-        log_dir=job.out,
+        log_dir=log_dir,
     )
 
 
@@ -112,7 +117,7 @@ def run_rank(job: Job, place: Place) -> int:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)
     return run_rank(
-        problem, plan, place.rank, place.host, place.port, options_of(job), place.listen_fd, samples=samples
+        problem, plan, place.rank, place.host, place.port, options_of(job, job.out), place.listen_fd, samples=samples
     )
 
 
