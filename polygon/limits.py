@@ -1,4 +1,4 @@
-"""Options of commands that weigh time against money: objective, budgets, deadline, tokens of the whole run."""
+"""Options of commands that weigh time against money and loss: objective, budgets, deadline, parity, tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from polygon import cli
+from polygon.domain.plan import PARITY_LEVELS
 
 OBJECTIVES = ("time", "money", "energy", "tokens-per-usd")
 
@@ -26,6 +27,12 @@ def objective_options(*, objective: bool = True) -> argparse.ArgumentParser:
     usd, above = "USD", cli.number(above=0)
     group.add_argument("--budget", type=above, metavar=usd, help="most that a step may cost, devices and egress")
     group.add_argument("--budget-per-hour", type=above, metavar=usd, help="most that an hour may cost")
+    group.add_argument(
+        "--parity",
+        choices=PARITY_LEVELS,
+        help="how sure it must be that packings and local steps keep the loss: exact (nothing is packed), safe (the "
+        "default), known (shown by others for models of this size), any; the rows: polygon show parity",
+    )
     group.add_argument("--deadline", type=above, metavar="SECONDS", help="longest that a step may take")
     group.add_argument(
         "--tokens", type=above, metavar="N", help="also say what training on so many tokens takes (such as 300e9)"
@@ -39,6 +46,7 @@ def limited(problem: Any, args: argparse.Namespace) -> Any:
         "most_usd_per_step": args.budget,
         "most_usd_per_hour": args.budget_per_hour,
         "most_step_s": args.deadline,
+        "parity": args.parity,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     return replace(problem, constraints=replace(problem.constraints, **changes)) if changes else problem

@@ -8,6 +8,7 @@ from polygon.cost.bill import Run
 from polygon.cost.estimate import Estimate
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
+from polygon.parity import assumptions
 
 
 def seconds(value: float) -> str:
@@ -63,6 +64,10 @@ def describe_groups(groups: Groups) -> str:
 def describe_plan(problem: Problem, plan: Plan, estimate: Estimate) -> str:
     """Stages, speed, memory, traffic, bound and what limits the plan."""
     parts = [_stage_table(problem, plan, estimate), "", _headline(problem, plan, estimate)]
+    if plan.local_steps > 1:
+        parts.append(f"local steps   regions meet every {plan.local_steps} steps ; times and bytes are means per step")
+    assumed = assumptions(problem, plan) if estimate.links else []
+    parts += [f"{'loss' if i == 0 else '':<14}{line}" for i, line in enumerate(assumed)]
     if estimate.links:
         rows = [
             [

@@ -1,4 +1,4 @@
-"""List what the catalogues know: `python -m polygon.show devices`, `models` or `links`."""
+"""List what the catalogues know: `python -m polygon.show devices`, `models`, `links` or `parity`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polygon import catalogue, cli
+from polygon import catalogue, cli, parity
 from polygon.catalogue import GB, GBPS, GIB, MS, TFLOP
 
 Row = dict[str, Any]
@@ -56,14 +56,40 @@ def links() -> list[Row]:
     ]
 
 
-CATALOGUES: dict[str, Callable[[], list[Row]]] = {"devices": devices, "models": models, "links": links}
+def parity_rows() -> list[Row]:
+    """What may travel between regions in place of the numbers, and what is known of the loss."""
+    return [
+        {
+            "traffic": traffic,
+            "kind": str(kind),
+            "level": row.level,
+            "ratio": row.ratio,
+            "least_parameters_1e9": row.parameters[0] / 1e9,
+            "most_parameters_1e9": row.parameters[1] / 1e9 if row.parameters[1] < float("inf") else None,
+            "shown": row.shown,
+            "caveat": row.caveat,
+            "source": row.source,
+        }
+        for traffic in (*parity.TRAFFIC, "local_steps")
+        for kind, row in parity.rows(traffic).items()
+    ]
+
+
+CATALOGUES: dict[str, Callable[[], list[Row]]] = {
+    "devices": devices,
+    "models": models,
+    "links": links,
+    "parity": parity_rows,
+}
 
 
 def table(rows: Sequence[Row]) -> str:
     """Rows as aligned columns, numbers with four digits."""
-    lines = [list(rows[0])] + [
-        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
-    ]
+
+    def cell(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+    lines = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -5,7 +5,8 @@
   least the optimum of: min T subject to sum_d x[k, d] = layers_k * sequences, sum_k x[k, d] t[k, d] <= T n_d, x >= 0.
 - **Path.** One micro-batch passes every layer forward and backward, one after another, at best on the fastest worker.
 - **Region.** A plan lies in one region, or some message crosses the fastest link between regions. So the step takes
-  at least the smaller of the best single-region compute bound and that message's time.
+  at least the smaller of the best single-region compute bound and that message's time (once in H steps where the
+  constraints allow H local steps).
 
 The bound is the largest of these (the third joined with the first).
 """
@@ -18,6 +19,7 @@ from scipy.optimize import linprog
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, packed_bytes
 from polygon.domain.plan import COMPRESSIONS
+from polygon.parity import allowed
 
 
 def _layer_costs(tables: CostTables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -116,4 +118,4 @@ def _crossing_s(tables: CostTables) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         seconds = links.latency_s + smallest / links.bytes_per_s
     joined = off & (links.bytes_per_s > 0)
-    return float(seconds[joined].min()) if joined.any() else np.inf
+    return float(seconds[joined].min()) / max(allowed(problem).local_steps) if joined.any() else np.inf

@@ -13,7 +13,7 @@ from polygon.cost.memory import MemoryBreakdown, stage_memory
 from polygon.cost.reduction import ReductionCost, stage_reduction
 from polygon.cost.schedule import ScheduleTimes, backward_order
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.cost.transfers import Messages, Placement, matrix_values, packed_bytes, price_messages
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import in_flight, windows
 
@@ -116,7 +116,9 @@ class StepTimes:
             done[ends] = done[ends].max() + self.tied_s
         if self.norm_s:
             done[:] = done.max() + self.norm_s
-        return done + self.update_s
+        done += self.update_s
+        outer_s = max(cost.outer_s for cost in self.reductions)
+        return done.max() + np.full_like(done, outer_s) if outer_s else done
 
     @property
     def step_s(self) -> float:
@@ -147,6 +149,7 @@ def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: M
             span = slice(place.offset[s], place.offset[s] + stage.width)
             backward[span] += extra if stage.zero == 2 else 2 * extra
             forward[span] += 0 if stage.zero == 2 else extra
+    forward, backward = forward + messages.codec_s[0], backward + messages.codec_s[1]
     order, first = backward_order(windows(plan))
     return ScheduleTimes(
         routes=plan.routes + place.offset[None, :],
@@ -220,15 +223,10 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     for s, stage in enumerate(plan.stages):
         degrees = set(place.tp[place.members(s)].tolist())
         n_values = max(held_parameters(plan, tables, s, tp) * tp for tp in degrees)
-        cost = stage_reduction(plan, s, n_values, problem.batch, tables.links, place, shared)
-        if plan.local_steps > 1:
-            cost = ReductionCost(
-                node_s=cost.node_s / plan.local_steps,
-                region_s=cost.region_s / plan.local_steps,
-                across_s=cost.across_s / plan.local_steps,
-                across_bytes=tuple((a, b, n / plan.local_steps) for a, b, n in cost.across_bytes),
-            )
-        reductions.append(cost)
+        cost = stage_reduction(
+            plan, s, n_values, problem.batch, tables.links, place, shared, matrix_values(problem.model)
+        )
+        reductions.append(cost.with_local_steps(plan.local_steps))
         mine = place.members(s)
         shards = shard_groups(place, s) if stage.zero else np.ones(stage.width, dtype=np.int64)
         kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
@@ -293,6 +291,7 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
                 zero=stage.zero,
                 shards=shards,
                 batch=tables.problem.batch,
+                outer=plan.local_steps > 1,
             )
             for tp, held, shards in kinds
         ]

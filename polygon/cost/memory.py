@@ -13,6 +13,8 @@ from polygon.domain.plan import RECOMPUTE
 
 CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers (1.3-1.6 GB beyond the allocator's, BigScience)."""
+OUTER_BYTES = 8.0
+"""Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
 FUSED_BYTES_PER_ELEMENT, UNFUSED_FACTOR = 10.0, 1.9
 """Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit (Galvatron)."""
 
@@ -185,6 +187,7 @@ def stage_memory(
     batch: Batch,
     context_bytes: float = CONTEXT_BYTES,
     gradient_copies: float = 0.0,
+    outer: bool = False,
 ) -> MemoryBreakdown:
     """Peak bytes on one device of a stage that holds layers [first_layer, last_layer).
 
@@ -196,6 +199,8 @@ def stage_memory(
         ZeRO 0: nothing sharded; 1: optimizer state; 2: gradients too; 3: weights too; over `shards` workers.
     gradient_copies : float
         Further copies of the gradients that the framework keeps (reduction buckets).
+    outer : bool
+        Whether regions take local steps: weights at the last meeting and the outer momentum are held too.
     """
     rows = stage_rows(layers, first_layer, last_layer)
     return breakdown(
@@ -206,6 +211,7 @@ def stage_memory(
         batch=batch,
         context_bytes=context_bytes,
         gradient_copies=gradient_copies,
+        outer=outer,
     )
 
 
@@ -242,6 +248,7 @@ def breakdown(
     batch: Batch,
     context_bytes: float = CONTEXT_BYTES,
     gradient_copies: float = 0.0,
+    outer: bool = False,
 ) -> MemoryBreakdown:
     """Peak bytes from what `stage_rows` says of a stage."""
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
@@ -250,7 +257,7 @@ def breakdown(
     return MemoryBreakdown(
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
         gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),
-        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer,
+        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer + (held * OUTER_BYTES if outer else 0.0),
         activations=activation_bytes * in_flight,
         transient=transient_bytes,
         context=context_bytes,

@@ -10,20 +10,24 @@ With n bytes per worker, g workers in a node, N nodes in a region, R regions:
     T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
 A node's workers share its network card, so the second level moves the node's whole n. `across` is the faster of a
-ring over the regions and a direct exchange (reduce-scatter and all-gather, every pair of regions at once).
+ring over the regions and a direct exchange (reduce-scatter and all-gather, every pair of regions at once); packing and
+unpacking of what crosses are added to it.
+
+With local steps regions meet every H steps: the first two levels run in every step, and after each H-th update all
+three once more, for the outer gradient (`with_local_steps`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
 
 from polygon.cost.collectives import ring_pass_s
-from polygon.cost.transfers import LinkTable, Placement, packed_bytes
+from polygon.cost.transfers import LinkTable, Placement, codec_s, packed_bytes
 from polygon.domain.model import Batch
-from polygon.domain.plan import Plan
+from polygon.domain.plan import COMPRESSIONS, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +38,25 @@ class ReductionCost:
     region_s: float
     across_s: float
     across_bytes: tuple[tuple[int, int, float], ...] = ()
-    """Rows (source region, target region, bytes)."""
+    """Rows (source region, target region, bytes), per step."""
+    outer_s: float = 0.0
+    """Seconds after the update, the mean per step, in which regions that take local steps meet."""
 
     @property
     def total_s(self) -> float:
-        """Seconds of the three levels one after another."""
+        """Seconds of the three levels one after another, in every step."""
         return self.node_s + self.region_s + self.across_s
+
+    def with_local_steps(self, steps: int) -> ReductionCost:
+        """The cost where regions meet every `steps` steps instead of in each."""
+        if steps == 1 or self.across_s == 0:
+            return self
+        return replace(
+            self,
+            across_s=0.0,
+            across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
+            outer_s=self.total_s / steps,
+        )
 
 
 @njit(cache=True)
@@ -179,16 +196,25 @@ def stage_members(place: Placement, stage: int) -> tuple[np.ndarray, np.ndarray,
     return pools, node_counts.astype(np.int64), members
 
 
-def gradient_wire_bytes(plan: Plan, n_values: float, batch: Batch, regions: int) -> np.ndarray:
-    """Bytes of a gradient of `n_values` once packed, by source and target region."""
+def gradient_wire_bytes(
+    plan: Plan, n_values: float, batch: Batch, regions: int, matrix_values: float | None = None
+) -> np.ndarray:
+    """Bytes of a gradient of `n_values` once packed, by source and target region; `matrix_values`: `packed_bytes`."""
     wire = np.full((regions, regions), n_values * float(batch.gradient_bytes))
     for use in plan.links:
-        wire[use.source, use.target] = packed_bytes(n_values, batch.gradient_bytes, use.weight_gradients)
+        wire[use.source, use.target] = packed_bytes(n_values, batch.gradient_bytes, use.weight_gradients, matrix_values)
     return wire
 
 
 def stage_reduction(
-    plan: Plan, stage: int, n_values: float, batch: Batch, links: LinkTable, place: Placement, pair_share: np.ndarray
+    plan: Plan,
+    stage: int,
+    n_values: float,
+    batch: Batch,
+    links: LinkTable,
+    place: Placement,
+    pair_share: np.ndarray,
+    matrix_values: float | None = None,
 ) -> ReductionCost:
     """Cost of one reduction of a stage's gradients.
 
@@ -198,17 +224,27 @@ def stage_reduction(
         Weight gradients that one worker holds (all its tensor-parallel ranks together).
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
+    matrix_values : float, optional
+        See `packed_bytes`.
     """
     pools, nodes, members = stage_members(place, stage)
     if int(nodes.sum()) == 1 and int(members[0]) == 1:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
-    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions))
+    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values)
+    regions = np.unique(links.region[pools])
+    mode = group_packing(plan, regions)
+    lanes = min(int(nodes[links.region[pools] == r].sum()) for r in regions)
+    sent, part = wire, n_values / lanes
+    if mode == "powersgd":
+        # Factors of whole matrices: one node of each region sends them whole to every other region.
+        wire, part = wire * len(regions) / 2, n_values
+        sent = wire * lanes
     node_s, region_s, across_s, direct = levels_s(
         n_values * batch.gradient_bytes,
         pools,
         nodes,
         members,
-        wire,
+        sent,
         pair_share.astype(float),
         links.region,
         links.latency_s,
@@ -220,9 +256,21 @@ def stage_reduction(
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s,
-        across_bytes=_across_bytes(np.unique(links.region[pools]), wire, direct),
+        across_s=across_s + (packing_s(part, batch, mode, pools, links) if len(regions) > 1 else 0.0),
+        across_bytes=_across_bytes(regions, wire, direct),
     )
+
+
+def group_packing(plan: Plan, regions: np.ndarray) -> str:
+    """Packing of gradients that several regions add up: all use the strongest that the plan names for any pair."""
+    names = [plan.link_use(int(a), int(b)).weight_gradients for a in regions for b in regions if a != b]
+    return max(names, key=COMPRESSIONS.index, default="none")
+
+
+def packing_s(n_values: float, batch: Batch, mode: str, pools: np.ndarray, links: LinkTable) -> float:
+    """Seconds in which a leader packs (with error feedback) and unpacks its part, once on each of two passes."""
+    slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
+    return 2 * sum(codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True))
 
 
 def _across_bytes(regions: np.ndarray, wire: np.ndarray, direct: bool) -> tuple[tuple[int, int, float], ...]:

@@ -22,6 +22,7 @@ from numba import njit
 from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
+from polygon.parity import codec
 
 BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
 """Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (int8) or
@@ -31,11 +32,12 @@ TOPK_FRACTION = 0.05
 POWERSGD_RANK = 8
 
 
-def packed_bytes(n_values: float, element_bytes: int, mode: str) -> float:
+def packed_bytes(n_values: float, element_bytes: int, mode: str, matrix_values: float | None = None) -> float:
     """Bytes on the wire of `n_values` numbers of `element_bytes` each under a packing (`COMPRESSIONS`).
 
     A packing never grows a message: bf16 of a 2-byte tensor is the tensor. Top-k sends a 4-byte place and a 2-byte
-    value for the largest 5 %; PowerSGD (rank 8) is priced for square matrices.
+    value for the largest 5 %; PowerSGD (rank 8) is priced for square matrices of `matrix_values` numbers (default: one
+    matrix of all).
     """
     plain = n_values * element_bytes
     if mode == "none":
@@ -43,8 +45,28 @@ def packed_bytes(n_values: float, element_bytes: int, mode: str) -> float:
     if mode == "topk":
         return min(plain, TOPK_FRACTION * n_values * 6)
     if mode == "powersgd":
-        return min(plain, 2 * POWERSGD_RANK * n_values**0.5 * 4)
+        side = (matrix_values or n_values) ** 0.5
+        return min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4)
     return min(plain, BYTES_RATIO[mode] * 4 * n_values)
+
+
+def matrix_values(model: Model) -> float:
+    """Numbers in a weight matrix, for `packed_bytes`: a block of 12 h^2 has four."""
+    return 3.0 * model.hidden_size**2
+
+
+def codec_s(
+    n_values: float, element_bytes: int, mode: str, bytes_per_s: float, *, feedback: bool = False
+) -> tuple[float, float]:
+    """Seconds to pack and to unpack `n_values` numbers on a device with memory of `bytes_per_s`.
+
+    Nothing where the packed form is the tensor itself (bf16 of a 2-byte tensor). Ignores the start of kernels.
+    """
+    if mode == "none" or (mode == "bf16" and element_bytes == 2):
+        return 0.0, 0.0
+    traffic = codec(mode)
+    pack = traffic.pack_with_feedback if feedback else traffic.pack
+    return n_values * pack / bytes_per_s, n_values * traffic.unpack / bytes_per_s
 
 
 def boundary_values(model: Model, batch: Batch, micro_batch_size: int) -> int:
@@ -185,6 +207,8 @@ class Messages:
     """Channel of each message (one per sender, receiver and direction)."""
     channels: int
     connected: bool
+    codec_s: np.ndarray
+    """Seconds that each worker packs and unpacks, per micro-batch: of forward and of backward, shape (2, workers)."""
 
     @cached_property
     def total_bytes(self) -> float:
@@ -210,6 +234,7 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         size[0, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activations)
         size[1, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activation_gradients)
     n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
+    codecs = _codec_s(plan, values, batch.element_bytes, links, place, sender, receiver)
 
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
     latency = np.where(same_node, links.node_latency_s[pool_s], links.latency_s[pool_s, pool_r])
@@ -246,4 +271,38 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         channel=channel.reshape(sender.shape),
         channels=int(channels),
         connected=bool((rate > 0).all()),
+        codec_s=codecs,
     )
+
+
+def _codec_s(
+    plan: Plan,
+    values: int,
+    element_bytes: int,
+    links: LinkTable,
+    place: Placement,
+    sender: np.ndarray,
+    receiver: np.ndarray,
+) -> np.ndarray:
+    """Seconds of packing and unpacking per micro-batch of each worker, the mean over its micro-batches: (2, workers).
+
+    The runner packs and unpacks on the device that computes, between two micro-batches. Forward unpacks and packs
+    activations, backward their gradients.
+    """
+    workers = len(place.stage)
+    seconds = np.zeros((2, workers))
+    fields = ("activations", "activation_gradients")
+    packed = {(use.source, use.target): use for use in plan.links if any(getattr(use, f) != "none" for f in fields)}
+    if not packed or sender.size == 0:
+        return seconds
+    rate = np.array([pool.device.memory_bytes_per_s for pool in links.cluster.pools])[place.pool]
+    share = np.maximum(np.bincount((plan.routes + place.offset[None, :]).ravel(), minlength=workers), 1)
+    source, target = place.region[sender], place.region[receiver]
+    for (a, b), use in packed.items():
+        for way, field in enumerate(fields):
+            chosen = (source[way] == a) & (target[way] == b)
+            pack_s, unpack_s = codec_s(values, element_bytes, getattr(use, field), 1.0)
+            if pack_s and chosen.any():
+                seconds[way] += np.bincount(sender[way][chosen], minlength=workers) * pack_s
+                seconds[way] += np.bincount(receiver[way][chosen], minlength=workers) * unpack_s
+    return seconds / share / rate

@@ -13,11 +13,14 @@ from functools import cached_property
 import numpy as np
 
 from polygon.domain.cluster import Cluster, Pool
-from polygon.domain.errors import require, require_number
+from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.model import Batch, Model, check_sequence
 
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "topk", "powersgd")
 """How a message is packed; `none` sends it in the precision it has."""
+
+PARITY_LEVELS = ("exact", "safe", "known", "any")
+"""How sure it must be that the loss is kept, from surest to least sure (`polygon.parity`)."""
 
 RECOMPUTE = ("none", "selective", "full")
 REDUCTIONS = ("all-reduce", "sharded-server", "central-server")
@@ -50,8 +53,12 @@ class Constraints:
     stage_rules: tuple[StageRule, ...] = ()
     """Regions that stages are pinned to or kept out of."""
     most_stages: int | None = None
-    compressions: tuple[str, ...] = ("none", "bf16", "int8")
-    """Packings that the search may choose for messages between regions."""
+    parity: str = "safe"
+    """Which packings and local steps the search may choose, by what is known of the loss under them."""
+    compressions: tuple[str, ...] = ()
+    """Packings that the search may choose for messages between regions; empty: those of `parity`."""
+    local_steps: tuple[int, ...] = ()
+    """Numbers of local steps that the search may choose (1: reduce in every step); empty: those of `parity`."""
     egress_bytes_per_step: Mapping[str, float] = field(default_factory=dict)
     """Most bytes that may leave a region in a step, by region; `*` is for every region not named."""
     most_usd_per_step: float | None = None
@@ -62,8 +69,11 @@ class Constraints:
 
     def __post_init__(self) -> None:
         require(0 <= self.memory_headroom < 1, "memory_headroom", self.memory_headroom, "a number in [0, 1)")
+        require(self.parity in PARITY_LEVELS, "parity", self.parity, one_of(str(self.parity), PARITY_LEVELS))
         for mode in self.compressions:
             require(mode in COMPRESSIONS, "compressions", mode, " or ".join(COMPRESSIONS))
+        for steps in self.local_steps:
+            require(steps >= 1, "local_steps", steps, "whole numbers >= 1")
         for name in ("most_usd_per_step", "most_usd_per_hour", "most_step_s"):
             if getattr(self, name) is not None:
                 require_number(getattr(self, name), name, above=0)
@@ -207,6 +217,19 @@ class Plan:
         """Rank of every used device: used devices in the order of their numbers, so a node's ranks are consecutive."""
         used = sorted(device for stage in self.stages for worker in stage.workers for device in worker.devices)
         return {device: rank for rank, device in enumerate(used)}
+
+    def regions(self, cluster: Cluster) -> set[int]:
+        """Numbers of the regions that the plan's workers lie in."""
+        return {cluster.pools[worker.pool].region for stage in self.stages for worker in stage.workers}
+
+    def stays_in_regions(self, cluster: Cluster) -> bool:
+        """Whether every micro-batch visits workers of one region alone, and there are several regions.
+
+        Each region then holds a whole copy of the model, so that regions can train by themselves for some steps.
+        """
+        places = [np.array([cluster.pools[worker.pool].region for worker in stage.workers]) for stage in self.stages]
+        visited = np.stack([place[self.routes[:, s]] for s, place in enumerate(places)], axis=1)
+        return bool((visited == visited[:, :1]).all()) and len(self.regions(cluster)) > 1
 
     @property
     def world_size(self) -> int:

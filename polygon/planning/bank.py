@@ -11,8 +11,10 @@ import numpy as np
 
 from polygon.cost.memory import stage_memory
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import boundary_values, packed_bytes
+from polygon.cost.transfers import boundary_values, matrix_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE
+from polygon.parity import Allowed
+from polygon.planning.packing import activation_modes, gradient_mode, link_seconds
 
 OPTIONS = (("none", 0), ("none", 1), ("selective", 1), ("full", 1))
 """Recomputation and ZeRO of a stage, fastest first; decode takes the first that fits. ZeRO-2 and 3 can be priced, but
@@ -58,8 +60,12 @@ class Bank(NamedTuple):
     gradient_bytes: float
     activation_wire: np.ndarray
     """(d, d) bytes of one message between stages."""
+    activation_codec_s: np.ndarray
+    """(d, d) seconds to pack and unpack it on the slowest devices there."""
     gradient_ratio: np.ndarray
     """(d, d) packed over plain gradient bytes."""
+    local_steps: int
+    """Most steps between two meetings of regions that hold a whole pipeline each; 1: they meet in every step."""
     pool_region: np.ndarray
     """(p,) and the links as in `LinkTable`."""
     latency_s: np.ndarray
@@ -109,14 +115,14 @@ def state_bytes_per_parameter(tables: CostTables, shards: int) -> np.ndarray:
 
 
 def build_bank(
-    tables: CostTables, classes: tuple[tuple[int, int], ...], micro_batch_size: int, packing: str, max_width: int
+    tables: CostTables, classes: tuple[tuple[int, int], ...], micro_batch_size: int, may: Allowed, max_width: int
 ) -> Bank:
     """Collect the arrays of a problem.
 
     Parameters
     ----------
-    packing : str
-        How all messages between regions are packed (decode later relaxes it where that costs nothing).
+    may : Allowed
+        Packings and local steps that may be chosen; every link gets what is quickest for a message alone.
     """
     problem = tables.problem
     cluster, batch, links = problem.cluster, problem.batch, tables.links
@@ -128,9 +134,19 @@ def build_bank(
     regions = len(cluster.regions)
     values = boundary_values(problem.model, batch, micro_batch_size)
     far = ~np.eye(regions, dtype=bool)
-    wire = np.where(far, packed_bytes(values, batch.element_bytes, packing), values * float(batch.element_bytes))
-    block = float(memory[0][0].layers.parameters[1]) * classes[0][1]
-    ratio = packed_bytes(block, batch.gradient_bytes, packing) / (block * batch.gradient_bytes)
+    chosen = activation_modes(tables, micro_batch_size, may.activations)
+    wire = np.full((regions, regions), values * float(batch.element_bytes))
+    packing_s = np.zeros((regions, regions))
+    for mode in set(chosen[far].tolist()):
+        here = far & (chosen == mode) & (cluster.bytes_per_s > 0)
+        wire[here] = packed_bytes(values, batch.element_bytes, mode)
+        seconds = link_seconds(tables, values, batch.element_bytes, mode)
+        rate = np.minimum(cluster.bytes_per_s, links.capacity_bytes_per_s)
+        packing_s[here] = np.maximum(0.0, seconds[here] - wire[here] / rate[here])
+    block = 4 * matrix_values(problem.model)
+    gradients = gradient_mode(tables, may.weight_gradients)
+    ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))
+    ratio /= block * batch.gradient_bytes
     million = 1_000_000
     return Bank(
         pool=np.array([p for p, _ in classes], dtype=np.int64),
@@ -154,7 +170,9 @@ def build_bank(
         element_bytes=float(batch.element_bytes),
         gradient_bytes=float(batch.gradient_bytes),
         activation_wire=wire,
+        activation_codec_s=packing_s,
         gradient_ratio=np.where(far, ratio, 1.0),
+        local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         pool_region=links.region,
         latency_s=links.latency_s,
         bytes_per_s=links.bytes_per_s,

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from polygon.cost.bill import Bill, priced
 from polygon.cost.estimate import StepTimes, step_bill, step_times, worker_memory
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement, boundary_values, packed_bytes
-from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.cost.transfers import Placement
+from polygon.domain.plan import PARITY_LEVELS, LinkUse, Plan, Problem, Stage, Worker
+from polygon.parity import Allowed, allowed
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
 from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s, lock_shares
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
+from polygon.planning.packing import activation_modes, gradient_mode, settled
 from polygon.planning.routing import build_routes
 from polygon.planning.stage_rules import StageRules
 
@@ -31,8 +32,8 @@ WINDOW_USE = 0.82
 """Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
 MAX_STREAMS = 16
 
-PACKING_ORDER = ("none", "bf16", "int8", "int4", "powersgd", "topk")
-"""From what changes numbers least to what changes them most."""
+NEARLY = 1.01
+"""Of several numbers of local steps, the fewest within this factor of the best are taken."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,18 +74,19 @@ class Decoder:
         self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)
         if self.classes:
-            self.packing = strongest_packing(problem)
+            self.may = allowed(problem)
+            self._chain = nested(problem)
             self.rules = StageRules(problem, np.array([problem.cluster.pools[p].region for p, _ in self.classes]))
             self._bills = FluidBills(problem, self.classes)
             self._widest = max(problem.cluster.pools[p].devices // t for p, t in self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
 
-    def _build_bank(self, micro_batch_size: int) -> Bank:
-        return build_bank(self.tables, self.classes, micro_batch_size, self.packing, min(self._widest, 256))
+    def _build_bank(self, micro_batch_size: int, may: Allowed) -> Bank:
+        return build_bank(self.tables, self.classes, micro_batch_size, may, min(self._widest, 256))
 
     def bank(self, micro_batch_size: int) -> Bank:
         """Arrays of the problem at a micro-batch size."""
-        return self._bank(micro_batch_size)
+        return self._bank(micro_batch_size, self.may)
 
     def warm_up(self) -> None:
         """Have the kernels compiled (or loaded), so that time limits count searching alone."""
@@ -113,11 +115,11 @@ class Decoder:
         """What an allocation's step costs, by the fluid step time."""
         allocation = self.legal(allocation)
         bank = self.bank(allocation.micro_batch_size)
-        bounds, options, count = _scratch(allocation.workers.shape[0])
-        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, count)
+        bounds, options, out = _scratch(allocation.workers.shape[0])
+        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out)
         if not math.isfinite(step_s):
             return priced(self.problem, step_s, 0.0, 0.0, np.zeros(len(self.problem.cluster.regions)))
-        return self._bills.bill(bank, allocation.workers, bounds, options, int(count[0]), step_s)
+        return self._bills.bill(bank, allocation.workers, bounds, options, out, step_s)
 
     def bill(self, plan: Plan) -> Bill:
         """Exact time, money, energy and egress of a plan's step."""
@@ -130,31 +132,59 @@ class Decoder:
     def decode(self, allocation: Allocation, *, relax: bool = True) -> Plan | Infeasible:
         """The plan of an allocation.
 
+        Windows are first set so that messages can hide, and shrunk to what memory holds. Links get what is quickest for
+        a message alone; regions that hold whole pipelines take local steps where that is allowed and saves time.
+
         Parameters
         ----------
         relax : bool
-            Whether to look for links that can do with weaker packing.
-
-        Returns
-        -------
-        Plan or Infeasible
-            Windows are first set so that messages can hide, and shrunk to what memory holds; links get the weakest
-            packing that costs less than 1 % of the step.
+            Whether to settle packings by exact simulation, and to try what gentler levels of parity allow too: then no
+            plan is worse than under fewer packings and local steps.
         """
         allocation = self.legal(allocation)
-        rows = allocation.workers.shape[0]
-        bounds, options, count = _scratch(rows)
-        value, why = fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, bounds, options, count)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason="no devices are left where the rules for stages want them")
+        if not relax:
+            return self._decode(allocation, self.may)
+        best: Plan | Infeasible = Infeasible(reason="")
+        value = math.inf
+        for may in self._chain:
+            plan = self._decode(allocation, may)
+            if isinstance(plan, Plan):
+                plan = settled(self.problem, plan, may, self.plan_value)
+                plan = self._with_local_steps(replace(plan, local_steps=1), may)
+                found = self.plan_value(plan)
+                if found < value:
+                    best, value = plan, found
+            elif not isinstance(best, Plan):
+                best = plan
+        return best
+
+    def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
+        """The plan of a legal allocation with the packings that are quickest for a message alone."""
+        bounds, options, out = _scratch(allocation.workers.shape[0])
+        bank = self._bank(allocation.micro_batch_size, may)
+        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out)
         if why != FITS or not math.isfinite(value):
             return Infeasible(reason=REASONS.get(why, "the step would never end"))
-        stages = self._stages(allocation, bounds, options, int(count[0]))
-        draft = self._route(stages, allocation.micro_batch_size, locked=bool(count[1]))
+        stages = self._stages(allocation, bounds, options, int(out[0]))
+        draft = self._route(stages, allocation.micro_batch_size, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):
             return draft
         fitted = self._fit_spans(draft)
-        return self._relax_links(fitted) if relax and isinstance(fitted, Plan) else fitted
+        return self._with_local_steps(fitted, may) if isinstance(fitted, Plan) else fitted
+
+    def _with_local_steps(self, plan: Plan, may: Allowed) -> Plan:
+        """The plan with the fewest allowed local steps within 1 % of the best, or with none if they do not help."""
+        more = [steps for steps in may.local_steps if steps > 1]
+        if not more or not can_take_local_steps(self.problem, plan):
+            return plan
+        options = [plan, *(replace(plan, local_steps=steps) for steps in more)]
+        if self._over_memory(options[-1]).any():
+            return plan
+        values = [self.plan_value(option) for option in options]
+        limit = min(values) * (NEARLY if min(values) > 0 else 1.0)
+        return next(option for option, value in zip(options, values, strict=True) if value <= limit)
 
     def _stages(self, allocation: Allocation, bounds: np.ndarray, options: np.ndarray, count: int) -> list[Stage]:
         """Deal out devices: in every pool large tensor-parallel groups first, so that none straddles two nodes."""
@@ -181,7 +211,7 @@ class Decoder:
             for s in range(count)
         ]
 
-    def _route(self, stages: list[Stage], micro_batch_size: int, *, locked: bool) -> Plan | Infeasible:
+    def _route(self, stages: list[Stage], micro_batch_size: int, may: Allowed, *, locked: bool) -> Plan | Infeasible:
         """Shares and routes; workers left without a micro-batch are dropped."""
         problem, links = self.problem, self.tables.links
         micro_batches = problem.batch.global_batch // micro_batch_size
@@ -204,7 +234,7 @@ class Decoder:
             count = len(problem.cluster.regions)
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
             share = lock_shares(np.array(rates))
-        routes = build_routes(seconds, regions, self._message_s(micro_batch_size), micro_batches, share)
+        routes = build_routes(seconds, regions, self._message_s(micro_batch_size, may), micro_batches, share)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
         kept = []
@@ -219,29 +249,29 @@ class Decoder:
             routes=routes,
             micro_batch_size=micro_batch_size,
             spans=tuple((micro_batches,) * stage.width for stage in kept),
-            links=self._links(kept, self.packing),
+            links=self._links(kept, micro_batch_size, may),
         )
 
-    def _message_s(self, micro_batch_size: int) -> np.ndarray:
+    def _message_s(self, micro_batch_size: int, may: Allowed) -> np.ndarray:
         """Seconds of one message between regions; inf where there is no link."""
-        cluster, batch = self.problem.cluster, self.problem.batch
-        n_bytes = packed_bytes(
-            boundary_values(self.problem.model, batch, micro_batch_size), batch.element_bytes, self.packing
-        )
+        cluster = self.problem.cluster
         with np.errstate(divide="ignore"):
-            return cluster.latency_s + n_bytes / cluster.bytes_per_s
+            return cluster.latency_s + self._bank(micro_batch_size, may).activation_wire / cluster.bytes_per_s
 
-    def _links(self, stages: list[Stage], packing: str) -> tuple[LinkUse, ...]:
+    def _links(self, stages: list[Stage], micro_batch_size: int, may: Allowed) -> tuple[LinkUse, ...]:
         """One entry for every ordered pair of regions between which the plan may send."""
         cluster = self.problem.cluster
+        down = activation_modes(self.tables, micro_batch_size, may.activations)
+        up = activation_modes(self.tables, micro_batch_size, may.activation_gradients)
+        gradients = gradient_mode(self.tables, may.weight_gradients)
         regions = sorted({cluster.pools[w.pool].region for stage in stages for w in stage.workers})
         return tuple(
             LinkUse(
                 source=a,
                 target=b,
-                activations=packing,
-                activation_gradients=packing,
-                weight_gradients=packing,
+                activations=str(down[a, b]),
+                activation_gradients=str(up[a, b]),
+                weight_gradients=gradients,
                 streams=useful_streams(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b])),
             )
             for a in regions
@@ -290,43 +320,27 @@ class Decoder:
                 )
         return ""
 
-    def _relax_links(self, plan: Plan) -> Plan:
-        """Pack links less where it costs little: the weakest packing for all messages within 1 % of the step time.
-
-        Where something else than time is minimised or limited, only where it costs nothing.
-        """
-        if not plan.links:
-            return plan
-        allowed = [mode for mode in PACKING_ORDER if mode in self.problem.constraints.compressions]
-        only_time = self.objective is STEP_TIME and not self.problem.constraints.limits_cost
-        best = self.plan_value(plan) * (1.01 if only_time else 1.0)
-        for field in ("weight_gradients", "activation_gradients", "activations"):
-            for mode in allowed:
-                if mode == self.packing:
-                    break
-                links = tuple(_repacked(use, field, mode) for use in plan.links)
-                candidate = replace(plan, links=links)
-                if self.plan_value(candidate) <= best:
-                    plan = candidate
-                    break
-        return plan
-
     def step_times(self, plan: Plan) -> StepTimes:
         """Exact times of a plan."""
         return step_times(plan, self.tables)
 
 
-def _repacked(use: LinkUse, field: str, mode: str) -> LinkUse:
-    change: dict[str, Any] = {field: mode}
-    return replace(use, **change)
-
-
-def strongest_packing(problem: Problem) -> str:
-    """The allowed packing that sends least between regions."""
-    allowed = [
-        mode for mode in PACKING_ORDER if mode in problem.constraints.compressions and mode not in ("powersgd", "topk")
+def nested(problem: Problem) -> list[Allowed]:
+    """What the levels of parity up to the problem's own allow, gentlest first, and last what the problem allows."""
+    levels = PARITY_LEVELS[: PARITY_LEVELS.index(problem.constraints.parity)]
+    own = allowed(problem)
+    smaller = [
+        may
+        for may in (allowed(problem, level) for level in levels)
+        if all(set(getattr(may, name)) <= set(getattr(own, name)) for name in Allowed.__dataclass_fields__)
     ]
-    return allowed[-1] if allowed else "none"
+    return list(dict.fromkeys([*smaller, own]))
+
+
+def can_take_local_steps(problem: Problem, plan: Plan) -> bool:
+    """Whether the regions of a plan can train by themselves for some steps (what the runner can do of it)."""
+    alike = all(len({worker.tp for worker in stage.workers}) == 1 for stage in plan.stages)
+    return alike and problem.batch.precision != "fp16" and plan.stays_in_regions(problem.cluster)
 
 
 def useful_streams(latency_s: float, bytes_per_s: float) -> int:
@@ -372,5 +386,5 @@ def _scratch(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (
         np.zeros(rows + 1, dtype=np.int64),
         np.zeros(rows, dtype=np.int64),
-        np.zeros(2, dtype=np.int64),
+        np.zeros(3, dtype=np.int64),
     )

@@ -15,7 +15,8 @@ import numpy as np
 
 from polygon.cost.bill import Bill
 from polygon.cost.tables import CostTables
-from polygon.domain.plan import Constraints, Plan, Problem, Stage
+from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem, Stage
+from polygon.parity import allowed, at_parity
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.engine import Effort, find_plan, most_stages
@@ -291,6 +292,11 @@ class Explainer:
                 for use in plan.links
             )
             yield "no compression, same plan", False, self._changed(links=bare)
+        if plan.local_steps > 1:
+            yield "synchronous reduction instead of local steps, same plan", False, self._changed(local_steps=1)
+        for level in PARITY_LEVELS[PARITY_LEVELS.index(self.problem.constraints.parity) + 1 :]:
+            if allowed(self.problem, level) != allowed(self.problem):
+                yield f"what --parity {level} would allow, same devices", False, partial(self._with_parity, level)
         if len(plan.stages) > 1:
             every = plan.micro_batches
             if any(span < every for row in plan.spans for span in row):
@@ -305,6 +311,17 @@ class Explainer:
         if any(stage.zero for stage in plan.stages):
             whole = tuple(replace(stage, zero=0) for stage in plan.stages)
             yield "no sharding of optimizer state (ZeRO-0), same plan", False, self._changed(stages=whole)
+
+    def _with_parity(self, level: str) -> Outcome:
+        """The plan's allocation under another level of parity: what it would save, and that it is not allowed."""
+        problem = at_parity(self.problem, level)
+        decoder = Decoder(problem, tables=self.tables.for_problem(problem))
+        outcome = best_of(decoder, [carried_over(self.allocation, self.decoder, decoder)])
+        if outcome.bill is None or outcome.plan is None:
+            return Outcome(reason=outcome.reason)
+        saved = outcome.bill.step_s - self.bill.step_s
+        steps = f", {outcome.plan.local_steps} local steps" if outcome.plan.local_steps > 1 else ""
+        return Outcome(reason=f"not at parity {self.problem.constraints.parity}; {saved:+.3g} s a step{steps}")
 
     def _changed(self, **fields: object) -> Callable[[], Outcome]:
         changed = replace(self.plan, **fields)  # type: ignore[arg-type]

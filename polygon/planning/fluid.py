@@ -459,8 +459,8 @@ def fluid_step_s(
         Workers of each class in each stage; empty rows are no stages.
     bounds, options : ndarray of int64, shape (rows + 1,), (rows,)
         Out: the layer split and the memory options.
-    stages_out : ndarray of int64, shape (2,)
-        Out: number of stages, and whether regions keep their share along the stages (`lock_shares`).
+    stages_out : ndarray of int64, shape (3,)
+        Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
     """
     rows, columns = x.shape
     widest = 1
@@ -519,17 +519,17 @@ def fluid_step_s(
             while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
                 at += 1
             stages.seconds[s, i] = stages.kind_seconds[s, at]
-    value, why = _assemble(bank, stages, False)
+    value, why, stages_out[2] = _assemble(bank, stages, False)
     several = False
     for s in range(n):
         for i in range(stages.members[s]):
             several = several or bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]
     stages_out[1] = 0
     if several and n > 1:
-        locked_value, locked_why = _assemble(bank, stages, True)
+        locked_value, locked_why, steps = _assemble(bank, stages, True)
         if locked_value < value:
             value, why = locked_value, locked_why
-            stages_out[1] = 1
+            stages_out[1], stages_out[2] = 1, steps
     return value, why
 
 
@@ -565,13 +565,17 @@ def _boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: n
                 alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers[a])
             n_bytes = bank.activation_wire[a, b]
             fullest = max(fullest, flow[a, b] * bank.micro_batches * n_bytes / together)
-            message = max(message, latency + n_bytes / alone)
+            codec = 0.0 if a == b else bank.activation_codec_s[a, b]
+            message = max(message, latency + n_bytes / alone + codec)
     return message, fullest
 
 
 @njit(cache=True)
-def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int]:
-    """Step time from the split: pipeline, messages, reduction, update; `locked`: see `lock_shares`."""
+def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int, int]:
+    """Step time from the split: pipeline, messages, reduction, update; `locked`: see `lock_shares`.
+
+    Returns seconds, why not if inf, and the local steps.
+    """
     n = stages.members.shape[0]
     micro_batches = bank.micro_batches
     rates = np.zeros((n, bank.activation_wire.shape[0]))
@@ -603,7 +607,7 @@ def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int]:
         if s + 1 < n:
             message[s], fullest = _boundary_s(bank, stages, s, share, stands)
             if not np.isfinite(message[s]):
-                return np.inf, NO_LINK
+                return np.inf, NO_LINK, 1
             link_bound = max(link_bound, fullest)
     fill = 0.0
     for s in range(n - 1, -1, -1):
@@ -622,14 +626,19 @@ def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int]:
         if room < micro_batches:
             # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
             bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
-    return _with_reductions(bank, stages, passing, message, max(bottleneck, link_bound) + fill)
+    local_steps = bank.local_steps if locked or n == 1 else 1
+    return _with_reductions(bank, stages, passing, message, max(bottleneck, link_bound) + fill, local_steps)
 
 
 @njit(cache=True)
 def _with_reductions(
-    bank: Bank, stages: Stages, passing: np.ndarray, message: np.ndarray, end: float
-) -> tuple[float, int]:
-    """When the last stage has reduced and updated, given when stage 0 ends its last backward."""
+    bank: Bank, stages: Stages, passing: np.ndarray, message: np.ndarray, end: float, local_steps: int
+) -> tuple[float, int, int]:
+    """When the last stage has reduced and updated, given when stage 0 ends its last backward.
+
+    With more than one of `local_steps` also where every region reduces by itself and all meet once in so many steps, if
+    each holds a whole pipeline with workers of one degree in a stage; the shorter of both counts.
+    """
     regions = bank.activation_wire.shape[0]
     layers = bank.parameters.shape[1] - 1
     n = stages.members.shape[0]
@@ -638,7 +647,14 @@ def _with_reductions(
         for i in range(stages.members[s]):
             present[s, bank.region[stages.classes[s, i]]] = 1.0
     pair_share = present.T @ present
-    step, early = 0.0, 0.0
+    for s in range(n):
+        for i in range(stages.members[s]):
+            if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
+                local_steps = 1
+        for r in range(regions):
+            if present[s, r] != present[0, r]:
+                local_steps = 1
+    step, early, local_step, outer = 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         m = stages.members[s]
         n_values, update = 0.0, 0.0
@@ -655,7 +671,7 @@ def _with_reductions(
             per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
             nodes[i] = (stages.counts[s, i] + per_node - 1) // per_node
             on_node[i] = min(stages.counts[s, i], per_node)
-        reduction = 0.0
+        reduction, inner = 0.0, 0.0
         if m > 1 or stages.counts[s, 0] > 1:
             n_bytes = n_values * bank.gradient_bytes
             node_s, region_s, across_s, _ = levels_s(
@@ -672,21 +688,27 @@ def _with_reductions(
                 bank.node_bytes_per_s,
                 bank.capacity_bytes_per_s,
             )
-            reduction = node_s + region_s + across_s
+            reduction, inner = node_s + region_s + across_s, node_s + region_s
             if not np.isfinite(reduction):
-                return np.inf, NO_LINK
+                return np.inf, NO_LINK, 1
         tied = 0.0
         if bank.tied_values > 0 and n > 1 and (s == 0 or s == n - 1):
             tied = _tied_s(bank, stages)
             if not np.isfinite(tied):
-                return np.inf, NO_LINK
+                return np.inf, NO_LINK, 1
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.
         backward = passing[s] * 2 / 3
         depth = stages.bounds[s + 1] - stages.bounds[s]
         exposed = max(reduction / depth, reduction - backward * (depth - 1) / depth)
         step = max(step, end - early + exposed + tied + update)
+        exposed = max(inner / depth, inner - backward * (depth - 1) / depth)
+        local_step = max(local_step, end - early + exposed + tied + update)
+        outer = max(outer, reduction)
         early += backward + message[s]
-    return step, FITS
+    local_step += outer / local_steps
+    if local_steps > 1 and local_step < step:
+        return local_step, FITS, local_steps
+    return step, FITS, 1
 
 
 @njit(cache=True)

@@ -94,26 +94,27 @@ class FluidBills:
         self._needs_egress = any(prices) or bool(problem.constraints.egress_bytes_per_step)
 
     def bill(
-        self, bank: Bank, workers: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages: int, step_s: float
+        self, bank: Bank, workers: np.ndarray, bounds: np.ndarray, options: np.ndarray, out: np.ndarray, step_s: float
     ) -> Bill:
-        """Bill of an allocation whose fluid step takes `step_s` with these layers and memory options."""
+        """Bill of an allocation whose fluid step takes `step_s`; the last arrays are what `fluid_step_s` hands back."""
         used = workers.sum(axis=0)
         if self._needs_egress:
-            egress = fluid_egress_bytes(bank, workers, bounds, options, stages)
+            egress = fluid_egress_bytes(bank, workers, bounds, options, int(out[0]), int(out[2]))
         else:
             egress = np.zeros(len(self.problem.cluster.regions))
         return priced(self.problem, step_s, float(used @ self._usd_per_hour), float(used @ self._power_w), egress)
 
 
 def fluid_egress_bytes(
-    bank: Bank, workers: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages: int
+    bank: Bank, workers: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages: int, local_steps: int
 ) -> np.ndarray:
     """Bytes that leave each region in a step of an allocation, shape (regions,).
 
     With sigma_s(r) the part of the micro-batches M that region r takes in stage s, and w bytes a message:
 
     - activations and their gradients: M w |sigma_s(r) - sigma_{s+1}(r)|, as what can stay in its region stays;
-    - gradients of a stage in R regions: 2 (R - 1) / R of the packed gradient from each (by ring or direct exchange);
+    - gradients of a stage in R regions: 2 (R - 1) / R of the packed gradient from each (by ring or direct exchange),
+      once in `local_steps` steps;
     - a tied embedding's gradient, both ways, where first and last stage lie in different regions.
     """
     regions = bank.activation_wire.shape[0]
@@ -130,9 +131,9 @@ def fluid_egress_bytes(
         seconds = both_s[classes, recompute[s], last[s]] - both_s[classes, recompute[s], first[s]]
         np.add.at(part[s], bank.region[classes], rows[s, classes] / seconds)
         part[s] /= part[s].sum()
-    wire = float(bank.activation_wire[0, 1])
+    wire = float(bank.activation_wire[~np.eye(regions, dtype=bool)].max())
     egress += bank.micro_batches * wire * np.abs(np.diff(part, axis=0)).sum(axis=0)
-    ratio = float(bank.gradient_ratio[0, 1])
+    ratio = float(bank.gradient_ratio[0, 1]) / local_steps
     for s in range(stages):
         here = np.flatnonzero(part[s])
         if len(here) > 1:

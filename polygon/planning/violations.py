@@ -8,7 +8,8 @@ from polygon.cost.bill import excesses
 from polygon.cost.estimate import step_bill, step_times, worker_memory
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
-from polygon.domain.plan import COMPRESSIONS, RECOMPUTE, REDUCTIONS, Plan, Problem
+from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, RECOMPUTE, REDUCTIONS, Plan, Problem
+from polygon.parity import allowed, level_needed
 
 
 def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -> list[str]:
@@ -20,6 +21,7 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     if found:
         return found
     found += _links(problem, plan)
+    found += _local_steps(problem, plan)
     found += _constraints(problem, plan)
     tables = tables or CostTables(problem)
     if problem.constraints.limits_cost:
@@ -112,6 +114,7 @@ def _links(problem: Problem, plan: Plan) -> list[str]:
             for b in sorted(set(members))
             if a < b and not cluster.connected(a, b)
         ]
+    may = allowed(problem)
     seen = Counter((use.source, use.target) for use in plan.links)
     found += [f"links: {pair} is given {count} times" for pair, count in seen.items() if count > 1]
     for use in plan.links:
@@ -119,10 +122,41 @@ def _links(problem: Problem, plan: Plan) -> list[str]:
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:
                 found.append(f"link {use.source}-{use.target}: {field} {mode!r} is unknown")
-            elif use.source != use.target and mode != "none" and mode not in problem.constraints.compressions:
-                found.append(f"link {use.source}-{use.target}: {field} {mode!r} is not allowed")
+            elif field != "weight_gradients" and mode == "powersgd":
+                found.append(f"link {use.source}-{use.target}: {field} 'powersgd': it is for weight gradients alone")
+            elif use.source != use.target and mode not in getattr(may, field):
+                why = _not_allowed(problem, field, mode)
+                found.append(f"link {use.source}-{use.target}: {field} {mode!r} is not allowed ({why})")
         if use.streams < 1:
             found.append(f"link {use.source}-{use.target}: {use.streams} streams")
+    return found
+
+
+def _not_allowed(problem: Problem, traffic: str, kind: str | int) -> str:
+    """Why the search may not choose a kind: the constraints' own list, or the level of parity that it needs."""
+    limits = problem.constraints
+    if limits.local_steps if traffic == "local_steps" else limits.compressions:
+        return "not in the constraints' list"
+    return f"parity {limits.parity!r}; it needs {level_needed(problem, traffic, kind)!r}"
+
+
+def _local_steps(problem: Problem, plan: Plan) -> list[str]:
+    """What keeps regions from training by themselves for some steps, if the plan has them do so."""
+    if plan.local_steps == 1:
+        return []
+    found = []
+    limits, steps = problem.constraints, plan.local_steps
+    by_level = PARITY_LEVELS.index(level_needed(problem, "local_steps", steps)) <= PARITY_LEVELS.index(limits.parity)
+    if not (steps in limits.local_steps if limits.local_steps else by_level):
+        found.append(f"local_steps {steps}: not allowed ({_not_allowed(problem, 'local_steps', steps)})")
+    if plan.reduction != "all-reduce":
+        found.append(f"local_steps {steps}: not with reduction {plan.reduction!r}")
+    if problem.batch.precision == "fp16":
+        found.append(f"local_steps {steps}: not in fp16 (they have no loss scaling)")
+    if any(len({worker.tp for worker in stage.workers}) > 1 for stage in plan.stages):
+        found.append(f"local_steps {steps}: a stage has workers of several tensor-parallel degrees")
+    if not plan.stays_in_regions(problem.cluster):
+        found.append(f"local_steps {steps}: not every region holds a whole pipeline of its own")
     return found
 
 

@@ -18,7 +18,8 @@ from polygon.cost.estimate import step_times, traffic_bytes
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import Phrase, require
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
+from polygon.parity import allowed, at_parity
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.nearby import allocation_of, carried_over, search_around
 
@@ -27,10 +28,12 @@ GBPS = 1e9 / 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """A changed cluster, in words."""
+    """A changed cluster or tolerance, in words."""
 
     text: str
     cluster: Cluster
+    parity: str | None = None
+    """Level of parity in place of the problem's (`polygon.parity`)."""
     new_pool: int | None = None
     """Pool that has a node more."""
     keeps_devices: bool = True
@@ -146,6 +149,9 @@ def usual_changes(problem: Problem, traffic: np.ndarray, *, more_gbps: float = 1
         changes.append(Change(text=text, cluster=grown, new_pool=pool_index, keeps_devices=False))
     for device in sorted({device for device, _ in kinds}):
         changes.append(Change(text=f"twice the memory of every {device}", cluster=more_memory(cluster, device, 2.0)))
+    for level in PARITY_LEVELS[PARITY_LEVELS.index(problem.constraints.parity) + 1 :]:
+        if n > 1 and allowed(problem, level) != allowed(problem):
+            changes.append(Change(text=f"--parity {level}", cluster=cluster, parity=level))
     return changes
 
 
@@ -187,6 +193,8 @@ def sensitivities(
             break
         tell(change.text, i / len(changes))
         changed = replace(problem, cluster=change.cluster)
+        if change.parity is not None:
+            changed = at_parity(changed, change.parity)
         other = Decoder(changed, tables=tables.for_problem(changed))
         kept = [other.bill(x) for x in known] if change.keeps_devices else []
         same = kept[0].step_s / times.step_s - 1 if kept else 0.0

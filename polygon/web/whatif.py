@@ -108,7 +108,7 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     changed, plan, tables, times = timed(problem, plan, changes, tables)
     return Priced(
         problem=changed, plan=plan, tables=tables, times=times, estimate=estimate(changed, plan, tables, times),
-        reductions_s=tuple(cost.total_s for cost in times.reductions),
+        reductions_s=tuple(cost.total_s + cost.outer_s for cost in times.reductions),
     )  # fmt: skip
 
 
@@ -222,14 +222,14 @@ def _reduction(
         return plain
     if changes.algorithm != "hierarchical":
         total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
-        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s)
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, outer_s=0.0)
     assert changes.chunk_mb is not None
     place = times.place
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
-    empty = stage_reduction(plan, s, 0.0, problem.batch, tables.links, place, shared)
+    empty = stage_reduction(plan, s, 0.0, problem.batch, tables.links, place, shared).with_local_steps(plan.local_steps)
     pieces = max(1, math.ceil(n_bytes / (changes.chunk_mb * 1e6)))
     names = ("node_s", "region_s", "across_s")
-    fixed = [getattr(empty, name) / plan.local_steps for name in names]
+    fixed = [getattr(empty, name) for name in names]
     each = [a + max(0.0, getattr(plain, name) - a) / pieces for name, a in zip(names, fixed, strict=True)]
     total_s = sum(each) + (pieces - 1) * max(each)
     whole = plain.total_s or 1.0

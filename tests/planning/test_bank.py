@@ -8,6 +8,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from polygon.parity import allowed
 from polygon.planning.bank import build_bank, worker_classes
 
 LAN = Link(latency_s=1e-5, bytes_per_s=1e10)
@@ -32,7 +33,7 @@ def test_optimizer_speed_is_that_of_each_class_own_pool():
         Problem(cluster=cluster, model=catalogue.model("gpt3-1.3b"), batch=Batch(global_batch=8, seq_len=1024))
     )
     classes = worker_classes(tables, None)
-    bank = build_bank(tables, classes, 1, "none", 8)
+    bank = build_bank(tables, classes, 1, allowed(tables.problem), 8)
     assert len(classes) > len(cluster.pools)
     expected = [tables.update_s(pool, 1e6) / 1e6 for pool, _ in classes]
     assert bank.update_s_per_parameter.tolist() == pytest.approx(expected)

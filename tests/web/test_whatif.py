@@ -53,10 +53,12 @@ def test_accumulation_spreads_one_reduction_over_more_work(case):
     assert after.estimate.tokens_per_s > before.estimate.tokens_per_s
 
 
-def test_local_steps_divide_the_reduction(case):
-    """A reduction every H steps costs 1 / H each step."""
+def test_local_steps_divide_the_meeting_of_regions(case):
+    """With H local steps each step reduces inside the regions, and every H-th once more over all three levels."""
     before, after = changed(case), changed(case, local_steps=4)
-    assert after.reductions_s == pytest.approx([seconds / 4 for seconds in before.reductions_s])
+    for seconds, old, new in zip(after.reductions_s, before.times.reductions, after.times.reductions, strict=True):
+        assert new.across_s == 0 < old.across_s
+        assert seconds == pytest.approx(old.node_s + old.region_s + old.total_s / 4)
 
 
 def test_prefetch_never_hurts_the_end_of_the_schedule(case):
