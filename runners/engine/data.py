@@ -22,10 +22,19 @@ BYTE_VOCABULARY = 256
 
 
 class Samples(Protocol):
-    """Inputs and targets by sample numbers."""
+    """Inputs and targets by sample numbers.
+
+    Where some targets do not count (those of -100), a method ``targets(numbers)`` says how many do.
+    """
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs (what the embedding takes) and targets (what the head takes) of these samples."""
+
+
+def count_targets(samples: Samples, numbers: range, per_sample: int) -> int:
+    """Targets of these samples that count in the loss: what `samples.targets` says where it has that, else all."""
+    count = getattr(samples, "targets", None)
+    return len(numbers) * per_sample if count is None else int(count(numbers))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.schedule import Action, worker_order
 from runners.engine.context import part_of
-from runners.engine.data import Samples
+from runners.engine.data import Samples, count_targets
 from runners.engine.experts import EXPERT, BalanceLoss
 from runners.engine.gradients import Bucket, Reducer
 from runners.engine.layers import (
@@ -96,7 +96,9 @@ class StageWorker:
         self.balance = BalanceLoss(weight=options.balance)
         attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
-        self.loss_scale = 1.0 / (self.global_batch * (1 if model.family == "vit" else batch.seq_len))
+        self._targets_per_sample = 1 if model.family == "vit" else batch.seq_len
+        self.loss_scale = 1.0
+        """One over the targets of the step's global batch."""
         self.overflow_scale = 1.0
         """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
@@ -290,6 +292,9 @@ class StageWorker:
     def run_schedule(self, step: int) -> None:
         """Forward and backward of all micro-batches of this worker; sums of finished layers start on the way."""
         self.loss_sum.zero_()
+        first = self._first_sample + step * self.global_batch
+        everything = range(first, first + self.global_batch)
+        self.loss_scale = 1.0 / max(1, count_targets(self.samples, everything, self._targets_per_sample))
         self.balance.scale = self.loss_scale * self.overflow_scale
         self.executed = []
         self.packing_error.clear()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 KINDS = {
     "english": "plain",
     "digits": "plain",
+    "instructions": "instructions",
 }
 """Kind of data: module of this folder."""
 

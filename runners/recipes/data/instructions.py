@@ -1,0 +1,217 @@
+"""Questions with worked answers, as MetaMathQA has them, for language models: chats, tokenized once, read by all ranks.
+
+An example is a pair of ``query`` and ``response``; it becomes one chat of one sample, cut or filled to the sequence's
+length. Only the answer's tokens are targets. Tokens are filled up at the end, where causal attention does not see them.
+
+Prepared data is a folder of the cache with flat arrays (`tokens.npy`, `starts.npy`, `answers.npy`) that ranks map into
+memory; its name is a digest of examples, tokenizer and template, so that a change of any of them prepares anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Model
+from runners.recipes.data.questions import made_up
+from runners.recipes.data.tokenizing import Tokenizing, tokenizing_for
+from runners.recipes.models import beside
+from runners.recipes.schema import DataPart
+
+IGNORED = -100
+"""Target of a token that is not to be learned."""
+MADE_UP = 2000
+"""Examples of the generated set, unless the recipe says how many."""
+COLUMNS = (("query", "response"), ("instruction", "output"), ("question", "answer"))
+"""Names of question and answer that are understood (MetaMathQA's first)."""
+
+
+@dataclass
+class InstructionSamples:
+    """Chats in an order shuffled anew each epoch; targets are the next tokens of the answers.
+
+    Parameters
+    ----------
+    tokens : ndarray of int, one dimension
+        All chats one after the other.
+    starts : ndarray of int, shape (chats + 1,)
+        Where each begins, and the end.
+    answers : ndarray of int, shape (chats,)
+        Place of the first token of the answer in each.
+    seq_len : int
+    seed : int
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    answers: np.ndarray
+    seq_len: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def _chat(self, number: int) -> int:
+        epoch, place = divmod(number, len(self))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
+        return int(self._order[place])
+
+    def _learned(self, chat: int) -> tuple[int, int]:
+        """First and past-last position whose next token is to be learned."""
+        length = int(self.starts[chat + 1] - self.starts[chat])
+        return max(0, int(self.answers[chat]) - 1), min(length - 1, self.seq_len)
+
+    def targets(self, numbers: range) -> int:
+        """Tokens of these samples that are to be learned."""
+        borders = [self._learned(self._chat(number)) for number in numbers]
+        return sum(max(0, end - begin) for begin, end in borders)
+
+    def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of these samples, shape (samples, seq_len) each."""
+        inputs = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
+        targets = np.full((len(numbers), self.seq_len), IGNORED, dtype=np.int64)
+        for row, number in enumerate(numbers):
+            chat = self._chat(number)
+            start = int(self.starts[chat])
+            here = np.asarray(self.tokens[start : min(int(self.starts[chat + 1]), start + self.seq_len + 1)])
+            inputs[row, : len(here[: self.seq_len])] = here[: self.seq_len]
+            begin, end = self._learned(chat)
+            targets[row, begin:end] = here[begin + 1 : end + 1]
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> InstructionSamples:
+    """Samples of a recipe, prepared by whichever rank comes first.
+
+    Raises
+    ------
+    InputError
+        Examples that cannot be read, or a tokenizer with more tokens than the model.
+    """
+    if model.family == "vit":
+        raise InputError(f"data.kind: found 'instructions' with {model.name}, expected a language model")
+    examples = read_examples(part, folder)
+    cache = Path(part.cache).expanduser() if part.cache is not None else Path("~/.cache/polygon").expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(json.dumps(examples).encode()).hexdigest()
+    with one_at_a_time(cache / "lock"):
+        tokenizing = tokenizing_for(part, folder, cache, digest, examples, model.vocab_size)
+        place = cache / f"chats-{hashlib.sha256(f'{digest} {tokenizing.digest}'.encode()).hexdigest()[:16]}"
+        if not place.exists():
+            write_whole(place, lambda into: prepare(examples, tokenizing, into))
+    arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in ("tokens", "starts", "answers")}
+    largest = int(np.load(place / "largest.npy"))
+    require(largest < model.vocab_size, "data.tokenizer: largest token", largest, f"less than {model.vocab_size}")
+    return InstructionSamples(**arrays, seq_len=seq_len, seed=seed)
+
+
+def read_examples(part: DataPart, folder: Path) -> list[tuple[str, str]]:
+    """Questions and answers: of a file or folder (JSON, JSON lines, Parquet), a data set of Hugging Face's hub or its
+    cache (`meta-math/MetaMathQA`), or made up."""
+    if part.path is None:
+        return made_up(part.samples or MADE_UP)
+    path = beside(folder, part.path)
+    rows = _rows_of_path(path) if path.exists() else _rows_of_hub(part.path)
+    examples: list[tuple[str, str]] = []
+    for number, row in enumerate(rows):
+        if part.samples is not None and number >= part.samples:
+            break
+        names = next((pair for pair in COLUMNS if isinstance(row, dict) and set(pair) <= set(row)), None)
+        if names is None:
+            found = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise InputError(f"{part.path}: example {number}: found {found}, expected query and response")
+        examples.append((str(row[names[0]]), str(row[names[1]])))
+    require(len(examples) > 0, str(part.path), len(examples), "at least one example")
+    return examples
+
+
+def _rows_of_path(path: Path) -> Iterator[Any]:
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".json", ".jsonl", ".parquet"))
+        files = [p for p in files if p.name not in ("dataset_infos.json", "state.json", "dataset_info.json")]
+        require(bool(files), str(path), "a folder without data", "files *.json, *.jsonl or *.parquet")
+    for file in files:
+        try:
+            if file.suffix == ".parquet":
+                from pyarrow import parquet
+
+                yield from parquet.read_table(file).to_pylist()
+            elif file.suffix == ".jsonl":
+                with file.open(encoding="utf-8") as lines:
+                    yield from (json.loads(line) for line in lines if line.strip())
+            else:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                require(isinstance(content, list), str(file), type(content).__name__, "a list of examples")
+                yield from content
+        except ImportError:
+            raise InputError(f"{file}: found Parquet without pyarrow, expected it installed") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InputError(f"{file}: {error}, expected a readable file of examples") from None
+
+
+def _rows_of_hub(name: str) -> Iterator[Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise InputError(
+            f"data.path: found {name!r}, expected a file or folder (a data set of the hub needs: pip install datasets)"
+        ) from None
+    try:
+        yield from load_dataset(name, split="train")
+    except Exception as error:  # noqa: BLE001 - whatever the library meets on its way is the user's to know
+        raise InputError(f"data.path: {name}: {str(error).splitlines()[0]}") from None
+
+
+def prepare(examples: Sequence[tuple[str, str]], tokenizing: Tokenizing, into: Path) -> None:
+    """Tokenize all chats and write them as arrays."""
+    pieces, lengths, answers, largest = [], [0], [], 0
+    kind = np.uint16 if tokenizing.size <= 2**16 else np.uint32
+    for question, answer in tokenizing.encode_all(examples):
+        chat = np.array([*question, *answer], dtype=kind)
+        pieces.append(chat)
+        lengths.append(len(chat))
+        answers.append(len(question))
+        largest = max(largest, int(chat.max(initial=0)))
+    np.save(into / "tokens.npy", np.concatenate(pieces))
+    np.save(into / "starts.npy", np.cumsum(lengths, dtype=np.int64))
+    np.save(into / "answers.npy", np.array(answers, dtype=np.int32))
+    np.save(into / "largest.npy", np.array(largest))
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process of this machine after the other do what is inside."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def write_whole(place: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder that appears at its place when it is complete."""
+    temporary = Path(tempfile.mkdtemp(dir=place.parent))
+    try:
+        write(temporary)
+        temporary.rename(place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
