@@ -2,8 +2,9 @@
 
 Two regions of two hosts, 30 ms one way, 50 Mbit/s. Step times are measured in the lab. Losses do not depend on the
 network, so the loss curves (English text, the same samples in the same order for all) are run without it; the time to a
-loss is the number of steps times the measured step time. Writes out/lab_baselines.json and, with matplotlib,
-docs/lab_baselines.png.
+loss is the number of steps times the measured step time. Ways that send plain fp32 in every step have one loss curve.
+Writes out/lab_baselines.json (what is measured already is kept there and not measured again) and, with matplotlib and
+--plot, the picture.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ NETWORK = Network(
     latency_ms=symmetric(2, {(0, 1): 30}),
     mbit_per_s=symmetric(2, {(0, 1): 50}),
 )
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
+"""Of 6e-4, 1e-3, 1.5e-3 and 3e-3 the one with which the synchronous loss is least after 500 steps."""
 LOCAL_STEPS = 20
+SYNCHRONOUS = 0.2
+"""Part of a run before local steps begin."""
 LEFT_OUT = 3
+RECORD = Path("out/lab_baselines.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,15 @@ class Way:
     name: str
     plan: Plan | None = None
     hook: str = ""
+    curve: str = ""
+    """Ways with the same word here have the same losses; empty: its own."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the runner's options."""
+
+    @property
+    def ranks(self) -> int:
+        """How many train."""
+        return 4 if self.plan is None else self.plan.world_size
 
 
 def ddp_rank(
@@ -123,25 +137,42 @@ def ways(problem: Problem) -> list[Way]:
     found = find_plan(
         problem, np.random.default_rng(0), effort=Effort(time_limit_s=8.0), tables=CostTables(problem)
     ).plan
-    whole = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="int8", spans=1)
     fixed = [(0, middle), (middle, MODEL.layers)]
+    # Receives posted when they are needed, as in a pipeline that thinks of nothing.
+    plain = {"lookahead": 1}
+
+    def data_parallel(compression: str) -> Plan:
+        return plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression=compression, spans=1)
+
+    local = replace(data_parallel("int8"), local_steps=LOCAL_STEPS)
     return [
-        Way(name="torch DDP"),
+        Way(name="torch DDP", curve="plain"),
         Way(name="torch DDP + PowerSGD (rank 8)", hook="powersgd"),
         Way(
             name="plain pipeline of four",
             plan=plan_of(cluster, chain, [[d] for d in everyone], size=2, compression="none", spans=1),
+            curve="plain",
+            changes=plain,
         ),
         Way(
             name="two fixed pipelines (DT-FM-like)",
             plan=plan_of(cluster, fixed, [[0, 1], [2, 3]], size=2, compression="none", spans=1),
+            curve="plain",
+            changes=plain,
         ),
         Way(
             name="pipeline over regions, int8",
             plan=plan_of(cluster, fixed, halves, size=1, compression="int8", spans=2),
         ),
-        *([Way(name="polygon's plan", plan=found)] if found is not None else []),
-        Way(name=f"polygon, local updates (H = {LOCAL_STEPS}), int8", plan=replace(whole, local_steps=LOCAL_STEPS)),
+        Way(name="data parallel, int8", plan=data_parallel("int8")),
+        Way(name="data parallel, int4", plan=data_parallel("int4")),
+        *([Way(name="polygon's plan", plan=found, curve="plain")] if found is not None else []),
+        Way(name=f"local updates (H = {LOCAL_STEPS}), int8", plan=local),
+        Way(
+            name=f"local updates (H = {LOCAL_STEPS}), int8, in two fragments",
+            plan=local,
+            changes={"outer_fragments": 2, "outer_overlap": 5},
+        ),
     ]
 
 
@@ -150,33 +181,42 @@ def quiet() -> contextlib.redirect_stderr:
     return contextlib.redirect_stderr(Path(os.devnull).open("w"))
 
 
-def lab_step_s(lab: Lab, problem: Problem, way: Way, steps: int, port: int) -> float:
-    """Mean seconds of a step in the lab, the first ones left out."""
+def options_of(way: Way, steps: int, folder: str, **changes: Any) -> Options:
+    """How the runner trains."""
+    return Options(
+        steps=steps, log_dir=Path(folder), device="cpu", learning_rate=LEARNING_RATE, **(way.changes | changes)
+    )
+
+
+def lab_seconds(lab: Lab, problem: Problem, way: Way, steps: int, port: int) -> tuple[float, float]:
+    """Mean seconds of a step in which all regions sum, and of a local one (else the same), the first ones left out."""
+    first = LEFT_OUT + steps
     if way.plan is None:
         hosts = lab.network.hosts
-        results = run_on_hosts(
-            lab, hosts, ddp_rank, len(hosts), hosts[0].address, port, problem, steps + LEFT_OUT, way.hook
-        )
-        seconds = results[0][1]
-    else:
-        steps = max(steps, 2 * LOCAL_STEPS) if way.plan.local_steps > 1 else steps
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            train_in_lab(lab, problem, way.plan, Options(steps=steps + LEFT_OUT, log_dir=Path(folder), device="cpu"))
-            seconds = [line["seconds"] for line in log_lines(Path(folder), 0) if line["type"] == "step"]
-    return float(np.mean(seconds[LEFT_OUT:]))
+        results = run_on_hosts(lab, hosts, ddp_rank, len(hosts), hosts[0].address, port, problem, first, way.hook)
+        mean_s = float(np.mean(results[0][1][LEFT_OUT:]))
+        return mean_s, mean_s
+    local = 2 * way.plan.local_steps if way.plan.local_steps > 1 else 0
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        # One step more: in the last one all fragments meet.
+        options = options_of(way, first + local + (local > 0), folder, synchronous_steps=first)
+        train_in_lab(lab, problem, way.plan, options)
+        seconds = [line["seconds"] for line in log_lines(Path(folder), 0) if line["type"] == "step"]
+    mean_s = float(np.mean(seconds[LEFT_OUT:first]))
+    return mean_s, float(np.mean(seconds[first : first + local])) if local else mean_s
 
 
-def loss_curve(problem: Problem, way: Way, steps: int, lab: Lab) -> list[float]:
+def loss_curve(lab: Lab, problem: Problem, way: Way, steps: int) -> list[float]:
     """Losses of a training of so many steps, without the lab's links (all ranks on one host)."""
     if way.plan is None:
         host = lab.network.hosts[0]
-        results = run_on_hosts(lab, [host] * 4, ddp_rank, 4, host.address, 29900, problem, steps, way.hook)
+        where = (4, host.address, 29900, problem, steps, way.hook)
+        results = run_on_hosts(lab, [host] * 4, ddp_rank, *where, timeout_s=3600)
         return np.mean([losses for losses, _ in results], axis=0).tolist()
     from runners.launch import run
 
     with tempfile.TemporaryDirectory() as folder, quiet():
-        options = Options(steps=steps, log_dir=Path(folder), device="cpu", learning_rate=LEARNING_RATE)
-        code, _ = run(problem, way.plan, options)
+        code, _ = run(problem, way.plan, options_of(way, steps, folder))
         assert code == 0
         by_step: dict[int, list[float]] = {}
         for rank in range(way.plan.world_size):
@@ -195,19 +235,30 @@ def smooth(losses: list[float], width: int = 25) -> np.ndarray:
     return (total[place] - total[first]) / (place - first)
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """The table."""
+def cumulative_s(row: dict[str, Any], steps: int) -> np.ndarray:
+    """Seconds from the start of a run to the end of each step."""
+    first = round(SYNCHRONOUS * steps)
+    return np.cumsum([row["together_s"]] * first + [row["local_s"]] * (steps - first))
+
+
+def report(rows: list[dict[str, Any]], steps: int) -> str:
+    """The table, as Markdown."""
     reference = rows[0]
+    lines = [
+        "| way | ranks | step | against DDP | last loss | against DDP | time to DDP's loss (within 1 %) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ddp_s = cumulative_s(reference, steps)[-1]
     target = float(smooth(reference["losses"])[-1]) if reference["losses"] else float("nan")
-    lines = [f"{'':<50}{'step':>9}{'against DDP':>13}{'last loss':>11}{'against DDP':>13}{'time to DDP loss':>18}"]
     for row in rows:
-        line = f"{row['name']:<50}{1e3 * row['step_s']:>6.0f} ms{reference['step_s'] / row['step_s']:>12.1f}x"
+        total_s = cumulative_s(row, steps)
+        cells = [row["name"], str(row["ranks"]), f"{1e3 * total_s[-1] / steps:.0f} ms", f"{ddp_s / total_s[-1]:.1f}x"]
         if row["losses"]:
             curve = smooth(row["losses"])
             there = np.flatnonzero(curve <= target * 1.01)
-            reached = f"{(there[0] + 1) * row['step_s']:>16.0f} s" if len(there) else f"{'not reached':>18}"
-            line += f"{curve[-1]:>11.4f}{100 * (curve[-1] / target - 1):>11.2f} %{reached}"
-        lines.append(line)
+            reached = f"{total_s[there[0]]:.0f} s" if len(there) else "not reached"
+            cells += [f"{curve[-1]:.4f}", f"{100 * (curve[-1] / target - 1):+.2f} %", reached]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -218,17 +269,24 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(9, 5))
     for row in rows:
         curve = smooth(row["losses"])
-        axes.plot(row["step_s"] * np.arange(1, len(curve) + 1), curve, label=row["name"])
+        axes.plot(cumulative_s(row, len(curve)), curve, label=f"{row['name']}, {row['ranks']} ranks", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("seconds (steps times step time measured in the lab)")
     axes.set_ylabel("loss (mean of 25 steps)")
     axes.set_title("Two regions of two hosts, 30 ms one way, 50 Mbit/s")
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def keep(rows: dict[str, dict[str, Any]]) -> None:
+    """Write what is measured so far."""
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(rows))
 
 
 def main() -> None:
@@ -241,19 +299,27 @@ def main() -> None:
     args = parser.parse_args()
     cluster = cluster_of(NETWORK)
     problem = Problem(cluster=cluster, model=MODEL, batch=BATCH)
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    chosen = [way for way in ways(problem) if re.search(args.only, way.name)]
     with Lab(lab_network(cluster)) as lab:
-        for place, way in enumerate(way for way in ways(problem) if re.search(args.only, way.name)):
-            step_s = lab_step_s(lab, problem, way, args.steps, 29700 + place)
-            losses = loss_curve(problem, way, args.loss_steps, lab) if args.loss_steps else []
-            ranks = 4 if way.plan is None else way.plan.world_size
-            rows.append({"name": f"{way.name}, {ranks} ranks", "step_s": step_s, "losses": losses})
-            sys.stderr.write(f"{way.name}: {1e3 * step_s:.0f} ms\n")
-    print(report(rows))
-    Path("out").mkdir(exist_ok=True)
-    Path("out/lab_baselines.json").write_text(json.dumps(rows))
+        for place, way in enumerate(chosen):
+            if way.name not in rows:
+                together_s, local_s = lab_seconds(lab, problem, way, args.steps, 29700 + place)
+                rows[way.name] = {"ranks": way.ranks, "together_s": together_s, "local_s": local_s, "losses": []}
+                keep(rows)
+                load = os.getloadavg()[0]
+                talk = f"{way.name}: {1e3 * together_s:.0f} ms, local {1e3 * local_s:.0f} ms (load {load:.1f})\n"
+                sys.stderr.write(talk)
+        for way in chosen if args.loss_steps else ():
+            same = [other.name for other in chosen if other is way or (way.curve and other.curve == way.curve)]
+            if not rows[way.name]["losses"]:
+                found: list[float] = next((rows[name]["losses"] for name in same if rows[name]["losses"]), [])
+                rows[way.name]["losses"] = found or loss_curve(lab, problem, way, args.loss_steps)
+                keep(rows)
+    shown = [{"name": way.name} | rows[way.name] for way in chosen]
+    print(report(shown, args.loss_steps or 1))
     if args.plot and args.loss_steps:
-        draw(rows, Path(args.plot))
+        draw(shown, Path(args.plot))
 
 
 if __name__ == "__main__":

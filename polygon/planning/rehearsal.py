@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,14 +34,15 @@ def rehearsal_problem(
     Kept: the cluster, the stages and their order, the packing of links, and, within the limits, widths, shares and
     routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number of
     micro-batches (an even selection of the routes in which each worker still has work), spans (so that each worker
-    holds about as many micro-batches as before). A tensor-parallel group becomes one rank, ZeRO is left out.
+    holds about as many micro-batches as before), tensor-parallel degrees (to what divides the small model's heads; to 1
+    where the ranks would not suffice for all stages). ZeRO is left out.
 
     Parameters
     ----------
     problem, plan
         What is to be rehearsed.
     max_ranks : int, optional
-        Most workers; stages are merged only if there are more of them, widths shrink in proportion.
+        Most ranks; stages are merged only if there are more of them, widths shrink in proportion.
     max_layers, max_micro_batches : int
         Limits of the small model and of a step.
 
@@ -51,14 +53,17 @@ def rehearsal_problem(
     """
     require(max_ranks is None or max_ranks >= 1, "max_ranks", max_ranks, "a whole number >= 1")
     require(max_layers >= 3, "max_layers", max_layers, "a whole number >= 3")
+    degree = _degree(problem.model, plan, max_ranks)
+    max_workers = None if max_ranks is None else max_ranks // degree
     stages, routes = list(plan.stages), np.asarray(plan.routes)
     slack = [np.array(plan.spans[s]) * plan.shares(s) / plan.micro_batches for s in range(len(stages))]
-    if max_ranks is not None and len(stages) > max_ranks:
-        stages, routes, slack = _merge_stages(stages, routes, slack, max_ranks)
-    widths = _shrink([stage.width for stage in stages], max_ranks)
+    if max_workers is not None and len(stages) > max_workers:
+        stages, routes, slack = _merge_stages(stages, routes, slack, max_workers)
+    widths = _shrink([stage.width for stage in stages], max_workers)
     kept_workers, kept_slack = [], []
     for s, (stage, width) in enumerate(zip(stages, widths, strict=True)):
-        workers, place = _merge_workers(stage.workers, np.bincount(routes[:, s], minlength=stage.width), width)
+        shares = np.bincount(routes[:, s], minlength=stage.width)
+        workers, place = _merge_workers(stage.workers, shares, width, degree)
         kept_workers.append(workers)
         kept_slack.append(np.array([slack[s][place == w].max() for w in range(width)]))
         routes = np.concatenate([routes[:, :s], place[routes[:, s]][:, None], routes[:, s + 1 :]], axis=1)
@@ -85,6 +90,14 @@ def rehearsal_problem(
         spans=_spans(kept_slack, routes),
     )
     return replace(problem, model=model, batch=batch), small_plan
+
+
+def _degree(model: Model, plan: Plan, max_ranks: int | None) -> int:
+    """Largest tensor-parallel degree of the rehearsal: all stages find room, and the small model's heads divide."""
+    largest = math.gcd(_small_kv_heads(model), max(worker.tp for stage in plan.stages for worker in stage.workers))
+    while largest > 1 and max_ranks is not None and max_ranks // largest < len(plan.stages):
+        largest //= 2
+    return largest
 
 
 def _merge_stages(
@@ -114,14 +127,16 @@ def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:
     return [1 + more for more in given]
 
 
-def _merge_workers(workers: Sequence[Worker], shares: np.ndarray, width: int) -> tuple[tuple[Worker, ...], np.ndarray]:
-    """Let neighbours share one rank, that of the busiest among them; the new place of every worker."""
+def _merge_workers(
+    workers: Sequence[Worker], shares: np.ndarray, width: int, degree: int
+) -> tuple[tuple[Worker, ...], np.ndarray]:
+    """Let neighbours share one worker, the busiest among them, of at most that degree; every worker's new place."""
     place = np.zeros(len(workers), dtype=np.int64)
     kept = []
     for new, group in enumerate(np.array_split(np.arange(len(workers)), width)):
         place[group] = new
         busiest = workers[int(group[np.argmax(shares[group])])]
-        kept.append(replace(busiest, devices=busiest.devices[:1]))
+        kept.append(replace(busiest, devices=busiest.devices[: math.gcd(busiest.tp, degree)]))
     return tuple(kept), place
 
 
@@ -158,6 +173,10 @@ def _spans(slack: Sequence[np.ndarray], routes: np.ndarray) -> tuple[tuple[int, 
     return tuple(spans)
 
 
+def _small_kv_heads(model: Model) -> int:
+    return HEADS if model.kv_heads == model.heads else HEADS // 2
+
+
 def _small_model(model: Model, blocks: int) -> Model:
     """The same architecture with thin layers; a vision transformer for images of 8 x 8."""
     small = {
@@ -165,7 +184,7 @@ def _small_model(model: Model, blocks: int) -> Model:
         "blocks": blocks,
         "hidden_size": HIDDEN_SIZE,
         "heads": HEADS,
-        "kv_heads": HEADS if model.kv_heads == model.heads else HEADS // 2,
+        "kv_heads": _small_kv_heads(model),
         "head_dim": HIDDEN_SIZE // HEADS,
         "ffn_size": _rounded(model.ffn_size / model.hidden_size),
         "source": f"{model.name} scaled down for a rehearsal",

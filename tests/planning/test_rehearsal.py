@@ -1,12 +1,14 @@
 """Laws of scaling a plan down."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.domain.plan import Problem
+from polygon.domain.plan import Problem, Stage, Worker
 from polygon.planning.rehearsal import MAX_LAYERS, rehearsal_problem
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
@@ -75,3 +77,34 @@ def test_merged_workers_take_over_the_shares():
     assert [stage.width for stage in short.stages] == [1, 2, 1]
     first_two, last_two = plan.shares(1)[:2].sum(), plan.shares(1)[2:].sum()
     assert short.shares(1).tolist() == [first_two, last_two]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "max_ranks", "expected"),
+    [
+        ((8, 8), None, [[4, 4], [4, 4]]),
+        ((2, 4), None, [[2, 4], [2, 4]]),
+        ((4, 4), 8, [[4], [4]]),
+        ((4, 4), 7, [[2, 2], [2]]),
+        ((2, 4), 3, [[1, 1], [1]]),
+        ((6, 3), None, [[2, 1], [2, 1]]),
+    ],
+)
+def test_rehearsal_keeps_tensor_parallel_groups_where_ranks_suffice(degrees, max_ranks, expected):
+    """Degrees shrink to what divides four heads, and further before stages are merged; widths share what is left."""
+    cluster = small_cluster(40)
+    numbers = iter(range(40))
+    stages = tuple(
+        Stage(
+            first_layer=first,
+            last_layer=last,
+            workers=tuple(Worker(pool=0, devices=tuple(next(numbers) for _ in range(tp))) for tp in degrees),
+        )
+        for first, last in ((0, 3), (3, 6))
+    )
+    problem, plain = routed_problem(1)
+    routes = np.array([[0, 1], [1, 0]] * 4)
+    plan = replace(plain, stages=stages, routes=routes, spans=((8, 8), (8, 8)))
+    _, short = rehearsal_problem(replace(problem, cluster=cluster), plan, max_ranks=max_ranks)
+    assert [[worker.tp for worker in stage.workers] for stage in short.stages] == expected
+    assert short.world_size <= (max_ranks or 40)

@@ -7,19 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from polygon.domain.schedule import worker_order
-from polygon.files import write_plan
+from polygon.files import read_plan, write_plan
 from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import log_lines
 from runners.engine.trackers import TRACKERS
 from tests.real_ranks import free_port
-from tests.small_problems import routed_problem
+from tests.runners.test_training import tensor_parallel_plan
+from tests.small_problems import routed_problem, small_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "runners" / "launch.py")]
@@ -76,6 +78,22 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
     computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
     assert re.search(r"\[rank 0\] step +11 +loss", done.stderr)
+
+
+def test_rehearsal_keeps_tensor_parallel_workers(tmp_path):
+    """A plan with workers of two devices is rehearsed on ranks that share its layers."""
+    problem = replace(routed_problem(1)[0], cluster=small_cluster(4, 2))
+    write_plan(tmp_path / "plan.json", problem, tensor_parallel_plan(problem.cluster, ((0, 1),), ((2, 3), (4, 5))))
+    words = ["--rehearse", "--max-ranks", "4", "--steps", "6", "--log-dir", tmp_path / "log", "--json"]
+    done = subprocess.run(
+        [*COMMAND, tmp_path / "plan.json", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["last_loss"] < summary["first_loss"] and summary["order_differs_on_ranks"] == []
+    plan = read_plan(tmp_path / "log" / "plan.json").plan
+    assert [[worker.tp for worker in stage.workers] for stage in plan.stages] == [[2], [2]]
 
 
 def ranks_of(pid):
