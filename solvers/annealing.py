@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from solvers.problem import Problem
-from solvers.result import Result
-from solvers.search import Callback, Search, run
-from solvers.stop import Stop
+from solvers.search import Search, Solver
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Annealing:
+class Annealing(Solver):
     """Worse moves are taken with probability exp(-(increase) / T), T falling geometrically.
 
     Every cycle starts where the best solution is (or at random, in turn) and cools from a temperature at which the
@@ -30,30 +26,18 @@ class Annealing:
     final_ratio: float = 1e-3
     """Last temperature of a cycle, as a part of the first."""
 
-    def solve(
-        self,
-        problem: Problem[S],
-        rng: np.random.Generator,
-        stop: Stop,
-        *,
-        start: Iterable[S] = (),
-        callback: Callback | None = None,
-    ) -> Result[S]:
-        """See `solvers.search.Solver.solve`."""
-
-        def body(search: Search[S], started: list[tuple[float, S]]) -> bool:
-            from_best = bool(started) and math.isfinite(started[0][0])
-            while True:
-                if from_best and search.best is not None:
-                    x, value = search.best, search.value
-                else:
-                    x = problem.random(rng)
-                    value = search.evaluate(x)
-                self._cycle(search, x, value)
-                search.round()
-                from_best = not from_best
-
-        return run(body, problem, rng, stop, start, callback)
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        from_best = bool(started) and math.isfinite(started[0][0])
+        while True:
+            if from_best and search.best is not None:
+                x, value = search.best, search.value
+            else:
+                x = search.problem.random(search.rng)
+                value = search.evaluate(x)
+            self._cycle(search, x, value)
+            search.round()
+            from_best = not from_best
 
     def _cycle(self, search: Search[S], x: S, value: float) -> None:
         x, value, uphill = self._warm_up(search, x, value)

@@ -14,20 +14,18 @@ every choice possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from solvers.allocation import AllocationProblem
 from solvers.local_search import descend
-from solvers.result import Result
-from solvers.search import Callback, Search, run
-from solvers.stop import Stop
+from solvers.search import Search, Solver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ants:
+class Ants(Solver):
     """Ant colony; works on allocation problems only."""
 
     ants: int = 12
@@ -39,35 +37,24 @@ class Ants:
     stall: int = 10
     """Rounds without a better best after which a new colony begins, with level pheromone and a random total share."""
 
-    def solve(
-        self,
-        problem: AllocationProblem,
-        rng: np.random.Generator,
-        stop: Stop,
-        *,
-        start: Iterable[np.ndarray] = (),
-        callback: Callback | None = None,
-    ) -> Result[np.ndarray]:
-        """See `solvers.search.Solver.solve`."""
-
-        def body(search: Search[np.ndarray], started: list[tuple[float, np.ndarray]]) -> bool:
-            space = problem.space
-            colony = _Colony(problem, self)
-            if started and math.isfinite(started[0][0]):
-                colony.learn(space.canonical(started[0][1]), started[0][0])
-            while True:
-                xs = [colony.build(rng) for _ in range(self.ants)]
-                values = search.evaluate_many(xs)
-                i = int(np.argmin(values))
-                x, value = xs[i], values[i]
-                if self.patience and math.isfinite(value):
-                    x, value = descend(search, x, value, self.patience)
-                colony.learn(space.canonical(x), value)
-                if colony.stalled >= self.stall:
-                    colony.forget(rng.uniform(0.3, 1.0))
-                search.round()
-
-        return run(body, problem, rng, stop, start, callback)
+    def explore(self, search: Search[np.ndarray], started: list[tuple[float, np.ndarray]]) -> bool:
+        """See `Solver.explore`."""
+        problem = cast(AllocationProblem, search.problem)
+        space = problem.space
+        colony = _Colony(problem, self)
+        if started and math.isfinite(started[0][0]):
+            colony.learn(space.canonical(started[0][1]), started[0][0])
+        while True:
+            xs = [colony.build(search.rng) for _ in range(self.ants)]
+            values = search.evaluate_many(xs)
+            i = int(np.argmin(values))
+            x, value = xs[i], values[i]
+            if self.patience and math.isfinite(value):
+                x, value = descend(search, x, value, self.patience)
+            colony.learn(space.canonical(x), value)
+            if colony.stalled >= self.stall:
+                colony.forget(search.rng.uniform(0.3, 1.0))
+            search.round()
 
 
 class _Colony:

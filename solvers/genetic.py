@@ -7,7 +7,6 @@ worst, unless an equal solution is already there. A population that stands still
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,15 +14,13 @@ import numpy as np
 
 from solvers.local_search import descend
 from solvers.problem import Problem
-from solvers.result import Result
-from solvers.search import Callback, Search, run
-from solvers.stop import Stop
+from solvers.search import Search, Solver
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Genetic:
+class Genetic(Solver):
     """Genetic algorithm with local search."""
 
     population: int = 24
@@ -35,31 +32,19 @@ class Genetic:
     stall: int = 60
     """Children in a row that bring no better best, after which the population is renewed."""
 
-    def solve(
-        self,
-        problem: Problem[S],
-        rng: np.random.Generator,
-        stop: Stop,
-        *,
-        start: Iterable[S] = (),
-        callback: Callback | None = None,
-    ) -> Result[S]:
-        """See `solvers.search.Solver.solve`."""
-
-        def body(search: Search[S], started: list[tuple[float, S]]) -> bool:
-            people = self._populate(search, started)
-            stalled = 0
-            while True:
-                before = search.value
-                child = self._child(search, people)
-                self._insert(problem, people, *child)
-                stalled = stalled + 1 if search.value >= before else 0
-                if stalled >= self.stall:
-                    people = self._populate(search, people[:1])
-                    stalled = 0
-                search.round()
-
-        return run(body, problem, rng, stop, start, callback)
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        people = self._populate(search, started)
+        stalled = 0
+        while True:
+            before = search.value
+            child = self._child(search, people)
+            self._insert(search.problem, people, *child)
+            stalled = stalled + 1 if search.value >= before else 0
+            if stalled >= self.stall:
+                people = self._populate(search, people[:1])
+                stalled = 0
+            search.round()
 
     def _populate(self, search: Search[S], known: list[tuple[float, S]]) -> list[tuple[float, S]]:
         """The known solutions (each improved) and random ones beside them, best first."""

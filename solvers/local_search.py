@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from solvers.problem import Problem
-from solvers.result import Result
-from solvers.search import Callback, Search, run
-from solvers.stop import Stop
+from solvers.search import Search, Solver
 
 S = TypeVar("S")
 
@@ -33,31 +27,19 @@ def descend(search: Search[S], x: S, value: float, patience: int) -> tuple[S, fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
+class Restarts(Solver):
     """Descent from one random solution after another."""
 
     patience: int = 200
     """Moves without improvement after which a descent ends."""
 
-    def solve(
-        self,
-        problem: Problem[S],
-        rng: np.random.Generator,
-        stop: Stop,
-        *,
-        start: Iterable[S] = (),
-        callback: Callback | None = None,
-    ) -> Result[S]:
-        """See `solvers.search.Solver.solve`."""
-
-        def body(search: Search[S], started: list[tuple[float, S]]) -> bool:
-            for value, x in started:
-                if math.isfinite(value):
-                    descend(search, x, value, self.patience)
-                    search.round()
-            while True:
-                x = problem.random(rng)
-                descend(search, x, search.evaluate(x), self.patience)
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        for value, x in started:
+            if math.isfinite(value):
+                descend(search, x, value, self.patience)
                 search.round()
-
-        return run(body, problem, rng, stop, start, callback)
+        while True:
+            x = search.problem.random(search.rng)
+            descend(search, x, search.evaluate(x), self.patience)
+            search.round()

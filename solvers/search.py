@@ -1,15 +1,16 @@
 """The frame that every solver runs in: counting, the best so far, stop rule, callback, interrupt.
 
-A solver is a function of a `Search`: it asks for evaluations until the search ends it. It never handles limits,
-clocks or interrupts itself, so it stays as short as its idea.
+What a solver does, `Solver.explore`, is a function of a `Search`: it asks for evaluations until the search ends it. It
+never handles limits, clocks or interrupts itself, so it stays as short as its idea.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -116,8 +117,10 @@ class Search(Generic[S]):
         )
 
 
-class Solver(Protocol):
-    """A solver: parameters in its fields, one method."""
+class Solver(ABC):
+    """A solver: parameters in its fields, and what it does within a search."""
+
+    __slots__ = ()
 
     def solve(
         self,
@@ -145,31 +148,23 @@ class Solver(Protocol):
         -------
         Result
         """
-        ...
+        search: Search[S] = Search(problem, rng, stop, callback)
+        exhausted = False
+        try:
+            started = list(start)
+            values = search.evaluate_many(started)
+            order = sorted(range(len(started)), key=values.__getitem__)
+            exhausted = self.explore(search, [(values[i], started[i]) for i in order])
+        except _HaltError:
+            pass
+        except KeyboardInterrupt:
+            search.stopped_by = "interrupt"
+        return search.result(exhausted=exhausted)
 
+    @abstractmethod
+    def explore(self, search: Search[Any], started: list[tuple[float, Any]]) -> bool:
+        """Ask the search for evaluations until it ends by itself.
 
-def run(
-    body: Callable[[Search[S], list[tuple[float, S]]], bool],
-    problem: Problem[S],
-    rng: np.random.Generator,
-    stop: Stop,
-    start: Iterable[S],
-    callback: Callback | None,
-) -> Result[S]:
-    """Run the body of a solver in a search, and return the best whatever ends it.
-
-    The body gets the search and the evaluated start solutions as (value, solution), best first. It returns whether it
-    has seen every solution there is.
-    """
-    search: Search[S] = Search(problem, rng, stop, callback)
-    exhausted = False
-    try:
-        started = list(start)
-        values = search.evaluate_many(started)
-        order = sorted(range(len(started)), key=values.__getitem__)
-        exhausted = body(search, [(values[i], started[i]) for i in order])
-    except _HaltError:
-        pass
-    except KeyboardInterrupt:
-        search.stopped_by = "interrupt"
-    return search.result(exhausted=exhausted)
+        `started` holds the start solutions as (value, solution), best first. Returns whether every solution there is
+        has been seen.
+        """

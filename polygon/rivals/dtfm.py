@@ -13,9 +13,9 @@ compute, so it serves here to compare searches, not to predict.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from polygon.domain.errors import InputError, require
 from polygon.domain.plan import Plan
 from polygon.rivals import dtfm_kernels as kernels
 from solvers.problem import Problem
-from solvers.result import Result
-from solvers.search import Callback, Search, run
-from solvers.stop import Stop
+from solvers.search import Search, Solver
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -195,7 +193,7 @@ class DtfmProblem(Problem[np.ndarray]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PathAnnealing:
+class PathAnnealing(Solver):
     """Annealing of DT-FM's objective with the stages in path order, so that a move touches few hops.
 
     Cycles from random placements: half of them hot with a strong pull, half cool with a weak one. The pull adds, per
@@ -212,29 +210,18 @@ class PathAnnealing:
     cool: tuple[float, float, float] = (0.5, 0.01, 0.2)
     """The same of the cycles between."""
 
-    def solve(
-        self,
-        problem: DtfmProblem,
-        rng: np.random.Generator,
-        stop: Stop,
-        *,
-        start: Iterable[np.ndarray] = (),
-        callback: Callback | None = None,
-    ) -> Result[np.ndarray]:
-        """See `solvers.search.Solver.solve`; every step of annealing counts as an evaluation."""
+    def explore(self, search: Search[np.ndarray], started: list[tuple[float, np.ndarray]]) -> bool:
+        """See `solvers.search.Solver.explore`; every step of annealing counts as an evaluation."""
+        problem = cast(DtfmProblem, search.problem)
         scenario = problem.scenario
         mean_hop_s = float(scenario.hop_s[np.ix_(scenario.kind, scenario.kind)].mean())
-
-        def body(search: Search[np.ndarray], started: list[tuple[float, np.ndarray]]) -> bool:
-            first = started[0][1] if started else None
-            while True:
-                for settings in (self.hot, self.cool):
-                    x = problem.random(rng) if first is None else problem.path(first)
-                    first = None
-                    self._cycle(search, scenario, x, tuple(mean_hop_s * part for part in settings))
-                    search.round()
-
-        return run(body, problem, rng, stop, start, callback)
+        first = started[0][1] if started else None
+        while True:
+            for settings in (self.hot, self.cool):
+                x = problem.random(search.rng) if first is None else problem.path(first)
+                first = None
+                self._cycle(search, scenario, x, tuple(mean_hop_s * part for part in settings))
+                search.round()
 
     def _cycle(
         self, search: Search[np.ndarray], scenario: Scenario, x: np.ndarray, settings: tuple[float, ...]
