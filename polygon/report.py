@@ -132,11 +132,12 @@ def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
 def _headline(problem: Problem, plan: Plan, estimate: Estimate) -> str:
     used, all_devices = plan.world_size, problem.cluster.devices
     terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > 0)
+    bounds = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.lower_bounds_s.items())
     lines = [
         f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
         f"              {terms}",
         f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
-        f"bound         no plan is faster than {seconds(estimate.lower_bound_s)}; gap {estimate.gap:.0%}",
+        f"bound         no plan is faster than {seconds(estimate.lower_bound_s)} ({bounds}); gap {estimate.gap:.0%}",
         f"limited by    {estimate.limited_by}",
         f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
         f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),

@@ -1,121 +1,369 @@
-"""What no plan can beat under the cost model: relaxations of a problem to linear programs.
+"""What no plan can beat under the cost model: relaxations of a problem, each of them easy to solve.
 
-- **Compute.** Every (layer, sequence) is done somewhere. With t[k, d] the least device-seconds that device type d
-  needs for one sequence in a layer of kind k (over tensor-parallel degrees and micro-batch sizes), the step takes at
-  least the optimum of: min T subject to sum_d x[k, d] = layers_k * sequences, sum_k x[k, d] t[k, d] <= T n_d, x >= 0.
+- **Compute.** Every (layer, micro-batch) is done somewhere. With t[k, d] the least device-seconds of device type d for
+  a layer of kind k, the step takes at least the optimum of: min T subject to
+  sum_d x[k, d] = layers_k * micro-batches, sum_k x[k, d] t[k, d] <= T n_d, x >= 0.
 - **Path.** One micro-batch passes every layer forward and backward, one after another, at best on the fastest worker.
-- **Region.** A plan lies in one region, or some message crosses the fastest link between regions. So the step takes
-  at least the smaller of the best single-region compute bound and that message's time (once in H steps where the
-  constraints allow H local steps).
+- **Stages.** For every way to cut the layers into stages: a stage's workers wait until the first micro-batch has passed
+  the stages before, do whole micro-batches, and then reduce their gradients, or wait for the last one to go back
+  through the stages before, whatever takes longer. More compute than one worker has means a reduction between two;
+  more than a node has, between nodes; more than a region has, between regions. The compute that all stages need to end
+  in time is minimised by dynamic programming (`polygon.cost.stage_bound`); the devices have only so much.
+- **Regions.** A plan that uses several regions agrees on the gradient's norm over the longest link between them, and
+  sends some message or gradient from one to another; a plan that does not has fewer devices. The least over all sets
+  of regions (`polygon.cost.region_sets`), joined with the three above.
 
-The bound is the largest of these (the third joined with the first).
+All of this for every micro-batch size, of which the least counts. The bound holds for plans whose micro-batch sizes and
+tensor-parallel degrees are those of `polygon.cost.tables`, that shard no more than optimizer states (ZeRO-1), and whose
+packings and local steps the constraints allow (`polygon.parity`): both weaken it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
 import numpy as np
 from scipy.optimize import linprog
 
-from polygon.cost.tables import CostTables
-from polygon.cost.transfers import boundary_values, packed_bytes
-from polygon.domain.plan import COMPRESSIONS
+from polygon.cost.region_sets import RegionSet, region_sets
+from polygon.cost.stage_bound import Pipeline, least_capacity
+from polygon.cost.stage_tiers import (
+    Distances,
+    Kinds,
+    Tier,
+    across_s,
+    best_hop,
+    best_tiers,
+    differences,
+    fitting_s,
+    least_wire_bytes,
+    region_tiers,
+)
+from polygon.cost.tables import CostTables, running_sum
+from polygon.cost.transfers import boundary_values, codec_s, matrix_values
+from polygon.domain.plan import RECOMPUTE
 from polygon.parity import allowed
 
-
-def _layer_costs(tables: CostTables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Least device-seconds per sequence and least seconds per micro-batch, by kind of layer and pool; layer counts."""
-    problem = tables.problem
-    layers = problem.model.layers
-    kinds = sorted({problem.model.layer_kind(layer) for layer in range(layers)})
-    sample = [next(i for i in range(layers) if problem.model.layer_kind(i) == kind) for kind in kinds]
-    counts = np.array([sum(problem.model.layer_kind(i) == kind for i in range(layers)) for kind in kinds], dtype=float)
-    pools = problem.cluster.pools
-    device_s = np.full((len(kinds), len(pools)), np.inf)
-    worker_s = np.full((len(kinds), len(pools)), np.inf)
-    seen: dict[tuple[object, ...], int] = {}
-    for p, pool in enumerate(pools):
-        key = (pool.device.name, pool.intra_node, pool.devices_per_node)
-        if key in seen:
-            device_s[:, p], worker_s[:, p] = device_s[:, seen[key]], worker_s[:, seen[key]]
-            continue
-        seen[key] = p
-        for tp in tables.tensor_degrees(p):
-            for size in tables.micro_batch_sizes:
-                times = tables.times(p, tp, size, "none")
-                each = np.diff(times.forward_s)[sample] + np.diff(times.backward_s)[sample]
-                device_s[:, p] = np.minimum(device_s[:, p], each * tp / size)
-                worker_s[:, p] = np.minimum(worker_s[:, p], each)
-    return device_s, worker_s, counts
+MOST_STAGES = 64
+"""Messages between stages are counted up to so many."""
+MOST_SPREADS = 6
+"""Tiers of several regions, by the distance between them."""
+TOLERANCE = 1e-3
+"""Relative precision to which the least time is bisected (the lower end is returned)."""
 
 
-def _compute_bound_s(device_s: np.ndarray, counts: np.ndarray, available: np.ndarray, sequences: int) -> float:
-    """Optimum of the compute program over devices of equal cost taken together; inf without devices."""
-    columns, inverse = np.unique(device_s, axis=1, return_inverse=True)
-    n = np.bincount(inverse.ravel(), weights=available, minlength=columns.shape[1])
-    columns, n = columns[:, n > 0], n[n > 0]
-    if not n.size:
-        return np.inf
-    kinds, types = columns.shape
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """What no plan can beat.
+
+    Parameters
+    ----------
+    seconds : float
+        Per step.
+    parts : dict of str to float
+        Seconds that compute, path and stages alone allow, and with regions.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def binding(self) -> str:
+        """The simplest relaxation that gives the bound."""
+        return next(name for name, value in self.parts.items() if value >= self.seconds * (1 - TOLERANCE))
+
+
+_known: WeakKeyDictionary[CostTables, dict[int, LowerBound]] = WeakKeyDictionary()
+
+
+def lower_bound(tables: CostTables, *, local_steps: int | None = None) -> LowerBound:
+    """What no plan for the problem can beat, by relaxation; worked out once for the same tables.
+
+    Parameters
+    ----------
+    local_steps : int, optional
+        Most local steps of a plan; by default what the constraints let the search choose.
+    """
+    if local_steps is None:
+        local_steps = max(allowed(tables.problem).local_steps)
+    known = _known.setdefault(tables, {})
+    if local_steps not in known:
+        known[local_steps] = _bound(tables, local_steps)
+    return known[local_steps]
+
+
+def lower_bound_s(tables: CostTables) -> float:
+    """Seconds per step that no plan for the problem can beat."""
+    return lower_bound(tables).seconds
+
+
+def _bound(tables: CostTables, local_steps: int) -> LowerBound:
+    kinds = Kinds.of(tables)
+    if not kinds.classes:
+        return LowerBound(seconds=np.inf, parts={"compute": np.inf})
+    traffic = _Traffic(tables, kinds, local_steps)
+    sizes = [_size(tables, kinds, size) for size in tables.micro_batch_sizes]
+    compute_s, path_s = min(size.compute_s for size in sizes), min(size.least_s for size in sizes)
+    stages_s = regions_s = np.inf
+    for size in sorted(sizes, key=lambda size: size.least_s):
+        if size.least_s < regions_s:
+            stages = _Stages(size, traffic)
+            stages_s = stages.least_s(size.capacity, stages_s)
+            # The most promising set first: the others then need one look each.
+            for regions in sorted(
+                traffic.sets(size.device_capacity), key=lambda r: r.spread_s + size.work / r.capacity
+            ):
+                regions_s = min(regions_s, stages.within_s(regions, local_steps, regions_s))
+    parts = {"compute": compute_s, "path": path_s, "stages": min(stages_s, regions_s), "regions": regions_s}
+    return LowerBound(seconds=regions_s, parts=parts)
+
+
+def _size(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> _Size:
+    """Kept in the tables: links between regions do not change it."""
+    key = micro_batch_size, tables.problem.batch.global_batch
+    if key not in tables.bounds_by_size:
+        tables.bounds_by_size[key] = _Size(tables, kinds, micro_batch_size)
+    return tables.bounds_by_size[key]
+
+
+class _Size:
+    """What a micro-batch of one size costs on each class of worker, and what that alone asks of a step."""
+
+    def __init__(self, tables: CostTables, kinds: Kinds, micro_batch_size: int) -> None:
+        problem = tables.problem
+        self.tables, self.kinds, self.micro_batch_size = tables, kinds, micro_batch_size
+        self.micro_batches = problem.batch.global_batch // micro_batch_size
+        times = [[tables.times(c.pool, c.tp, micro_batch_size, r) for r in RECOMPUTE] for c in kinds.classes]
+        self.forward_s = np.array([[of.forward_s for of in of_class] for of_class in times])
+        """Running sums over the layers, shape (classes, recomputations, layers + 1)."""
+        self.backward_s = np.array([[of.backward_s for of in of_class] for of_class in times])
+        each_s = np.diff(self.forward_s + self.backward_s).min(axis=1)
+        self.path_s = float(each_s.min(axis=0).sum())
+        names = [problem.model.layer_kind(layer) for layer in range(problem.model.layers)]
+        layer_kinds = list(dict.fromkeys(names))
+        sample = [names.index(name) for name in layer_kinds]
+        device_s = np.full((len(layer_kinds), int(kinds.of_pool.max()) + 1), np.inf)
+        for c, (kind, tp, *_) in enumerate(kinds.classes):
+            device_s[:, kind] = np.minimum(device_s[:, kind], each_s[c, sample] * tp)
+        used = kinds.of_pool >= 0
+        devices = np.array([pool.devices for pool in problem.cluster.pools])
+        count = np.bincount(kinds.of_pool[used], weights=devices[used])
+        work = np.array([names.count(name) for name in layer_kinds]) * float(self.micro_batches)
+        self.compute_s, prices = _compute_program(device_s, work, count)
+        self.device_capacity = (prices[:, None] / device_s).max(axis=0)
+        """Worth of what a device of each kind computes in a second, shape (kinds,)."""
+        self.class_capacity = np.array([self.device_capacity[c.kind] * c.tp for c in kinds.classes])
+        self.capacity = float(self.device_capacity @ count)
+        self.work = float(prices @ work)
+        """Worth of all layers of all micro-batches."""
+
+    @cached_property
+    def fitting_s(self) -> np.ndarray:
+        """See `stage_tiers.fitting_s`."""
+        return fitting_s(self.tables, self.kinds, self.micro_batch_size)
+
+    @property
+    def least_s(self) -> float:
+        """What compute and path ask."""
+        return max(self.compute_s, self.path_s)
+
+
+def _compute_program(device_s: np.ndarray, work: np.ndarray, devices: np.ndarray) -> tuple[float, np.ndarray]:
+    """Optimum of the compute program and its prices: what one (layer, micro-batch) of each kind is worth.
+
+    Parameters
+    ----------
+    device_s : ndarray, shape (layer kinds, device kinds)
+        Device-seconds for a layer and a micro-batch.
+    work : ndarray, shape (layer kinds,)
+        How many of these there are.
+    devices : ndarray, shape (device kinds,)
+    """
+    kinds, types = device_s.shape
     # Each kind's work is scaled to one unit, so that the program is well scaled.
-    work = counts * sequences
-    scale = float((work[:, None] * columns).min())
+    scale = float((work[:, None] * device_s).min())
     equal = np.zeros((kinds, kinds * types + 1))
     limit = np.zeros((types, kinds * types + 1))
     for k in range(kinds):
         equal[k, k * types : (k + 1) * types] = 1.0
         for d in range(types):
-            limit[d, k * types + d] = work[k] * columns[k, d] / scale
-    limit[:, -1] = -n
+            limit[d, k * types + d] = work[k] * device_s[k, d] / scale
+    limit[:, -1] = -devices
     objective = np.zeros(kinds * types + 1)
     objective[-1] = 1.0
     result = linprog(objective, A_ub=limit, b_ub=np.zeros(types), A_eq=equal, b_eq=np.ones(kinds), method="highs")
-    return float(result.fun) * scale
+    return float(result.fun) * scale, np.maximum(result.eqlin.marginals, 0.0) / work
 
 
-def lower_bound_s(tables: CostTables) -> float:
-    """Seconds per step that no plan for the problem can beat (cached in the tables).
+class _Traffic:
+    """What messages and reductions cost at least, whatever the micro-batch size."""
 
-    Valid for every plan whose micro-batch sizes and tensor-parallel degrees are those of `polygon.cost.tables`.
-    """
-    cached = getattr(tables, "_lower_bound_s", None)
-    if cached is not None:
-        return float(cached)
-    key = tables.micro_batch_sizes
-    if key not in tables.compute_bounds:
-        tables.compute_bounds[key] = _compute_bounds(tables)
-    everything, path, single = tables.compute_bounds[key]
-    sequences = tables.problem.batch.global_batch
-    everything, single = everything * sequences, single * sequences
-    bound = max(everything, path)
-    if single > bound:
-        bound = min(single, max(bound, _crossing_s(tables)))
-    tables._lower_bound_s = bound  # type: ignore[attr-defined]
-    return bound
+    def __init__(self, tables: CostTables, kinds: Kinds, local_steps: int) -> None:
+        problem, batch = tables.problem, tables.problem.batch
+        self.tables, self.kinds, self.local_steps = tables, kinds, local_steps
+        self.distances = Distances(tables, kinds)
+        may = allowed(problem)
+        self._activation_modes = {"none", *may.activations, *may.activation_gradients}
+        self._gradient_modes = {"none", *may.weight_gradients}
+        self._hop = best_hop(tables, kinds)
+        layers = problem.model.layers
+        values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none").parameters)
+        tied = problem.model.head_weight_parameters() if problem.model.tied_embeddings else 0
+        self.tied_s = 0.0
+        if tied and problem.model.family != "vit":
+            values[1:, layers] += tied
+            self.tied_s = self._between_nodes_s(float(tied))
+        self.gradient_bytes = values * batch.gradient_bytes
+        self.wire_bytes = self._gradient_wire_bytes(values)
+
+    def _gradient_wire_bytes(self, n_values: np.ndarray) -> np.ndarray:
+        problem = self.tables.problem
+        matrix = matrix_values(problem.model)
+        return least_wire_bytes(self._gradient_modes, n_values, problem.batch.gradient_bytes, matrix)
+
+    def _between_nodes_s(self, n_values: float) -> float:
+        """Least seconds to exchange the gradient of tied embeddings, as `estimate.tied_embedding_s` prices it."""
+        cluster = self.tables.problem.cluster
+        used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
+        regions = np.bincount([pool.region for pool in used], minlength=len(cluster.regions))
+        links = {pool.inter_node for pool in used}
+        links |= {cluster.regions[r].intra_region for r in np.flatnonzero(regions > 1)}
+        least = min(link.transfer_s(n_values * self.tables.problem.batch.gradient_bytes) for link in links)
+        joined = (regions[:, None] > 0) & (regions[None, :] > 0) & (cluster.bytes_per_s > 0)
+        np.fill_diagonal(joined, False)
+        if joined.any():
+            element_bytes = self.tables.problem.batch.gradient_bytes
+            wire = float(least_wire_bytes(self._gradient_modes, np.array([n_values]), element_bytes)[0])
+            least = min(least, float((cluster.latency_s[joined] + wire / cluster.bytes_per_s[joined]).min()))
+        return least
+
+    def _region_capacity(self, device_capacity: np.ndarray) -> np.ndarray:
+        cluster, used = self.tables.problem.cluster, self.kinds.of_pool >= 0
+        devices = np.array([pool.devices for pool in cluster.pools])
+        worth = np.where(used, devices * device_capacity[self.kinds.of_pool], 0.0)
+        return np.bincount(self.tables.links.region, weights=worth, minlength=len(cluster.regions))
+
+    def sets(self, device_capacity: np.ndarray, fewest: int = 1) -> list[RegionSet]:
+        """Sets of regions, given the worth of a device of each kind."""
+        cluster = self.tables.problem.cluster
+        capacity = self._region_capacity(device_capacity)
+        return region_sets(capacity, cluster.latency_s, cluster.bytes_per_s > 0, fewest)
+
+    def across(self, device_capacity: np.ndarray) -> list[tuple[float, np.ndarray]]:
+        """Tiers of several regions: most compute, and seconds of the reduction of layers [a, b), shape (n, n + 1)."""
+        used = np.sort(self._region_capacity(device_capacity))[::-1]
+        total = np.cumsum(used)
+        sets = self.sets(device_capacity, 2)
+        tiers, before = [], 0.0
+        for part in np.array_split(np.arange(len(sets)), min(len(sets), MOST_SPREADS) or 1):
+            if len(part):
+                fewest = max(2, int(np.searchsorted(total, before * (1 + 1e-9), side="right")) + 1)
+                seconds = across_s(
+                    self.distances, sets[part[0]].spread_s, fewest, self._hop, self.gradient_bytes, self.wire_bytes
+                )
+                before = sets[part[-1]].capacity
+                tiers.append((before, seconds))
+        return tiers
+
+    def message_s(self, micro_batch_size: int) -> tuple[float, float]:
+        """Least seconds of a message between any two workers, and between workers of two regions."""
+        problem, links, used = self.tables.problem, self.tables.links, self.kinds.of_pool >= 0
+        values = float(boundary_values(problem.model, problem.batch, micro_batch_size))
+        n_bytes = values * problem.batch.element_bytes
+        wire = float(least_wire_bytes(self._activation_modes, np.array([values]), problem.batch.element_bytes)[0])
+        pools = problem.cluster.pools
+        several = np.array([pool.devices_per_node > 1 for pool in pools])
+        node_s = links.node_latency_s + n_bytes / links.node_bytes_per_s
+        joined = (links.region[:, None] == links.region[None, :]) & used[:, None] & used[None, :]
+        joined[np.diag_indices(len(pools))] &= np.array([pool.nodes > 1 for pool in pools])
+        near_s = min(
+            float(node_s[several & used].min(initial=np.inf)),
+            float((links.latency_s + n_bytes / links.bytes_per_s.clip(1e-300))[joined].min(initial=np.inf)),
+        )
+        far_s = self.distances.message_s(wire)
+        return min(near_s, far_s), far_s
+
+    def codec_s(self, micro_batch_size: int) -> float:
+        """Most seconds of packing and unpacking a gradient in a worker's backward."""
+        problem = self.tables.problem
+        values = boundary_values(problem.model, problem.batch, micro_batch_size)
+        rate = min(pool.device.memory_bytes_per_s for pool in problem.cluster.pools)
+        modes = self._activation_modes if self.distances.linked else {"none"}
+        return max(sum(codec_s(values, problem.batch.element_bytes, mode, rate)) for mode in modes)
 
 
-def _compute_bounds(tables: CostTables) -> tuple[float, float, float]:
-    """Seconds that links and batch do not change: a sequence on all devices, a micro-batch's path, the best region."""
-    problem = tables.problem
-    device_s, worker_s, counts = _layer_costs(tables)
-    allowed = np.array([pool.devices if problem.may_use(pool) else 0 for pool in problem.cluster.pools], dtype=float)
-    usable = allowed > 0
-    path = float((counts * worker_s[:, usable].min(axis=1)).sum()) if usable.any() else np.inf
-    region = tables.links.region
-    single = min(
-        _compute_bound_s(device_s[:, region == r], counts, allowed[region == r], 1)
-        for r in range(len(problem.cluster.regions))
-    )
-    return _compute_bound_s(device_s, counts, allowed, 1), path, single
+class _Stages:
+    """The dynamic program over stages for one micro-batch size."""
+
+    def __init__(self, size: _Size, traffic: _Traffic) -> None:
+        self.size = size
+        message_s, self.crossing_s = traffic.message_s(size.micro_batch_size)
+        capacity = size.class_capacity
+        ratio = capacity / capacity.min()
+        inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity))
+        tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
+        across = traffic.across(size.device_capacity)
+        reduction_s = [tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers]
+        reduction_s += [seconds for _, seconds in across]
+        whole_s = np.array(reduction_s)
+        layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
+        # Layers are reduced one after another while backward of the last micro-batch still runs.
+        backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
+        tier_s = np.maximum(whole_s / layers, whole_s - backward_s * (layers - 1) / layers)
+        if traffic.local_steps > 1:
+            # Regions that meet only every so many steps do it after the update.
+            met_s = whole_s[len(tiers) :] / traffic.local_steps
+            tier_s[len(tiers) :] = np.minimum(tier_s[len(tiers) :], met_s)
+        one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
+        self.least_across_s = min(
+            (float(seconds[one_layer].min()) / traffic.local_steps for _, seconds in across), default=np.inf
+        )
+        self.pipeline = Pipeline(
+            micro_batches=float(size.micro_batches),
+            forward_s=_least_sum(size.forward_s),
+            backward_s=_least_sum(size.backward_s),
+            class_s=size.fitting_s,
+            class_capacity=capacity,
+            tier_s=tier_s,
+            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(most for most, _ in across)]),
+            message_s=message_s if np.isfinite(message_s) else 0.0,
+            tied_s=traffic.tied_s,
+            unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+        )
+
+    def least_s(self, capacity: float, known_s: float) -> float:
+        """Least time in which devices of so much compute can end a step, if it is less than `known_s` (else that)."""
+        low_s = max(self.size.path_s, self.size.compute_s, self.size.work / capacity)
+        if low_s >= known_s or not self._ends(known_s if np.isfinite(known_s) else 1e6 * low_s, capacity):
+            return known_s
+        if self._ends(low_s, capacity):
+            return low_s
+        high_s = 2 * low_s
+        while high_s < known_s and not self._ends(high_s, capacity):
+            low_s, high_s = high_s, 2 * high_s
+        high_s = min(high_s, known_s)
+        while high_s - low_s > TOLERANCE * low_s:
+            middle_s = 0.5 * (low_s + high_s)
+            if self._ends(middle_s, capacity):
+                high_s = middle_s
+            else:
+                low_s = middle_s
+        return low_s
+
+    def _ends(self, time_s: float, capacity: float) -> bool:
+        return least_capacity(self.pipeline, time_s, MOST_STAGES, capacity) < np.inf
+
+    def within_s(self, regions: RegionSet, local_steps: int, known_s: float) -> float:
+        """Least time of a plan on regions so far apart and with so much compute; `known_s` if that is less."""
+        if regions.spread_s == 0:
+            return self.least_s(regions.capacity, known_s)
+        agree_s = regions.spread_s if local_steps == 1 else 0.0
+        passing_s = min(self.size.path_s + 2 * self.crossing_s, self.least_across_s)
+        return max(self.least_s(regions.capacity, known_s - agree_s), passing_s) + agree_s
 
 
-def _crossing_s(tables: CostTables) -> float:
-    """Least time of the smallest message that joins two regions; inf if none are joined."""
-    problem = tables.problem
-    links = tables.links
-    values = boundary_values(problem.model, problem.batch, min(tables.micro_batch_sizes))
-    smallest = min(packed_bytes(values, problem.batch.element_bytes, mode) for mode in COMPRESSIONS)
-    off = links.region[:, None] != links.region[None, :]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        seconds = links.latency_s + smallest / links.bytes_per_s
-    joined = off & (links.bytes_per_s > 0)
-    return float(seconds[joined].min()) / max(allowed(problem).local_steps) if joined.any() else np.inf
+def _least_sum(sums: np.ndarray) -> np.ndarray:
+    """Running sum over the layers of the least over classes and recomputations."""
+    return running_sum(np.diff(sums).min(axis=(0, 1)))

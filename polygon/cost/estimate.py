@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from polygon.cost.bill import Bill, bill_of
-from polygon.cost.bounds import lower_bound_s
+from polygon.cost.bounds import lower_bound
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, stage_memory
 from polygon.cost.reduction import ReductionCost, stage_reduction
@@ -60,6 +60,10 @@ class Estimate:
     tokens_per_s: float
     mfu: float
     lower_bound_s: float
+    lower_bounds_s: dict[str, float]
+    """What compute, path, stages and regions prove, each joined with those before (`polygon.cost.bounds`)."""
+    bound_by: str
+    """The simplest of these that gives the bound."""
     gap: float
     """step_s / lower_bound_s - 1."""
     cross_region_bytes: float
@@ -345,7 +349,7 @@ def estimate(
         for i, shares in enumerate(np.concatenate([plan.shares(s) for s in range(len(plan.stages))]))
     )
     sources, relative_error = _sources(plan, tables)
-    bound = lower_bound_s(tables)
+    bound = lower_bound(tables)
     return Estimate(
         step_s=step_s,
         low_s=step_s * max(0.0, 1 - relative_error),
@@ -354,8 +358,10 @@ def estimate(
         sources=sources,
         tokens_per_s=batch.tokens / step_s,
         mfu=model_flops_per_step(problem.model, batch) / (step_s * peak),
-        lower_bound_s=bound,
-        gap=step_s / bound - 1,
+        lower_bound_s=bound.seconds,
+        lower_bounds_s=bound.parts,
+        bound_by=bound.binding,
+        gap=step_s / bound.seconds - 1,
         cross_region_bytes=sum(use.activation_bytes + use.gradient_bytes for use in links),
         cost_usd=bill.usd,
         energy_j=bill.energy_j,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,8 +74,8 @@ class CostTables:
         self.links = self.calibration.links(LinkTable(problem.cluster))
         self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str], ClassMemory] = {}
-        self.compute_bounds: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        """By micro-batch sizes: what `polygon.cost.bounds` works out that links and batch do not change."""
+        self.bounds_by_size: dict[tuple[int, int], Any] = {}
+        """By micro-batch size and global batch: what `polygon.cost.bounds` works out that links do not change."""
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
         self.micro_batch_sizes = tuple(b for b in MICRO_BATCH_SIZES if problem.batch.global_batch % b == 0)
@@ -86,7 +87,7 @@ class CostTables:
     def with_other_links(self, problem: Problem) -> CostTables:
         """Tables of a problem that differs in links between regions, prices or global batch alone: same layers."""
         other = self.for_problem(problem)
-        other._times, other._memory, other.compute_bounds = self._times, self._memory, self.compute_bounds
+        other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
         return other
 
     def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
