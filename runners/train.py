@@ -27,13 +27,19 @@ from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
+from runners.recipes.memory import measured_peaks, write_measured
 from runners.recipes.schema import read_recipe
 
 
 def make_parser() -> Parser:
     """The command line."""
     parser = Parser(prog="train", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("recipe", type=Path, help="recipe file (YAML), see instances/recipes")
+    parser.add_argument("recipes", type=Path, nargs="+", metavar="recipe", help="YAML, see instances/recipes")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="run all the recipes, each also on one process and with its memory followed, and print a table",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -69,8 +75,26 @@ class RecipeRanks(LocalRanks):
             "MASTER_ADDR": host, "MASTER_PORT": port,
         }  # fmt: skip
         os.environ.update({key: str(value) for key, value in names.items()})
-        place = Place(number, self.world_size, number, host, port, listen_fd)
-        return backend_of(self.job).run_rank(self.job, place)
+        return be_rank(self.job, Place(number, self.world_size, number, host, port, listen_fd))
+
+
+def be_rank(job: Job, place: Place) -> int:
+    """All that a rank does; its exit code."""
+    if not job.recipe.metrics.tensor_bytes:
+        return int(backend_of(job).run_rank(job, place))
+    from runners.recipes.tensor_bytes import TensorBytes
+
+    with TensorBytes() as tensors:
+        code = int(backend_of(job).run_rank(job, place))
+    write_measured(job.out, place.rank, tensors.peak_bytes)
+    return code
+
+
+def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
+    """The summary of a run that has ended."""
+    summary = backend_of(job).summary(job) | {"ranks": world_size, "wall_s": time.monotonic() - start_s}
+    measured = measured_peaks(job.out, world_size)
+    return summary | ({"measured_peak_bytes": max(measured.values())} if measured else {})
 
 
 def run_here(job: Job) -> tuple[int, dict[str, Any]]:
@@ -87,7 +111,7 @@ def run_here(job: Job) -> tuple[int, dict[str, Any]]:
     if guilty is not None:
         say(f"failed: rank {guilty.number}: {guilty.outcome()}; all ranks stopped")
         return (2 if guilty.severity() == 1 else 1), {}
-    return 0, backend.summary(job) | {"wall_s": time.monotonic() - start_s}
+    return 0, figures(job, ranks.world_size, start_s)
 
 
 def run_as_rank(job: Job, environment: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
@@ -98,10 +122,24 @@ def run_as_rank(job: Job, environment: Mapping[str, str]) -> tuple[int, dict[str
     if world_size != needed:
         raise InputError(f"launcher: found {world_size} ranks, expected {needed}, the product of the recipe's degrees")
     start_s = time.monotonic()
-    code = backend.run_rank(job, Place(rank, world_size, int(environment.get("LOCAL_RANK", rank)), host, port))
+    code = be_rank(job, Place(rank, world_size, int(environment.get("LOCAL_RANK", rank)), host, port))
     if code or rank:
         return code, {}
-    return 0, backend.summary(job) | {"wall_s": time.monotonic() - start_s}
+    return 0, figures(job, world_size, start_s)
+
+
+def _job(path: Path, settings: Sequence[str], arguments: argparse.Namespace) -> Job:
+    recipe = read_recipe(path, settings)
+    out = arguments.out or Path("out") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Job(recipe, path.parent, out / recipe.name if arguments.table else out, arguments.device)
+
+
+def _print_table(jobs: Sequence[Job], *, as_json: bool) -> int:
+    from runners.recipes.table import format_rows, rows
+
+    found = rows(jobs, run_here)
+    sys.stdout.write(format_json(found) if as_json else format_rows(found))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,9 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     settings = [*arguments.set, *([f"steps={arguments.steps}"] if arguments.steps is not None else [])]
     try:
-        recipe = read_recipe(arguments.recipe, settings)
-        out = arguments.out or Path("out") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        job = Job(recipe, arguments.recipe.parent, out, arguments.device)
+        jobs = [_job(path, settings, arguments) for path in arguments.recipes]
+        if arguments.table:
+            return _print_table(jobs, as_json=arguments.json)
+        if len(jobs) > 1:
+            raise InputError(f"recipe: found {len(jobs)} of them, expected one (or --table)")
+        job = jobs[0]
         code, summary = run_as_rank(job, os.environ) if "RANK" in os.environ else run_here(job)
     except PolygonError as error:
         say(f"train: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,6 +119,8 @@ class MetricsPart(Strict):
 
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
+    tensor_bytes: bool = False
+    """Follow every tensor, for the peak of their bytes on each rank (slow; for the summary, beside the prediction)."""
     profile_steps: Index = 0
     """Steps, after one of warm-up, that torch's profiler records on every rank."""
 
@@ -152,7 +155,7 @@ class Recipe(Strict):
     metrics: MetricsPart = MetricsPart()
 
 
-def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
+def read_recipe(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Read a recipe, with some fields set otherwise (`parallel.dp=2`, values as in YAML).
 
     Raises
@@ -164,7 +167,7 @@ def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
     if not isinstance(data, dict):
         raise InputError(f"{path}: found {type(data).__name__}, expected a recipe (keys and values)")
     data = {"name": path.stem, **data}
-    for setting in settings or []:
+    for setting in settings:
         _set(data, setting)
     with located(f"{path}: "):
         recipe = check(Recipe, data)

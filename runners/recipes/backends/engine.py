@@ -17,6 +17,7 @@ from runners.engine.options import Options
 from runners.engine.summary import summarise, write_trace
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import make_samples
+from runners.recipes.memory import predicted_peaks
 from runners.recipes.models import batch_of, beside, model_of
 from runners.recipes.schema import Recipe
 
@@ -125,4 +126,8 @@ def summary(job: Job) -> dict[str, Any]:
     """Figures of the run; also writes its timeline and one line a step over all ranks."""
     problem, plan = problem_and_plan(job)
     write_trace(problem, plan, job.out)
-    return summarise(problem, plan, job.out)
+    parallel = job.recipe.parallel
+    predicted = predicted_peaks(problem, plan, cp=parallel.cp, ep=parallel.ep)
+    return summarise(problem, plan, job.out) | {
+        "predicted_peak_bytes": max(peak.total_bytes for peak in predicted.values())
+    }
