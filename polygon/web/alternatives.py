@@ -1,4 +1,5 @@
-"""Other ways to train on the same cluster, to hold a plan against: naive, plain 3D, one region, runners-up.
+"""Other ways to train on the same cluster, to hold a plan against: naive, plain 3D, one region, runner-up (the
+fastest of the same plan with fewer devices of one kind).
 
 Axes of the radar, each from 0 (bad) to 1 (as good as can be), all computed from the estimate:
 
@@ -41,6 +42,10 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
     uniform = find_uniform(problem, plan, tables, Rules())
     if uniform is not None:
         named["uniform"] = (uniform.plan, estimate(problem, uniform.plan, tables))
+    nearby = [(other, estimate(problem, other, tables)) for other in _fewer(problem, decoder, plan)]
+    nearby = sorted((pair for pair in nearby if np.isfinite(pair[1].step_s)), key=lambda pair: pair[1].step_s)
+    if nearby:
+        named["runner_up"] = nearby[0]
     most = max(max((e.cross_region_bytes for _, e in named.values())), 1.0)
     rows = []
     for kind, (other, result) in named.items():
@@ -48,10 +53,8 @@ def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
                      "tokens_per_s": result.tokens_per_s, "devices": other.world_size, "stages": len(other.stages),
                      "axes": _axes(result, most)})  # fmt: skip
         points.append({"key": kind, "step_s": result.step_s, "usd_per_step": result.cost_usd})
-    for other in _fewer(problem, decoder, plan):
-        result = estimate(problem, other, tables)
-        if np.isfinite(result.step_s):
-            points.append({"key": "other", "step_s": result.step_s, "usd_per_step": result.cost_usd})
+    for _, result in nearby[1:]:
+        points.append({"key": "other", "step_s": result.step_s, "usd_per_step": result.cost_usd})
     return {"alternatives": rows, "points": front(points)}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -33,8 +32,8 @@ class Guard:
     """ASGI middleware.
 
     A request that comes from another origin's page is refused: browsers send `Sec-Fetch-Site` and `Origin`, and no
-    CORS header is ever sent. The token is asked of /api alone, as `Authorization: Bearer TOKEN`, or as the parameter
-    `token` of event streams, which cannot carry headers.
+    CORS header is ever sent. The token is asked of /api alone, as `Authorization: Bearer TOKEN` (never in an address,
+    which is kept in histories and logs).
     """
 
     def __init__(self, app: Any, token: str = "") -> None:
@@ -88,9 +87,6 @@ class Guard:
             return 413, f"the request is larger than {MOST_BYTES} bytes"
         if self.token and scope["path"].startswith("/api/"):
             given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not given and scope["path"].endswith("/events"):
-                query = scope.get("query_string", b"").decode("latin-1")
-                given = parse_qs(query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 return 401, "the token is missing or wrong"
         return None

@@ -49,12 +49,23 @@ Asked = Annotated[Language, Depends(_asked)]
 """Parameter of an operation: the language that its caller wants."""
 
 
+def catalogue() -> dict[str, Any]:
+    """All words: of the page by key, and of the server as pairs of templates."""
+    return dict(json.loads(resources.files("polygon.web").joinpath("strings.json").read_text("utf-8")))
+
+
 @lru_cache(maxsize=1)
 def _templates() -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of English sentences and their Chinese templates, in the order in which they are tried."""
-    text = resources.files("polygon.web").joinpath("strings.json").read_text("utf-8")
+    """Patterns of English sentences and their Chinese templates, as they are tried.
+
+    Lines of the validator first, as these hold other sentences; then those with most words of their own.
+    """
+
+    def order(pair: list[str]) -> tuple[bool, int]:
+        return not pair[0].startswith(("{where}: ", "found ")), -len(PLACE.sub("", pair[0]))
+
     rows = []
-    for english, chinese in json.loads(text)["server"]:
+    for english, chinese in sorted(catalogue()["server"], key=order):
         pattern, last = "", 0
         for place in PLACE.finditer(english):
             pattern += re.escape(english[last : place.start()]) + f"(?P<{place[0][1:-1]}>.+?)"

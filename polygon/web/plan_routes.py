@@ -136,11 +136,12 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
 
     @app.get("/api/plans/{job}/explanation", responses=RESPONSES)
     def plan_explanation(job: JobId, language: Asked) -> Any:
-        """Other plans and rejected ideas with what they cost; what a better cluster would bring."""
-        text = store.result(jobs.explanation_id(job))
-        if text is None:
-            raise HTTPException(404, "no explanation was asked for")
-        return answer(in_language(parse_json(text), language))
+        """Other plans and rejected ideas with what they cost, what a better cluster would bring; or how far that is."""
+        load(job)
+        own = jobs.explanation_id(job)
+        row, text = store.get(own), store.result(own)
+        data = row.to_dict() if row is not None else {"id": own, "state": "none"}
+        return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
 
     @app.get("/api/plans/{job}/trace", responses=RESPONSES)
     def plan_trace(job: JobId, language: Asked) -> Any:

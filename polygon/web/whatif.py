@@ -26,6 +26,7 @@ from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, StepTimes, estimate, held_parameters, stages_on_pairs, step_times
 from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE, wanted_spans
 from polygon.schema import Strict
@@ -65,6 +66,8 @@ class Changes(Strict):
     bandwidth_factor: Factor = 1.0
     latency_factor: Factor = 1.0
     price_factor: Factor = 1.0
+    device_factors: Annotated[dict[str, Factor], Field(max_length=100, default_factory=dict)]
+    """How many times as fast devices of a type compute and read their memory, by name."""
     links: Annotated[list[LinkChange], Field(max_length=400, default_factory=list)]
 
 
@@ -103,7 +106,7 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     Raises
     ------
     InputError
-        For a link between regions that do not exist.
+        For a link between regions that do not exist, and for an unknown device.
     """
     changed, plan, tables, times = timed(problem, plan, changes, tables)
     return Priced(
@@ -120,7 +123,8 @@ def timed(
     if tables is None:
         tables = CostTables(changed)
     elif changed is not problem:
-        tables = tables.with_other_links(changed)
+        same_layers = not changes.device_factors
+        tables = tables.with_other_links(changed) if same_layers else tables.for_problem(changed)
     plan = _changed_plan(changed, plan, changes, tables)
     times = step_times(plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)
@@ -147,8 +151,14 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
         rate = np.where(far, np.minimum(rate, most), rate)
     batch = replace(problem.batch, global_batch=problem.batch.global_batch * changes.accumulation)
     same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
-    if same and changes.accumulation == 1 and changes.price_factor == 1:
+    if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
         return problem
+    devices = dict(cluster.catalogue)
+    for name, factor in changes.device_factors.items():
+        require(name in devices, "device_factors", name, one_of(name, devices))
+        flops = {precision: value * factor for precision, value in devices[name].flops.items()}
+        bytes_per_s = devices[name].memory_bytes_per_s * factor
+        devices[name] = replace(devices[name], flops=flops, memory_bytes_per_s=bytes_per_s)
     regions = tuple(
         replace(
             region,
@@ -161,7 +171,9 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
         for region in cluster.regions
     )
     return replace(
-        problem, batch=batch, cluster=replace(cluster, regions=regions, latency_s=latency_s, bytes_per_s=rate)
+        problem,
+        batch=batch,
+        cluster=replace(cluster, catalogue=devices, regions=regions, latency_s=latency_s, bytes_per_s=rate),
     )
 
 

@@ -1,8 +1,10 @@
 """The JSON API on a real server: jobs, what-if, exports, deployments, and what is refused."""
 
 import contextlib
+import gzip
 import http.client
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -72,6 +74,59 @@ def test_bad_input_answers_422_with_the_planners_line(server):
     assert answer["detail"].startswith("cluster.regions[0].nodes[0].count: found 0, expected a whole number")
 
 
+def test_faults_of_a_request_are_said_like_faults_of_a_file(server):
+    """What is wrong around the problem is told in the validator's words, too."""
+    for wrong, line in (
+        ({"objective": "beauty"}, "objective: found 'beauty', expected 'time' or 'money' or 'energy'"),
+        ({"seed": -1}, "seed: found -1, expected a whole number >= 0"),
+        ({"speed": 1}, "found unknown key 'speed', expected 'seed' (nearest)"),
+    ):
+        status, _, answer = server.request("POST", "/api/jobs", body(**wrong))
+        assert status == 422
+        assert answer["detail"].startswith(line)
+    assert server.request("POST", "/api/jobs", b"{")[2]["detail"].startswith("body: found no JSON")
+
+
+def test_the_server_speaks_chinese_to_those_who_ask(server, plan_id):
+    """By Accept-Language: faults, reasons, views; the plan and its numbers are the same."""
+    chinese = {"Accept-Language": "zh-CN,zh;q=0.9"}
+    _, _, answer = server.request("POST", "/api/jobs", body(seed=-1), chinese)
+    assert answer["detail"].startswith("seed：得到 -1，应为")
+    assert server.request("GET", "/api/plans/none", None, chinese)[2]["detail"] == "没有这个方案"
+    english = server.request("POST", f"/api/plans/{plan_id}/view", {})[2]
+    other = server.request("POST", f"/api/plans/{plan_id}/view", {}, chinese)[2]
+    assert other["traffic"] == english["traffic"]
+    assert other["estimate"]["limited_by"] != english["estimate"]["limited_by"]
+
+
+def test_a_search_minimises_what_it_is_asked_to(server):
+    """The cheapest plan costs no more than the fastest; a budget that nothing keeps is told with its reason."""
+    usd = {}
+    for objective in ("time", "money"):
+        row = finished(server, server.request("POST", "/api/jobs", body(objective=objective))[2]["id"])
+        usd[objective] = server.request("GET", f"/api/plans/{row['id']}")[2]["estimate"]["cost_usd"]
+    assert usd["money"] <= usd["time"]
+    request = body()
+    request["problem"]["constraints"] = {"most_usd_per_step": usd["money"] / 1000}
+    row = finished(server, server.request("POST", "/api/jobs", request)[2]["id"])
+    assert row["state"] == "infeasible" and "USD" in row["error"]
+
+
+def test_why_not_is_worked_out_once_and_kept(server, plan_id):
+    """A job a plan: ideas with their cost or why they cannot run, and what a better cluster would bring."""
+    assert server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["state"] in ("none", "done")
+    status, _, row = server.request("POST", f"/api/plans/{plan_id}/explanation", {})
+    assert status == 202
+    assert finished(server, row["id"])["state"] == "done"
+    answers = server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["answers"]
+    view = server.request("POST", f"/api/plans/{plan_id}/view", {})[2]
+    assert answers["step_s"] == pytest.approx(view["estimate"]["step_s"])
+    assert all(idea["possible"] or idea["reason"] for idea in answers["alternatives"])
+    assert server.request("POST", f"/api/plans/{plan_id}/explanation", {})[2]["created_s"] == row["created_s"]
+    assert row["id"] not in [job["id"] for job in server.request("GET", "/api/jobs")[2]]
+    assert server.request("POST", "/api/plans/none/explanation", {})[0] == 404
+
+
 def test_uploads_are_read_like_files(server):
     """PTAFM text, YAML and config.json become plain data; nonsense is refused."""
     text = (INSTANCES / "ptafm-7dc.txt").read_text()
@@ -126,6 +181,16 @@ def test_nothing_else_is_served(server, path):
     assert server.request("GET", path)[0] in (404, 405, 422)
 
 
+def test_scripts_are_sent_compressed_to_those_who_take_it(server):
+    """The same bytes with and without gzip."""
+    name = re.search(r"/assets/[^\"]+\.js", server.request("GET", "/")[2])[0]
+    plain = server.request("GET", name)[2]
+    with urllib.request.urlopen(urllib.request.Request(server.url + name, headers={"Accept-Encoding": "gzip"})) as it:
+        packed = it.read()
+        assert it.headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed).decode() == plain and len(packed) < len(plain) / 2
+
+
 def test_every_answer_carries_the_security_headers(server):
     """No inline script, no sniffing, no framing, no CORS; also on errors."""
     for path in ("/", "/api/catalogue", "/nothing", "/api/jobs/none"):
@@ -178,7 +243,7 @@ def test_a_token_is_asked_of_the_whole_api(tmp_path):
         assert server.request("GET", "/api/catalogue")[0] == 401
         assert server.request("GET", "/api/jobs", None, {"Authorization": "Bearer wrong"})[0] == 401
         assert server.request("GET", "/api/jobs", None, {"Authorization": "Bearer s3cret & more"})[0] == 200
-        assert server.request("GET", "/api/jobs/x/events?token=s3cret+%26+more")[0] == 404
+        assert server.request("GET", "/api/jobs/x/events?token=s3cret+%26+more")[0] == 401
     finally:
         server.stop()
 

@@ -76,15 +76,16 @@ def test_a_view_has_no_accessibility_violation_and_asks_nobody_outside(page, ser
 
 
 @pytest.mark.parametrize("size", list(SIZES))
-def test_every_view_fits_the_screen(browser, server, plan_id, size):
-    """No view is wider than the window; screenshots are kept where POLYGON_SCREENSHOTS says."""
-    page = new_page(browser, server, size)
+@pytest.mark.parametrize(("scheme", "locale"), [("light", "en-US"), ("dark", "zh-CN")])
+def test_every_view_fits_the_screen(browser, server, wide_plan, size, scheme, locale):
+    """No view is wider than the window, in either language; screenshots are kept where POLYGON_SCREENSHOTS says."""
+    page = new_page(browser, server, size, color_scheme=scheme, locale=locale)
     for view in VIEWS:
-        visit(page, server, plan_id, view)
+        visit(page, server, wide_plan, view)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         if SHOTS:
             SHOTS.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=SHOTS / f"{size}-{view}.png", full_page=True)
+            page.screenshot(path=SHOTS / f"{size}-{scheme}-{locale[:2]}-{view}.png", full_page=True)
     assert page.faults == []
     page.context.close()
 
@@ -116,6 +117,50 @@ def test_errors_appear_at_the_field(page, server):
     page.locator("[data-path='regions[0].nodes[0].count'][aria-invalid=true]").wait_for()
     assert "expected a whole number >= 1" in page.locator("#problem").inner_text()
     assert page.evaluate("document.activeElement.dataset.path") == "regions[0].nodes[0].count"
+
+
+def test_objective_and_constraints_reach_the_search(page, server):
+    """What is chosen under constraints and objective is in the problem of the plan; a fault opens its fold."""
+    page.goto("about:blank")
+    page.goto(server.url)
+    page.get_by_label("Shipped cluster").select_option("two-campus")
+    page.locator("[data-path='regions[1].name']").wait_for()
+    page.get_by_label("Global batch").fill("16")
+    page.get_by_label("Objective").select_option("money")
+    page.locator("[data-path='constraints.forbidden_regions'] label", has_text="south").click()
+    page.locator("#more-limits summary").click()
+    page.locator("[data-path='constraints.first_stage_regions'] label", has_text="north").click()
+    page.locator("#add-rule").click()
+    page.locator("[data-path='constraints.stage_rules[0].only_regions'] label", has_text="north").click()
+    page.locator("[data-path='constraints.egress_bytes_per_step.*']").fill("-5")
+    page.locator("#calculate").click()
+    page.locator("[data-path='constraints.egress_bytes_per_step.*'][aria-invalid=true]").wait_for()
+    page.locator("[data-path='constraints.egress_bytes_per_step.*']").fill("5")
+    with page.expect_request(re.compile("/api/jobs$")) as asked:
+        page.locator("#calculate").click()
+    sent = asked.value.post_data_json
+    assert sent["objective"] == "money"
+    assert sent["problem"]["constraints"] == {
+        "memory_headroom": 0.08, "compressions": ["none", "bf16", "int8"], "forbidden_regions": ["south"],
+        "first_stage_regions": ["north"], "last_stage_regions": [], "forbidden_devices": [],
+        "stage_rules": [{"stage": 0, "only_regions": ["north"], "never_regions": []}],
+        "egress_bytes_per_step": {"*": 5e9},
+    }  # fmt: skip
+    page.locator("#tab-map[aria-selected=true]").wait_for(timeout=120_000)
+    assert [point["region"]["used"] for point in chart_data(page, "map")[3] if point["name"] == "south"] == [0]
+    page.reload()
+
+
+def test_why_not_is_worked_out_on_the_page(page, server, plan_id):
+    """One button; ideas, different plans and what a better cluster would bring appear as tables."""
+    visit(page, server, plan_id, "strategy")
+    button = page.locator("#explain")
+    if button.count():
+        button.click()
+    page.locator("#why-not table").nth(2).wait_for(timeout=180_000)
+    kept = server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["answers"]
+    rows = page.locator("#why-not tbody tr").count()
+    assert rows == sum(len(kept[key]) for key in ("alternatives", "different_plans", "sensitivities"))
 
 
 def test_regions_are_placed_on_the_map_by_hand(page, server):
@@ -153,14 +198,19 @@ def test_timeline_shows_the_schedule_and_a_measured_trace_beside_it(page, server
     visit(page, server, wide_plan, "timeline")
     view = server.request("POST", f"/api/plans/{wide_plan}/view", {})[2]
     bars = chart_data(page, "gantt")[0]
-    assert sum(bar[3] in "FB" for bar in bars) == 2 * view["micro_batches"] * len(view["stages"])
+    assert {"bubble", "exposed"} <= {bar[3] for bar in bars}
+    assert sum(bar[3] in ("F", "B") for bar in bars) == 2 * view["micro_batches"] * len(view["stages"])
     assert max(bar[2] for bar in bars) == pytest.approx(view["estimate"]["step_s"])
     page.locator("#sends").check()
     page.wait_for_function(f"() => window.polygonCharts.get('gantt')?.getOption().series[0].data.length > {len(bars)}")
     trace = tmp_path / "measured.json"
     trace.write_text(json.dumps(server.request("GET", f"/api/plans/{wide_plan}/trace")[2]))
     page.locator("#measured-file").set_input_files(trace)
-    assert len(chart_data(page, "measured")[0]) >= len(bars)
+    page.wait_for_function("() => window.polygonCharts.has('measured')")
+    measured = chart_data(page, "measured")[0]
+    assert sum(bar[3] in ("F", "B") for bar in measured) == sum(bar[3] in ("F", "B") for bar in bars)
+    page.locator("#measured-file").set_input_files({"name": "x.json", "mimeType": "x", "buffer": b"{}"})
+    page.locator("#trace-error", has_text="no intervals").wait_for()
 
 
 CHANGED = "k => document.querySelector(`[data-card=${k}] small`) !== null"
@@ -168,7 +218,8 @@ BACK = "([k, v]) => document.querySelector(`[data-card=${k}] b`)?.textContent ==
 CONTROLS = {
     "accumulation": ("2", "tokens"), "prefetch": ("1", "step"), "local_steps": ("3", "commTime"),
     "chunk_mb": ("1", "commTime"), "streams": ("1", "commTime"),
-    "bandwidth_factor": ("1", "step"), "latency_factor": ("6", "step"), "price_factor": ("4", "cost"),
+    "device_factors": ("5", "step"), "bandwidth_factor": ("1", "step"), "latency_factor": ("6", "step"),
+    "price_factor": ("4", "cost"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from polygon.cost.estimate import estimate, step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
 from polygon.web.views import advice, front, km_between, sensitivities, timeline
 from polygon.web.whatif import Changes, flat_s, price
 from tests.exported_plans import wide
@@ -142,17 +143,38 @@ def test_sensitivities_are_sorted_and_real(case):
     assert saved == pytest.approx(best["saved_s"])
 
 
-def test_timeline_ends_with_the_step(case):
-    """Intervals lie in the step and the last ends it; a worker computes one thing at a time."""
+def test_timeline_names_every_moment_of_every_worker(case):
+    """Compute, bubble, exposed communication and update tile each worker's step; what is hidden lies beside them."""
     shown = timeline(changed(case))
     assert max(row[5] for row in shown["intervals"]) == pytest.approx(shown["step_s"])
-    by_worker = {}
+    tiles = {}
     for stage, worker, kind, _, begin, end in shown["intervals"]:
-        if kind == "compute":
-            by_worker.setdefault((stage, worker), []).append((begin, end))
-    for rows in by_worker.values():
+        if kind in ("compute", "bubble", "exposed", "update"):
+            tiles.setdefault((stage, worker), []).append((begin, end))
+    assert len(tiles) == len(shown["workers"])
+    for rows in tiles.values():
         rows.sort()
-        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(rows))
+        assert rows[0][0] == 0 and rows[-1][1] == pytest.approx(shown["step_s"])
+        assert all(a[1] == pytest.approx(b[0], abs=1e-9) for a, b in pairwise(rows))
+
+
+def test_free_links_leave_bubble_and_no_transfer_exposed(case):
+    """With links a hundred times better, waiting for communication shrinks, and bubbles take their part."""
+    problem, plan, tables = case
+    before = timeline(changed(case))
+    after = timeline(price(problem, plan, Changes(latency_factor=0.01, bandwidth_factor=100.0), tables))
+    assert after["exposed_share"] < before["exposed_share"]
+
+
+def test_faster_devices_compute_in_less_time(case):
+    """Twice as fast ones of a type need half the time at the roofline; unknown types are refused."""
+    problem, _, _ = case
+    (name,) = {pool.device.name for pool in problem.cluster.pools}
+    before, after = changed(case), changed(case, device_factors={name: 2.0})
+    assert after.estimate.terms["compute"] < 0.7 * before.estimate.terms["compute"]
+    assert after.estimate.lower_bound_s < before.estimate.lower_bound_s
+    with pytest.raises(InputError, match="device_factors: found 'abacus'"):
+        changed(case, device_factors={"abacus": 2.0})
 
 
 def test_front_marks_what_nothing_beats():

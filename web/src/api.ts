@@ -8,14 +8,14 @@ export let askToken: () => Promise<string> = async () => "";
 export function onToken(ask: () => Promise<string>): void {
   askToken = ask;
 }
-export function tokenQuery(): string {
-  return token ? `?token=${encodeURIComponent(token)}` : "";
+function headers(body: boolean): Record<string, string> {
+  return { "Accept-Language": document.documentElement.lang, ...(body ? { "Content-Type": "application/json" } : {}), ...(token ? { Authorization: `Bearer ${token}` } : {}) };
 }
 
 export async function call(method: string, path: string, body?: unknown): Promise<Data> {
   const response = await fetch(path, {
     method,
-    headers: { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...(token ? { Authorization: `Bearer ${token}` } : {}) },
+    headers: headers(body !== undefined),
     body: body === undefined ? undefined : JSON.stringify(body),
   });
   if (response.status === 401) {
@@ -35,10 +35,35 @@ export async function call(method: string, path: string, body?: unknown): Promis
 export const get = (path: string): Promise<Data> => call("GET", path);
 export const post = (path: string, body: unknown): Promise<Data> => call("POST", path, body);
 
+// Server-sent events by fetch, which can carry the token and the language; ends when the server does or `stop` says so.
+export async function events(path: string, stop: AbortSignal, take: (data: Data) => void): Promise<void> {
+  const response = await fetch(path, { headers: headers(false), signal: stop });
+  if (!response.ok || !response.body) throw new Error(`HTTP ${response.status}`);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop() ?? "";
+    for (const part of parts) if (part.startsWith("data: ")) take(JSON.parse(part.slice(6)));
+  }
+}
+
 export function download(name: string, text: string, type = "text/plain"): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+export async function copy(text: string): Promise<void> {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = document.createElement("textarea"); // not a secure context: the old way
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
 }

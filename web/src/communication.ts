@@ -36,10 +36,10 @@ async function update(): Promise<void> {
   } catch (e) { if (error) error.textContent = (e as Error).message; }
 }
 
-function slider(key: Key, name: string, values: number[], now: number, off: number, text: (v: number) => string): HTMLElement {
+function slider(key: Key, name: string, values: number[], now: number, off: number, text: (v: number) => string, take: (v: number) => void = (v) => change(name, v === off ? undefined : v)): HTMLElement {
   const at = Math.max(0, values.indexOf(now));
   const output = h("output", {}, text(values[at]));
-  return h("label", {}, t(key), " ", output, h("input", { type: "range", min: 0, max: values.length - 1, step: 1, value: String(at), "data-change": name, "aria-valuetext": text(values[at]), oninput: (e: Event) => { const input = e.target as HTMLInputElement; const v = values[Number(input.value)]; output.textContent = text(v); input.setAttribute("aria-valuetext", text(v)); change(name, v === off ? undefined : v); } }));
+  return h("label", {}, t(key), " ", output, h("input", { type: "range", min: 0, max: values.length - 1, step: 1, value: String(at), "data-change": name, "aria-valuetext": text(values[at]), oninput: (e: Event) => { const input = e.target as HTMLInputElement; const v = values[Number(input.value)]; output.textContent = text(v); input.setAttribute("aria-valuetext", text(v)); take(v); } }));
 }
 function select(key: Key, name: string, options: [string, string][], now: string, take: (v: string) => void): HTMLElement {
   return h("label", {}, t(key), h("select", { "data-change": name, onchange: (e: Event) => take((e.target as HTMLSelectElement).value) }, options.map(([v, text]) => h("option", { value: v, selected: v === now }, text))));
@@ -52,6 +52,8 @@ function controls(root: HTMLElement): HTMLElement {
   const packing = PACKINGS.map((p): [string, string] => [p, p]);
   const used = state.planned.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const links = (c.links as Data[]) ?? [];
+  const speeds: Record<string, number> = { ...((c.device_factors as Record<string, number>) ?? {}) };
+  const types = [...new Set<string>(state.planned.regions.flatMap((r: Data) => Object.keys(r.devices)))].sort();
   const single = (kind: "activations" | "weight_gradients", v: string): void => {
     if (state.linkIndex === "") return change(kind, v || undefined);
     const l = used[Number(state.linkIndex)];
@@ -76,8 +78,10 @@ function controls(root: HTMLElement): HTMLElement {
     slider("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], n("overlap", 1), 1, percent),
     slider("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("bandwidth_factor", 1), 1, times),
     slider("latFactor", "latency_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("latency_factor", 1), 1, times),
+    select("deviceType", "device", [["", t("allDevices")], ...types.map((d): [string, string] => [d, d])], state.deviceType, (v) => { state.deviceType = v; communication(root); }),
+    slider("deviceSpeed", "device_factors", [0.5, 0.8, 1, 1.25, 1.5, 2, 4], Number(speeds[state.deviceType || types[0]] ?? 1), -1, times, (v) => { const next = { ...speeds }; for (const d of state.deviceType ? [state.deviceType] : types) if (v === 1) delete next[d]; else next[d] = v; change("device_factors", Object.keys(next).length ? next : undefined); Object.keys(speeds).forEach((k) => delete speeds[k]); Object.assign(speeds, next); }),
     slider("priceFactor", "price_factor", [0.25, 0.5, 1, 2, 4], n("price_factor", 1), 1, times),
-    h("button", { type: "button", id: "reset", onclick: () => { state.changes = {}; state.linkIndex = ""; communication(root); void update(); } }, t("reset"))));
+    h("button", { type: "button", id: "reset", onclick: () => { state.changes = {}; state.linkIndex = state.deviceType = ""; communication(root); void update(); } }, t("reset"))));
 }
 
 function show(): void {
@@ -99,7 +103,7 @@ function show(): void {
 // What takes longer to compute waits until nothing has moved for a moment.
 function more(asked: number): void {
   void post(`/api/plans/${state.planId}/advice`, state.changes).then((data) => { if (asked === state.asked) showAdvice(data); });
-  void post(`/api/plans/${state.planId}/sensitivities`, state.changes).then((rows) => { if (asked === state.asked) document.getElementById("sensitivities")?.replaceChildren(table(t("sensitivity"), [t("link"), t("better"), t("saves")], rows.slice(0, 10).map((r: Data) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(Math.max(0, r.saved_s))]), [2])); });
+  void post(`/api/plans/${state.planId}/sensitivities`, state.changes).then((rows) => { const felt = rows.filter((r: Data) => r.saved_s > 1e-6 * state.shown.estimate.step_s); if (asked === state.asked) document.getElementById("sensitivities")?.replaceChildren(rows.length === 0 ? h("p", { class: "soft" }, t("noTraffic")) : felt.length === 0 ? h("p", { class: "soft" }, t("noGain")) : table(t("sensitivity"), [t("link"), t("better"), t("saves")], felt.map((r: Data) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(Math.max(0, r.saved_s))]), [2])); });
 }
 function drawVolumes(f: Data, g: Data): void {
   const colors = ink();

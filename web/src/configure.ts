@@ -1,28 +1,30 @@
 // Configure: a cluster (shipped, uploaded or built by hand), a model, a batch, constraints; and the search itself.
 
-import { get, post, call, tokenQuery, type Data } from "./api";
+import { get, post, type Data } from "./api";
 import { draw, frame, ink } from "./charts";
-import { h, table } from "./dom";
+import { constraintFields, constraints, writeWrong } from "./constraints";
+import { choice, field, h, number, table, upload } from "./dom";
 import { digits } from "./format";
+import { follow } from "./jobs";
 import { maybe, t } from "./strings";
 import { loadCatalogue, openPlan, state } from "./state";
 import { km } from "./world";
 
 let cluster: Data = null;
 let model: Data = "gpt3-1.3b";
-const form: Data = { instance: "", global_batch: 256, seq_len: 2048, precision: "bf16", optimizer: "adamw", memory_headroom: 0.08, forbidden: [], usd: "", compressions: ["none", "bf16", "int8"], effort: "quick", seed: 0 };
+const form: Data = { instance: "", global_batch: 256, seq_len: 2048, precision: "bf16", optimizer: "adamw", objective: "time", effort: "quick", seed: 0 };
 let job = "";
-let source: EventSource | null = null;
 let redraw: () => void = () => undefined;
 let opened: () => void = () => undefined;
 
 export async function configure(root: HTMLElement, onOpen: () => void): Promise<void> {
   opened = onOpen;
+  // Both at once: the first chart waits for the slower alone.
+  const first = cluster ? null : get(`/api/instances/${FIRST}`).catch(() => null);
   await loadCatalogue();
   if (!cluster) {
-    form.instance = state.catalogue.instances.includes("aws-regions") ? "aws-regions" : (state.catalogue.instances[0] ?? "");
-    if (form.instance) cluster = await get(`/api/instances/${form.instance}`);
-    else cluster = emptyCluster();
+    cluster = (await first) ?? emptyCluster();
+    if (cluster.regions.length) form.instance = FIRST;
   }
   redraw = () => {
     const kept = document.activeElement?.getAttribute("data-path");
@@ -32,20 +34,15 @@ export async function configure(root: HTMLElement, onOpen: () => void): Promise<
   };
   redraw();
   void earlier();
+  if (job) void attempt(wait);
 }
 
+const FIRST = "aws-regions";
 function emptyCluster(): Data {
   return { name: "mine", regions: [], latency_ms: [], bandwidth_gbps: [] };
 }
 const status = (): HTMLElement => document.getElementById("status")!;
 
-function field(label: string, path: string, value: Data, set: (text: string) => void, more: Data = {}): HTMLElement {
-  return h("label", {}, label, h("input", { value: value ?? "", "data-path": path, onchange: (e: Event) => set((e.target as HTMLInputElement).value), ...more }));
-}
-function choice(label: string, path: string, value: string, options: [string, string][], set: (text: string) => void): HTMLElement {
-  return h("label", {}, label, h("select", { "data-path": path, onchange: (e: Event) => set((e.target as HTMLSelectElement).value) }, options.map(([key, text]) => h("option", { value: key, selected: key === value }, text))));
-}
-const number = (text: string): number | string => (text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
 
 function page(): HTMLElement {
   const names = state.catalogue.instances.map((n: string): [string, string] => [n, n]);
@@ -53,7 +50,7 @@ function page(): HTMLElement {
     h("section", { class: "panel", "aria-labelledby": "h-cluster" }, h("h2", { id: "h-cluster" }, t("cluster")),
       h("div", { class: "fields" },
         choice(t("instance"), "instance", form.instance, [["", "—"], ...names], (name) => void attempt(async () => { form.instance = name; cluster = name ? await get(`/api/instances/${name}`) : emptyCluster(); redraw(); })),
-        upload(t("upload"), "upload-cluster", (text, name) => void attempt(async () => { cluster = await post("/api/read", { kind: "cluster", text, name }); form.instance = ""; redraw(); })),
+        upload(t("upload"), "upload-cluster", (text, name) => void attempt(async () => { cluster = await post("/api/read", { kind: "cluster", text, name }); form.instance = ""; redraw(); }), t("uploadHint")),
         upload(t("openPlan"), "upload-plan", (text) => void attempt(async () => { const row = await post("/api/plans", JSON.parse(text)); await openPlan(row.id); opened(); })),
         h("button", { type: "button", onclick: () => { form.instance = ""; cluster = emptyCluster(); redraw(); } }, t("byHand")))),
     h("section", { class: "panel five", "aria-labelledby": "h-map" }, h("h2", { id: "h-map" }, t("regions")), frame("configure-map", t("regions"), 300), h("p", { class: "soft" }, t("mapHint")),
@@ -63,17 +60,14 @@ function page(): HTMLElement {
       h("div", { class: "row" }, h("button", { type: "button", onclick: suggest }, t("suggest"))), matrix("latency_ms", t("latency")), matrix("bandwidth_gbps", t("bandwidth"))),
     h("section", { class: "panel", "aria-labelledby": "h-work" }, h("h2", { id: "h-work" }, t("work")), h("div", { class: "fields" },
       choice(t("model"), "model", typeof model === "string" ? model : model.name, [...(typeof model === "string" ? [] : [[model.name, model.name] as [string, string]]), ...state.catalogue.models.map((m: Data): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])], (name) => { const found = state.catalogue.models.find((m: Data) => m.name === name); if (found) { model = name; form.seq_len = found.tokens_per_image || Math.min(found.max_seq_len, form.seq_len || 2048); redraw(); } }),
-      upload(t("uploadModel"), "upload-model", (text, name) => void attempt(async () => { model = await post("/api/read", { kind: "model", text, name }); redraw(); })),
+      upload(t("uploadModel"), "upload-model", (text, name) => void attempt(async () => { model = await post("/api/read", { kind: "model", text, name }); redraw(); }), t("uploadModelHint")),
       field(t("globalBatch"), "batch.global_batch", form.global_batch, (v) => (form.global_batch = number(v)), { inputmode: "numeric" }),
       field(t("seqLen"), "batch.seq_len", form.seq_len, (v) => (form.seq_len = number(v)), { inputmode: "numeric" }),
       choice(t("precision"), "batch.precision", form.precision, ["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p]), (v) => (form.precision = v)),
       choice(t("optimizer"), "batch.optimizer", form.optimizer, [["adamw", "AdamW"], ["sgd", "SGD"]], (v) => (form.optimizer = v)))),
-    h("section", { class: "panel", "aria-labelledby": "h-limits" }, h("h2", { id: "h-limits" }, t("constraints")), h("div", { class: "fields" },
-      field(t("headroom"), "constraints.memory_headroom", form.memory_headroom, (v) => (form.memory_headroom = number(v))),
-      field(t("maxCost"), "constraints.most_usd_per_step", form.usd, (v) => (form.usd = v)),
-      h("label", {}, t("forbidden"), h("select", { multiple: true, size: 3, "data-path": "constraints.forbidden_regions", onchange: (e: Event) => (form.forbidden = [...(e.target as HTMLSelectElement).selectedOptions].map((o) => o.value)) }, cluster.regions.map((r: Data) => h("option", { value: r.name, selected: form.forbidden.includes(r.name) }, r.name)))),
-      h("label", {}, t("packings"), h("select", { multiple: true, size: 3, "data-path": "constraints.compressions", onchange: (e: Event) => (form.compressions = [...(e.target as HTMLSelectElement).selectedOptions].map((o) => o.value)) }, ["none", "bf16", "int8", "int4", "topk", "powersgd"].map((m) => h("option", { value: m, selected: form.compressions.includes(m) }, m)))))),
-    h("section", { class: "panel", "aria-labelledby": "h-search" }, h("h2", { id: "h-search" }, t("effort")), h("div", { class: "fields" },
+    h("section", { class: "panel", "aria-labelledby": "h-limits" }, h("h2", { id: "h-limits" }, t("constraints")), constraintFields(cluster, redraw)),
+    h("section", { class: "panel", "aria-labelledby": "h-search" }, h("h2", { id: "h-search" }, t("search")), h("div", { class: "fields" },
+      choice(t("objective"), "objective", form.objective, ["time", "money", "energy", "tokens-per-usd"].map((o): [string, string] => [o, maybe(`objective_${o}`)]), (v) => (form.objective = v)),
       choice(t("effort"), "effort", form.effort, [["quick", t("quick")], ["thorough", t("thorough")], ["long", t("long")]], (v) => (form.effort = v)),
       field(t("seed"), "seed", form.seed, (v) => (form.seed = number(v))),
       h("button", { class: "main", id: "calculate", type: "button", onclick: () => void search() }, t("calculate"))),
@@ -81,27 +75,12 @@ function page(): HTMLElement {
     h("section", { class: "panel", "aria-labelledby": "h-earlier" }, h("h2", { id: "h-earlier" }, t("earlier")), h("div", { id: "earlier" })));
 }
 
-function upload(label: string, id: string, take: (text: string, name: string) => void): HTMLElement {
-  return h("label", {}, label, h("input", { type: "file", id, onchange: async (e: Event) => { const file = (e.target as HTMLInputElement).files?.[0]; if (file) take(await file.text(), file.name.replace(/\.\w+$/, "") || "upload"); } }));
-}
 async function attempt(work: () => Promise<void>): Promise<void> {
   try { await work(); } catch (error) { wrong((error as Error).message); }
 }
 
-// An error at its field: the message begins with the field's path.
 function wrong(message: string): void {
-  const path = message.replace(/^problem\./, "").split(":")[0].trim().replace(/^cluster\./, "");
-  let field: Element | null = null;
-  for (let p = path; p && !field; p = p.replace(/(\.[^.[]*|\[\d+\])$/, "") === p ? "" : p.replace(/(\.[^.[]*|\[\d+\])$/, "")) field = document.querySelector(`[data-path="${CSS.escape(p)}"]`);
-  const text = h("p", { class: "error", id: "problem", role: "alert" }, message);
-  status().replaceChildren(text);
-  if (field) {
-    field.setAttribute("aria-invalid", "true");
-    field.setAttribute("aria-describedby", "problem");
-    (field as HTMLElement).focus();
-    field.after(h("span", { class: "error field-error" }, message.slice(message.indexOf(":") + 1).trim()));
-    field.addEventListener("input", () => { field!.removeAttribute("aria-invalid"); field!.parentElement?.querySelector(".field-error")?.remove(); }, { once: true });
-  }
+  writeWrong(status(), message);
 }
 
 function addRegion(name: string, latitude?: number, longitude?: number): void {
@@ -175,11 +154,10 @@ function problem(): Data {
   const n = cluster.regions.length;
   const kept = { ...cluster, regions: cluster.regions };
   if (n < 2) { delete kept.latency_ms; delete kept.bandwidth_gbps; delete kept.capacity_gbps; }
-  const known = new Set(cluster.regions.map((r: Data) => r.name));
   return {
     cluster: kept, model,
     batch: { global_batch: form.global_batch, seq_len: form.seq_len, precision: form.precision, optimizer: form.optimizer },
-    constraints: { memory_headroom: form.memory_headroom, forbidden_regions: form.forbidden.filter((f: string) => known.has(f)), compressions: form.compressions, ...(form.usd === "" ? {} : { most_usd_per_step: number(form.usd) }) },
+    constraints: constraints(cluster),
   };
 }
 
@@ -188,28 +166,19 @@ async function search(): Promise<void> {
   document.querySelectorAll("[aria-invalid]").forEach((e) => e.removeAttribute("aria-invalid"));
   await attempt(async () => {
     const name = `${typeof model === "string" ? model : model.name} · ${cluster.name ?? "cluster"}`.slice(0, 120);
-    const row = await post("/api/jobs", { problem: problem(), name, effort: form.effort, seed: form.seed });
-    job = row.id;
-    follow(job);
+    job = (await post("/api/jobs", { problem: problem(), name, objective: form.objective, effort: form.effort, seed: form.seed })).id;
+    await wait();
   });
 }
 
-function follow(id: string): void {
-  const bar = h("progress", { max: "1", "aria-label": t("working") });
-  const note = h("span", { class: "soft" });
-  status().replaceChildren(h("div", { class: "row" }, t("working"), bar, note, h("button", { type: "button", id: "cancel", onclick: () => void call("DELETE", `/api/jobs/${id}`) }, t("cancel"))));
-  source?.close();
-  source = new EventSource(`/api/jobs/${id}/events${tokenQuery()}`);
-  source.onmessage = (event) => {
-    const row = JSON.parse(event.data);
-    bar.value = row.progress;
-    note.textContent = row.note;
-    if (row.state === "queued" || row.state === "running") return;
-    source?.close();
-    if (row.state === "infeasible" || row.state === "failed") wrong(`${t(row.state)}: ${row.error}`);
-    else void attempt(async () => { await openPlan(id); opened(); });
-  };
-  source.onerror = () => source?.readyState === EventSource.CLOSED && wrong(t("failed"));
+// Follow the search that runs until it has ended; its plan opens.
+async function wait(): Promise<void> {
+  const row = await follow(job, status());
+  if (!row || row.state === "queued" || row.state === "running") return;
+  job = "";
+  if (row.state === "infeasible" || row.state === "failed") return wrong(`${t(row.state)}: ${row.error}`);
+  await openPlan(row.id);
+  opened();
 }
 
 async function earlier(): Promise<void> {

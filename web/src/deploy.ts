@@ -1,6 +1,6 @@
 // Deploy: files for other systems, what they cannot express, and a folder with all of it.
 
-import { call, download, get, post, type Data } from "./api";
+import { call, copy, download, get, post, type Data } from "./api";
 import { h, table } from "./dom";
 import { seconds, signed } from "./format";
 import { t } from "./strings";
@@ -40,11 +40,6 @@ function showExport(data: Data): void {
     h("button", { type: "button", id: "copy", onclick: async () => { await copy(data.files[file]); note.textContent = t("copied"); } }, t("copy")), h("button", { type: "button", onclick: () => download(file, data.files[file]) }, t("download")), note));
   choose(file);
 }
-async function copy(text: string): Promise<void> {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = h("textarea", {}); // not a secure context: the old way
-  area.value = text; document.body.append(area); area.select(); document.execCommand("copy"); area.remove();
-}
 async function write(): Promise<void> {
   const place = document.getElementById("deploy-result")!;
   try {
@@ -56,5 +51,5 @@ async function write(): Promise<void> {
 }
 async function list(): Promise<void> {
   const rows = await call("GET", "/api/deployments");
-  document.getElementById("deployments")?.replaceChildren(table(t("deployments"), [t("name"), t("files")], rows.map((r: Data) => [`deployments/${r.name}/`, r.files.length]), [1]));
+  document.getElementById("deployments")?.replaceChildren(rows.length === 0 ? h("p", { class: "soft" }, t("noneYet")) : table(t("deployments"), [t("name"), t("files")], rows.map((r: Data) => [`deployments/${r.name}/`, r.files.length]), [1]));
 }

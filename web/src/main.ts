@@ -7,9 +7,11 @@ import { communication } from "./communication";
 import { configure } from "./configure";
 import { deploy } from "./deploy";
 import { h } from "./dom";
+import { trainingMap } from "./map";
 import { openPlan, state } from "./state";
+import { strategy } from "./strategy";
 import { currentLanguage, setLanguage, t, type Key } from "./strings";
-import { strategy, timeline, trainingMap } from "./views";
+import { timeline } from "./timeline";
 import { registerWorld } from "./world";
 
 const VIEWS: Key[] = ["configure", "map", "strategy", "timeline", "communication", "deploy"];

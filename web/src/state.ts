@@ -6,8 +6,8 @@ export interface Changes {
   [name: string]: unknown;
 }
 export const state: {
-  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string;
-} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "" };
+  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string; deviceType: string;
+} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "", deviceType: "" };
 
 export async function openPlan(id: string): Promise<void> {
   state.planned = state.shown = await post(`/api/plans/${id}/view`, {});

@@ -1,0 +1,44 @@
+"""An answer is worked out once, whoever asks."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from polygon.web.answers import Answers
+
+
+def test_equal_questions_at_the_same_time_are_worked_out_once():
+    """Eight ask while the first answer is being made: one call, one answer."""
+    answers, calls, go = Answers(4), [], threading.Event()
+
+    def work():
+        calls.append(1)
+        assert go.wait(30)
+        return "answer"
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(answers.get, "question", work) for _ in range(8)]
+        go.set()
+        assert [future.result(timeout=30) for future in asked] == ["answer"] * 8
+    assert len(calls) == 1
+
+
+def test_only_the_latest_are_kept():
+    """Beyond the limit the one that was asked for longest ago is worked out again."""
+    answers, calls = Answers(2), []
+    for question in ("a", "b", "a", "c", "a", "b"):
+        assert answers.get(question, lambda q=question: calls.append(q) or q) == question
+    assert calls == ["a", "b", "c", "b"]
+
+
+def test_errors_are_told_and_not_kept():
+    """Whoever asks again gets a new try."""
+    answers = Answers(2)
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        answers.get("question", fail)
+    assert answers.get("question", lambda: 1) == 1

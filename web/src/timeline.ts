@@ -1,0 +1,81 @@
+// Timeline: the predicted step, with waiting named, and a measured trace beside it.
+
+import { get, post, download, type Data } from "./api";
+import { axis, draw, frame, ink, palette, tooltip } from "./charts";
+import { escape, h, table, upload } from "./dom";
+import { percent, seconds } from "./format";
+import { cards, legend } from "./map";
+import { t } from "./strings";
+import { state } from "./state";
+
+const KINDS: Record<string, string> = { F: palette[0], B: palette[2], exposed: "#c2571a", reduce: "#e0a07c", bubble: "#c3cbd6", update: palette[3], send: "#7d8896" };
+// Part of a row's height, and how far below its middle: what lies beside the work is thin.
+const TALL: Record<string, [number, number]> = { send: [0.16, 0.42], reduce: [0.16, 0.42], bubble: [0.35, 0] };
+export function timeline(root: HTMLElement): void {
+  const v = state.shown;
+  root.replaceChildren(h("div", { class: "grid" },
+    h("section", { class: "panel" }, h("h2", {}, t("gantt")),
+      h("div", { class: "legend" }, legend(KINDS.F, t("forward")), legend(KINDS.B, t("backward")), legend(KINDS.bubble, t("bubble")), legend(KINDS.exposed, t("exposed")), legend(KINDS.reduce, t("reduce")), legend(KINDS.update, t("update")), legend(KINDS.send, t("send")), h("label", {}, h("input", { type: "checkbox", id: "sends", checked: state.showSends, onchange: (e: Event) => { state.showSends = (e.target as HTMLInputElement).checked; timeline(root); } }), ` ${t("showSends")}`)),
+      cards([["step", seconds(v.estimate.step_s)], ["bubbleShare", "…"], ["exposedShare", "…"], ["exposedTime", seconds(v.traffic.exposed_s)], ["efficiency", percent(v.traffic.efficiency)]]),
+      h("div", { id: "gantt-place" }), h("p", { class: "soft" }, t("ganttHint")), h("p", { class: "soft", id: "left-out" }),
+      h("div", { class: "row" }, h("button", { type: "button", onclick: async () => download("predicted-trace.json", JSON.stringify(await get(`/api/plans/${state.planId}/trace`)), "application/json") }, t("perfetto")),
+        upload(t("loadTrace"), "measured-file", (text) => { const why = measure(text); if (why) document.getElementById("trace-error")!.textContent = why; else timeline(root); })),
+      h("p", { id: "trace-error", class: "error", role: "alert" })),
+    state.measured && h("section", { class: "panel" }, h("h2", {}, t("measured")), h("div", { id: "measured-place" })),
+    h("section", { class: "panel" }, h("details", {}, h("summary", {}, t("workersTable")), h("div", { id: "busy-table" })))));
+  const id = state.planId;
+  void post(`/api/plans/${id}/timeline`, state.changes).then((data) => {
+    if (id !== state.planId || state.view !== "timeline") return;
+    gantt("gantt", "gantt-place", t("gantt"), data.workers.map((w: Data) => w.name), place(data));
+    for (const key of ["bubble", "exposed"]) document.querySelector(`[data-card=${key}Share] b`)!.textContent = percent(data[`${key}_share`]);
+    document.getElementById("left-out")!.textContent = data.left_out ? t("leftOut", { n: data.left_out }) : "";
+    const busy = new Map<string, number>();
+    for (const [s, w, kind, , a, b] of data.intervals) if (kind === "compute") busy.set(`${s}/${w}`, (busy.get(`${s}/${w}`) ?? 0) + b - a);
+    document.getElementById("busy-table")?.replaceChildren(table(t("workersTable"), [t("workers"), t("computeTime"), t("busy")], data.workers.map((w: Data) => { const b = busy.get(`${w.stage}/${w.worker}`) ?? 0; return [w.name, seconds(b), percent(b / data.step_s)]; }), [1, 2]));
+  });
+  if (state.measured) drawMeasured();
+}
+// Keep a measured trace; what is wrong with it where it is none.
+function measure(text: string): string {
+  try {
+    const data = JSON.parse(text);
+    if (!drawn(data).length) return t("noEvents");
+    state.measured = data;
+    return "";
+  } catch (error) {
+    return t("notJson", { why: (error as Error).message });
+  }
+}
+const drawn = (trace: Data): Data[] => (Array.isArray(trace?.traceEvents) ? trace.traceEvents : []).filter((e: Data) => e.ph === "X" && MEASURED.has(e.cat));
+const MEASURED = new Map([["compute", ""], ["reduce", "reduce"], ["exposed", "exposed"], ["update", "update"], ["send", "send"]]);
+function place(data: Data): Data[] {
+  const row = new Map<string, number>(data.workers.map((w: Data, i: number) => [`${w.stage}/${w.worker}`, i]));
+  return data.intervals.filter((i: Data) => state.showSends || i[2] !== "send").map(([s, w, kind, name, a, b]: Data) => [row.get(`${s}/${w}`), a, b, kind === "compute" ? name[0] : kind, name]);
+}
+function drawMeasured(): void {
+  const events = drawn(state.measured);
+  const threads = new Map<string, string>((state.measured.traceEvents ?? []).filter((e: Data) => e.name === "thread_name").map((e: Data) => [`${e.pid}/${e.tid}`, `S${e.pid} · ${e.args.name}`]));
+  const keys = [...new Set<string>(events.map((e: Data) => `${e.pid}/${e.tid}`))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const row = new Map(keys.map((k, i) => [k, i]));
+  const start = Math.min(...events.map((e: Data) => e.ts));
+  gantt("measured", "measured-place", t("measured"), keys.map((k) => threads.get(k) ?? k), events.slice(0, 20000).map((e: Data) => [row.get(`${e.pid}/${e.tid}`), (e.ts - start) / 1e6, (e.ts + e.dur - start) / 1e6, e.cat === "compute" ? e.name[0] : e.cat, e.name]));
+}
+function gantt(name: string, parent: string, label: string, rows: string[], data: Data[]): void {
+  const colors = ink();
+  const narrow = innerWidth < 600;
+  document.getElementById(parent)?.replaceChildren(frame(name, label, Math.min(900, 110 + 24 * rows.length)));
+  draw(name, {
+    tooltip: { ...tooltip(), formatter: (p: Data) => `${escape(String(p.value[4]))}<br>${seconds(p.value[1])} – ${seconds(p.value[2])} (${seconds(p.value[2] - p.value[1])})` },
+    grid: { left: narrow ? 84 : 190, right: 20, top: 10, bottom: 72 },
+    dataZoom: [{ type: "slider", xAxisIndex: 0, bottom: 8, height: 22, filterMode: "weakFilter", textStyle: { color: colors.soft }, borderColor: colors.line }, { type: "inside", xAxisIndex: 0, filterMode: "weakFilter", zoomOnMouseWheel: "ctrl" }, ...(rows.length > 33 ? [{ type: "slider", yAxisIndex: 0, right: 0, width: 14, startValue: 0, endValue: 32, showDetail: false }] : [])],
+    xAxis: { type: "value", min: 0, max: Math.max(...data.map((d) => d[2])), ...axis({ axisLabel: { color: colors.soft, formatter: (x: number) => seconds(x), hideOverlap: true, showMaxLabel: false } }) },
+    yAxis: { type: "category", data: rows, inverse: true, ...axis({ axisLabel: { color: colors.soft, width: narrow ? 76 : 180, overflow: "truncate" } }) },
+    series: [{ type: "custom", encode: { x: [1, 2], y: 0 }, data, renderItem: (params: Data, api: Data) => {
+      const low = api.coord([api.value(1), api.value(0)]), high = api.coord([api.value(2), api.value(0)]);
+      const kind = data[params.dataIndex][3], [part, below] = TALL[kind] ?? [0.7, 0], row = api.size([0, 1])[1], tall = row * part;
+      const x = Math.max(low[0], params.coordSys.x), end = Math.min(high[0], params.coordSys.x + params.coordSys.width);
+      if (end < x) return undefined;
+      return { type: "rect", shape: { x, y: low[1] - tall / 2 + row * below, width: Math.max(0.6, end - x), height: tall }, style: { fill: KINDS[kind] ?? palette[4], stroke: colors.panel, lineWidth: end - x > 4 ? 0.5 : 0 } };
+    } }],
+  });
+}
