@@ -2,7 +2,8 @@
 
 Two hosts, 80 ms round trip, Linux' default buffers (4 MiB). Messages of 16 MiB one after the other, receives posted
 ahead, after a first round in which TCP opens its window; time counts from the posting of the second round's receives
-until its last byte has arrived. Prints a table; ratios belong to one run.
+until its last byte has arrived. Beside the rates: how many streams a plan takes on such a link. Prints a table; ratios
+belong to one run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
 import numpy as np
 
 from benchmarks.lab_ranks import run_on_hosts, star_network
+from polygon.planning.decode import useful_streams
 from runners.lab_net.linux import TcpSettings
 from runners.lab_net.running import Lab
 
@@ -81,7 +83,7 @@ def main() -> None:
         latency_s, rate = np.full((2, 2), RTT_S / 2), np.full((2, 2), mbit * 1e6 / 8)
         with Lab(star_network(latency_s, rate), tcp=TcpSettings()) as lab:
             hosts = lab.network.hosts
-            row = {"link_mbit_per_s": mbit}
+            row = {"link_mbit_per_s": mbit, "streams_of_a_plan": useful_streams(RTT_S / 2, mbit * 1e6 / 8)}
             port += 1
             got = run_on_hosts(lab, hosts, plain_gloo, hosts[0].address, port)[1]
             row["plain_gloo"] = 8e-6 * got
