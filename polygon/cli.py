@@ -159,6 +159,13 @@ def read_calibration(args: argparse.Namespace) -> Any:
         return calibration(data)
 
 
+def read_tables(problem: Any, args: argparse.Namespace) -> Any:
+    """Cost tables of a problem under `profile_options`."""
+    from polygon.cost.tables import CostTables
+
+    return CostTables(problem, read_profiles(args), read_calibration(args))
+
+
 def read_problem(path: str, args: argparse.Namespace) -> Any:
     """The problem of a cluster file and `problem_options`; a problem file stands for itself.
 

@@ -31,12 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     from polygon import files
     from polygon.cost.bill import whole_run
     from polygon.cost.estimate import estimate, step_bill, step_times
-    from polygon.cost.tables import CostTables
+    from polygon.parity import assumptions
     from polygon.planning.violations import violations
     from polygon.report import describe_plan, describe_run
 
     problem, plan, _ = files.read_plan(args.plan)
-    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
+    tables = cli.read_tables(problem, args)
     broken = violations(problem, plan, tables)
     structural = [text for text in broken if "GiB over" not in text and not text.startswith("limit:")]
     if structural:
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         files.write_json(args.trace, predicted_trace(problem, plan, tables))
         talk.say(f"predicted timeline in {args.trace} (open it in https://ui.perfetto.dev)")
     text = describe_plan(problem, plan, result)
-    data = {**result.to_dict(), "violations": broken}
+    data = {**result.to_dict(), "loss": assumptions(problem, plan), "violations": broken}
     if args.tokens:
         run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
         data["run"] = asdict(run)

@@ -50,11 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from polygon import files
-    from polygon.cost.tables import CostTables
     from polygon.planning.violations import violations
 
     problem, plan, _ = files.read_plan(args.plan)
-    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
+    tables = cli.read_tables(problem, args)
     broken = violations(problem, plan, tables)
     if broken:
         return cli.infeasible(f"{args.plan}: the plan cannot be run: {broken[0]}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 from polygon import cli
+from polygon.limits import limited, objective_options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Group devices into pipeline stages by an ant colony.",
         parents=[
             cli.problem_options(required=False),
+            cli.profile_options(),
             cli.search_options(),
+            objective_options(tokens=False),
             cli.output_options(out="where the groups go (JSON)"),
         ],
     )
@@ -32,13 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         help="pipeline stages (default: the file's, else the best of 1 to 8)",
     )
     args = parser.parse_args(argv)
-    problem = cli.read_problem(args.cluster, args)
+    problem = limited(cli.read_problem(args.cluster, args), args)
 
     import numpy as np
 
     from polygon import files
     from polygon.domain.errors import require
     from polygon.planning.engine import Effort, find_groups, most_stages
+    from polygon.planning.objectives import objective_named
     from polygon.report import describe_groups, seconds
 
     stages = args.stages or getattr(problem.cluster, "stages", None)
@@ -52,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
             np.random.default_rng(args.seed),
             stages=stages,
             effort=effort,
-            tell=lambda phase, part, best: show(part, f"{phase}: {seconds(best)}"),
+            tell=lambda phase, part, best: show(part, f"{phase}: {args.objective} {best:.4g}"),
+            tables=cli.read_tables(problem, args),
+            objective=objective_named(args.objective),
         )
     if groups is None:
         return cli.infeasible(reason)

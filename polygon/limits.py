@@ -12,7 +12,7 @@ from polygon.domain.plan import PARITY_LEVELS
 OBJECTIVES = ("time", "money", "energy", "tokens-per-usd")
 
 
-def objective_options(*, objective: bool = True) -> argparse.ArgumentParser:
+def objective_options(*, objective: bool = True, tokens: bool = True) -> argparse.ArgumentParser:
     """What to minimise, within which limits, and for how many tokens (a parent for argparse)."""
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("time and money")
@@ -34,10 +34,29 @@ def objective_options(*, objective: bool = True) -> argparse.ArgumentParser:
         "default), known (shown by others for models of this size), any; the rows: polygon show parity",
     )
     group.add_argument("--deadline", type=above, metavar="SECONDS", help="longest that a step may take")
-    group.add_argument(
-        "--tokens", type=above, metavar="N", help="also say what training on so many tokens takes (such as 300e9)"
-    )
+    if tokens:
+        group.add_argument(
+            "--tokens", type=above, metavar="N", help="also say what training on so many tokens takes (such as 300e9)"
+        )
     return parent
+
+
+def planning_parser(prog: str, description: str, out: str, *, objective: bool = True) -> cli.Parser:
+    """Parser of a command that plans from groups or from a cluster (`cli.read_task` reads them)."""
+    parser = cli.Parser(
+        prog=prog,
+        description=description,
+        parents=[
+            cli.problem_options(required=False),
+            cli.profile_options(),
+            cli.search_options(),
+            objective_options(objective=objective),
+            cli.output_options(out=out),
+        ],
+    )
+    parser.add_argument("groups", nargs="?", help="groups from polygon init")
+    parser.add_argument("--cluster", help="plan for a cluster (or a problem file) directly, without groups")
+    return parser
 
 
 def limited(problem: Any, args: argparse.Namespace) -> Any:

@@ -13,24 +13,17 @@ from typing import Any
 
 from polygon import cli
 from polygon.domain.errors import InputError
-from polygon.limits import limited, objective_options
+from polygon.limits import limited, planning_parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
-    parser = cli.Parser(
-        prog="polygon pareto",
-        description="Plans between the fastest and the cheapest.",
-        parents=[
-            cli.problem_options(required=False),
-            cli.profile_options(),
-            cli.search_options(),
-            objective_options(objective=False),
-            cli.output_options(out="where the front goes (JSON)"),
-        ],
+    parser = planning_parser(
+        "polygon pareto",
+        "Plans between the fastest and the cheapest.",
+        "where the front goes (JSON)",
+        objective=False,
     )
-    parser.add_argument("groups", nargs="?", help="groups from polygon init")
-    parser.add_argument("--cluster", help="plan for a cluster (or a problem file) directly, without groups")
     parser.add_argument("--energy", action="store_true", help="energy as the third thing to weigh")
     parser.add_argument("--plot", metavar="FILE", help="picture of the front (PNG, SVG or PDF; needs matplotlib)")
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
@@ -42,13 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     from polygon import files
     from polygon.cost.bill import excesses
     from polygon.cost.estimate import estimate
-    from polygon.cost.tables import CostTables
     from polygon.planning.engine import Effort
     from polygon.planning.frontier import find_front
     from polygon.report import table
 
     talk = cli.Talk(quiet=args.quiet)
-    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
+    tables = cli.read_tables(problem, args)
     with talk.progress("searching", 1.0) as show:
         front, collection = find_front(
             problem,

@@ -65,7 +65,7 @@ def describe_plan(problem: Problem, plan: Plan, estimate: Estimate) -> str:
     """Stages, speed, memory, traffic, bound and what limits the plan."""
     parts = [_stage_table(problem, plan, estimate), "", _headline(problem, plan, estimate)]
     if plan.local_steps > 1:
-        parts.append(f"local steps   regions meet every {plan.local_steps} steps ; times and bytes are means per step")
+        parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
     assumed = assumptions(problem, plan) if estimate.links else []
     parts += [f"{'loss' if i == 0 else '':<14}{line}" for i, line in enumerate(assumed)]
     if estimate.links:

@@ -18,26 +18,18 @@ import sys
 from typing import Any
 
 from polygon import cli
-from polygon.limits import limited, objective_options
+from polygon.limits import limited, planning_parser
 
 METHODS = ("memetic", "grid3d")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
-    parser = cli.Parser(
-        prog="polygon search",
-        description="Find the plan with the least step time, or the best by another objective, within limits.",
-        parents=[
-            cli.problem_options(required=False),
-            cli.profile_options(),
-            cli.search_options(),
-            objective_options(),
-            cli.output_options(out="where the plan goes (JSON)"),
-        ],
+    parser = planning_parser(
+        "polygon search",
+        "Find the plan with the least step time, or the best by another objective, within limits.",
+        "where the plan goes (JSON)",
     )
-    parser.add_argument("groups", nargs="?", help="groups from polygon init")
-    parser.add_argument("--cluster", help="plan for a cluster (or a problem file) directly, without groups")
     parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to search (default %(default)s)")
     parser.add_argument(
         "--configurations",
@@ -54,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon import files
     from polygon.cost.bill import whole_run
     from polygon.cost.estimate import estimate, step_bill, step_times
-    from polygon.cost.tables import CostTables
+    from polygon.parity import assumptions
     from polygon.planning.engine import Effort
     from polygon.planning.frontier import find_within_limits
     from polygon.planning.objectives import objective_named
@@ -62,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.report import describe_plan, describe_run, seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    tables = CostTables(problem, cli.read_profiles(args), cli.read_calibration(args))
+    tables = cli.read_tables(problem, args)
     with talk.progress("searching", 1.0) as show:
 
         def tell(phase: str, part: float, best: float) -> None:
@@ -88,11 +80,12 @@ def main(argv: list[str] | None = None) -> int:
     plan = replace(found.plan, seed=args.seed)
     assert not violations(problem, plan, tables), "the search made a plan that breaks a rule"
     result = estimate(problem, plan, tables)
+    priced = {**result.to_dict(), "loss": assumptions(problem, plan)}
     if args.out:
-        files.write_plan(args.out, problem, plan, result.to_dict())
+        files.write_plan(args.out, problem, plan, priced)
         talk.say(f"plan in {args.out}")
     talk.say(f"{found.evaluations} candidates in {seconds(found.seconds)}")
-    data = {"search": {"evaluations": found.evaluations, "seconds": found.seconds}, **result.to_dict()}
+    data = {"search": {"evaluations": found.evaluations, "seconds": found.seconds}, **priced}
     text = describe_plan(problem, plan, result)
     if args.tokens:
         run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
@@ -105,12 +98,17 @@ def main(argv: list[str] | None = None) -> int:
 def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
     """The best uniform split; every configuration goes to a file."""
     from polygon.grid3d.plans import find_grid_plan
+    from polygon.planning.objectives import objective_named
 
     head = {"cluster": problem.cluster.name, "model": problem.model.name, "cost_model": "polygon"}
     head |= {"batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len}}
     head["devices"] = problem.cluster.devices
     return find_grid_plan(
-        problem, tables=tables, tell=tell, keep=lambda result: result.write(args.configurations, head)
+        problem,
+        tables=tables,
+        objective=objective_named(args.objective),
+        tell=tell,
+        keep=lambda result: result.write(args.configurations, head),
     )
 
 

@@ -9,7 +9,8 @@ from itertools import permutations
 
 import numpy as np
 
-from polygon.cost.estimate import estimate
+from polygon.cost.bill import excesses
+from polygon.cost.estimate import step_bill, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.uniform import ParallelConfig, stage_bounds
 from polygon.domain.errors import InputError
@@ -20,6 +21,7 @@ from polygon.grid3d.grid import Result, evaluate_all, parallel_config
 from polygon.grid3d.splits import Options, all_splits
 from polygon.planning.decode import useful_streams
 from polygon.planning.engine import Found
+from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of, without_cost_limits
 from polygon.planning.violations import violations
 
 PLANNABLE = Options(micro_batch_size=None, zero=(0, 1, 2, 3), recompute=("none", "selective", "full"))
@@ -94,6 +96,7 @@ def find_grid_plan(
     *,
     options: Options = PLANNABLE,
     tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
     tries: int = 16,
     jobs: int = -1,
     backend: str = "loky",
@@ -104,8 +107,10 @@ def find_grid_plan(
 
     Parameters
     ----------
+    objective : Objective
+        By which the best of those simulated is taken, within the limits of the constraints. All use all devices.
     tries : int
-        Configurations that are simulated: the best by formula that the real devices hold.
+        Configurations that are simulated: the fastest by formula that the real devices hold.
     tell : callable
         Phase, part of it done, best step so far [s].
     keep : callable
@@ -128,19 +133,23 @@ def find_grid_plan(
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []
     tried = 0
+    free = without_cost_limits(problem)
     for values in result.top(result.accepted):
         if tried == tries:
             break
         plan = plan_of(problem, parallel_config(values))
-        found = violations(problem, plan, tables)
+        found = violations(free, plan, tables)
         if found:
             reasons.append(found[0])
             continue
         tried += 1
-        step_s = estimate(problem, plan, tables).step_s
-        if best is None or step_s < best[0]:
-            best = step_s, plan
-        told("exact simulation", tried / tries, best[0])
+        bill = step_bill(problem, plan, step_times(plan, tables))
+        value = value_of(problem, objective, bill)
+        if value >= OVER_LIMIT:
+            reasons.append("; ".join(text for _, text in excesses(problem, bill)))
+        elif best is None or value < best[0]:
+            best = value, plan
+        told("exact simulation", tried / tries, best[0] if best else math.inf)
     seconds = time.perf_counter() - start
     if best is None:
         why = reasons[0] if reasons else f"rejected for: {result.reasons()}"

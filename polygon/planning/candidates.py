@@ -226,8 +226,8 @@ class GroupCandidates(AllocationProblem):
         self.micro_batch_size = micro_batch_size
 
     def evaluate(self, x: np.ndarray) -> float:
-        """Fluid seconds per step."""
-        return self.decoder.fluid_s(Allocation(workers=x, micro_batch_size=self.micro_batch_size))[0]
+        """The decoder's objective at the fluid step time."""
+        return self.decoder.value(Allocation(workers=x, micro_batch_size=self.micro_batch_size))
 
     def weight(self) -> np.ndarray:
         """Micro-batches per second of one worker in a block, shape (classes,)."""

@@ -70,13 +70,17 @@ def find_groups(
     stages: int | None = None,
     effort: Effort | None = None,
     tell: Tell | None = None,
+    tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
 ) -> tuple[Groups | None, str]:
     """Group devices into pipeline stages by an ant colony.
 
     Parameters
     ----------
     stages : int, optional
-        Number of stages; by default the best of 2 .. 8 (as many as layers and devices allow).
+        Number of stages; by default the best of 1 .. 8 (as many as layers and devices allow).
+    objective : Objective
+        What is minimised, within the limits of the constraints, by the fluid step time.
 
     Returns
     -------
@@ -85,7 +89,7 @@ def find_groups(
         Why there are none.
     """
     effort = effort or Effort()
-    decoder = Decoder(problem)
+    decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return None, "every region is forbidden"
     decoder.warm_up()
@@ -113,6 +117,11 @@ def find_groups(
     if best is None:
         return None, last_reason or "no grouping fits"
     value, x, size = best
+    bill = decoder.fluid_bill(Allocation(workers=x, micro_batch_size=size))
+    if value >= OVER_LIMIT:
+        return None, "no grouping keeps the limits; of the nearest one " + "; ".join(
+            t for _, t in excesses(problem, bill)
+        )
     x = decoder.rules.legal(x)
     x = x[x.any(axis=1)]
     allocation = np.zeros((x.shape[0], len(problem.cluster.pools)), dtype=np.int64)
@@ -121,7 +130,13 @@ def find_groups(
     return Groups(
         problem=problem,
         allocation=allocation,
-        objective={"step_s": value, "micro_batch_size": size, "model": "fluid"},
+        objective={
+            "name": objective.name,
+            "value": value,
+            "step_s": bill.step_s,
+            "micro_batch_size": size,
+            "model": "fluid",
+        },
         solver="ants",
     ), ""
 
@@ -131,7 +146,7 @@ def _likely_size(decoder: Decoder, stages: int) -> int:
     best, chosen = math.inf, decoder.tables.micro_batch_sizes[0]
     for size in decoder.tables.micro_batch_sizes:
         for x in simple_starts(decoder, stages, size):
-            value, _ = decoder.fluid_s(Allocation(workers=x, micro_batch_size=size))
+            value = decoder.value(Allocation(workers=x, micro_batch_size=size))
             if value < best:
                 best, chosen = value, size
     return chosen

@@ -22,7 +22,16 @@ from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.engine import Effort, Found, Tell, find_plan
-from polygon.planning.objectives import ENERGY, MONEY, OVER_LIMIT, STEP_TIME, Objective, mixture, value_of
+from polygon.planning.objectives import (
+    ENERGY,
+    MONEY,
+    OVER_LIMIT,
+    STEP_TIME,
+    Objective,
+    mixture,
+    value_of,
+    without_cost_limits,
+)
 
 T = TypeVar("T")
 
@@ -52,14 +61,6 @@ class Collection:
     def best(self, problem: Problem, objective: Objective) -> tuple[Bill, Allocation]:
         """The best member by an objective, within the limits of a problem's constraints if any keeps them."""
         return min(self.bills, key=lambda pair: value_of(problem, objective, pair[0]))
-
-
-def without_cost_limits(problem: Problem) -> Problem:
-    """The problem without budgets, deadline and egress caps."""
-    free = replace(
-        problem.constraints, egress_bytes_per_step={}, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None
-    )
-    return replace(problem, constraints=free)
 
 
 def collect(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +80,14 @@ def value_of(problem: Problem, objective: Objective, bill: Bill) -> float:
             return OVER_LIMIT * (1 + min(over, 1e12))
     value = objective.value(bill)
     return value if objective.name == "time" else value + 1e-9 * bill.step_s
+
+
+def without_cost_limits(problem: Problem) -> Problem:
+    """The problem without budgets, deadline and egress caps."""
+    free = replace(
+        problem.constraints, egress_bytes_per_step={}, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None
+    )
+    return replace(problem, constraints=free)
 
 
 class FluidBills:

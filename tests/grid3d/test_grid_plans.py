@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from polygon.cost.uniform import ParallelConfig, estimate_uniform
 from polygon.domain.cluster import Cluster, NodeGroup, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
+from polygon.domain.plan import Constraints, Problem
 from polygon.grid3d.plans import find_grid_plan, plan_of
 from polygon.grid3d.splits import all_splits
+from polygon.planning.objectives import MONEY, STEP_TIME, Objective
 from polygon.planning.violations import violations
 from polygon.search import main as search
 
@@ -46,6 +48,7 @@ def problem(*regions: Region, model: str = "gpt3-1.3b") -> Problem:
     return Problem(cluster=cluster, model=catalogue.model(model), batch=Batch(global_batch=64, seq_len=1024))
 
 
+TWO_REGIONS = (region("a", "a100-40gb", 1, 8), region("b", "v100-32gb", 1, 8))
 TWO_NODES = problem(region("here", "a100-40gb", 2, 8))
 
 
@@ -84,11 +87,28 @@ def test_best_plan_of_equal_devices():
 
 def test_unequal_regions_get_a_plan_too():
     """Two regions of different devices: uniform widths over all of them, links with streams."""
-    mixed = problem(region("a", "a100-40gb", 1, 8), region("b", "v100-32gb", 1, 8))
+    mixed = problem(*TWO_REGIONS)
     found = find_grid_plan(mixed, jobs=1, tries=4)
     assert found.plan is not None and violations(mixed, found.plan) == []
     assert len({stage.width for stage in found.plan.stages}) == 1
     assert all(use.streams >= 1 for use in found.plan.links) and len(found.plan.links) == 2
+
+
+def test_the_objective_and_the_limits_count():
+    """Of the plans tried the best by the objective is taken; a deadline that none keeps is said with the nearest."""
+    mixed = problem(*TWO_REGIONS)
+    slowness = Objective(name="slowness", value=lambda bill: -bill.step_s, unit="s")
+    fastest, slowest, cheapest = (
+        find_grid_plan(mixed, jobs=1, tries=6, objective=o) for o in (STEP_TIME, slowness, MONEY)
+    )
+    assert (
+        estimate(mixed, fastest.plan).step_s < estimate(mixed, slowest.plan).step_s == pytest.approx(-slowest.value_s)
+    )
+    assert cheapest.value_s == pytest.approx(estimate(mixed, cheapest.plan).cost_usd, rel=1e-6)
+    assert cheapest.value_s <= estimate(mixed, fastest.plan).cost_usd * (1 + 1e-6)
+    hurried = replace(mixed, constraints=Constraints(most_step_s=1e-6))
+    found = find_grid_plan(hurried, jobs=1, tries=3)
+    assert found.plan is None and "1e-06 s are allowed" in found.reason
 
 
 def test_no_plan_has_a_reason():

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue, files
+from polygon import files
 from polygon.cost.estimate import estimate, step_times, traffic_bytes
 from polygon.cost.tables import CostTables
-from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
-from polygon.domain.model import Batch, Model
+from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.explain import main
 from polygon.planning.decode import Decoder
@@ -29,40 +28,15 @@ from polygon.planning.whatif import (
     sensitivities,
     usual_changes,
 )
+from tests.linked_regions import cluster_of, small_gpt
 
 FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
-TYPES = ("a100-40gb", "t4")
-MODEL = Model(
-    name="small", blocks=6, hidden_size=1024, heads=16, kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=32000,
-    max_seq_len=1024,
-)  # fmt: skip
 
 
 def problem_of(groups, bytes_per_s=1e9):
-    """Regions r0, r1, ... given as lists of (type, nodes, devices per node), all linked alike."""
-    inside, between = Link(latency_s=5e-6, bytes_per_s=1e10), Link(latency_s=5e-5, bytes_per_s=1e9)
-    regions = tuple(
-        Region(
-            name=f"r{r}",
-            intra_region=between,
-            egress_usd_per_gb=0.02,
-            node_groups=tuple(
-                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
-                for name, n, d in members
-            ),
-        )
-        for r, members in enumerate(groups)
-    )
-    n = len(regions)
-    cluster = Cluster(
-        name="test",
-        regions=regions,
-        latency_s=np.full((n, n), 0.005),
-        bytes_per_s=np.full((n, n), bytes_per_s),
-        capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: catalogue.device(name) for name in TYPES},
-    )
-    return Problem(cluster=cluster, model=MODEL, batch=Batch(global_batch=32, seq_len=512))
+    """A small model on linked regions given as lists of (type, nodes, devices per node)."""
+    cluster = cluster_of(groups, latency_s=0.005, bytes_per_s=bytes_per_s, egress_usd_per_gb=0.02)
+    return Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
 
 
 WIDE = problem_of(([("a100-40gb", 1, 2)], [("a100-40gb", 1, 2)], [("t4", 1, 1)]), bytes_per_s=1e11)

@@ -7,58 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
 from polygon.cost.bill import excesses, whole_run
 from polygon.cost.estimate import estimate
-from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
-from polygon.domain.model import Batch, Model
+from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Decoder
-from polygon.planning.engine import Effort, find_plan
+from polygon.planning.engine import Effort, find_groups, find_plan
 from polygon.planning.frontier import find_front, find_within_limits
-from polygon.planning.objectives import MONEY, OBJECTIVES, objective_named
+from polygon.planning.objectives import MONEY, OBJECTIVES, STEP_TIME, objective_named
 from polygon.planning.violations import violations
+from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 SHORT = Effort(fluid_evaluations=240, exact_evaluations=16, patience=120)
-TYPES = ("a100-40gb", "t4", "v100-16gb")
-MODEL = Model(
-    name="small", blocks=6, hidden_size=1024, heads=16, kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=32000,
-    max_seq_len=1024,
-)  # fmt: skip
-
-
-def cluster_of(groups, *, bytes_per_s=1e9, egress_usd_per_gb=0.05):
-    """Regions r0, r1, ... given as lists of (type, nodes, devices per node)."""
-    inside, between = Link(latency_s=5e-6, bytes_per_s=1e10), Link(latency_s=5e-5, bytes_per_s=1e9)
-    regions = tuple(
-        Region(
-            name=f"r{r}",
-            intra_region=between,
-            egress_usd_per_gb=egress_usd_per_gb,
-            node_groups=tuple(
-                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
-                for name, n, d in members
-            ),
-        )
-        for r, members in enumerate(groups)
-    )
-    n = len(regions)
-    return Cluster(
-        name="test",
-        regions=regions,
-        latency_s=np.full((n, n), 0.01),
-        bytes_per_s=np.full((n, n), bytes_per_s),
-        capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: catalogue.device(name) for name in TYPES},
-    )
 
 
 def problem_of(groups, constraints=None, **links):
     return Problem(
-        cluster=cluster_of(groups, **links),
-        model=MODEL,
+        cluster=cluster_of(groups, **({"latency_s": 0.01, "bytes_per_s": 1e9, "egress_usd_per_gb": 0.05} | links)),
+        model=small_gpt(),
         batch=Batch(global_batch=32, seq_len=512),
         constraints=constraints or Constraints(),
     )
@@ -169,7 +137,7 @@ def test_fluid_egress_is_near_the_plans(problem, seed):
     if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
         return
     fluid, exact = decoder.fluid_bill(x), decoder.bill(plan)
-    message = x.micro_batch_size * 512 * MODEL.hidden_size * 2
+    message = x.micro_batch_size * 512 * small_gpt().hidden_size * 2
     workers = sum(stage.width for stage in plan.stages)
     assert (np.abs(fluid.egress_bytes - exact.egress_bytes) <= 4 * workers * message).all()
     assert np.isclose(fluid.usd - fluid.egress_bytes.sum() / 1e9 * problem.cluster.regions[0].egress_usd_per_gb,
@@ -267,3 +235,21 @@ def test_unknown_objective_names_the_known_ones():
     with pytest.raises(InputError, match="objective: found 'mony', expected 'money'"):
         objective_named("mony")
     assert set(OBJECTIVES) == {"time", "money", "energy", "tokens-per-usd"}
+
+
+def test_groups_follow_the_objective_and_keep_the_limits():
+    """By money the ants' groups cost no more than by time; a deadline holds; one that none can keep is said."""
+    problem = problem_of(THREE)
+
+    def bill(**options):
+        groups, reason = find_groups(options.pop("of", problem), np.random.default_rng(0), effort=SHORT, **options)
+        return groups and groups.objective, reason
+
+    fastest, cheapest = bill(objective=STEP_TIME)[0], bill(objective=MONEY)[0]
+    assert cheapest["name"] == "money" and fastest["name"] == "time"
+    assert fastest["step_s"] <= cheapest["step_s"]
+    between = (fastest["step_s"] + cheapest["step_s"]) / 2
+    limited = problem_of(THREE, Constraints(most_step_s=between))
+    assert bill(of=limited, objective=MONEY)[0]["step_s"] <= between * (1 + 1e-9)
+    nothing, reason = bill(of=problem_of(THREE, Constraints(most_step_s=1e-6)), objective=MONEY)
+    assert nothing is None and "1e-06 s are allowed" in reason

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
 from polygon.cost.bounds import lower_bound_s
 from polygon.cost.estimate import estimate, step_times, worker_memory
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
-from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
-from polygon.domain.model import Batch, Model
+from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
@@ -23,40 +21,18 @@ from polygon.planning.packing import activation_modes, link_seconds
 from polygon.planning.violations import violations
 from polygon.planning.whatif import sensitivities, usual_changes
 from polygon.report import describe_plan
+from tests.linked_regions import cluster_of, small_gpt
 
 FAST = Effort(fluid_evaluations=400, exact_evaluations=16, patience=200)
-MODEL = Model(
-    name="small", blocks=6, hidden_size=1024, heads=16, kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=32000,
-    max_seq_len=1024,
-)  # fmt: skip
+MODEL = small_gpt()
 
 
 def problem_of(groups, bytes_per_s=1e8, latency_s=0.02, **constraints):
-    """Regions given as lists of (type, nodes, devices per node), every pair linked alike."""
-    inside, between = Link(latency_s=5e-6, bytes_per_s=1e11), Link(latency_s=5e-5, bytes_per_s=1e10)
-    regions = tuple(
-        Region(
-            name=f"r{r}",
-            intra_region=between,
-            egress_usd_per_gb=0.02,
-            node_groups=tuple(
-                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
-                for name, n, d in members
-            ),
-        )
-        for r, members in enumerate(groups)
-    )
-    n = len(regions)
-    cluster = Cluster(
-        name="test",
-        regions=regions,
-        latency_s=np.full((n, n), latency_s),
-        bytes_per_s=np.full((n, n), bytes_per_s),
-        capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: catalogue.device(name) for name in ("a100-40gb", "t4")},
-    )
+    """A small model on linked regions given as lists of (type, nodes, devices per node)."""
     return Problem(
-        cluster=cluster,
+        cluster=cluster_of(
+            groups, latency_s=latency_s, bytes_per_s=bytes_per_s, node_bytes_per_s=1e11, egress_usd_per_gb=0.02
+        ),
         model=MODEL,
         batch=Batch(global_batch=32, seq_len=512),
         constraints=Constraints(**constraints),

@@ -5,54 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
 from polygon.cost.bounds import lower_bound_s
 from polygon.cost.estimate import estimate, step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
-from polygon.domain.model import Batch, Model
+from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.engine import Effort, find_groups, find_plan, most_stages
 from polygon.planning.violations import violations
+from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 FAST = Effort(fluid_evaluations=600, exact_evaluations=20, patience=300)
-TYPES = ("a100-40gb", "t4", "v100-16gb")
-
-
-def small_gpt(**changes):
-    fields = {
-        "name": "small", "blocks": 6, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64,
-        "ffn_size": 4096, "vocab_size": 32000, "max_seq_len": 1024,
-    }  # fmt: skip
-    return Model(**(fields | changes))
-
-
-def cluster_of(groups, latency_s=0.02, bytes_per_s=1e8, capacity=np.inf):
-    """Regions given as lists of (type, nodes, devices per node), every pair linked alike."""
-    inside = Link(latency_s=5e-6, bytes_per_s=1e10)
-    between = Link(latency_s=5e-5, bytes_per_s=1e9)
-    regions = tuple(
-        Region(
-            name=f"r{r}",
-            intra_region=between,
-            node_groups=tuple(
-                NodeGroup(device=name, nodes=n, devices_per_node=d, intra_node=inside, inter_node=between)
-                for name, n, d in members
-            ),
-        )
-        for r, members in enumerate(groups)
-    )
-    n = len(regions)
-    return Cluster(
-        name="test",
-        regions=regions,
-        latency_s=np.full((n, n), latency_s),
-        bytes_per_s=np.full((n, n), bytes_per_s),
-        capacity_bytes_per_s=np.full((n, n), capacity),
-        catalogue={name: catalogue.device(name) for name in TYPES},
-    )
 
 
 @st.composite
@@ -216,7 +180,7 @@ def test_more_devices_or_bandwidth_never_make_the_found_plan_worse(seed):
     batch = Batch(global_batch=int(rng.choice([128, 256])), seq_len=512)
 
     def found_s(members, rate):
-        problem = Problem(cluster=cluster_of(members, latency_s, rate), model=model, batch=batch)
+        problem = Problem(cluster=cluster_of(members, latency_s=latency_s, bytes_per_s=rate), model=model, batch=batch)
         return find_plan(problem, np.random.default_rng(0)).value_s
 
     larger = [list(members) for members in groups]
