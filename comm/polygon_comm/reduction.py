@@ -210,8 +210,13 @@ class SumGroup:
         return self._mine.index(self._wires.rank)
 
     @property
-    def near_size(self) -> int:
+    def near_ranks(self) -> tuple[int, ...]:
         """Members in this rank's region."""
+        return self._mine
+
+    @property
+    def near_size(self) -> int:
+        """How many members are in this rank's region."""
         return len(self._mine)
 
     def share_parts(self, vector: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:

@@ -16,9 +16,8 @@ from polygon.domain.plan import RECOMPUTE
 from polygon.parity import Allowed
 from polygon.planning.packing import activation_modes, gradient_mode, link_seconds
 
-OPTIONS = (("none", 0), ("none", 1), ("selective", 1), ("full", 1))
-"""Recomputation and ZeRO of a stage, fastest first; decode takes the first that fits. ZeRO-2 and 3 can be priced, but
-the runner does not shard gradients and weights yet, so no plan asks for them."""
+OPTIONS = (("none", 0), ("none", 1), ("selective", 1), ("full", 1), ("full", 2), ("full", 3))
+"""Recomputation and ZeRO of a stage, fastest first; decode takes the first that fits."""
 
 
 class Bank(NamedTuple):

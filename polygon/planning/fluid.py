@@ -637,7 +637,7 @@ def _with_reductions(
     """When the last stage has reduced and updated, given when stage 0 ends its last backward.
 
     With more than one of `local_steps` also where every region reduces by itself and all meet once in so many steps, if
-    each holds a whole pipeline with workers of one degree in a stage; the shorter of both counts.
+    each holds a whole pipeline with workers of one degree and whole weights in a stage; the shorter of both counts.
     """
     regions = bank.activation_wire.shape[0]
     layers = bank.parameters.shape[1] - 1
@@ -648,6 +648,8 @@ def _with_reductions(
             present[s, bank.region[stages.classes[s, i]]] = 1.0
     pair_share = present.T @ present
     for s in range(n):
+        if bank.option_zero[stages.options[s]] == 3:
+            local_steps = 1
         for i in range(stages.members[s]):
             if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
                 local_steps = 1

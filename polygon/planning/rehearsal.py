@@ -31,11 +31,11 @@ def rehearsal_problem(
 ) -> tuple[Problem, Plan]:
     """Scale a problem and its plan down to a rehearsal.
 
-    Kept: the cluster, the stages and their order, the packing of links, and, within the limits, widths, shares and
-    routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number of
-    micro-batches (an even selection of the routes in which each worker still has work), spans (so that each worker
+    Kept: the cluster, the stages, their order and ZeRO, the packing of links, and, within the limits, widths, shares
+    and routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number
+    of micro-batches (an even selection of the routes in which each worker still has work), spans (so that each worker
     holds about as many micro-batches as before), tensor-parallel degrees (to what divides the small model's heads; to 1
-    where the ranks would not suffice for all stages). ZeRO is left out.
+    where the ranks would not suffice for all stages).
 
     Parameters
     ----------
@@ -71,7 +71,13 @@ def rehearsal_problem(
     counts = _layer_counts([stage.last_layer - stage.first_layer for stage in stages], max_layers)
     borders = [0, *np.cumsum(counts).tolist()]
     small_stages = tuple(
-        Stage(first_layer=borders[s], last_layer=borders[s + 1], workers=workers, recompute=stages[s].recompute)
+        Stage(
+            first_layer=borders[s],
+            last_layer=borders[s + 1],
+            workers=workers,
+            recompute=stages[s].recompute,
+            zero=stages[s].zero if len(workers) > 1 else 0,
+        )
         for s, workers in enumerate(kept_workers)
     )
     micro_batch_size = min(plan.micro_batch_size, MAX_MICRO_BATCH_SIZE)

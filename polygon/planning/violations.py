@@ -155,6 +155,8 @@ def _local_steps(problem: Problem, plan: Plan) -> list[str]:
         found.append(f"local_steps {steps}: not in fp16 (they have no loss scaling)")
     if any(len({worker.tp for worker in stage.workers}) > 1 for stage in plan.stages):
         found.append(f"local_steps {steps}: a stage has workers of several tensor-parallel degrees")
+    if any(stage.zero == 3 for stage in plan.stages):
+        found.append(f"local_steps {steps}: a stage splits its weights (ZeRO-3)")
     if not plan.stays_in_regions(problem.cluster):
         found.append(f"local_steps {steps}: not every region holds a whole pipeline of its own")
     return found

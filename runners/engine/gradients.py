@@ -38,7 +38,12 @@ class Bucket:
         Dimension along which a parameter is cut; those not named are whole on every device.
     whole : bool
         Sum uncut tensors, because the workers are cut differently.
+    device : torch.device or None
+        Where the vectors are to be; None: where the parameters are.
     """
+
+    zero = 0
+    """ZeRO stage: 1: optimizer state is split among the members in a region; 2 and 3: `ShardedBucket`."""
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Bucket:
         dims: Mapping[str, int] | None = None,
         *,
         whole: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.fraction: float | None = None
         """Part of the samples that this region computes, where it may train by itself (local updates)."""
@@ -66,8 +72,11 @@ class Bucket:
         self.matrix_elements = sum(p.numel() for p in self.parameters.values() if p.ndim > 1)
         self.places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Start, stop and shape of every parameter in the vectors."""
-        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters.values()])
+        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters.values()]).to(device)
         self.vector = torch.zeros_like(self.weights)
+        self.size = len(self.vector)
+        self.weights_start = self.vector_start = 0
+        """Where in the bucket the held weights and gradients start."""
         start = 0
         for key, parameter in self.parameters.items():
             stop = start + parameter.numel()
@@ -76,6 +85,14 @@ class Bucket:
             parameter.grad = self.vector[start:stop].view_as(parameter)
             start = stop
         self.missing = 0
+
+    def weights_of(self, start: int, stop: int) -> torch.Tensor:
+        """A held stretch of the weights."""
+        return self.weights[start - self.weights_start : stop - self.weights_start]
+
+    def gradient_of(self, start: int, stop: int) -> torch.Tensor:
+        """A held stretch of the gradient."""
+        return self.vector[start - self.vector_start : stop - self.vector_start]
 
     def begin(self, dtype: torch.dtype) -> Callable[[], None]:
         """Start to sum over the group, in the given number format; the call of the result ends it."""
@@ -120,7 +137,7 @@ class Bucket:
     def owned_by(self, rank: int) -> list[tuple[int, int]]:
         """Stretches that a rank owns where there are parameter servers; else the whole."""
         if not self.parts:
-            return [(0, len(self.vector))]
+            return [(self.vector_start, self.vector_start + len(self.vector))]
         return [(part.start, part.stop) for part in self.parts if part.owner == rank]
 
     def gathered(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +150,7 @@ class Bucket:
 
 
 class Reducer:
-    """Sums buckets in their order, in a thread of its own.
+    """Sums buckets in their order, in a thread of its own, when their last gradient of the step is there.
 
     Parameters
     ----------
@@ -141,46 +158,61 @@ class Reducer:
         In the order in which backward completes them, groups that other stages share last.
     dtype : torch.dtype
         In which gradients travel.
+    on_micro_batch : callable
+        Called with a bucket when the gradient of any micro-batch is there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype, log: RunLog) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        dtype: torch.dtype,
+        log: RunLog,
+        on_micro_batch: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
+        self._on_micro_batch = on_micro_batch
         self.buckets, self.dtype, self._log = list(buckets), dtype, log
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
         self._sums: list[Future[None]] = []
         self._begun: deque[tuple[Bucket, Callable[[], None]]] = deque()
         """Sums that have begun and not ended; only the thread looks at it."""
-        self._next = 0
-        self._armed = False
+        self._next = len(self.buckets)
+        self._last = False
         for bucket in self.buckets:
             for parameter in bucket.parameters.values():
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
     def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         def done(_: torch.Tensor) -> None:
-            if self._armed:
-                bucket.missing -= 1
-                self._submit_ready()
+            bucket.missing -= 1
+            self._pass_ready()
 
         return done
 
-    def arm(self) -> None:
-        """From now on every gradient that is accumulated is its last one of the step."""
-        self._armed = True
+    def begin_backward(self, *, last: bool) -> None:
+        """Expect the gradients of a micro-batch; `last`: those of the step."""
+        self._next, self._last = 0, last
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
-    def finish(self) -> None:
-        """Hand over the buckets that did not come by themselves (a worker without micro-batches has none)."""
+    def end_backward(self) -> None:
+        """Take the buckets that did not come by themselves: some of their parameters had no part in the loss."""
         for bucket in self.buckets:
             bucket.missing = 0
-        self._submit_ready()
-        self._armed, self._next = False, 0
+        self._pass_ready()
 
-    def _submit_ready(self) -> None:
+    def finish(self) -> None:
+        """Hand over all buckets of a worker that had no micro-batch in this step."""
+        if not self._last:
+            self._sums += [self._thread.submit(self._sum, bucket) for bucket in self.buckets]
+        self._last = False
+
+    def _pass_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
             bucket = self.buckets[self._next]
             self._next += 1
-            self._sums.append(self._thread.submit(self._sum, bucket))
+            self._on_micro_batch(bucket)
+            if self._last:
+                self._sums.append(self._thread.submit(self._sum, bucket))
 
     def _sum(self, bucket: Bucket) -> None:
         """Start to sum a bucket; end the earliest sum where enough are under way."""

@@ -125,6 +125,25 @@ class Layout:
         """Whether workers of these stages are cut differently, so that their gradients are summed uncut."""
         return len({worker.tp for s in stages for worker in self.plan.stages[s].workers}) > 1
 
+    def zero_of(self, stages: Sequence[int]) -> int:
+        """ZeRO stage of what some stages hold together, as it is run.
+
+        Workers that are cut differently, and parameter servers, hold whole weights and gradients.
+        """
+        if self.sums_whole(stages) or self.plan.reduction != "all-reduce":
+            return 0
+        return min(self.plan.stages[s].zero for s in stages)
+
+    def owners(self, rank: int) -> set[int]:
+        """Ranks in the same region with which a rank splits gradients or weights (ZeRO-2 and 3)."""
+        stage = self.plan.rank_places[rank][0]
+        found: set[int] = set()
+        for name, members in self.groups_of(rank).items():
+            stages = [0, len(self.plan.stages) - 1] if name.startswith("tied") else [stage]
+            if name != "all" and self.zero_of(stages) >= 2:
+                found |= {r for region in members.regions if rank in region for r in region}
+        return found - {rank}
+
     def peer(self, micro_batch: int, stage: int, part: int = 0) -> int:
         """First of the ranks that compute a micro-batch's part of the sequence in a stage."""
         worker = int(self.plan.routes[micro_batch, stage])
@@ -236,6 +255,8 @@ def check_runnable(problem: Problem, plan: Plan, context: int = 1, expert: int =
     """Require what the runner can execute; `InputError` says what it cannot."""
     model = problem.model
     for s, stage in enumerate(plan.stages):
+        if stage.zero == 3 and plan.local_steps > 1:
+            raise InputError(f"plan.stages[{s}].zero: found 3, expected 0, 1 or 2 (with local steps)")
         for w, worker in enumerate(stage.workers):
             where = f"plan.stages[{s}].workers[{w}]"
             if worker.tp % context:

@@ -16,6 +16,7 @@ import torch
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
+from polygon_comm.sharding import PartExchange
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import PeerLostError, Wires, local_address
 from torch.distributed import PrefixStore, Store
@@ -97,6 +98,7 @@ class Training:
         device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
         device = choose_device(options, (device_number - pool.first_device) % pool.devices_per_node)
         here = layout.region_of[rank]
+        self._address = address
         self.wires = Wires(
             PrefixStore("wires", store),
             rank,
@@ -126,14 +128,14 @@ class Training:
         self.log = RunLog(path, options.traced_steps, pace)
         samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
-        self.worker = StageWorker(layout, rank, self.wires, sums, groups, samples, options, self.log, doing)
+        parts = (self._part_exchange("gradients"), self._part_exchange("weights")) if layout.owners(rank) else None
+        self.worker = StageWorker(*(layout, rank, self.wires, sums, groups, samples, options, self.log, parts, doing))
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
             rank,
             problem.batch.optimizer,
             options,
-            sharded=plan.stages[stage].zero >= 1,
             scaled=problem.batch.precision == "fp16",
         )
         self.alone = False
@@ -156,16 +158,16 @@ class Training:
             self.collector = Collector(store.clone(), rank, StepFigures(problem, plan), trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
-        if plan.stages[stage].zero > 1 and rank == layout.rank(stage, 0):
+        if plan.stages[stage].zero >= 1 and not layout.zero_of([stage]) and rank == layout.rank(stage, 0):
+            why = "parameter servers" if served else "workers of different tensor-parallel degrees"
             self._say(
-                f"stage {stage}: ZeRO-{plan.stages[stage].zero} runs as ZeRO-1: optimizer state is split among the "
-                "workers of a region, weights and gradients are whole on each"
+                f"stage {stage}: ZeRO-{plan.stages[stage].zero} is not run: {why} hold whole weights and gradients"
             )
         self.worker.begin(self.progress.step, options.steps, self.progress.samples)
         self.log.write(
             "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,
             region=layout.region_name(rank), device=str(device), model=problem.model.name,
-            parameters=sum(len(bucket.vector) for bucket in self.buckets), time_s=time.time(),
+            parameters=sum(bucket.size for bucket in self.buckets), time_s=time.time(),
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
         )  # fmt: skip
 
@@ -180,6 +182,21 @@ class Training:
             devices=self.wires.devices,
             timeout_s=self.options.timeout_s,
             device=self.wires.device,
+        )
+
+    def _part_exchange(self, what: str) -> PartExchange:
+        """Connections to the ranks of this region with which gradients or weights are split (ZeRO-2 and 3)."""
+        owners = self.layout.owners(self.rank)
+        return PartExchange(
+            Wires(
+                PrefixStore(f"parts/{what}", self.store),
+                self.rank,
+                dict.fromkeys(sorted(owners), 1),
+                address=self._address,
+                timeout_s=self.options.timeout_s,
+                device=self.wires.device,
+                near=frozenset(owners),
+            )
         )
 
     def _resume(self) -> None:
@@ -211,12 +228,14 @@ class Training:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Whether this rank's part of a bucket counts in the norm; of equal copies one does."""
+        """Whether what this rank holds of a bucket's gradient counts in the norm; of equal copies one does."""
         if bucket.parts:
             return True
-        if self.alone:
-            return bucket.group is not None and bucket.group.near_place == 0
-        return bucket.leads
+        if bucket.zero < 2:
+            return bucket.leads if not self.alone else bucket.group is not None and bucket.group.near_place == 0
+        # Within its region a split gradient is there once; the first region's counts, or each one's own.
+        assert bucket.group is not None
+        return self.rank in (bucket.group.near_ranks if self.alone else bucket.group.members.regions[0])
 
     def _expect(self) -> None:
         """Let the others send early what this rank sums first and last in the step."""
@@ -228,7 +247,7 @@ class Training:
             if bucket.group is None or bucket.whole or isinstance(bucket.group, ServerGroup):
                 continue
             if place < SUMS_UNDER_WAY - 1 or bucket.name == "tied":
-                bucket.group.expect(len(bucket.vector), dtype, bucket.name, bucket.shapes)
+                bucket.group.expect(bucket.size, dtype, bucket.name, bucket.shapes)
             place += 1
         self._all.expect(SCALARS, torch.float64, "scalars")
 
@@ -242,7 +261,7 @@ class Training:
                     # Slices add up; of what is whole on every device of a worker, the first counts.
                     if worker.place == 0 or name in bucket.dims:
                         for start, end in bucket.owned_by(self.rank):
-                            mine = bucket.vector[max(a, start) : max(a, start, min(b, end))]
+                            mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
                             squares += torch.linalg.vector_norm(mine, dtype=torch.float64).cpu() ** 2
         part = float(worker.is_last and worker.place == 0)
         fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches / self.layout.context
@@ -326,6 +345,18 @@ class Training:
             self.update.take_weights()
             return self.worker.reducer.submit(self._scalars).result()
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.
+
+        Besides are whole weights and gradients of layers that are split (ZeRO-2 and 3).
+        """
+        return {
+            "weights": sum(bucket.weights.nbytes for bucket in self.buckets),
+            "gradients": sum(bucket.vector.nbytes for bucket in self.buckets),
+            "optimizer": self.update.state_bytes(),
+            "passing": self.worker.passing_bytes,
+        }
+
     def save(self) -> None:
         """Start writing a checkpoint of the steps done so far."""
         if self.checkpoints is None:
@@ -353,13 +384,13 @@ class Training:
     def close(self) -> None:
         """Wait for the last messages and files, and end the threads."""
         self.worker.finish_sends(self.options.steps)
-        self.worker.reducer.close()
+        self.worker.close()
         if self.checkpoints is not None:
             self._note_write_errors()
             self.checkpoints.close()
         if self.collector is not None:
             self.collector.close()
-        self.log.write("end", time_s=time.time())
+        self.log.write("end", time_s=time.time(), held_bytes=self.held_bytes())
         self.log.close()
 
 

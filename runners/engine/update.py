@@ -44,26 +44,26 @@ class _Piece:
 
     @property
     def _apart(self) -> bool:
-        return self.parameter.data_ptr() != self.bucket.weights[self.start :].data_ptr()
+        return self.parameter.data_ptr() != self.bucket.weights_of(self.start, self.stop).data_ptr()
 
     def fetch_gradient(self, factor: float) -> None:
         """Let the optimizer see the bucket's gradient times a factor."""
         gradient = self.parameter.grad
         assert gradient is not None
         if self._apart:
-            gradient.copy_(self.bucket.vector[self.start : self.stop])
+            gradient.copy_(self.bucket.gradient_of(self.start, self.stop))
         if factor != 1.0:
             gradient.mul_(factor)
 
     def return_weights(self) -> None:
         """Put what the optimizer made of the weights into the bucket."""
         if self._apart:
-            self.bucket.weights[self.start : self.stop].copy_(self.parameter.detach())
+            self.bucket.weights_of(self.start, self.stop).copy_(self.parameter.detach())
 
     def take_weights(self) -> None:
         """Let the optimizer see the bucket's weights."""
         if self._apart:
-            self.parameter.data.copy_(self.bucket.weights[self.start : self.stop])
+            self.parameter.data.copy_(self.bucket.weights_of(self.start, self.stop))
 
 
 class Update:
@@ -76,8 +76,6 @@ class Update:
     optimizer : str
         adamw or sgd.
     options : Options
-    sharded : bool
-        ZeRO-1: split every bucket among its group's members in this region.
     scaled : bool
         Dynamic loss scaling (fp16).
     """
@@ -89,13 +87,12 @@ class Update:
         optimizer: str,
         options: Options,
         *,
-        sharded: bool,
         scaled: bool,
     ) -> None:
         self._rank, self._name = rank, optimizer
         self.applied = 0
         """Updates made, over all runs; steps that overflowed are none."""
-        self.buckets, self.options, self.sharded = list(buckets), options, sharded
+        self.buckets, self.options = list(buckets), options
         self.loss_scale = FIRST_LOSS_SCALE if scaled else 1.0
         self._scaled, self._good_steps = scaled, 0
         self._pieces = [piece for bucket in buckets for piece in self._split(bucket)]
@@ -112,37 +109,33 @@ class Update:
         elif groups:
             self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
 
-    def _is_sharded(self, bucket: Bucket) -> bool:
-        """Whether the bucket is split; not where only the first ranks of differently cut workers sum."""
-        return self.sharded and not bucket.whole and not bucket.parts
-
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """Fill in what other members updated."""
         if isinstance(bucket.group, ServerGroup):
             bucket.group.share_from_owners_(vector, bucket.parts)
-        if self._is_sharded(bucket) and bucket.group is not None:
+        if bucket.zero and bucket.group is not None:
             bucket.group.share_parts(vector, self._parts(bucket))
 
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
-        members = bucket.group.near_size if self._is_sharded(bucket) and bucket.group is not None else 1
-        borders = [len(bucket.vector) * i // members for i in range(members + 1)]
+        members = bucket.group.near_size if bucket.zero and bucket.group is not None else 1
+        borders = [bucket.size * i // members for i in range(members + 1)]
         return list(itertools.pairwise(borders))
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
         mine = bucket.owned_by(self._rank)
-        if self._is_sharded(bucket) and bucket.group is not None:
+        if bucket.zero and bucket.group is not None:
             mine = [self._parts(bucket)[bucket.group.near_place]]
         pieces = []
         for start, stop in mine:
             borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
             for a, b in itertools.pairwise(borders):
                 if self.options.offload_optimizer:
-                    parameter = nn.Parameter(bucket.weights[a:b].to("cpu", copy=True))
+                    parameter = nn.Parameter(bucket.weights_of(a, b).to("cpu", copy=True))
                     parameter.grad = torch.zeros_like(parameter)
                 else:
-                    parameter = nn.Parameter(bucket.weights[a:b])
-                    parameter.grad = bucket.vector[a:b]
+                    parameter = nn.Parameter(bucket.weights_of(a, b))
+                    parameter.grad = bucket.gradient_of(a, b)
                 pieces.append(_Piece(bucket, a, parameter))
         return pieces
 
@@ -186,11 +179,17 @@ class Update:
             for piece in self._pieces:
                 piece.return_weights()
         for bucket in self.buckets:
-            self._share(bucket, bucket.weights)
+            if bucket.zero < 3:
+                self._share(bucket, bucket.weights)
         self.applied += 1
         self._good_steps += 1
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, without its counters of steps."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        return sum(state[key].nbytes for state in states for key in STATE_KEYS[self._name] if key in state)
 
     def take_weights(self) -> None:
         """Let the optimizer see weights that were changed by others."""
@@ -199,10 +198,16 @@ class Update:
 
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
-        flat: dict[str, torch.Tensor] = {"value": bucket.weights} | dict(more)
+        weights = bucket.weights
+        if bucket.zero == 3:
+            weights = torch.zeros(bucket.size, dtype=weights.dtype, device=weights.device)
+            start = bucket.weights_start
+            weights[start : start + len(bucket.weights)] = bucket.weights
+            self._share(bucket, weights)
+        flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
         # Every member takes part in every sharing, also one that updates nothing of this bucket.
         for key in STATE_KEYS[self._name] if self.applied else ():
-            whole = flat[key] = torch.zeros_like(bucket.weights)
+            whole = flat[key] = torch.zeros_like(weights)
             for piece in self._pieces:
                 if piece.bucket is bucket:
                     assert self._optimizer is not None
@@ -224,12 +229,13 @@ class Update:
             require(key in first, "checkpoint: optimizer state", sorted(first), f"{key} (optimizer {self._name})")
 
         def vector_of(key: str) -> torch.Tensor:
-            vector = torch.zeros_like(bucket.weights)
+            vector = torch.zeros(bucket.size, dtype=bucket.weights.dtype, device=bucket.weights.device)
             for name, (start, stop, _) in bucket.places.items():
                 vector[start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(vector.device)
             return vector
 
-        bucket.weights.copy_(vector_of("value"))
+        start = bucket.weights_start
+        bucket.weights.copy_(vector_of("value")[start : start + len(bucket.weights)])
         for key, vector in more.items():
             if key in first:
                 vector.copy_(vector_of(key))

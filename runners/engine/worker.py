@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from polygon_comm.compression import Codec, make_codec, relative_error
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
+from polygon_comm.sharding import PartExchange
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Receipt, Sending, Wires
 from torch import nn
@@ -39,6 +41,7 @@ from runners.engine.layers import (
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
+from runners.engine.sharding import ShardedBucket, Sharding
 
 COMPUTE_DTYPE = {
     "fp32": torch.float32,
@@ -74,6 +77,7 @@ class StageWorker:
         samples: Samples,
         options: Options,
         log: RunLog,
+        parts: tuple[PartExchange, PartExchange] | None = None,
         on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.on_action = on_action
@@ -90,9 +94,10 @@ class StageWorker:
         self.executed: list[Action] = []
         self.dtype = COMPUTE_DTYPE[batch.precision]
         stage = self.plan.stages[self.stage]
-        self.layers = build_layers(
-            model, range(stage.first_layer, stage.last_layer), options.seed, wires.device, self.tp
-        )
+        self._zero = layout.zero_of([self.stage])
+        # Where weights will be split, they need not all fit the device before they are.
+        place = torch.device("cpu") if self._zero == 3 else wires.device
+        self.layers = build_layers(model, range(stage.first_layer, stage.last_layer), options.seed, place, self.tp)
         self.balance = BalanceLoss(weight=options.balance)
         attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
@@ -115,7 +120,12 @@ class StageWorker:
         self._ahead: Iterator[tuple[int, Action]] = iter(())
         self._first_sample = 0
         self._lookahead = options.lookahead
-        self.reducer = Reducer(self._buckets(sums), _gradient_dtype(batch.gradient_precision), log)
+        buckets, dtype = self._buckets(sums), _gradient_dtype(batch.gradient_precision)
+        self.reducer = Reducer(buckets, dtype, log, self._pass_gradient)
+        sharded = [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
+        self._sharding: Sharding | None = None
+        if sharded and parts is not None:
+            self._sharding = Sharding(layout, rank, sharded, *parts, dtype)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The stage's parameters under their names in the full model; one that two layers share is named once."""
@@ -158,7 +168,18 @@ class StageWorker:
         size = 1 if self.tp is None else self.tp.size
         dims = {key: dim for key in parameters if (dim := shard_dim(self.layout.problem.model, key, size)) is not None}
         group = self.layout.group_of(self.rank, kind, stages)
-        bucket = Bucket(name, parameters, sums.get(group), self._tp_sums, dims, whole=whole)
+        zero, sum_group = self.layout.zero_of(stages), sums.get(group)
+        bucket: Bucket
+        if zero >= 2 and sum_group is not None and sum_group.near_size > 1:
+            bucket = ShardedBucket(
+                *(name, parameters, sum_group, self._tp_sums, dims),
+                device=self.wires.device,
+                rank=self.rank,
+                zero=zero,
+            )
+        else:
+            bucket = Bucket(name, parameters, sum_group, self._tp_sums, dims, whole=whole, device=self.wires.device)
+            bucket.zero = min(zero, 1)
         members = self.layout.groups[group].ranks
         bucket.leads = self.rank in self.layout.tensor_ranks(members[0])
         bucket.writers = members
@@ -265,26 +286,42 @@ class StageWorker:
                 drawn, targets = self._draw(step, micro_batch)
             x = drawn.to(device) if inputs is None else inputs
             for layer, module in self.layers.items():
+                if self._sharding is not None:
+                    self._sharding.enter(int(layer))
                 if int(layer) == self.layout.problem.model.layers - 1 and targets is not None:
                     x = module(x, targets.to(device))
                 elif self._recompute and layer != "0":
                     x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
                 else:
                     x = module(x).to(self.dtype)
+                if self._sharding is not None:
+                    x.register_hook(partial(self._enter_backward, int(layer)))
             if self.is_last:
                 self.loss_sum += x.detach()
         if not self.is_last:
             self._send(step, "F", micro_batch, x)
         self._held[micro_batch] = (inputs, x)
 
+    def _enter_backward(self, layer: int, gradient: torch.Tensor) -> None:
+        """Called when the gradient of a layer's output is there."""
+        assert self._sharding is not None
+        self._sharding.enter_backward(layer)
+
+    def _pass_gradient(self, bucket: Bucket) -> None:
+        """Called when a bucket's gradient of a micro-batch is there."""
+        if self._sharding is not None and isinstance(bucket, ShardedBucket):
+            self._sharding.scatter(bucket)
+
     def _backward(self, step: int, micro_batch: int) -> None:
         gradient = None if self.is_last else self._receive(step, Action("B", micro_batch))
         inputs, output = self._held.pop(micro_batch)
         with self.log.interval("compute", f"B{micro_batch}"):
+            self.reducer.begin_backward(last=self.actions[-1] == Action("B", micro_batch))
             if gradient is None:
                 (output * (self.loss_scale * self.overflow_scale)).backward()
             else:
                 output.backward(gradient)
+            self.reducer.end_backward()
         if inputs is not None:
             assert inputs.grad is not None
             self._send(step, "B", micro_batch, inputs.grad)
@@ -298,16 +335,17 @@ class StageWorker:
         self.balance.scale = self.loss_scale * self.overflow_scale
         self.executed = []
         self.packing_error.clear()
-        last = self.actions[-1] if self.actions else None
+        if self._sharding is not None:
+            self._sharding.begin_step()
         for action in self.actions:
             self._post_ahead()
-            if action == last:
-                self.reducer.arm()
             self.executed.append(action)
             self.on_action(f"{action} of step {step}")
             (self._forward if action.kind == "F" else self._backward)(step, action.micro_batch)
         self._post_ahead()
         self.reducer.finish()
+        if self._sharding is not None:
+            self._sharding.end_schedule()
 
     def finish_sends(self, before_step: int) -> None:
         """Wait for the messages of earlier steps.
@@ -316,6 +354,17 @@ class StageWorker:
         """
         while self._sendings and self._sendings[0][0] < before_step:
             self._sendings.popleft()[1].wait()
+
+    @property
+    def passing_bytes(self) -> int:
+        """Most bytes of weights and gradients that were whole here for a while, though they are split."""
+        return 0 if self._sharding is None else self._sharding.most_passing_bytes
+
+    def close(self) -> None:
+        """End the threads."""
+        self.reducer.close()
+        if self._sharding is not None:
+            self._sharding.close()
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,99 @@
+"""Laws of ZeRO-2 and ZeRO-3, on real ranks: the same numbers, and the memory that the planner says."""
+
+from dataclasses import replace
+
+import pytest
+
+from polygon.cost.memory import breakdown, layer_memory, stage_rows
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from runners.dist_runner import end_process
+from runners.engine.layout import check_runnable
+from runners.engine.options import Options
+from runners.engine.training import train
+from tests.real_ranks import run_ranks
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
+
+OPTIONS = Options(steps=20, learning_rate=3e-3, clip_norm=0.5)
+
+
+def run_rank(rank, port, problem, plan, options):
+    """Loss by step, and bytes that the rank holds after the last one."""
+    losses, held = {}, []
+
+    def note(result):
+        losses[result["step"]] = result["loss"]
+
+    train(
+        *(problem, plan, rank, "127.0.0.1", port, options),
+        on_loss=end_process,
+        report=note,
+        on_start=lambda training: held.append(training),
+    )
+    return losses, held[0].held_bytes()
+
+
+def with_zero(plan, zero, **changes):
+    """The plan with every stage under that ZeRO stage."""
+    return replace(plan, stages=tuple(replace(stage, zero=zero, **changes) for stage in plan.stages))
+
+
+def one_stage():
+    """Three workers of one region that hold all layers and take 4, 3 and 1 of 8 micro-batches, in different orders."""
+    problem = Problem(
+        cluster=small_cluster(3),
+        model=small_model(),
+        batch=Batch(global_batch=16, seq_len=16, precision="fp32"),
+    )
+    routes = [[0], [1], [0], [1], [2], [0], [0], [1]]
+    return problem, small_plan(problem.cluster, [(0, 6)], [[0, 1, 2]], routes)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Losses of one rank that holds everything."""
+    return run_ranks(run_rank, 1, *routed_problem(1), OPTIONS)[0][0]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_split_gradients_and_weights_keep_the_loss(reference, zero, tmp_path):
+    """Stages over regions of unequal widths, uneven shares, a tied weight split over two stages: one rank's losses.
+
+    Its checkpoint is resumed by a plan of other stages and without ZeRO, and that one's by the first again.
+    """
+    problem, plan = routed_problem(8)
+    plan = with_zero(plan, zero, recompute="full" if zero == 3 else "none")
+    options = replace(OPTIONS, checkpoint_dir=tmp_path, resume=True)
+    losses = {}
+    for until in (9, 20):
+        for found, _ in run_ranks(run_rank, 8, problem, plan, replace(options, steps=until)):
+            assert found == pytest.approx({step: reference[step] for step in found}, rel=1e-5)
+        losses |= found
+        if until == 9:
+            losses |= run_ranks(run_rank, 2, *routed_problem(2), replace(options, steps=13))[0][0]
+    assert sorted(losses) == list(range(20))
+    assert losses == pytest.approx(reference, rel=1e-5)
+
+
+def test_bytes_per_rank_are_those_that_the_planner_counts(reference):
+    """Weights, gradients and optimizer state fall with each ZeRO stage as `polygon.cost.memory` says, on every rank."""
+    problem, plan = one_stage()
+    rows = stage_rows(layer_memory(problem.model, problem.batch), 0, problem.model.layers)
+    for zero in range(4):
+        expected = breakdown(*rows, in_flight=0, zero=zero, shards=3, batch=problem.batch)
+        for losses, held in run_ranks(run_rank, 3, problem, with_zero(plan, zero), replace(OPTIONS, steps=4)):
+            assert losses == pytest.approx({step: reference[step] for step in range(4)}, rel=1e-5)
+            # A part may be longer than another by one number in every layer.
+            for part in ("weights", "gradients", "optimizer"):
+                assert held[part] == pytest.approx(getattr(expected, part), abs=8 * problem.model.layers), (zero, part)
+            # Two layers' weights; gradients of a layer, of the one before on its way, and of the tied embedding.
+            largest_bytes = 4 * rows[1]
+            assert held["passing"] <= (0, 0, 3 * largest_bytes, 5 * largest_bytes)[zero]
+
+
+def test_local_steps_refuse_split_weights():
+    """Regions that train by themselves compare whole weights."""
+    problem, plan = routed_problem(8)
+    with pytest.raises(InputError, match=r"plan\.stages\[0\]\.zero: found 3, expected 0, 1 or 2 \(with local steps\)"):
+        check_runnable(problem, with_zero(replace(plan, local_steps=4), 3))
