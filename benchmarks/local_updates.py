@@ -56,7 +56,7 @@ class Setting:
     rate: float = 0.7
     momentum: float = 0.9
 
-    def losses(self, steps: int) -> list[float]:
+    def losses(self, steps: int, seed: int) -> list[float]:
         """Loss of every step; of a local one the mean over the regions."""
         cluster = cluster_of(NETWORK)
         plan = plan_of(cluster, [(0, MODEL.layers)], [[0, 1]], size=2, compression=self.packing, spans=1)
@@ -68,6 +68,7 @@ class Setting:
                 log_dir=Path(folder),
                 device="cpu",
                 learning_rate=LEARNING_RATE,
+                seed=seed,
                 synchronous_steps=round(self.synchronous * steps),
                 outer_fragments=self.fragments,
                 outer_overlap=self.overlap,
@@ -114,6 +115,8 @@ def main() -> None:
     """Train, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of first weights and data order")
+    parser.add_argument("--first", type=int, default=len(SETTINGS), metavar="N", help="only the first N settings")
     args = parser.parse_args()
     rows: dict[str, list[float]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     lines = [
@@ -121,10 +124,10 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     reference = float("nan")
-    for setting in SETTINGS:
-        key = f"{args.steps} steps: {setting}"
+    for setting in SETTINGS[: args.first]:
+        key = f"{args.steps} steps, seed {args.seed}: {setting}"
         if key not in rows:
-            rows[key] = setting.losses(args.steps)
+            rows[key] = setting.losses(args.steps, args.seed)
             RECORD.parent.mkdir(exist_ok=True)
             RECORD.write_text(json.dumps(rows))
         last = float(np.mean(rows[key][-WIDTH:]))
