@@ -24,19 +24,14 @@ from subprocess import DEVNULL, PIPE, Popen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
 
-from benchmarks.lab_prediction import BATCH, MODEL, Network, cluster_of, plan_of, symmetric
+from benchmarks.lab_baselines import NETWORK
+from benchmarks.lab_prediction import BATCH, MODEL, cluster_of, plan_of
 from polygon.domain.plan import Plan, Problem
 from polygon.files import write_plan
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import LabHost, lab_network
 
 ROOT = Path(__file__).resolve().parents[1]
-NETWORK = Network(
-    name="two regions",
-    hosts=(("cpu-core", "cpu-core"), ("cpu-core", "cpu-core")),
-    latency_ms=symmetric(2, {(0, 1): 30}),
-    mbit_per_s=symmetric(2, {(0, 1): 50}),
-)
 PATIENCE_S = 120.0
 """For anything that is waited for, on a busy machine."""
 FIRST_PORT = 29500
