@@ -10,7 +10,8 @@ that never return, so nothing is carried over for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,13 @@ class Codec:
     def decompress(self, payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor that the bytes stand for."""
         return payload.view(dtype).view(*shape)
+
+    def state(self) -> list[torch.Tensor]:
+        """What one message leaves for the next."""
+        return []
+
+    def restore(self, state: Sequence[torch.Tensor]) -> None:
+        """Go on from what `state` gave."""
 
     def ratio(self, elements: int, dtype: torch.dtype = torch.float32) -> float:
         """How many times fewer bytes than unpacked."""
@@ -180,6 +188,12 @@ class PowerSgd(Codec):
         generator = torch.Generator().manual_seed(0)
         self._right = [torch.randn(columns, used, generator=generator) for _, columns, used in self.parts]
 
+    def state(self) -> list[torch.Tensor]:
+        return self._right
+
+    def restore(self, state: Sequence[torch.Tensor]) -> None:
+        self._right = list(state)
+
     def payload_bytes(self, elements: int, dtype: torch.dtype = torch.float32) -> int:
         return sum(4 * used * (rows + columns) if used else 2 * columns for rows, columns, used in self.parts)
 
@@ -246,6 +260,15 @@ class ErrorFeedback:
         self.error = error if math.isfinite(dropped) else None
         self.relative_error = dropped / said if said and math.isfinite(dropped) else 0.0
         return payload, restored
+
+    def state(self, scale: float = 1.0) -> dict[str, Any]:
+        """What was dropped from the last message, divided by `scale`, and what the codec keeps."""
+        return {"error": None if self.error is None else self.error / scale, "codec": self.codec.state()}
+
+    def restore(self, state: Mapping[str, Any], scale: float = 1.0) -> None:
+        """Go on from what `state` gave, times `scale`."""
+        self.error = None if state["error"] is None else state["error"] * scale
+        self.codec.restore(state["codec"])
 
 
 def relative_error(codec: Codec, payload: torch.Tensor, tensor: torch.Tensor) -> float:

@@ -112,6 +112,7 @@ class SumGroup:
         self.members = members
         self._wires = wires
         self._feedback: dict[tuple[str, int], ErrorFeedback] = {}
+        self._restored: dict[tuple[str, int], tuple[Any, float]] = {}
         self._rounds = 0
         self._expected: deque[_Round] = deque()
         self._mine = next(region for region in members.regions if wires.rank in region)
@@ -204,10 +205,27 @@ class SumGroup:
         """Largest relative error of the last messages that this rank packed."""
         return max((packer.relative_error for packer in self._feedback.values()), default=0.0)
 
+    def feedback(self, scale: float = 1.0) -> dict[tuple[str, int], Any]:
+        """What packing has dropped and still owes, by vector and part, divided by `scale` (that of the vectors)."""
+        return {slot: packer.state(scale) for slot, packer in self._feedback.items() if packer.codec.name != "none"}
+
+    def restore_feedback(self, states: Mapping[tuple[str, int], Any], scale: float = 1.0) -> None:
+        """Go on from what `feedback` gave."""
+        self._restored = {
+            slot: ({**state, "error": _moved(state["error"], self._wires.device)}, scale)
+            for slot, state in states.items()
+        }
+
     @property
     def near_place(self) -> int:
         """Place of this rank among the members in its region."""
         return self._mine.index(self._wires.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank packs vectors for ranks in other regions."""
+        leaders = self.members.leaders[self.members.regions.index(self._mine)]
+        return self.members.codec != "none" and len(self.members.regions) > 1 and self._wires.rank in leaders
 
     @property
     def near_ranks(self) -> tuple[int, ...]:
@@ -231,6 +249,8 @@ class SumGroup:
         slot = (key, part)
         if slot not in self._feedback:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
+            if slot in self._restored:
+                self._feedback[slot].restore(*self._restored.pop(slot))
         return self._feedback[slot]
 
     def _direct(self, leaders: Sequence[int]) -> bool:
@@ -341,6 +361,10 @@ class SumGroup:
             return torch.cat(sums)
 
         return end
+
+
+def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _end_of(work: Any) -> Callable[[], None]:

@@ -31,6 +31,8 @@ from runners.engine.layers import TIED_COPY, TIED_WEIGHT
 
 MAGIC = b"polygon1"
 SUFFIX = ".layer"
+OWED = "rank-{}.owed"
+"""File of what one rank's packing has dropped from messages and owes to the next ones; of use under the same plan."""
 TIED_FILE = "tied"
 
 
@@ -134,7 +136,9 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    def save(
+        self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
+    ) -> None:
         """Copy the tensors and write them in the background.
 
         Parameters
@@ -142,21 +146,23 @@ class Checkpoints:
         progress : Progress
         files : mapping of file stem to mapping of parameter name to its tensors
             This rank's part.
+        owed : mapping
+            What this rank's packing owes (see `OWED`); empty: nothing.
         """
         self.wait()
-        copies = {
-            stem: {name: {key: _copy(value) for key, value in state.items()} for name, state in parameters.items()}
-            for stem, parameters in files.items()
-        }
-        self._writing = self._thread.submit(self._write, progress, copies)
+        self._writing = self._thread.submit(self._write, progress, _copy(files), _copy(owed))
 
-    def _write(self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    def _write(
+        self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
+    ) -> None:
         place = step_directory(self.directory, progress.step)
         head = {"progress": asdict(progress), "model": _shape_of(self.model)}
         outcome = "ok"
         try:
             for stem, parameters in files.items():
                 write_file(place / f"{stem}{SUFFIX}", head | {"parameters": parameters})
+            if owed:
+                write_file(place / OWED.format(self._rank), dict(owed))
         except OSError as error:
             outcome = f"{place}: {error.strerror}"
         key = f"saved/{progress.step}"
@@ -236,6 +242,17 @@ class Checkpoints:
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states
 
+    def load_owed(self, step: int) -> dict[str, Any] | None:
+        """What this rank's packing owed at a step; None where it is not there or damaged."""
+        try:
+            return read_file(step_directory(self.directory, step) / OWED.format(self._rank))
+        except DamagedError:
+            return None
+
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copy(inner) for inner in value]
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

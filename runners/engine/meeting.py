@@ -38,8 +38,16 @@ def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int
 
 def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
     """A short name of what is to be run; equal on ranks that run the same thing."""
+    return _digest([plan_digest(problem, plan), options.shared()])
+
+
+def plan_digest(problem: Problem, plan: Plan) -> str:
+    """A short name of a plan for a model and batch."""
     parts = [repr(problem.model), repr(problem.batch), repr(plan.stages), plan.routes.tolist(), plan.micro_batch_size]
-    parts += [plan.spans, repr(plan.links), plan.reduction, plan.local_steps, options.shared()]
+    return _digest([*parts, plan.spans, repr(plan.links), plan.reduction, plan.local_steps])
+
+
+def _digest(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:12]
 
 

@@ -31,7 +31,15 @@ from runners.engine.emulation import Pace, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
-from runners.engine.meeting import RunFailedError, agree, code_digest, leave_together, open_store, run_digest
+from runners.engine.meeting import (
+    RunFailedError,
+    agree,
+    code_digest,
+    leave_together,
+    open_store,
+    plan_digest,
+    run_digest,
+)
 from runners.engine.metrics import StepFigures
 from runners.engine.options import Options
 from runners.engine.rounds import Rounds
@@ -120,7 +128,7 @@ class Training:
             name: (ServerGroup if served and name != "all" else SumGroup)(members, self.wires)
             for name, members in layout.groups_of(rank).items()
         }
-        self._all = sums["all"]
+        self._sums, self._all = sums, sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         pace = None
         if options.emulate_devices:
@@ -215,8 +223,28 @@ class Training:
         for bucket in self.buckets:
             self.update.load(bucket, {name: states[name] for name in bucket.parameters}, self._more(bucket))
         self.rounds.restart()
+        self._resume_owed(step)
         if self.rank == 0:
             self._say(f"resumed from step {step}")
+
+    def _owed(self) -> dict[str, Any]:
+        """What packing dropped from this rank's weight gradients and owes to the next messages; empty: nothing."""
+        groups = {name: group.feedback(self.update.loss_scale) for name, group in self._sums.items()}
+        owed = {name: states for name, states in groups.items() if states}
+        return {"plan": plan_digest(self.layout.problem, self.layout.plan), "groups": owed} if owed else {}
+
+    def _resume_owed(self, step: int) -> None:
+        """Go on with the error feedback of a checkpoint; under another plan messages are others, and it is dropped."""
+        assert self.checkpoints is not None
+        if not any(group.leads for group in self._sums.values()):
+            return
+        owed = self.checkpoints.load_owed(step)
+        if owed is not None and owed["plan"] == plan_digest(self.layout.problem, self.layout.plan):
+            for name, states in owed["groups"].items():
+                self._sums[name].restore_feedback(states, self.update.loss_scale)
+        else:
+            why = "of another plan" if owed is not None else "not in it"
+            self._say(f"rank {self.rank}: error feedback of the checkpoint is {why}: starting without")
 
     def _more(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of a bucket beside weights and optimizer state."""
@@ -366,12 +394,13 @@ class Training:
         files: dict[str, dict[str, dict[str, Any]]] = {}
         for index, bucket in enumerate(self.buckets):
             state = self.update.state(bucket, self._more(bucket))
-            # Several hold the same: they take turns.
-            if self.worker.place == 0 and bucket.writers[index % len(bucket.writers)] == self.rank:
+            # Several hold the same: they take turns. A tied weight has another place on the other stage that holds it.
+            turn = 0 if bucket.name == "tied" else index % len(bucket.writers)
+            if self.worker.place == 0 and bucket.writers[turn] == self.rank:
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
         with self.log.interval("checkpoint", "copy for checkpoint"):
-            self.checkpoints.save(self.progress, files)
+            self.checkpoints.save(self.progress, files, self._owed())
 
     def _note_write_errors(self) -> None:
         """A checkpoint that could not be written is reported, not a reason to stop training."""

@@ -1,6 +1,7 @@
 """Laws of checkpoints, on real ranks: any plan goes on where any other stopped; damage falls back."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def test_any_plan_resumes_from_any_other(whole_run, tmp_path):
     assert losses == pytest.approx(whole_run, rel=1e-5)
     assert steps_in(tmp_path) == [6, STEPS]
     assert not list(tmp_path.glob("**/.*"))
+
+
+@pytest.mark.parametrize("packing", ["int4", "powersgd"])
+def test_error_feedback_goes_on_where_it_stopped(packing, tmp_path):
+    """Under the same plan a resumed run owes what the packing dropped before; without that the losses are others."""
+    problem, plan = routed_problem(4)
+    links = tuple(dataclasses.replace(use, weight_gradients=packing) for use in plan.links)
+    plan = dataclasses.replace(plan, links=links)
+    first = Options(steps=4, learning_rate=3e-3, checkpoint_dir=tmp_path, log_dir=tmp_path / "log")
+    whole = run_ranks(run_rank, 4, problem, plan, dataclasses.replace(first, steps=6, checkpoint_dir=None))[0]
+    run_ranks(run_rank, 4, problem, plan, first)
+    owed = sorted(path.name for path in step_directory(tmp_path, 4).glob("*.owed"))
+    assert owed == ["rank-0.owed", "rank-1.owed", "rank-2.owed"]  # the leaders of the last stage and the tied weight
+    rest = dataclasses.replace(first, steps=6, resume=True, checkpoint_dir=tmp_path / "copy")
+    shutil.copytree(step_directory(tmp_path, 4), step_directory(tmp_path / "copy", 4))
+    resumed = run_ranks(run_rank, 4, problem, plan, rest)[0]
+    expected = pytest.approx({step: whole[step] for step in (4, 5)}, rel=1e-7)
+    assert resumed == expected
+    for path in step_directory(tmp_path, 4).glob("*.owed"):
+        path.unlink()
+    assert run_ranks(run_rank, 4, problem, plan, dataclasses.replace(rest, checkpoint_dir=tmp_path))[0] != expected
+    log = (tmp_path / "log" / "rank-1.jsonl").read_text()
+    assert "error feedback of the checkpoint is not in it: starting without" in log
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(whole_run, tmp_path):
