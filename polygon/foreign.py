@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from polygon.domain.errors import InputError, Phrase, one_of, require
+from polygon.domain.errors import InputError, Phrase, one_of, require, require_number
 from polygon.domain.model import Model
 
 # Hugging Face: config.json
@@ -102,8 +102,8 @@ def is_hugging_face(data: Any) -> bool:
 def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
     """The model of a parsed `config.json`.
 
-    Leaves out what changes no shape that polygon models: sliding windows, rotary scaling, norms of queries and keys
-    (Qwen3; 2 * head_dim parameters a block), OPT-350M's projection of its embeddings.
+    Leaves out what changes no shape that polygon models: sliding windows, scaled rotary positions, norms of queries and
+    keys (Qwen3; 2 * head_dim parameters a block), OPT-350M's projection of its embeddings.
 
     Raises
     ------
@@ -131,6 +131,7 @@ def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
         "tied_embeddings": bool(config.get("tie_word_embeddings", defaults.get("tied", False))),
         "source": "Hugging Face config.json",
     }
+    fields |= _floats(config)
     if config.get("attention_bias"):
         fields["qkv_bias"] = True
     if config.get("enable_bias") is False:
@@ -140,6 +141,17 @@ def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
     if fixed["family"] == "vit":
         fields |= _vit(config, fields)
     return Model(**fields)
+
+
+def _floats(config: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of norms and rotary positions, where the config has them."""
+    nested = config.get("rope_parameters")
+    rope = nested if isinstance(nested, Mapping) and "rope_theta" in nested else config
+    found = {"norm_eps": (config, "rms_norm_eps"), "rope_theta": (rope, "rope_theta")}
+    for where, key in found.values():
+        if where.get(key) is not None:
+            require_number(where[key], key, above=0)
+    return {field: float(where[key]) for field, (where, key) in found.items() if where.get(key) is not None}
 
 
 def _text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from polygon.notation import format_json
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser
 from runners.launch import LocalRanks, say
-from runners.recipes.backends import Job, Place, backend_of
+from runners.recipes.backends import BACKENDS, Job, Place, backend_of
 from runners.recipes.memory import measured_peaks, write_measured
 from runners.recipes.schema import read_recipe
 
@@ -46,6 +46,11 @@ def make_parser() -> Parser:
         default=[],
         metavar="KEY=VALUE",
         help="a field of the recipe to set otherwise, as parallel.dp=4; may be repeated",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run nothing: parameters and predicted memory of every stage (exit 3 where a device has too little)",
     )
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the recipe's)")
     parser.add_argument("-o", "--out", type=Path, help="where logs go (default: out/<recipe>-<time>)")
@@ -142,6 +147,22 @@ def _print_table(jobs: Sequence[Job], *, as_json: bool) -> int:
     return 0
 
 
+def _check(job: Job, *, as_json: bool) -> int:
+    from runners.recipes.backends import engine
+    from runners.recipes.needs import format_needs, needs
+
+    if BACKENDS[job.recipe.backend] != "engine":
+        raise InputError(f"--check: found backend {job.recipe.backend}, expected engine or plan")
+    problem, plan = engine.problem_and_plan(job)
+    rows = needs(problem, plan, cp=job.recipe.parallel.cp, ep=job.recipe.parallel.ep)
+    sys.stdout.write(format_json(rows) if as_json else format_needs(rows))
+    over = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
+    for row in over:
+        missing = row["peak_bytes"] - row["memory_bytes"]
+        say(f"train: stage {row['stage']}: {missing / 1e9:,.3f} GB more than its devices have")
+    return 3 if over else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code: 0 fine, 1 a rank failed, 2 bad input, 128 + n ended by signal n."""
     arguments = make_parser().parse_args(argv)
@@ -153,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(jobs) > 1:
             raise InputError(f"recipe: found {len(jobs)} of them, expected one (or --table)")
         job = jobs[0]
+        if arguments.check:
+            return _check(job, as_json=arguments.json)
         code, summary = run_as_rank(job, os.environ) if "RANK" in os.environ else run_here(job)
     except PolygonError as error:
         say(f"train: {error}")

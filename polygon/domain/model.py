@@ -33,6 +33,10 @@ class Model:
     tied_embeddings: bool = True
     learned_positions: bool = True
     rms_norm: bool = False
+    norm_eps: float = 1e-6
+    """Of RMSNorm, beside the mean square."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions of a model without learned ones. Neither number changes any cost."""
     linear_bias: bool = True
     qkv_bias: bool = True
     causal: bool = True
@@ -54,6 +58,8 @@ class Model:
             require(isinstance(value, int) and value >= 1, f"model.{name}", value, "a whole number >= 1")
         require(self.family in ("gpt", "llama", "vit"), "model.family", self.family, "gpt, llama or vit")
         require(self.heads % self.kv_heads == 0, "model.kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+        require_number(self.norm_eps, "model.norm_eps", above=0)
+        require_number(self.rope_theta, "model.rope_theta", above=0)
         if self.experts:
             require(
                 0 < self.experts_per_token <= self.experts,

@@ -21,6 +21,7 @@ from polygon.domain.errors import require
 from polygon.domain.model import Model
 from runners.engine.context import to_heads, to_tokens
 from runners.engine.experts import BalanceLoss, Experts
+from runners.engine.pretrained import Pretrained
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -33,7 +34,7 @@ def layer_name(model: Model, layer: int) -> str:
 
 
 def _norm(model: Model) -> nn.Module:
-    return nn.RMSNorm(model.hidden_size, eps=1e-6) if model.rms_norm else nn.LayerNorm(model.hidden_size)
+    return nn.RMSNorm(model.hidden_size, eps=model.norm_eps) if model.rms_norm else nn.LayerNorm(model.hidden_size)
 
 
 class TokenEmbedding(nn.Module):
@@ -105,6 +106,7 @@ class Attention(nn.Module):
         """Ranks that hold the other parts of the sequences."""
         self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
+        self.rope_theta = model.rope_theta
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden_size, q, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         if self.context is not None:
             q, k, v = to_heads(q, k, v, self.context)
         if self.rotary:
-            q, k = rotate(q), rotate(k)
+            q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -266,21 +268,32 @@ def attach_groups(
                 part.share_out(experts)
 
 
-def build_layer(
-    model: Model, layer: int, seed: int, device: torch.device | None = None, tp: TensorGroup | None = None
-) -> nn.Module:
-    """One layer with its first weights (fp32), or this rank's slices of it."""
+def empty_layer(model: Model, layer: int) -> nn.Module:
+    """One layer without memory for its weights (on torch's meta device)."""
     require(0 <= layer < model.layers, "layer", layer, f"0..{model.layers - 1}")
     kind = model.layer_kind(layer)
     with torch.device("meta"):
         if kind == "embedding":
-            module: nn.Module = ImageEmbedding(model) if model.family == "vit" else TokenEmbedding(model)
-        elif kind == "head":
-            module = Head(model)
-        else:
-            module = Block(model, layer)
-    module.to_empty(device=device or torch.device("cpu"))
-    _initialise(module, model, layer, seed)
+            return ImageEmbedding(model) if model.family == "vit" else TokenEmbedding(model)
+        return Head(model) if kind == "head" else Block(model, layer)
+
+
+def build_layer(
+    model: Model,
+    layer: int,
+    seed: int,
+    device: torch.device | None = None,
+    tp: TensorGroup | None = None,
+    pretrained: Pretrained | None = None,
+) -> nn.Module:
+    """One layer with its first weights (fp32), or this rank's slices of it."""
+    module = empty_layer(model, layer).to_empty(device=device or torch.device("cpu"))
+    if pretrained is None:
+        _initialise(module, model, layer, seed)
+    else:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(pretrained.tensor(f"{layer_name(model, layer)}.{name}", parameter.shape))
     if tp is not None:
         shard_layer(module, model, layer, tp)
     return module
@@ -292,9 +305,10 @@ def build_layers(
     seed: int,
     device: torch.device | None = None,
     tp: TensorGroup | None = None,
+    pretrained: Pretrained | None = None,
 ) -> nn.ModuleDict:
     """Layers by their number (as text); a tied head that is here together with the embedding shares its weight."""
-    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device, tp) for layer in layers})
+    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device, tp, pretrained) for layer in layers})
     first, last = "0", str(model.layers - 1)
     if model.tied_embeddings and model.family != "vit" and first in built and last in built:
         head, embedding = built[last], built[first]

@@ -37,6 +37,8 @@ class Options:
     clip_norm: float | None = 1.0
     """Largest norm of the whole model's gradient; None: not clipped."""
     seed: int = 0
+    weights: Path | None = None
+    """Folder with safetensors of Hugging Face to start from; None: drawn from the seed."""
     data: Path | None = None
     timeout_s: float = 300.0
     """How long one message may take before its peer counts as lost."""
@@ -102,5 +104,5 @@ class Options:
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""
-        own = ("device", "log_dir", "data", "checkpoint_dir")
+        own = ("device", "log_dir", "data", "weights", "checkpoint_dir")
         return {key: str(value) for key, value in asdict(self).items() if key not in own}

@@ -41,6 +41,7 @@ from runners.engine.layers import (
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
+from runners.engine.pretrained import Pretrained
 from runners.engine.sharding import ShardedBucket, Sharding
 
 COMPUTE_DTYPE = {
@@ -97,7 +98,9 @@ class StageWorker:
         self._zero = layout.zero_of([self.stage])
         # Where weights will be split, they need not all fit the device before they are.
         place = torch.device("cpu") if self._zero == 3 else wires.device
-        self.layers = build_layers(model, range(stage.first_layer, stage.last_layer), options.seed, place, self.tp)
+        pretrained = None if options.weights is None else Pretrained(options.weights, model)
+        layers = range(stage.first_layer, stage.last_layer)
+        self.layers = build_layers(model, layers, options.seed, place, self.tp, pretrained)
         self.balance = BalanceLoss(weight=options.balance)
         attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size

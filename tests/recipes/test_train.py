@@ -36,7 +36,7 @@ def test_alone_and_under_torchrun_the_same_loss(tmp_path):
         ("parallel.dq=2", "parallel.dq: found unknown key 'dq', expected 'dp' (nearest)"),
         ("backend=engin", "backend: found 'engin', expected 'engine' (nearest)"),
         ("model.change.block=2", "found unknown field 'block', expected 'blocks' (nearest)"),
-        ("batch.global_batch=7", "batch.global_batch: found 7, expected a multiple of dp x micro_batch = 2"),
+        ("batch.global_batch=7", "batch.global_batch: found 7, expected a multiple of dp x micro_batch = 4"),
         ("data.kind=engels", "data.kind: found 'engels', expected 'english' (nearest)"),
         ("plan=p.json", "plan: found 'p.json', expected a plan file with backend plan"),
         ("steps", "--set: found 'steps', expected KEY=VALUE"),

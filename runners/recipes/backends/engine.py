@@ -94,6 +94,7 @@ def options_of(job: Job, log_dir: Path | None = None) -> Options:
         weight_decay=rate.weight_decay,
         clip_norm=rate.clip_norm or None,
         balance=rate.balance,
+        weights=None if recipe.model.weights is None else beside(job.folder, recipe.model.weights),
         context=recipe.parallel.cp,
         expert=recipe.parallel.ep,
         offload_optimizer=recipe.memory.offload != "none",

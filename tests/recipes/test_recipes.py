@@ -1,0 +1,74 @@
+"""All recipes that come along: the small ones run and agree with one process, the large ones fit their devices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runners.recipes.backends import Job
+from runners.recipes.backends.engine import problem_and_plan
+from runners.recipes.needs import needs, stage_parameters
+from runners.recipes.schema import read_recipe
+from runners.train import main
+from tests.small_problems import small_model
+
+FOLDER = Path("instances/recipes")
+SMALL = sorted(FOLDER.glob("llm-*-tiny.yaml"))
+LARGE = sorted(set(FOLDER.glob("llm-*.yaml")) - set(SMALL))
+
+
+def test_small_recipes_agree_with_one_process(tmp_path):
+    """Every small language recipe trains; losses are those of one process to 1e-5, peaks as predicted to 30 %."""
+    command = [sys.executable, "-m", "runners.train", "--table", *map(str, SMALL), "--json", "--steps", "3"]
+    done = subprocess.run(
+        [*command, "--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)
+    assert [row["recipe"] for row in rows] == [path.stem for path in SMALL] and len(rows) >= 7
+    for row in rows:
+        assert row["steps"] == 3 and row["largest_difference"] < 1e-5
+        assert row["measured_peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.3)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_large_recipes_fit_their_devices(path, capsys):
+    """Qwen2.5-3B's shape: 3.09e9 parameters, split as the degrees say, within the devices' memory."""
+    recipe = read_recipe(path)
+    problem, plan = problem_and_plan(Job(recipe, FOLDER, Path()))
+    parallel, model = recipe.parallel, problem.model
+    rows = needs(problem, plan, cp=parallel.cp, ep=parallel.ep)
+    assert sum(row["ranks"] for row in rows) == parallel.world_size
+    if not model.experts:
+        assert model.parameters == pytest.approx(3.086e9, rel=1e-3)
+    # A tied head that is apart from the embedding is a second copy; norms and biases are on every device.
+    copies = model.head_weight_parameters() if parallel.pp > 1 and model.tied_embeddings else 0
+    experts = 0 if not model.experts else model.blocks * model.experts * 3 * model.hidden_size * model.expert_ffn_size
+    expected = (model.parameters - experts + copies) / parallel.tp + experts / parallel.tp / parallel.ep
+    assert sum(row["parameters"] for row in rows) == pytest.approx(expected, rel=1e-3)
+    assert main([str(path), "--check"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == parallel.pp
+
+
+def test_too_little_memory_is_said(capsys):
+    """Without splitting anything the recipe does not fit a T4: exit code 3, and by how much."""
+    assert main([str(FOLDER / "llm-1d.yaml"), "--check", "--set", "hardware.device=t4"]) == 3
+    assert "GB more than its devices have" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        small_model(),
+        small_model(tied_embeddings=False, gated_mlp=True, rms_norm=True, learned_positions=False, linear_bias=False),
+        small_model(experts=4, experts_per_token=2, expert_ffn_size=32, shared_experts=1),
+    ],
+)
+def test_built_layers_have_the_parameters_that_the_planner_counts(model):
+    """Whole layers on the meta device have as many parameters as `Model.layer_parameters` says."""
+    assert stage_parameters(model, 0, model.layers) == model.parameters
+    for layer in range(model.layers - 1):
+        assert stage_parameters(model, layer, layer + 1) == model.layer_parameters(layer)
