@@ -49,6 +49,7 @@ LEARNING_RATE = 1e-3
 LOCAL_STEPS = 20
 SYNCHRONOUS = 0.2
 """Part of a run before local steps begin."""
+STEPS = 500
 LEFT_OUT = 3
 RECORD = Path("out/lab_baselines.json")
 
@@ -171,7 +172,7 @@ def ways(problem: Problem) -> list[Way]:
         Way(
             name=f"local updates (H = {LOCAL_STEPS}), int8, in two fragments",
             plan=local,
-            changes={"outer_fragments": 2, "outer_overlap": 5},
+            changes={"outer_fragments": 2, "outer_overlap": 1},
         ),
     ]
 
@@ -293,7 +294,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="of each way in the lab")
-    parser.add_argument("--loss-steps", type=int, default=500, help="of each loss curve; 0: none")
+    parser.add_argument("--loss-steps", type=int, default=STEPS, help="of each loss curve; 0: none")
     parser.add_argument("--only", default="", help="ways whose name fits this regular expression")
     parser.add_argument("--plot", help="where the plot goes")
     args = parser.parse_args()
@@ -316,8 +317,9 @@ def main() -> None:
                 found: list[float] = next((rows[name]["losses"] for name in same if rows[name]["losses"]), [])
                 rows[way.name]["losses"] = found or loss_curve(lab, problem, way, args.loss_steps)
                 keep(rows)
-    shown = [{"name": way.name} | rows[way.name] for way in chosen]
-    print(report(shown, args.loss_steps or 1))
+    curves: dict[str, Any] = {} if args.loss_steps else {"losses": []}
+    shown = [{"name": way.name} | rows[way.name] | curves for way in chosen]
+    print(report(shown, args.loss_steps or STEPS))
     if args.plot and args.loss_steps:
         draw(shown, Path(args.plot))
 

@@ -90,7 +90,7 @@ class Setting:
             return [f"every step, {self.packing}", "1", "", "", ""]
         kind = f"local updates, {self.packing}"
         if self.fragments > 1:
-            kind += f", {self.fragments} fragments, {self.overlap} steps overlapped"
+            kind += f", {self.fragments} fragments, overlap {self.overlap}"
         first = f"{100 * self.synchronous:.0f} %"
         return [kind, str(self.local_steps), first, f"{self.rate:g}", f"{self.momentum:g}"]
 
@@ -99,11 +99,12 @@ PLAIN: dict[str, Any] = {"rate": 1.0, "momentum": 0.0}
 SETTINGS = (
     Setting(packing="none"),
     Setting(local_steps=20),
-    Setting(local_steps=20, fragments=2, overlap=5),
+    Setting(local_steps=20, fragments=2, overlap=1),
     Setting(local_steps=50),
     Setting(local_steps=20, synchronous=0.0),
     Setting(),
     Setting(packing="int4"),
+    Setting(local_steps=20, fragments=2, overlap=5),
     Setting(local_steps=100),
     Setting(local_steps=20, synchronous=0.1),
     Setting(local_steps=20, **PLAIN),
