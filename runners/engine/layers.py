@@ -33,8 +33,16 @@ def layer_name(model: Model, layer: int) -> str:
     return kind if kind in ("embedding", "head") else f"blocks.{layer - 1}"
 
 
+class RmsNorm(nn.RMSNorm):
+    """With the weight in the input's number format: torch fuses the operation only where both are the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return nn.functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps)
+
+
 def _norm(model: Model) -> nn.Module:
-    return nn.RMSNorm(model.hidden_size, eps=model.norm_eps) if model.rms_norm else nn.LayerNorm(model.hidden_size)
+    return RmsNorm(model.hidden_size, eps=model.norm_eps) if model.rms_norm else nn.LayerNorm(model.hidden_size)
 
 
 class TokenEmbedding(nn.Module):

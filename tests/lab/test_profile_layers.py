@@ -78,10 +78,10 @@ def test_several_models_are_profiled_by_one_command(model_file, tmp_path):
     }  # fmt: skip
     (tmp_path / "llama.yaml").write_text(json.dumps(llama))
     words = [model_file, str(tmp_path / "llama.yaml"), "--seq-len", "8", "--micro-batch-sizes", "1", "--device", "cpu"]
-    assert main([*words, "--precision", "fp32", "--seconds", "0.01", "-o", str(tmp_path / "out")]) == 0
+    assert main([*words, "--precision", "bf16", "--seconds", "0.01", "-o", str(tmp_path / "out")]) == 0
     for name in ("tiny", "tiny-llama"):
         profile = json.loads((tmp_path / "out" / f"{name}.json").read_text())
-        assert (profile["model"], profile["seq_len"], profile["precision"]) == (name, 8, "fp32")
+        assert (profile["model"], profile["seq_len"], profile["precision"]) == (name, 8, "bf16")
         assert kind_profile(profile).hidden_size == 32
 
 
