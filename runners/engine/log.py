@@ -16,6 +16,9 @@ from typing import Any, TextIO
 
 from runners.engine.emulation import Pace
 
+DIRECTIONS = {"F": "forward", "B": "backward"}
+"""Parts of `compute`, by the first letter of an action's name."""
+
 
 class RunLog:
     """JSONL of one rank; usable from several threads."""
@@ -60,7 +63,8 @@ class RunLog:
     def add(self, kind: str, name: str, start_s: float, end_s: float, step: int) -> None:
         """Note an interval that has passed."""
         with self._lock:
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + end_s - start_s
+            for part in (kind, DIRECTIONS[name[0]]) if kind == "compute" else (kind,):
+                self.seconds[part] = self.seconds.get(part, 0.0) + end_s - start_s
         if step < self.traced_steps:
             self.write("event", kind=kind, name=name, start_s=start_s, end_s=end_s, step=step)
 

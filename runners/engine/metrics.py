@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 from polygon.cost.compute import model_flops_per_step
 from polygon.domain.plan import Plan, Problem
 
+PARTS = {
+    "forward": ("forward",), "backward": ("backward",), "optimizer": ("update",),
+    "communication": ("wait", "send", "exposed"),
+}  # fmt: skip
+"""A step by what its computing thread does: kinds of intervals in the log. Communication is what it waits for, late
+neighbours included; sums that pass while it computes are not in it."""
+
 
 class Waits(NamedTuple):
     """Seconds that a rank's computing thread stood still in a step, by reason."""
@@ -116,6 +123,13 @@ class StepFigures:
                 [wait.exposed_s / line["seconds"] for wait, line in zip(waits, lines, strict=True)]
             ),
             "memory_bytes": max(line["memory_bytes"] for line in lines),
+            "device_memory": {
+                kind: max(line["device_memory"].get(kind, 0) for line in lines) for kind in lines[0]["device_memory"]
+            },
+            "seconds_by_part": {
+                part: _mean([sum(line["seconds_by_kind"].get(kind, 0.0) for kind in kinds_of) for line in lines])
+                for part, kinds_of in PARTS.items()
+            },
             "packing_error": {kind: max(line["packing_error"].get(kind, 0.0) for line in lines) for kind in kinds},
             "link_bytes": dict(sorted(sent.items())),
             "cross_region_bytes": across,

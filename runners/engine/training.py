@@ -74,6 +74,13 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Bytes of a GPU's memory that torch has given to tensors, and has taken from the GPU; nothing of a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+
+
 class Scalars(NamedTuple):
     """What ranks tell one another about a step."""
 
@@ -342,6 +349,7 @@ class Training:
             "start_s": start_s, "schedule_end_s": schedule_end_s - start_s, "reduced_s": reduced_s - start_s,
             "clock_offset_s": self._clock_offset_s(), **self.log.take_messages(start_s),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
+            "device_memory": device_memory(self.wires.device),
             "exchanged_bytes": worker.take_exchanged_bytes(), "tokens_here": worker.tokens,
         }  # fmt: skip
         self.wires.sent_bytes.clear()

@@ -17,7 +17,8 @@ def lines(offset_s=0.0):
     """
     common = {
         "step": 4, "loss": 2.0, "gradient_norm": 1.0, "seconds": 10.0, "tokens_per_s": 25.6, "together": True,
-        "start_s": 1000.0, "reduced_s": 6.5,
+        "start_s": 1000.0, "reduced_s": 6.5, "device_memory": {},
+        "seconds_by_kind": {"compute": 4.0, "forward": 1.0, "backward": 3.0, "wait": 2.0, "exposed": 0.5},
     }  # fmt: skip
     first = {
         "handed_s": {"F0": 1.0}, "waited_s": {"B0": [2.0, 5.5]}, "schedule_end_s": 6.0, "clock_offset_s": 0.0,
@@ -48,6 +49,7 @@ def test_figures_of_a_step_are_those_of_all_ranks():
     assert merged["bubble"] == pytest.approx((3.0 + 1.5) / 2 / 10)
     assert merged["exposed_communication"] == pytest.approx((1.0 + 0.75) / 2 / 10)
     assert merged["link_bytes"] == {"region-0 -> region-1": 100, "region-1 -> region-0": 50}
+    assert merged["seconds_by_part"] == {"forward": 1.0, "backward": 3.0, "optimizer": 0.0, "communication": 2.5}
     assert (merged["cross_region_bytes"], merged["memory_bytes"], merged["idle"]) == (150, 30, 0.4)
     assert merged["packing_error"] == {"activations": 0.02, "weight_gradients": 0.1}
     named = dict(flat(json.loads(json.dumps(merged))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from runners.recipes.backends import Job, Place
 from runners.recipes.data import make_samples
 from runners.recipes.memory import predicted_peaks
 from runners.recipes.models import batch_of, beside, model_of
-from runners.recipes.schema import Recipe
+from runners.recipes.schema import MetricsPart, Recipe
 
 
 def world_size(job: Job) -> int:
@@ -104,9 +105,17 @@ def options_of(job: Job, log_dir: Path | None = None) -> Options:
         checkpoints_kept=3 if saved is None else saved.keep,
         resume=saved is not None and saved.resume,
         device=job.device,
-        profiled_steps=recipe.metrics.profile_steps,
         log_dir=log_dir,
+        **_observed(recipe.metrics, log_dir),
     )
+
+
+def _observed(metrics: MetricsPart, log_dir: Path | None) -> dict[str, Any]:
+    """Options for what is written beside the log, where there is one."""
+    if log_dir is None:
+        return {}
+    named = {"tensorboard": metrics.tensorboard, "wandb": metrics.wandb != "off"}
+    return {"track": tuple(name for name, on in named.items() if on), "profiled_steps": metrics.profile_steps}
 
 
 def run_rank(job: Job, place: Place) -> int:
@@ -115,6 +124,8 @@ def run_rank(job: Job, place: Place) -> int:
 
     problem, plan = problem_and_plan(job)
     samples = make_samples(job.recipe.data, problem.model, problem.batch.seq_len, job.recipe.seed, job.folder)
+    if job.recipe.metrics.wandb != "off":
+        os.environ["WANDB_MODE"] = job.recipe.metrics.wandb
     if place.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)
