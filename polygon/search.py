@@ -10,6 +10,11 @@ packing of links follow by decoding. The same seed gives the same plan, unless -
 
 prices every uniform (data, tensor, pipeline) split of all devices instead, writes them all to output.json, and
 simulates the best (see `polygon grid3d` for more dimensions, other machines and cost models).
+
+    python -m polygon.search --method exhaustive --cluster FILE --model M --global-batch B --seq-len L -o plan.json
+
+proves the best plan of a small problem: every allocation of devices to stages and every micro-batch size is decoded, or
+excluded by a time that it cannot beat.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Any
 from polygon import cli
 from polygon.limits import limited, planning_parser
 
-METHODS = ("memetic", "grid3d")
+METHODS = ("memetic", "grid3d", "exhaustive")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if args.method == "grid3d":
             found = _grid(args, problem, tables, tell)
+        elif args.method == "exhaustive":
+            found = _proved(args, problem, tables, tell)
         else:
             effort = Effort(time_limit_s=args.time_limit or float("inf"))
             found = find_within_limits(
@@ -85,7 +92,10 @@ def main(argv: list[str] | None = None) -> int:
         files.write_plan(args.out, problem, plan, priced)
         talk.say(f"plan in {args.out}")
     talk.say(f"{found.evaluations} candidates in {seconds(found.seconds)}")
-    data = {"search": {"evaluations": found.evaluations, "seconds": found.seconds}, **priced}
+    if found.proved:
+        talk.say("proved: no allocation of devices to stages has a better plan")
+    search = {"evaluations": found.evaluations, "seconds": found.seconds, "proved": found.proved}
+    data = {"search": search, **priced}
     text = describe_plan(problem, plan, result)
     if args.tokens:
         run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
@@ -93,6 +103,19 @@ def main(argv: list[str] | None = None) -> int:
         text += "\n" + describe_run(run)
     cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
+
+
+def _proved(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
+    """The best of all allocations."""
+    import numpy as np
+
+    from polygon.domain.errors import require
+    from polygon.planning.engine import Effort
+    from polygon.planning.exact import find_optimum
+
+    require(args.objective == "time", "objective", args.objective, "time with --method exhaustive")
+    effort = Effort(time_limit_s=args.time_limit or float("inf"))
+    return find_optimum(problem, np.random.default_rng(args.seed), effort=effort, tell=tell, tables=tables)
 
 
 def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exhaustive search: looks at every solution, so its best is proved optimal."""
+"""Exhaustive search: no solution is left out unless it cannot be better, so the best is proved optimal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhaustive(Solver):
-    """Every solution, in batches; status `optimal` (or `infeasible`) when it gets to the end."""
+    """Every solution by rising floor, in batches, until none can be better; status `optimal` (or `infeasible`) then."""
 
     batch: int = 64
 
     def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
         """See `Solver.explore`; draws no random numbers."""
-        solutions = search.problem.solutions()
+        solutions = search.problem.solutions_by_floor()
         while batch := list(itertools.islice(solutions, self.batch)):
-            search.evaluate_many(batch)
+            hopeful = [x for floor, x in batch if floor < search.value]
+            search.evaluate_many(hopeful)
             search.round()
+            if len(hopeful) < len(batch):
+                break
         return True

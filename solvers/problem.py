@@ -50,3 +50,7 @@ class Problem(ABC, Generic[S]):
     def solutions(self) -> Iterator[S]:
         """Every solution once (up to symmetry), in a fixed order; for exhaustive search."""
         raise NotImplementedError(f"{type(self).__name__} cannot be enumerated")
+
+    def solutions_by_floor(self) -> Iterator[tuple[float, S]]:
+        """Every solution once with a value that it cannot beat, lowest first; without an idea of it, -inf for all."""
+        return ((-math.inf, x) for x in self.solutions())

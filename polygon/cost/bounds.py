@@ -14,8 +14,8 @@
   of regions (`polygon.cost.region_sets`), joined with the three above.
 
 All of this for every micro-batch size, of which the least counts. The bound holds for plans whose micro-batch sizes and
-tensor-parallel degrees are those of `polygon.cost.tables`, that shard no more than optimizer states (ZeRO-1), and whose
-packings and local steps the constraints allow (`polygon.parity`): both weaken it.
+tensor-parallel degrees are those of `polygon.cost.tables`, whose packings and local steps the constraints allow
+(`polygon.parity`; both weaken it), and that shard gradients or weights (ZeRO-2 and 3) no sooner than the search does.
 """
 
 from __future__ import annotations
@@ -311,11 +311,13 @@ class _Stages:
         layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
         # Layers are reduced one after another while backward of the last micro-batch still runs.
         backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
-        tier_s = np.maximum(whole_s / layers, whole_s - backward_s * (layers - 1) / layers)
+        # Where gradients or weights are sharded, backward has their traffic too and may hide any reduction.
+        tier_s = np.array([whole_s / layers] * 2)
+        tier_s[0] = np.maximum(tier_s[0], whole_s - backward_s * (layers - 1) / layers)
         if traffic.local_steps > 1:
             # Regions that meet only every so many steps do it after the update.
             met_s = whole_s[len(tiers) :] / traffic.local_steps
-            tier_s[len(tiers) :] = np.minimum(tier_s[len(tiers) :], met_s)
+            tier_s[:, len(tiers) :] = np.minimum(tier_s[:, len(tiers) :], met_s)
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
         self.least_across_s = min(
             (float(seconds[one_layer].min()) / traffic.local_steps for _, seconds in across), default=np.inf

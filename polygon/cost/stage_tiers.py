@@ -84,27 +84,44 @@ def fitting_s(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> np.nda
 
     Returns
     -------
-    ndarray, shape (classes, layers, layers + 1)
-        With one micro-batch in flight and the optimizer state sharded as widely as can be; inf where nothing fits.
+    ndarray, shape (2, classes, layers, layers + 1)
+        With one micro-batch in flight and sharded as widely as can be: optimizer states (ZeRO-1) [0], all states
+        (ZeRO-3) [1]; inf where nothing fits. The traffic of the latter is left out; decode takes it only with full
+        recomputation, and only where that alone might not fit some class with every micro-batch of a step in flight.
     """
     per_weight, per_gradient, per_optimizer = state_bytes(tables.problem.batch)
     layers = tables.problem.model.layers
-    least_s = np.full((len(kinds.classes), layers, layers + 1), np.inf)
+    least_s = np.full((2, len(kinds.classes), layers, layers + 1), np.inf)
+    in_flight = min(tables.problem.batch.global_batch // micro_batch_size, tables.problem.cluster.devices + 1)
+    pointless = np.ones((layers, layers + 1), dtype=bool)
     for c, (_, tp, pool, shards) in enumerate(kinds.classes):
         for recompute in RECOMPUTE:
             memory = tables.memory(tp, micro_batch_size, recompute)
             held = differences(memory.parameters)
             held[1:, layers] += memory.layers.tied_parameters
-            transient = np.zeros((layers, layers + 1))
-            for a in range(layers):
-                transient[a, a + 1 :] = np.maximum.accumulate(memory.layers.transient_bytes[a:])
+            transient = _longest(memory.layers.transient_bytes)
             need = held * (per_weight + per_gradient + per_optimizer / shards)
-            need += differences(memory.activation_bytes) + transient + CONTEXT_BYTES
+            other = differences(memory.activation_bytes) + transient + CONTEXT_BYTES
             times = tables.times(pool, tp, micro_batch_size, recompute)
             seconds = differences(times.forward_s + times.backward_s)
-            fits = (need <= tables.limit_bytes[pool]) & (seconds > 0)
-            least_s[c] = np.minimum(least_s[c], np.where(fits, seconds, np.inf))
+            fits = (need + other <= tables.limit_bytes[pool]) & (seconds > 0)
+            least_s[0, c] = np.minimum(least_s[0, c], np.where(fits, seconds, np.inf))
+            if recompute == "full":
+                need = np.minimum(need, held * (per_weight + per_gradient + per_optimizer) / shards)
+                fits = (need + other <= tables.limit_bytes[pool]) & (seconds > 0)
+                least_s[1, c] = np.where(fits, seconds, np.inf)
+                most = held * (per_weight + per_gradient + per_optimizer) + other
+                pointless &= most + (in_flight - 1) * differences(memory.activation_bytes) <= tables.limit_bytes[pool]
+    least_s[1, :, pointless] = np.inf
     return least_s
+
+
+def _longest(values: np.ndarray) -> np.ndarray:
+    """Largest of the values [a, b), by a and b, shape (n, n + 1)."""
+    longest = np.zeros((len(values), len(values) + 1))
+    for a in range(len(values)):
+        longest[a, a + 1 :] = np.maximum.accumulate(values[a:])
+    return longest
 
 
 def region_tiers(tables: CostTables, kinds: Kinds, device_capacity: np.ndarray) -> list[Tier]:

@@ -52,6 +52,8 @@ class Found:
     interrupted: bool = False
     bills: tuple[tuple[Bill, Allocation], ...] = ()
     """What every allocation costs that was simulated exactly; the chosen one first."""
+    proved: bool = False
+    """Whether no allocation of devices to stages has a better plan (`polygon.planning.exact`)."""
 
 
 Tell = Callable[[str, float, float], None]

@@ -81,7 +81,12 @@ def problems(draw):
     )
     model = draw(
         st.sampled_from(
-            [gpt(), gpt(blocks=2), gpt(tied_embeddings=False, blocks=9), gpt(blocks=24, hidden_size=2048, head_dim=128)]
+            [
+                gpt(),
+                gpt(blocks=2),
+                gpt(tied_embeddings=False, blocks=9),
+                gpt(blocks=40, hidden_size=2048, head_dim=128, ffn_size=8192),
+            ]
         )
     )
     packings = draw(st.sampled_from([("none",), ("none", "bf16", "int8"), COMPRESSIONS]))
@@ -244,3 +249,15 @@ def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed, fewest):
                 worth = capacity[list(members)].sum() * (1 - 1e-6)
                 for front in fronts:
                     assert any(s.capacity >= worth and s.spread_s <= spread_s + 1e-12 for s in front)
+
+
+@pytest.mark.parametrize(("blocks", "zero"), [(40, 2), (52, 3)])
+def test_states_split_among_workers_are_known(blocks, zero):
+    """Models that four T4 hold as one stage only under ZeRO-2 or 3: such a plan does not beat the bound."""
+    large = gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
+    problem = problem_of(cluster_of([[("t4", 1, 4)]], 0.0, 0.0, BUS, BUS), large)
+    decoder = Decoder(problem)
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
+    assert plan.stages[0].zero == zero
+    assert step_times(plan, decoder.tables).step_s >= lower_bound(decoder.tables).seconds

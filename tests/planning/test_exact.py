@@ -1,0 +1,125 @@
+"""Small problems solved exactly: no allocation is better, the floors hold, and the search finds nearly the same."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.cost.bounds import lower_bound_s
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints, Plan, Problem, StageRule
+from polygon.planning.decode import Decoder
+from polygon.planning.engine import Effort, find_plan, most_stages
+from polygon.planning.exact import AllAllocations, find_optimum
+from polygon.planning.floors import floor_s, limits_of
+from polygon.planning.violations import violations
+from tests.drawn_problems import small_problem
+from tests.linked_regions import cluster_of, small_gpt
+
+FEW = Effort(fluid_evaluations=50, exact_evaluations=4, patience=50)
+
+
+def tiny(groups, compressions=("none",), local_steps=(1,), stages=2, **changes):
+    return Problem(
+        cluster=cluster_of(groups, **changes),
+        model=small_gpt(blocks=4),
+        batch=Batch(global_batch=8, seq_len=512),
+        constraints=Constraints(compressions=compressions, local_steps=local_steps, most_stages=stages),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), wild=st.booleans())
+def test_no_plan_beats_its_allocations_floor(seed, wild):
+    """Whatever decode makes of an allocation, under any packings and local steps: no faster than the floor."""
+    problem = small_problem(seed)
+    if wild:
+        limits = Constraints(compressions=("none", "int8", "topk", "powersgd"), local_steps=(1, 8))
+        problem = Problem(cluster=problem.cluster, model=problem.model, batch=problem.batch, constraints=limits)
+    decoder = Decoder(problem)
+    everything = AllAllocations(decoder, min(4, most_stages(problem)))
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        x = everything.random(rng)
+        rows = x.workers[x.workers.any(axis=1)]
+        size = x.micro_batch_size
+        floor = floor_s(decoder.bank(size), limits_of(decoder, size), rows) if len(rows) else 0.0
+        for relax in (False, True):
+            plan = decoder.decode(x, relax=relax)
+            if isinstance(plan, Plan):
+                assert decoder.step_times(plan).step_s >= floor
+    size = everything.sizes[0]
+    arguments = decoder.bank(size), limits_of(decoder, size), np.ones((1, len(decoder.classes)), dtype=np.int64)
+    assert floor_s(*arguments) == floor_s.py_func(*arguments)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        tiny([[("a100-40gb", 1, 2)], [("t4", 1, 2)]], ("none", "int8"), bytes_per_s=1e9),
+        tiny([[("v100-16gb", 2, 1), ("t4", 1, 1)]], stages=3),
+        tiny([[("a100-40gb", 1, 1)], [("a100-40gb", 1, 1)]], local_steps=(1, 30), latency_s=0.001),
+    ],
+)
+def test_the_proved_plan_is_the_best_of_all(problem):
+    """The least over every allocation, each of them decoded, is what exhaustive search with floors returns."""
+    found = find_optimum(problem, np.random.default_rng(0), effort=FEW)
+    decoder = Decoder(problem)
+    everything = AllAllocations(decoder, most_stages(problem))
+    best_s = min(everything.evaluate(x) for x in everything.solutions())
+    assert found.proved
+    assert found.value_s == pytest.approx(best_s, rel=1e-12)
+    assert found.value_s == decoder.plan_value(found.plan)
+    assert violations(problem, found.plan) == []
+    assert lower_bound_s(decoder.tables) <= found.value_s
+
+
+def test_the_search_is_within_one_percent_of_the_proved_optimum():
+    """Eleven of twelve drawn problems (the benchmark small_instances.py counts two hundred)."""
+    solved, near = 0, 0
+    for seed in range(100):
+        problem = small_problem(seed)
+        if AllAllocations(Decoder(problem), most_stages(problem)).count() > 10_000:
+            continue
+        found = find_plan(problem, np.random.default_rng(seed))
+        if found.plan is None:
+            continue
+        optimum = find_optimum(problem, np.random.default_rng(seed), first=found)
+        assert optimum.proved
+        assert optimum.value_s <= found.value_s * (1 + 1e-12)
+        solved, near = solved + 1, near + (found.value_s <= 1.01 * optimum.value_s)
+        if solved == 12:
+            break
+    assert solved == 12
+    assert near >= 11
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (tiny([[("t4", 4, 4)], [("a100-40gb", 4, 4)]], stages=4), "allocations, expected at most"),
+        (
+            Problem(
+                cluster=cluster_of([[("t4", 1, 1)]]),
+                model=small_gpt(),
+                batch=Batch(global_batch=8, seq_len=512),
+                constraints=Constraints(stage_rules=(StageRule(stage=0, only_regions=("r0",)),)),
+            ),
+            "rule for stages",
+        ),
+    ],
+)
+def test_what_cannot_be_enumerated_is_refused(problem, words):
+    """Too many allocations, or rules that the enumeration does not know: one line says so."""
+    with pytest.raises(InputError, match=words):
+        find_optimum(problem, np.random.default_rng(0), effort=FEW)
+
+
+def test_nothing_fits_is_an_outcome():
+    """A model that no allocation holds: no plan, and the search's reason."""
+    large = small_gpt(blocks=96, hidden_size=8192, heads=64, kv_heads=64, head_dim=128, ffn_size=32768)
+    problem = Problem(cluster=cluster_of([[("t4", 1, 1)]]), model=large, batch=Batch(global_batch=8, seq_len=512))
+    found = find_optimum(problem, np.random.default_rng(0), effort=FEW)
+    assert found.plan is None
+    assert "GiB" in found.reason
