@@ -73,6 +73,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--data", type=Path, help="text, .npy of tokens, or .npz of images and classes (default: English prose)"
     )
+    training.add_argument(
+        "--model-file", type=Path, help="Python file with the model as a list of layers (docs/runtime.md)"
+    )
     training.add_argument("--device", default=default.device, help="auto, cpu or cuda (default auto)")
     training.add_argument(
         "--timeout",
@@ -129,6 +132,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         clip_norm=arguments.clip_norm or None,
         seed=arguments.seed,
         data=arguments.data,
+        model_file=arguments.model_file,
         timeout_s=arguments.timeout,
         dead_after_s=arguments.dead_after,
         checkpoint_dir=arguments.checkpoint_dir,
@@ -156,6 +160,8 @@ def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:
     problem, plan, _ = read_plan(arguments.plan)
     if arguments.max_ranks is not None and not arguments.rehearse:
         raise InputError("--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)")
+    if arguments.rehearse and arguments.model_file is not None:
+        raise InputError("--model-file: found with --rehearse, expected without it (a rehearsal brings its own model)")
     if arguments.rehearse:
         return rehearsal_problem(problem, plan, max_ranks=arguments.max_ranks)
     return problem, plan

@@ -36,9 +36,11 @@ class StepFigures:
     ----------
     problem : Problem
     plan : Plan
+    step_flops : float, optional
+        FLOP of a step where the model is the user's own.
     """
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Plan, step_flops: float | None = None) -> None:
         self.plan, pools = plan, problem.cluster.pools
         places = {
             plan.device_ranks[device]: pools[worker.pool]
@@ -49,7 +51,7 @@ class StepFigures:
         self.region_of = {rank: pool.region for rank, pool in places.items()}
         self._names = [region.name for region in problem.cluster.regions]
         self._peak_flops = sum(pool.device.peak_flops(problem.batch.precision) for pool in places.values())
-        self._step_flops = model_flops_per_step(problem.model, problem.batch)
+        self._step_flops = step_flops or model_flops_per_step(problem.model, problem.batch)
 
     def _sender(self, rank: int, action: str) -> int:
         """Who hands over the message that lets an action (F3, say) of a rank start."""

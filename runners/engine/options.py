@@ -40,6 +40,8 @@ class Options:
     weights: Path | None = None
     """Folder with safetensors of Hugging Face to start from; None: drawn from the seed."""
     data: Path | None = None
+    model_file: Path | None = None
+    """Python file that defines the model as a list of layers (see `runners.engine.own_model`)."""
     timeout_s: float = 300.0
     """How long one message may take before its peer counts as lost."""
     dead_after_s: float = 8.0
@@ -104,5 +106,5 @@ class Options:
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""
-        own = ("device", "log_dir", "data", "weights", "checkpoint_dir")
+        own = ("device", "log_dir", "data", "model_file", "weights", "checkpoint_dir")
         return {key: str(value) for key, value in asdict(self).items() if key not in own}

@@ -251,8 +251,12 @@ class Sharding:
 
     def enter(self, layer: int) -> None:
         """Have a layer's weights there, no longer those of the layer before, and the next one's on their way."""
-        use = self._uses[self._rank][self._at]
-        assert use.layer == layer, "layers are computed in the order of the plan"
+        mine = self._uses[self._rank]
+        # A layer without parameters at the start of the model has no backward.
+        while mine[self._at].layer != layer:
+            self._at += 1
+            self._fetch(self._at)
+        use = mine[self._at]
         for name in self._held - set(use.buckets):
             self._buckets[name].drop()
             self._held.remove(name)

@@ -83,7 +83,8 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
         {line["step"]: line for line in log_lines(directory, rank) if line["type"] == "step"}
         for rank in range(plan.world_size)
     ]
-    figures = StepFigures(problem, plan)
+    run = next((line for line in log_lines(directory, 0) if line["type"] == "run"), {})
+    figures = StepFigures(problem, plan, run.get("step_flops"))
     steps = [
         figures.merge([lines[step] for lines in by_rank])
         for step in by_rank[0]

@@ -42,6 +42,7 @@ from runners.engine.meeting import (
 )
 from runners.engine.metrics import StepFigures
 from runners.engine.options import Options
+from runners.engine.own_model import OwnModel, content_digest, own_problem
 from runners.engine.rounds import Rounds
 from runners.engine.trackers import Trackers, open_trackers
 from runners.engine.update import Update
@@ -104,6 +105,7 @@ class Training:
         watch: Watch | None = None,
         samples: Samples | None = None,
         trackers: Trackers | None = None,
+        own: OwnModel | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
         self._watch = watch
@@ -144,7 +146,9 @@ class Training:
         samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         parts = (self._part_exchange("gradients"), self._part_exchange("weights")) if layout.owners(rank) else None
-        self.worker = StageWorker(*(layout, rank, self.wires, sums, groups, samples, options, self.log, parts, doing))
+        self.worker = StageWorker(
+            *(layout, rank, self.wires, sums, groups, samples, options, self.log, parts, own, doing)
+        )
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
@@ -170,7 +174,8 @@ class Training:
             )
         self.collector: Collector | None = None
         if options.track and trackers is not None:
-            self.collector = Collector(store.clone(), rank, StepFigures(problem, plan), trackers)  # type: ignore[attr-defined]
+            figures = StepFigures(problem, plan, self.worker.step_flops)
+            self.collector = Collector(store.clone(), rank, figures, trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
         if plan.stages[stage].zero >= 1 and not layout.zero_of([stage]) and rank == layout.rank(stage, 0):
@@ -184,6 +189,7 @@ class Training:
             region=layout.region_name(rank), device=str(device), model=problem.model.name,
             parameters=sum(bucket.size for bucket in self.buckets), time_s=time.time(),
             first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
+            step_flops=self.worker.step_flops,
         )  # fmt: skip
 
     def _group(self, kind: type[G], purpose: str, ranks: list[int]) -> G | None:
@@ -477,6 +483,13 @@ def train(
     RunFailedError
         A peer was lost; the message names it, its region and this rank's last action.
     """
+    code, own = code_digest(), None
+    if options.model_file is not None:
+        problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
+        own = OwnModel(options.model_file, options.seed, problem.model.layers)
+        samples = samples or own.samples
+        samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
+        own.measure(samples, plan.micro_batch_size)
     check_runnable(problem, plan, options.context, options.expert)
     layout = Layout(problem, plan, options.context, options.expert)
     training: Training | None = None
@@ -486,7 +499,7 @@ def train(
             open_trackers(options.track if rank == 0 else (), options.log_dir or Path(), run, options.shared())
         )
         store = open_store(host, port, rank, options.timeout_s, listen_fd)
-        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code_digest())
+        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code)
         address = local_address(host, port)
         watch = Watch(
             rank,
@@ -499,7 +512,7 @@ def train(
         )
         opened.enter_context(contextlib.closing(watch))
         try:
-            training = Training(layout, rank, store, address, options, watch, samples, trackers)
+            training = Training(layout, rank, store, address, options, watch, samples, trackers, own)
             on_start(training)
             _run_steps(training, report)
             training.close()

@@ -6,6 +6,7 @@ actions ahead, over the border of the step too; sends are not waited for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from runners.engine.layers import (
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
+from runners.engine.own_model import OwnModel
 from runners.engine.pretrained import Pretrained
 from runners.engine.sharding import ShardedBucket, Sharding
 
@@ -79,6 +81,7 @@ class StageWorker:
         options: Options,
         log: RunLog,
         parts: tuple[PartExchange, PartExchange] | None = None,
+        own_model: OwnModel | None = None,
         on_action: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.on_action = on_action
@@ -98,19 +101,28 @@ class StageWorker:
         self._zero = layout.zero_of([self.stage])
         # Where weights will be split, they need not all fit the device before they are.
         place = torch.device("cpu") if self._zero == 3 else wires.device
-        pretrained = None if options.weights is None else Pretrained(options.weights, model)
-        layers = range(stage.first_layer, stage.last_layer)
-        self.layers = build_layers(model, layers, options.seed, place, self.tp, pretrained)
+        held = range(stage.first_layer, stage.last_layer)
+        if own_model is None:
+            pretrained = None if options.weights is None else Pretrained(options.weights, model)
+            self.layers = build_layers(model, held, options.seed, place, self.tp, pretrained)
+        else:
+            self.layers = own_model.build(held, place)
         self.balance = BalanceLoss(weight=options.balance)
         attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
-        self._targets_per_sample = 1 if model.family == "vit" else batch.seq_len
+        self._targets_per_sample = 1 if model.family == "vit" or own_model is not None else batch.seq_len
         self.loss_scale = 1.0
         """One over the targets of the step's global batch."""
         self.overflow_scale = 1.0
         """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
         self._shape = (self.plan.micro_batch_size, batch.seq_len // layout.context, model.hidden_size)
+        self._shapes: dict[str, tuple[int, ...]] = {"F": self._shape, "B": self._shape}
+        """Of what is received before a forward and before a backward."""
+        self.step_flops: float | None = None
+        if own_model is not None:
+            self._shapes = {"F": own_model.shapes[stage.first_layer - 1], "B": own_model.shapes[stage.last_layer - 1]}
+            self.step_flops = own_model.micro_batch_flops * self.plan.micro_batches
         self._recompute = stage.recompute == "full"
         for module in self.layers.modules():
             if isinstance(module, Attention):
@@ -229,7 +241,8 @@ class StageWorker:
         while len(self._posted) < self._lookahead and (wanted := next(self._ahead, None)) is not None:
             step, action = wanted
             peer = self._peer(action)
-            n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(_elements(self._shape), self.dtype)
+            shape = self._shapes[action.kind]
+            n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(math.prod(shape), self.dtype)
             tag = self.layout.tag(step, action.kind, action.micro_batch)
             self._posted[wanted] = self.wires.post_receive(peer, tag, n_bytes)
 
@@ -239,9 +252,9 @@ class StageWorker:
             if self.place == 0:
                 payload = self._posted.pop((step, action)).wait()
                 codec = self._codec(self._peer(action), self.rank, action.kind)
-                received = codec.decompress(payload, self._shape, self.dtype)
+                received = codec.decompress(payload, self._shapes[action.kind], self.dtype)
             else:
-                received = torch.empty(self._shape, dtype=self.dtype, device=self.wires.device)
+                received = torch.empty(self._shapes[action.kind], dtype=self.dtype, device=self.wires.device)
             if self.tp is not None:
                 self.tp.broadcast_(received)
         self.log.waited_s[str(action)] = start_s, time.time()
@@ -293,11 +306,11 @@ class StageWorker:
                     self._sharding.enter(int(layer))
                 if int(layer) == self.layout.problem.model.layers - 1 and targets is not None:
                     x = module(x, targets.to(device))
-                elif self._recompute and layer != "0":
+                elif self._recompute and x.requires_grad:
                     x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
                 else:
                     x = module(x).to(self.dtype)
-                if self._sharding is not None:
+                if self._sharding is not None and x.requires_grad:
                     x.register_hook(partial(self._enter_backward, int(layer)))
             if self.is_last:
                 self.loss_sum += x.detach()
@@ -368,13 +381,6 @@ class StageWorker:
         self.reducer.close()
         if self._sharding is not None:
             self._sharding.close()
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _gradient_dtype(precision: str) -> torch.dtype:
