@@ -1,11 +1,14 @@
 """Every degree really splits the work, and none changes the losses."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from polygon.domain.errors import InputError
+from polygon.files import write_plan
 from polygon.schema import check
 from runners.dist_runner import end_process
 from runners.engine.layers import build_layers
@@ -23,7 +26,7 @@ DENSE = {
 MOE = DENSE | {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 32, "shared_experts": 1}
 
 
-def job_of(change, parallel, *, steps=STEPS, micro_batch=2):
+def job_of(change, parallel, *, steps=STEPS, micro_batch=2, **more):
     """A recipe of a small Qwen2.5 shape on English text."""
     data = {
         "name": "degrees",
@@ -32,6 +35,7 @@ def job_of(change, parallel, *, steps=STEPS, micro_batch=2):
         "parallel": parallel,
         "optimizer": {"learning_rate": 0.003, "balance": BALANCE if "experts" in change else 0.0},
         "steps": steps,
+        **more,
     }
     return Job(check(Recipe, data), Path(), Path(), "cpu")
 
@@ -111,6 +115,31 @@ def test_no_degree_changes_the_losses(plain, kind, parallel):
     for steps, _ in run_ranks(run_rank, world_size, job):
         assert [step["loss"] for step in steps] == pytest.approx(plain[kind], rel=1e-5)
     assert plain[kind][-1] < 0.95 * plain[kind][0]
+
+
+def test_degrees_resume_from_one_another(plain, tmp_path):
+    """Saved by ranks that share out experts, resumed on one, then on parts of sequences: losses go on as they were."""
+    ways = [(3, {"dp": 2, "ep": 2, "zero": 1}), (6, {}), (STEPS, {"tp": 2, "cp": 2, "ep": 2})]
+    losses = []
+    for steps, parallel in ways:
+        saved = {"folder": str(tmp_path), "resume": bool(losses)}
+        job = job_of(MOE, parallel, steps=steps, checkpoint=saved)
+        measured, _ = run_ranks(run_rank, job.recipe.parallel.world_size, job)[0]
+        losses += [step["loss"] for step in measured]
+    assert losses == pytest.approx(plain["moe"], rel=1e-5)
+
+
+def test_a_recipe_takes_a_plan(plain, tmp_path):
+    """With backend plan the file says who does what: here uneven stages, one of two workers with unequal shares."""
+    problem, plan = problem_and_plan(job_of(DENSE, {"dp": 2, "pp": 2}))
+    first, second = plan.stages
+    stages = (replace(first, last_layer=3, workers=first.workers[:1]), replace(second, first_layer=3))
+    routes = [[0, 0], [0, 0], [0, 1], [0, 0]]
+    uneven = replace(plan, stages=stages, routes=np.array(routes), spans=((1,), (3, 1)))
+    write_plan(tmp_path / "plan.json", problem, uneven)
+    job = job_of(DENSE, {}, backend="plan", plan=str(tmp_path / "plan.json"))
+    for steps, _ in run_ranks(run_rank, 3, job):
+        assert [step["loss"] for step in steps] == pytest.approx(plain["dense"], rel=1e-5)
 
 
 def test_context_parallelism_splits_tokens_and_sends_each_to_its_heads():
