@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -77,6 +77,46 @@ def _cut_evenly(
         x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
         np.add.at(x, (stage, worker_column), 1)
         yield x
+
+
+def kind_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: int = 6_000) -> Iterator[Allocation]:
+    """Stages of one device type and tensor-parallel degree each, in every sequence of these.
+
+    The devices of a type, in whatever region, are shared out so that its stages are equally wide. Sequences of 1, 2,
+    3, ... stages are given as long as there are no more than `limit` of a length, counting micro-batch sizes; of longer
+    ones those that change the kind once at most, after a quarter, a half or three quarters of the stages.
+
+    Parameters
+    ----------
+    rows : int
+        Of an allocation: the most stages.
+    sizes : sequence of int
+        Micro-batch sizes.
+    """
+    pools = decoder.problem.cluster.pools
+    columns: dict[tuple[str, int], list[int]] = {}
+    for c, (p, tp) in enumerate(decoder.classes):
+        columns.setdefault((pools[p].device.name, tp), []).append(c)
+    for sequence in _sequences(list(columns), rows, len(sizes), limit):
+        x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+        for s, kind in enumerate(sequence):
+            per_width = sum(tp for name, tp in sequence if name == kind[0])
+            for c in columns[kind]:
+                x[s, c] = pools[decoder.classes[c][0]].devices // per_width
+        if x[: len(sequence)].any(axis=1).all():
+            for size in sizes:
+                yield Allocation(workers=x, micro_batch_size=size)
+
+
+def _sequences(kinds: list[tuple[str, int]], rows: int, sizes: int, limit: int) -> Iterator[Sequence[tuple[str, int]]]:
+    """See `kind_sequences`."""
+    for stages in range(1, rows + 1):
+        if stages == 1 or len(kinds) ** stages * sizes <= limit:
+            yield from itertools.product(kinds, repeat=stages)
+        else:
+            yield from ([kind] * stages for kind in kinds)
+            for a, b in itertools.permutations(kinds, 2) if stages % 4 == 0 else ():
+                yield from ([a] * cut + [b] * (stages - cut) for cut in (stages // 4, stages // 2, 3 * stages // 4))
 
 
 def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:

@@ -51,14 +51,15 @@ def setups_from_document(document: Mapping[str, Any]) -> list[Setup]:
         The document is not of that format.
     """
     require("setups" in document, "setups", sorted(document), "a list of planning problems")
-    setups = []
+    setups: list[Setup] = []
     for number, entry in enumerate(document["setups"]):
         try:
             counts = entry["gpus_available_count_by_zone_and_type"]
             devices = {(zone, gpu): int(n) for zone, by_type in counts.items() for gpu, n in by_type.items()}
+            name = str(entry.get("figure", f"setup{number}"))
             setups.append(
                 Setup(
-                    name=f"{entry.get('figure', f'setup{number}')}",
+                    name=f"{name}-{number}" if any(name == setup.name for setup in setups) else name,
                     model=entry["model"],
                     global_batch=int(entry["global_batch_sequences"]),
                     devices=devices,
@@ -186,14 +187,17 @@ def problem_from_setup(setup: Setup, profiles: Mapping[str, Any], network: Mappi
     )
 
 
-def plan_form(plan: Plan, cluster: Cluster, types: Mapping[str, str]) -> dict[str, Any]:
+def plan_form(plan: Plan, cluster: Cluster, types: Mapping[str, str], layers: int | None = None) -> dict[str, Any]:
     """A plan in Sailor's form.
 
     Parameters
     ----------
     types : mapping
         Sailor's name of each device type that the plan uses, by polygon's.
+    layers : int, optional
+        How many the profile has, where it counts a final norm as one of its own.
     """
+    last_layer = max(plan.stages[-1].last_layer, layers or 0)
     stages = []
     for stage in plan.stages:
         workers = []
@@ -202,7 +206,8 @@ def plan_form(plan: Plan, cluster: Cluster, types: Mapping[str, str]) -> dict[st
             name = pool.device.name
             require(name in types, "plan: device", name, f"one of {sorted(types)}")
             workers.append({"gpu_type": types[name], "tp": worker.tp, "zone": cluster.regions[pool.region].name})
-        stages.append({"layers": list(range(stage.first_layer, stage.last_layer)), "workers": workers})
+        end = stage.last_layer if stage is not plan.stages[-1] else last_layer
+        stages.append({"layers": list(range(stage.first_layer, end)), "workers": workers})
     return {
         "micro_batch_size_sequences": plan.micro_batch_size,
         "pipelines_count": 1,
@@ -216,10 +221,15 @@ def type_names(setup: Setup) -> dict[str, str]:
     return {device_by_name(gpu).name: gpu for _, gpu in setup.devices}
 
 
-def plan_from_form(form: Mapping[str, Any], problem: Problem) -> Plan:
+def plan_from_form(form: Mapping[str, Any], problem: Problem, layers: int | None = None) -> Plan:
     """A plan of Sailor's form on a cluster whose regions are its zones.
 
     Devices are dealt node by node, so that a tensor-parallel worker stays on one node where that is possible.
+
+    Parameters
+    ----------
+    layers : int, optional
+        How many the profile has, where it counts a final norm as one of its own: that joins the head.
 
     Raises
     ------
@@ -242,13 +252,17 @@ def plan_from_form(form: Mapping[str, Any], problem: Problem) -> Plan:
     )
     placed = {(s, w): free.take(form["stages"][s]["workers"][w], f"stages[{s}].workers[{w}]") for _, s, w in wanted}
     for s, entry in enumerate(form["stages"]):
-        layers = list(entry["layers"])
-        require(layers == list(range(first, first + len(layers))), f"stages[{s}].layers", layers, f"{first} and on")
+        held = list(entry["layers"])
+        require(held == list(range(first, first + len(held))), f"stages[{s}].layers", held, f"{first} and on")
         workers = tuple(placed[s, w] for w in range(len(entry["workers"])))
-        require(bool(layers and workers), f"stages[{s}]", "nothing", "at least one layer and one worker")
-        stages.append(Stage(first_layer=first, last_layer=first + len(layers), workers=workers))
-        first += len(layers)
-    require(first == problem.model.layers, "layers", first, f"all {problem.model.layers} of the model")
+        require(bool(held and workers), f"stages[{s}]", "nothing", "at least one layer and one worker")
+        stages.append(Stage(first_layer=first, last_layer=first + len(held), workers=workers))
+        first += len(held)
+    count = problem.model.layers
+    wanted_layers = layers or count
+    require(first == wanted_layers, "layers", first, f"all {wanted_layers} of the model")
+    require(stages[-1].first_layer < count, "layers of the last stage", first - count, "more than the final norm")
+    stages[-1] = replace(stages[-1], last_layer=count)
     micro_batches = global_batch // size
     routes = np.stack([np.arange(micro_batches) % stage.width for stage in stages], axis=1)
     return Plan(

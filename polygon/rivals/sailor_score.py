@@ -70,6 +70,11 @@ class Measured:
         return n_bytes / (1e9 * max(c0 * log_size**2 + c1 * log_size + c2, 1e-3))
 
 
+def measured_degrees(measured: Measured) -> list[int]:
+    """Tensor-parallel degrees that were measured on any type."""
+    return sorted({tp for _, _, tp in measured.forward_s})
+
+
 def measured_from_documents(profiles: Mapping[str, Any], network: Mapping[str, Any], model: str) -> Measured:
     """Measurements of a model from the `sailor_profiles` and `sailor_network` formats.
 
