@@ -209,6 +209,8 @@ class Reducer:
     def _pass_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
             bucket = self.buckets[self._next]
+            if self._log.pace is not None:
+                self._log.pace.reach(self._next)
             self._next += 1
             self._on_micro_batch(bucket)
             if self._last:

@@ -24,7 +24,7 @@ class RunLog:
     """JSONL of one rank; usable from several threads."""
 
     def __init__(self, path: Path | None, traced_steps: int = 8, pace: Pace | None = None) -> None:
-        self._pace = pace
+        self.pace = pace
         self.traced_steps = traced_steps
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         """What an interval runs in while a profiler records (`torch.profiler.record_function`)."""
@@ -53,7 +53,7 @@ class RunLog:
     def interval(self, kind: str, name: str) -> Iterator[None]:
         """Time what happens inside as an interval of a kind (compute, wait, reduce, update)."""
         step, start_s = self.step, time.time()
-        pace = self._pace.hold(name) if self._pace is not None and kind in ("compute", "update") else nullcontext()
+        pace = self.pace.hold(name) if self.pace is not None and kind in ("compute", "update") else nullcontext()
         try:
             with self.annotate(f"{kind}: {name}") if self.annotate is not None else nullcontext(), pace:
                 yield

@@ -27,7 +27,7 @@ from polygon.domain.plan import Plan, Problem
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
 from runners.engine.collector import Collector
 from runners.engine.data import Samples, samples_for
-from runners.engine.emulation import Pace, least_seconds
+from runners.engine.emulation import Pace, backward_shares, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.log import RunLog
@@ -141,7 +141,8 @@ class Training:
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         pace = None
         if options.emulate_devices:
-            pace = Pace(least_seconds(problem, plan, rank, options.emulate_devices))
+            seconds = least_seconds(problem, plan, rank, options.emulate_devices)
+            pace = Pace(seconds, backward_shares(problem, plan, rank))
         self.log = RunLog(path, options.traced_steps, pace)
         samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))

@@ -6,7 +6,7 @@ import pytest
 
 from polygon.cost.estimate import step_times
 from polygon.cost.tables import CostTables
-from runners.engine.emulation import Pace, least_seconds
+from runners.engine.emulation import Pace, backward_shares, least_seconds
 from runners.engine.options import Options
 from tests.real_ranks import run_ranks
 from tests.runners.test_training import run_rank
@@ -35,6 +35,28 @@ def test_work_comes_late_in_its_time():
         with pace.hold("B0"):
             began_s = time.monotonic()
     assert began_s - start_s > 0.025
+
+
+def test_gradients_come_as_backward_reaches_their_layers():
+    """A backward of 60 ms whose layers take a third and two thirds of it hands them over after 20 and 60 ms."""
+    pace = Pace({"B": 0.06}, [1 / 3, 1.0])
+    pace.reach(0)  # outside of backward nothing is waited for
+    start_s = time.monotonic()
+    with pace.hold("B0"):
+        assert time.monotonic() - start_s < 0.06
+        pace.reach(0)
+        assert time.monotonic() - start_s >= 0.02
+        pace.reach(1)
+        assert time.monotonic() - start_s >= 0.06
+
+
+def test_shares_follow_the_layers_of_the_stage():
+    """Ascending to 1, one for each layer of the rank's stage."""
+    problem, plan = routed_problem(4)
+    for rank, (stage, _, _) in plan.rank_places.items():
+        shares = backward_shares(problem, plan, rank)
+        assert len(shares) == plan.stages[stage].last_layer - plan.stages[stage].first_layer
+        assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] == 1.0
 
 
 def test_lengths_are_the_estimate_s():
