@@ -99,6 +99,19 @@ def lower_bound_s(tables: CostTables) -> float:
     return lower_bound(tables).seconds
 
 
+def link_free_bound(tables: CostTables) -> LowerBound:
+    """What no plan can beat whatever links join the regions: compute and path alone.
+
+    Weaker than `lower_bound`, but a lookup in tables of a problem that differs in links between regions alone.
+    """
+    kinds = Kinds.of(tables)
+    if not kinds.classes:
+        return LowerBound(seconds=np.inf, parts={"compute": np.inf})
+    sizes = [_size(tables, kinds, size) for size in tables.micro_batch_sizes]
+    compute_s, path_s = min(size.compute_s for size in sizes), min(size.least_s for size in sizes)
+    return LowerBound(seconds=path_s, parts={"compute": compute_s, "path": path_s})
+
+
 def _bound(tables: CostTables, local_steps: int) -> LowerBound:
     kinds = Kinds.of(tables)
     if not kinds.classes:

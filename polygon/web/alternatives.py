@@ -24,7 +24,8 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.starts import simple_starts
 from polygon.web.views import front
 
-MOST_POINTS = 24
+MOST_POINTS = 16
+MOST_DECODED = 3
 
 
 def compare(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
@@ -70,16 +71,24 @@ def _axes(result: Estimate, most_bytes: float) -> dict[str, float]:
 
 
 def _simple(problem: Problem, decoder: Decoder, size: int) -> list[tuple[str, Plan]]:
-    """What a careful person would try first: all devices as one stage or an even pipeline, or one region alone."""
+    """What a careful person would try first: all devices as one stage or an even pipeline, or one region alone.
+
+    Of each sort the few that the fluid step time ranks first become plans.
+    """
+    region = np.array([problem.cluster.pools[pool].region for pool, _ in decoder.classes])
+    ranked: dict[str, list[tuple[float, int, Allocation]]] = {"naive": [], "one_region": []}
+    for i, x in enumerate(simple_starts(decoder, min(8, problem.model.layers), size)):
+        allocation = Allocation(workers=x, micro_batch_size=size)
+        alone = len(np.unique(region[x.any(axis=0)])) == 1 and len(problem.cluster.regions) > 1
+        fluid_s = decoder.fluid_s(allocation)[0]
+        if np.isfinite(fluid_s):
+            ranked["one_region" if alone else "naive"].append((fluid_s, i, allocation))
     found: list[tuple[str, Plan]] = []
-    for x in simple_starts(decoder, min(8, problem.model.layers), size):
-        if len(found) >= 60:
-            break
-        plan = decoder.decode(Allocation(workers=x, micro_batch_size=size))
-        if isinstance(plan, Plan):
-            regions = {problem.cluster.pools[w.pool].region for stage in plan.stages for w in stage.workers}
-            kind = "one_region" if len(regions) == 1 and len(problem.cluster.regions) > 1 else "naive"
-            found.append((kind, plan))
+    for kind, rows in ranked.items():
+        for _, _, allocation in sorted(rows, key=lambda row: row[:2])[:MOST_DECODED]:
+            plan = decoder.decode(allocation, relax=False)
+            if isinstance(plan, Plan):
+                found.append((kind, plan))
     return found
 
 
@@ -99,7 +108,7 @@ def _fewer(problem: Problem, decoder: Decoder, plan: Plan) -> list[Plan]:
             fewer = x.copy()
             fewer[:, c] = np.floor(fewer[:, c] * keep)
             if fewer.any():
-                other = decoder.decode(Allocation(workers=fewer, micro_batch_size=plan.micro_batch_size))
+                other = decoder.decode(Allocation(workers=fewer, micro_batch_size=plan.micro_batch_size), relax=False)
                 if isinstance(other, Plan):
                     plans.append(other)
     return plans[:MOST_POINTS]

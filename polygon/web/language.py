@@ -19,7 +19,7 @@ Language = Literal["en", "zh"]
 
 WORDS = frozenset(
     {"detail", "error", "note", "notes", "reason", "idea", "text", "what", "limited_by", "memory_owner", "layers",
-     "formula", "numbers", "start", "left_out", "found"}
+     "formula", "numbers", "start", "left_out", "found", "assumptions"}
 )  # fmt: skip
 """Keys of answers whose text is for people."""
 

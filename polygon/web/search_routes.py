@@ -17,8 +17,10 @@ from pydantic import Field
 
 from polygon import catalogue, convert, files, formats
 from polygon.domain.cluster import Cluster
+from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.limits import OBJECTIVES
 from polygon.notation import compact_json
+from polygon.parity import rows
 from polygon.planning.engine import Effort, find_plan
 from polygon.schema import Strict
 from polygon.web import views
@@ -116,6 +118,7 @@ def known() -> dict[str, Any]:
     floor_ms, slope_ms = latency_per_km()
     return {
         "devices": devices, "models": models, "links": sorted(catalogue.links()), "regions": regions,
+        "parity_levels": PARITY_LEVELS, "compressions": COMPRESSIONS, "local_steps": sorted(rows("local_steps")),
         "latency_ms_floor": floor_ms, "latency_ms_per_km": slope_ms,
     }  # fmt: skip
 

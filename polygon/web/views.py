@@ -15,8 +15,9 @@ from polygon.cost.transfers import boundary_values
 from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval
 from polygon.export.predicted import predicted_intervals
+from polygon.parity import assumptions
 from polygon.report import layer_span
-from polygon.web.whatif import Changes, Priced, price, timed
+from polygon.web.whatif import NO_CHANGE, Changes, Priced, price, timed
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 MOST_INTERVALS = 6000
@@ -40,6 +41,7 @@ def view(priced: Priced) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
+        "assumptions": assumptions(problem, plan) if result.links else [],
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "regions": _regions(problem, plan),
         "stages": _stages(priced),
@@ -305,7 +307,7 @@ def sensitivities(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
 
 def warm_up(problem: Problem, plan: Plan) -> None:
     """Load the compiled kernels that views need."""
-    priced = price(problem, plan, Changes(links=[], device_factors={}))
+    priced = price(problem, plan, NO_CHANGE)
     view(priced)
     timeline(priced)
 

@@ -22,6 +22,7 @@ import numpy as np
 from annotated_types import Ge, Gt, Le
 from pydantic import Field
 
+from polygon.cost.bounds import link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, StepTimes, estimate, held_parameters, stages_on_pairs, step_times
 from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
@@ -71,6 +72,9 @@ class Changes(Strict):
     links: Annotated[list[LinkChange], Field(max_length=400, default_factory=list)]
 
 
+NO_CHANGE = Changes.model_validate({})
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Priced:
     """A changed plan, its times and estimate."""
@@ -103,14 +107,18 @@ class LaterReduction(StepTimes):
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> Priced:
     """Apply changes to a plan and predict its step.
 
+    The lower bound of a changed plan is that of compute and path alone: it holds for any links, packings and steps.
+
     Raises
     ------
     InputError
         For a link between regions that do not exist, and for an unknown device.
     """
-    changed, plan, tables, times = timed(problem, plan, changes, tables)
+    changed, other, tables, times = timed(problem, plan, changes, tables)
+    bound = lower_bound(tables) if changes == NO_CHANGE else link_free_bound(tables)
     return Priced(
-        problem=changed, plan=plan, tables=tables, times=times, estimate=estimate(changed, plan, tables, times),
+        problem=changed, plan=other, tables=tables, times=times,
+        estimate=estimate(changed, other, tables, times, bound=bound),
         reductions_s=tuple(cost.total_s + cost.outer_s for cost in times.reductions),
     )  # fmt: skip
 

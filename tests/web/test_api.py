@@ -79,7 +79,7 @@ def test_faults_of_a_request_are_said_like_faults_of_a_file(server):
     for wrong, line in (
         ({"objective": "beauty"}, "objective: found 'beauty', expected 'time' or 'money' or 'energy'"),
         ({"seed": -1}, "seed: found -1, expected a whole number >= 0"),
-        ({"speed": 1}, "found unknown key 'speed', expected 'seed' (nearest)"),
+        ({"speed": 1}, "speed: found unknown key 'speed', expected 'seed' (nearest)"),
     ):
         status, _, answer = server.request("POST", "/api/jobs", body(**wrong))
         assert status == 422

@@ -128,6 +128,10 @@ def test_objective_and_constraints_reach_the_search(page, server):
     page.get_by_label("Global batch").fill("16")
     page.get_by_label("Objective").select_option("money")
     page.locator("[data-path='constraints.forbidden_regions'] label", has_text="south").click()
+    page.locator("[data-path='constraints.parity']").select_option("known")
+    for packing in ("none", "int8"):
+        page.locator(f"[data-path='constraints.compressions'] input[value={packing}]").check(force=True)
+    page.locator("[data-path='constraints.local_steps'] input[value='1']").check(force=True)
     page.locator("#more-limits summary").click()
     page.locator("[data-path='constraints.first_stage_regions'] label", has_text="north").click()
     page.locator("#add-rule").click()
@@ -141,7 +145,8 @@ def test_objective_and_constraints_reach_the_search(page, server):
     sent = asked.value.post_data_json
     assert sent["objective"] == "money"
     assert sent["problem"]["constraints"] == {
-        "memory_headroom": 0.08, "compressions": ["none", "bf16", "int8"], "forbidden_regions": ["south"],
+        "memory_headroom": 0.08, "parity": "known", "compressions": ["none", "int8"], "local_steps": [1],
+        "forbidden_regions": ["south"],
         "first_stage_regions": ["north"], "last_stage_regions": [], "forbidden_devices": [],
         "stage_rules": [{"stage": 0, "only_regions": ["north"], "never_regions": []}],
         "egress_bytes_per_step": {"*": 5e9},

@@ -2,10 +2,10 @@
 
 import type { Data } from "./api";
 import { choice, chips, field, h, number } from "./dom";
-import { t } from "./strings";
+import { state } from "./state";
+import { maybe, t } from "./strings";
 
-const PACKINGS = ["none", "bf16", "int8", "int4", "topk", "powersgd"];
-export const limits: Data = { memory_headroom: 0.08, compressions: ["none", "bf16", "int8"], forbidden_regions: [], forbidden_devices: [], first_stage_regions: [], last_stage_regions: [], most_usd_per_step: "", most_usd_per_hour: "", most_step_s: "", most_stages: "", stage_rules: [], egress: {} };
+export const limits: Data = { memory_headroom: 0.08, parity: "safe", compressions: [], local_steps: [], forbidden_regions: [], forbidden_devices: [], first_stage_regions: [], last_stage_regions: [], most_usd_per_step: "", most_usd_per_hour: "", most_step_s: "", most_stages: "", stage_rules: [], egress: {} };
 const NUMBERS = ["most_usd_per_step", "most_usd_per_hour", "most_step_s", "most_stages"];
 const REGION_LISTS = ["forbidden_regions", "first_stage_regions", "last_stage_regions"];
 
@@ -18,8 +18,10 @@ export function constraintFields(cluster: Data, redraw: () => void): HTMLElement
   const egress = (name: string, label: string): HTMLElement => field(label, `constraints.egress_bytes_per_step.${name}`, limits.egress[name] ?? "", (v) => (limits.egress[name] = v), { inputmode: "decimal" });
   const open = limits.stage_rules.length > 0 || Object.values(limits.egress).some((v) => v !== "");
   return h("div", {},
-    h("div", { class: "fields" }, single("memory_headroom", t("headroom")), single("most_usd_per_step", t("maxCost")), single("most_usd_per_hour", t("maxCostHour")), single("most_step_s", t("maxStep")), single("most_stages", t("maxStages"))),
-    list("compressions", t("packings"), PACKINGS),
+    h("div", { class: "fields" }, single("memory_headroom", t("headroom")), single("most_usd_per_step", t("maxCost")), single("most_usd_per_hour", t("maxCostHour")), single("most_step_s", t("maxStep")), single("most_stages", t("maxStages")),
+      choice(t("parity"), "constraints.parity", limits.parity, state.catalogue.parity_levels.map((p: string): [string, string] => [p, maybe(`parity_${p}`)]), (v) => (limits.parity = v))),
+    list("compressions", t("packings"), state.catalogue.compressions),
+    list("local_steps", t("localStepsAllowed"), state.catalogue.local_steps.map(String)),
     list("forbidden_regions", t("forbidden"), names(cluster)),
     list("forbidden_devices", t("forbiddenDevices"), types(cluster)),
     h("details", { open: open || limits.first_stage_regions.length + limits.last_stage_regions.length > 0, id: "more-limits" }, h("summary", {}, t("residency")),
@@ -43,7 +45,7 @@ function ruleFields(cluster: Data, rule: Data, i: number, redraw: () => void): H
 // What the problem file says; names that the cluster has no more are left out.
 export function constraints(cluster: Data): Data {
   const known = new Set(names(cluster)), devices = new Set(types(cluster));
-  const result: Data = { memory_headroom: typeof limits.memory_headroom === "number" ? limits.memory_headroom : number(limits.memory_headroom), compressions: limits.compressions };
+  const result: Data = { memory_headroom: typeof limits.memory_headroom === "number" ? limits.memory_headroom : number(limits.memory_headroom), parity: limits.parity, compressions: limits.compressions, local_steps: limits.local_steps.map(Number) };
   for (const key of NUMBERS) if (String(limits[key]).trim() !== "") result[key] = number(String(limits[key]));
   for (const key of REGION_LISTS) result[key] = limits[key].filter((n: string) => known.has(n));
   result.forbidden_devices = limits.forbidden_devices.filter((n: string) => devices.has(n));

@@ -25,7 +25,7 @@ export function headline(): HTMLElement {
     ["volume", bytes(moved), `${t("across")}: ${bytes(f.cross_region_bytes)}`],
     ["crossFactor", percent(moved ? Math.min(1, f.cross_region_bytes / moved) : 0), weight && f.cross_region_bytes ? `${t("distanceFactor")}: ${digits(weight / f.cross_region_bytes)} km` : undefined],
     ["devicesUsed", `${v.devices.used} / ${v.devices.all}`, `${v.stages.length} ${t("stagesCount")}`],
-    ["microBatches", `${v.micro_batches} × ${v.micro_batch_size}`],
+    ["microBatches", `${v.micro_batches} × ${v.micro_batch_size}`, v.local_steps > 1 ? t("every", { n: v.local_steps }) : undefined],
   ]);
 }
 
