@@ -13,6 +13,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,40 +30,67 @@ MOST = 200_000
 WITHIN = 0.01
 
 
+class Row(NamedTuple):
+    """One problem: found plan over optimum, optimum over lower bound (both less 1), CPU seconds."""
+
+    seed: int
+    over: float
+    gap: float
+    search_s: float
+    proof_s: float
+
+
+def solve(seed: int) -> Row | None:
+    """Search and prove; None for a problem that is too large or has no plan."""
+    problem = small_problem(seed)
+    tables = CostTables(problem)
+    if AllAllocations(Decoder(problem, tables=tables), most_stages(problem)).count() > MOST:
+        return None
+    began_s = time.process_time()
+    found = find_plan(problem, np.random.default_rng(seed), tables=tables)
+    searched_s = time.process_time()
+    if found.plan is None:
+        return None
+    optimum = find_optimum(problem, np.random.default_rng(seed), tables=tables, first=found)
+    assert optimum.proved
+    return Row(
+        seed=seed,
+        over=found.value_s / optimum.value_s - 1,
+        gap=optimum.value_s / lower_bound_s(tables) - 1,
+        search_s=searched_s - began_s,
+        proof_s=time.process_time() - searched_s,
+    )
+
+
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="first seed")
     args = parser.parse_args()
-    rows: list[tuple[int, float, float, float, float]] = []
-    for seed in count(args.first):
-        if len(rows) == args.count:
-            break
-        problem = small_problem(seed)
-        tables = CostTables(problem)
-        decoder = Decoder(problem, tables=tables)
-        if AllAllocations(decoder, most_stages(problem)).count() > MOST:
-            continue
-        began_s = time.process_time()
-        found = find_plan(problem, np.random.default_rng(seed), tables=tables)
-        search_s = time.process_time() - began_s
-        if found.plan is None:
-            continue
-        began_s = time.process_time()
-        optimum = find_optimum(problem, np.random.default_rng(seed), tables=tables, first=found)
-        assert optimum.proved
-        over = found.value_s / optimum.value_s - 1
-        rows.append((seed, over, optimum.value_s / lower_bound_s(tables) - 1, search_s, time.process_time() - began_s))
-        print(f"{seed:5d}  {over:8.3%}  {search_s:6.2f} s  {rows[-1][4]:6.2f} s", file=sys.stderr, flush=True)
-    over = np.array([row[1] for row in rows])
-    gap = np.array([row[2] for row in rows])
+    rows: list[Row] = []
+    try:
+        for seed in count(args.first):
+            if len(rows) == args.count:
+                break
+            row = solve(seed)
+            if row is not None:
+                rows.append(row)
+                print(
+                    f"{seed:5d}  {row.over:8.3%}  {row.search_s:6.2f} s  {row.proof_s:6.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except KeyboardInterrupt:
+        print("interrupted: what was solved so far", file=sys.stderr)
+    over, gap = np.array([row.over for row in rows]), np.array([row.gap for row in rows])
     print(f"problems                    {len(rows)}")
     print(f"optimum found               {(over < 1e-6).mean():.1%}")
     print(f"within 1 %                  {(over <= WITHIN).mean():.1%}")
-    print(f"mean and worst              {over.mean():.2%}, {over.max():.1%} (seed {rows[int(over.argmax())][0]})")
+    print(f"mean and worst              {over.mean():.2%}, {over.max():.1%} (seed {rows[int(over.argmax())].seed})")
     print(f"optimum over lower bound    median {np.median(gap):.1%}, worst {gap.max():.1%}")
-    print(f"CPU per search, per proof   {np.mean([r[3] for r in rows]):.1f} s, {np.mean([r[4] for r in rows]):.1f} s")
+    search_s, proof_s = (float(np.mean([getattr(row, name) for row in rows])) for name in ("search_s", "proof_s"))
+    print(f"CPU per search, per proof   {search_s:.1f} s, {proof_s:.1f} s")
     return 0
 
 

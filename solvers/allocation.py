@@ -7,7 +7,6 @@ part of the solution, unless the space says that groups are interchangeable.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -313,20 +312,27 @@ class AllocationSpace:
 
     def solutions(self) -> Iterator[np.ndarray]:
         """Every allocation once (interchangeable groups in canonical order only)."""
-        order = [c for classes in self._classes_of_pool for c in classes]
-        columns = [
-            [np.array(cells).reshape(len(classes), self.groups) for cells in self._dealings(p)]
-            for p, classes in enumerate(self._classes_of_pool)
-            if len(classes)
-        ]
-        for choice in itertools.product(*columns):
-            x = np.empty((self.groups, self.classes), dtype=np.int64)
-            x[:, order] = np.concatenate(choice).T
-            if not self.empty_groups and (x.sum(axis=1) == 0).any():
-                continue
-            if not self.ordered and not np.array_equal(x, self.canonical(x)):
-                continue
-            yield x
+        for block in self.solution_blocks():
+            yield from block
+
+    def solution_blocks(self, most: int = 4096) -> Iterator[np.ndarray]:
+        """The solutions by blocks of at most so many, shape (block, groups, classes)."""
+        columns = [np.array(list(self._dealings(p))) for p, classes in enumerate(self._classes_of_pool) if len(classes)]
+        order = np.concatenate(self._classes_of_pool)
+        sizes = [len(column) for column in columns]
+        total = math.prod(sizes)
+        for first in range(0, total, most):
+            places = np.unravel_index(np.arange(first, min(first + most, total)), sizes)
+            cells = np.concatenate([column[place] for column, place in zip(columns, places, strict=True)], axis=1)
+            block = np.empty((len(cells), self.groups, self.classes), dtype=np.int64)
+            block[:, :, order] = cells.reshape(len(cells), len(order), self.groups).transpose(0, 2, 1)
+            if not self.empty_groups:
+                block = block[np.all(block.sum(axis=2) > 0, axis=1)]
+            if not self.ordered:
+                block = np.array([x for x in block if np.array_equal(x, self.canonical(x))]).reshape(
+                    -1, *block.shape[1:]
+                )
+            yield block
 
     def _dealings(self, p: int) -> Iterator[tuple[int, ...]]:
         """Every way to deal a pool to its (class, group) cells."""

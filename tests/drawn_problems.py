@@ -45,3 +45,26 @@ def small_problem(seed: int) -> Problem:
     model = small_gpt(blocks=int(rng.integers(4, 17)), hidden_size=width, head_dim=width // 16, ffn_size=4 * width)
     batch = Batch(global_batch=int(rng.choice([16, 32, 64])), seq_len=512)
     return Problem(cluster=cluster, model=model, batch=batch, constraints=Constraints(most_stages=4))
+
+
+def larger_problems(seed: int) -> tuple[Problem, dict[str, Problem]]:
+    """A problem, and others that offer more: a node, a region, links three times as fast or as near."""
+    rng = np.random.default_rng(seed)
+    groups = drawn_groups(rng, 6, 2, (1, 2, 4))
+    near_s, rate = float(rng.choice([0.001, 0.02, 0.1])), float(rng.choice([1e7, 1e8, 1e9]))
+    model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
+    batch = Batch(global_batch=int(rng.choice([128, 256])), seq_len=512)
+
+    def problem(members: Groups, latency_s: float = near_s, bytes_per_s: float = rate) -> Problem:
+        cluster = cluster_of(members, latency_s=latency_s, bytes_per_s=bytes_per_s)
+        return Problem(cluster=cluster, model=model, batch=batch)
+
+    region = int(rng.integers(len(groups)))
+    (name, nodes, per_node), *others = groups[region]
+    wider = [*groups[:region], [(name, nodes + 1, per_node), *others], *groups[region + 1 :]]
+    return problem(groups), {
+        "node": problem(wider),
+        "region": problem([*groups, groups[int(rng.integers(len(groups)))]]),
+        "bandwidth": problem(groups, bytes_per_s=3 * rate),
+        "latency": problem(groups, latency_s=near_s / 3),
+    }

@@ -27,8 +27,6 @@ from solvers.stop import MaxEvaluations, TimeLimit
 
 MOST_ALLOCATIONS = 2_000_000
 """More (allocations times micro-batch sizes) are refused."""
-BLOCK = 4096
-"""Allocations whose floors are worked out at a time."""
 KNOWN = 8
 """Of the search's allocations so many are tried first."""
 
@@ -72,9 +70,8 @@ class AllAllocations(Candidates):
         sizes: list[int] = []
         limits = {size: limits_of(self.decoder, size) for size in self.sizes}
         for space in self.spaces:
-            solutions = space.solutions()
-            while block := [x for _, x in zip(range(BLOCK), solutions, strict=False)]:
-                xs = np.array(block, dtype=np.int16)
+            for block in space.solution_blocks():
+                xs = block.astype(np.int16)
                 for size in self.sizes:
                     out = np.empty(len(xs))
                     floors_s(self.decoder.bank(size), limits[size], xs, out)

@@ -1,0 +1,57 @@
+"""How often, and by how much, the search finds a worse plan where more is offered: a node, a region, better links.
+
+    python benchmarks/monotone.py [--count 50] [--first 0]
+
+The best plan never gets worse; what is counted here is what the search misses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from polygon.planning.engine import find_plan
+from tests.drawn_problems import larger_problems
+
+
+def compare(seed: int, worse: dict[str, list[float]]) -> None:
+    """Plan one problem and those that offer more; adds by how much each is worse."""
+    problem, larger = larger_problems(seed)
+    base_s = find_plan(problem, np.random.default_rng(0)).value_s
+    for name, other in larger.items() if math.isfinite(base_s) else ():
+        over = find_plan(other, np.random.default_rng(0)).value_s / base_s - 1
+        worse.setdefault(name, []).append(over)
+        print(f"seed {seed}, more {name}: {over:+.2%}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--count", type=int, default=50, help="problems, each with four that offer more")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    args = parser.parse_args()
+    worse: dict[str, list[float]] = {}
+    began_s = time.process_time()
+    try:
+        for seed in range(args.first, args.first + args.count):
+            compare(seed, worse)
+    except KeyboardInterrupt:
+        print("interrupted: what was compared so far", file=sys.stderr)
+    print("more       pairs  worse  by over 1 %  mean of these  worst")
+    for name, over in worse.items():
+        bad = np.array([x for x in over if x > 1e-9])
+        mean, worst = (bad.mean(), bad.max()) if len(bad) else (0.0, 0.0)
+        print(f"{name:10} {len(over):5}  {len(bad):5}  {(bad > 0.01).sum():11}  {mean:13.2%}  {worst:5.2%}")
+    print(f"{time.process_time() - began_s:.0f} CPU-seconds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
