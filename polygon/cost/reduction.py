@@ -168,7 +168,9 @@ def levels_s(
         i = end
     if found == 1:
         return node_s, region_s, 0.0, True
-    parallel = lent[:found].min()
+    parallel = lent[0]
+    for a in range(found):
+        parallel = min(parallel, lent[a])
     piece = np.zeros((found, found))
     for a in range(found):
         for b in range(found):

@@ -233,7 +233,7 @@ class Decoder:
         if locked:
             count = len(problem.cluster.regions)
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
-            share = lock_shares(np.array(rates))
+            share = lock_shares(np.array(rates), True)
         routes = build_routes(seconds, regions, self._message_s(micro_batch_size, may), micro_batches, share)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])

@@ -100,7 +100,7 @@ def all_busy(bank: Bank, classes: np.ndarray, counts: np.ndarray, members: np.nd
             r = bank.region[classes[s, i]]
             rates[s, r] += counts[s, i] / seconds[s, i]
             slowest[s, r] = max(slowest[s, r], seconds[s, i])
-    share = lock_shares(rates)
+    share = lock_shares(rates, True)
     for s in range(n):
         if bank.micro_batches / rates[s].sum() < slowest[s].max():
             return False

@@ -25,6 +25,11 @@ from numba import njit
 from polygon.cost.reduction import levels_s
 from polygon.planning.bank import Bank
 
+inner = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # type: ignore[call-overload]
+"""For functions of a bank that only kernels call; called from Python they crash. What Python would need to call them,
+the checks of divisions, and whole-array expressions (each brings its own functions along) made up more than half of the
+time that compiling took."""
+
 FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
 REASONS = {
     NO_MEMORY: "no split of the layers fits the memory of its stages",
@@ -34,7 +39,7 @@ REASONS = {
 }
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
     """Least time in which `counts[c]` workers of `seconds[c]` each finish `micro_batches` in whole shares.
 
@@ -62,7 +67,7 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
     return high
 
 
-@njit(cache=True)
+@inner
 def _shards_traffic_s(bank: Bank, c: int, n_bytes: float, shards: int) -> float:
     """Seconds to gather (or scatter) `n_bytes` of weights once within a shard group of class c."""
     if shards <= 1:
@@ -73,7 +78,7 @@ def _shards_traffic_s(bank: Bank, c: int, n_bytes: float, shards: int) -> float:
     return (shards - 1) * (bank.latency_s[p, p] + n_bytes / shards / bank.bytes_per_s[p, p])
 
 
-@njit(cache=True)
+@inner
 def stage_option(
     bank: Bank,
     classes: np.ndarray,
@@ -125,7 +130,7 @@ def stage_option(
     return -1
 
 
-@njit(cache=True)
+@inner
 def in_flight_estimate(
     bank: Bank, classes: np.ndarray, counts: np.ndarray, members: int, window: int, held: np.ndarray
 ) -> None:
@@ -149,7 +154,7 @@ def in_flight_estimate(
         held[i] = max(1.0, min(in_window, share))
 
 
-@njit(cache=True)
+@inner
 def _extend(
     bank: Bank,
     classes: np.ndarray,
@@ -174,7 +179,7 @@ def _extend(
     return low
 
 
-@njit(cache=True)
+@inner
 def split_layers(
     bank: Bank,
     classes: np.ndarray,
@@ -208,11 +213,11 @@ def split_layers(
     low, high, found = 0.0, np.inf, False
     for _ in range(26):
         goal = 0.5 * (low + high) if found else np.inf
-        at = 0
+        trial[0] = 0
         worst = 0.0
         ok = True
         for s in range(stages):
-            trial[s] = at
+            at = trial[s]
             limit = layers - (stages - 1 - s)
             end = _extend(bank, classes[s], counts[s], shard_limit[s], members[s], held[s], at, limit, goal, seconds[s])
             if end <= at or (s == stages - 1 and end < layers):
@@ -220,11 +225,11 @@ def split_layers(
                 break
             stage_option(bank, classes[s], shard_limit[s], members[s], held[s], at, end, seconds[s])
             worst = max(worst, whole_makespan_s(counts[s], seconds[s], members[s], bank.micro_batches))
-            at = end
-        trial[stages] = at
+            trial[s + 1] = end
         if ok:
             high = worst
-            bounds[:] = trial
+            for s in range(stages + 1):
+                bounds[s] = trial[s]
             if not found:
                 found = True
                 low = 0.0
@@ -241,7 +246,7 @@ def split_layers(
     return high
 
 
-@njit(cache=True)
+@inner
 def region_means(
     bank: Bank,
     classes: np.ndarray,
@@ -261,8 +266,8 @@ def region_means(
 
 
 @njit(cache=True)
-def lock_shares(rates: np.ndarray) -> np.ndarray:
-    """Parts of the micro-batches by region that stay the same along stages with the same regions.
+def lock_shares(rates: np.ndarray, locked: bool) -> np.ndarray:
+    """Parts of the micro-batches by region: by speed, or (locked) the same along stages with the same regions.
 
     Parameters
     ----------
@@ -272,15 +277,15 @@ def lock_shares(rates: np.ndarray) -> np.ndarray:
     Returns
     -------
     ndarray, shape (stages, regions)
-        In a run of stages that all have the same regions, every region takes micro-batches in proportion to its slowest
-        stage of the run; then no micro-batch of the run has to leave its region.
+        Locked, in a run of stages that all have the same regions, every region takes micro-batches in proportion to its
+        slowest stage of the run; then no micro-batch of the run has to leave its region.
     """
     stages, regions = rates.shape
     share = np.zeros((stages, regions))
     first = 0
     while first < stages:
         last = first + 1
-        while last < stages:
+        while locked and last < stages:
             same = True
             for r in range(regions):
                 same = same and (rates[first, r] > 0) == (rates[last, r] > 0)
@@ -302,7 +307,7 @@ def lock_shares(rates: np.ndarray) -> np.ndarray:
     return share
 
 
-@njit(cache=True)
+@inner
 def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.ndarray, flow: np.ndarray) -> bool:
     """Send micro-batches from the regions of one stage to those of the next; False where a link is missing.
 
@@ -318,9 +323,10 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.nda
         Out.
     """
     n = supply.shape[0]
-    flow[:, :] = 0.0
     left = 0.0
     for r in range(n):
+        for b in range(n):
+            flow[r, b] = 0.0
         stay = min(supply[r], demand[r])
         flow[r, r] = stay
         supply[r] -= stay
@@ -350,7 +356,7 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.nda
     return True
 
 
-@njit(cache=True)
+@inner
 def room_in_flight(
     bank: Bank,
     classes: np.ndarray,
@@ -386,7 +392,7 @@ def room_in_flight(
     return room
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def gather_stages(x: np.ndarray, classes: np.ndarray, counts: np.ndarray, members: np.ndarray) -> int:
     """Drop empty rows of an allocation; fills (stage, member) lists of classes and counts; returns the stages."""
     stages = 0
@@ -426,7 +432,7 @@ class Stages(NamedTuple):
     """(stages,) memory options."""
 
 
-@njit(cache=True)
+@inner
 def merge_kinds(bank: Bank, stages: Stages) -> None:
     """Fill the arrays by kind from those by class."""
     for s in range(stages.members.shape[0]):
@@ -446,7 +452,7 @@ def merge_kinds(bank: Bank, stages: Stages) -> None:
         stages.kind_members[s] = k
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def fluid_step_s(
     bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray
 ) -> tuple[float, int]:
@@ -495,7 +501,9 @@ def fluid_step_s(
     held = np.zeros((n, widest))
     window = 0
     for s in range(n - 1, -1, -1):
-        width = stages.kind_counts[s].sum()
+        width = 0
+        for i in range(stages.kind_members[s]):
+            width += stages.kind_counts[s, i]
         if width > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
         window = min(bank.micro_batches, window + width)
@@ -519,21 +527,23 @@ def fluid_step_s(
             while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
                 at += 1
             stages.seconds[s, i] = stages.kind_seconds[s, at]
-    value, why, stages_out[2] = _assemble(bank, stages, False)
-    several = False
+    ways = 1
     for s in range(n):
         for i in range(stages.members[s]):
-            several = several or bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]
-    stages_out[1] = 0
-    if several and n > 1:
-        locked_value, locked_why, steps = _assemble(bank, stages, True)
-        if locked_value < value:
-            value, why = locked_value, locked_why
-            stages_out[1], stages_out[2] = 1, steps
-    return value, why
+            if n > 1 and bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]:
+                ways = 2
+    best = np.inf
+    passing, message = np.zeros(n), np.zeros(n)
+    for way in range(ways):
+        end = _pipeline_s(bank, stages, way == 1, passing, message)
+        value, steps = _with_reductions(bank, stages, passing, message, end, bank.local_steps if way + 1 == ways else 1)
+        if value < best or way == 0:
+            best = value
+            stages_out[1], stages_out[2] = way, steps
+    return best, FITS if np.isfinite(best) else NO_LINK
 
 
-@njit(cache=True)
+@inner
 def _boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: np.ndarray) -> tuple[float, float]:
     """Seconds of the slowest message from stage s to s + 1, and the time in which the fullest link carries them all.
 
@@ -543,12 +553,14 @@ def _boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: n
     regions = bank.activation_wire.shape[0]
     nodes, next_nodes = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
     workers, next_workers = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
-    pool, next_pool = np.full(regions, -1, dtype=np.int64), np.full(regions, -1, dtype=np.int64)
+    pool, next_pool = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
     t = s + 1
     region_means(bank, stages.classes[s], stages.counts[s], stages.members[s], nodes, workers, pool)
     region_means(bank, stages.classes[t], stages.counts[t], stages.members[t], next_nodes, next_workers, next_pool)
-    flow = np.zeros((regions, regions))
-    if not transport(bank, share[s].copy(), share[t].copy(), stands, flow):
+    flow, supply, demand = np.zeros((regions, regions)), np.zeros(regions), np.zeros(regions)
+    for r in range(regions):
+        supply[r], demand[r] = share[s, r], share[t, r]
+    if not transport(bank, supply, demand, stands, flow):
         return np.inf, np.inf
     message, fullest = 0.0, 0.0
     for a in range(regions):
@@ -570,11 +582,16 @@ def _boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: n
     return message, fullest
 
 
-@njit(cache=True)
-def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int, int]:
-    """Step time from the split: pipeline, messages, reduction, update; `locked`: see `lock_shares`.
+@inner
+def _pipeline_s(bank: Bank, stages: Stages, locked: bool, passing: np.ndarray, message: np.ndarray) -> float:
+    """When stage 0 ends its last backward; inf where a link is missing.
 
-    Returns seconds, why not if inf, and the local steps.
+    Parameters
+    ----------
+    locked : bool
+        See `lock_shares`.
+    passing, message : ndarray, shape (stages,)
+        Out: seconds of the slowest worker, and of the slowest way to the next stage, for a micro-batch.
     """
     n = stages.members.shape[0]
     micro_batches = bank.micro_batches
@@ -582,18 +599,13 @@ def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int, int
     for s in range(n):
         for i in range(stages.members[s]):
             rates[s, bank.region[stages.classes[s, i]]] += stages.counts[s, i] / stages.seconds[s, i]
-    share = np.empty_like(rates)
-    if locked:
-        share = lock_shares(rates)
-    else:
-        for s in range(n):
-            share[s] = rates[s] / rates[s].sum()
+    share = lock_shares(rates, locked)
     stands = np.zeros(bank.activation_wire.shape[0], dtype=np.int64)
     for p in range(bank.pool_region.shape[0]):
         stands[bank.pool_region[p]] = p
-    passing, message = np.zeros(n), np.zeros(n)
     bottleneck, link_bound = 0.0, 0.0
     for s in range(n):
+        passing[s], message[s] = 0.0, 0.0
         for i in range(stages.kind_members[s]):
             passing[s] = max(passing[s], stages.kind_seconds[s, i])
         makespan = whole_makespan_s(
@@ -603,11 +615,14 @@ def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int, int
             for r in range(rates.shape[1]):
                 if share[s, r] > 0:
                     makespan = max(makespan, micro_batches * share[s, r] / rates[s, r])
-        bottleneck = max(bottleneck, makespan - stages.kind_seconds[s, : stages.kind_members[s]].min())
+        fastest = np.inf
+        for i in range(stages.kind_members[s]):
+            fastest = min(fastest, stages.kind_seconds[s, i])
+        bottleneck = max(bottleneck, makespan - fastest)
         if s + 1 < n:
             message[s], fullest = _boundary_s(bank, stages, s, share, stands)
             if not np.isfinite(message[s]):
-                return np.inf, NO_LINK, 1
+                return np.inf
             link_bound = max(link_bound, fullest)
     fill = 0.0
     for s in range(n - 1, -1, -1):
@@ -626,18 +641,18 @@ def _assemble(bank: Bank, stages: Stages, locked: bool) -> tuple[float, int, int
         if room < micro_batches:
             # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
             bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
-    local_steps = bank.local_steps if locked or n == 1 else 1
-    return _with_reductions(bank, stages, passing, message, max(bottleneck, link_bound) + fill, local_steps)
+    return max(bottleneck, link_bound) + fill
 
 
-@njit(cache=True)
+@inner
 def _with_reductions(
     bank: Bank, stages: Stages, passing: np.ndarray, message: np.ndarray, end: float, local_steps: int
-) -> tuple[float, int, int]:
-    """When the last stage has reduced and updated, given when stage 0 ends its last backward.
+) -> tuple[float, int]:
+    """When the last stage has reduced and updated (inf without a link), and the local steps.
 
-    With more than one of `local_steps` also where every region reduces by itself and all meet once in so many steps, if
-    each holds a whole pipeline with workers of one degree and whole weights in a stage; the shorter of both counts.
+    `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
+    itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
+    weights in a stage; the shorter of both counts.
     """
     regions = bank.activation_wire.shape[0]
     layers = bank.parameters.shape[1] - 1
@@ -646,8 +661,11 @@ def _with_reductions(
     for s in range(n):
         for i in range(stages.members[s]):
             present[s, bank.region[stages.classes[s, i]]] = 1.0
-    pair_share = present.T @ present
+    pair_share = np.zeros((regions, regions))
     for s in range(n):
+        for a in range(regions):
+            for b in range(regions):
+                pair_share[a, b] += present[s, a] * present[s, b]
         if bank.option_zero[stages.options[s]] == 3:
             local_steps = 1
         for i in range(stages.members[s]):
@@ -692,12 +710,12 @@ def _with_reductions(
             )
             reduction, inner = node_s + region_s + across_s, node_s + region_s
             if not np.isfinite(reduction):
-                return np.inf, NO_LINK, 1
+                return np.inf, 1
         tied = 0.0
         if bank.tied_values > 0 and n > 1 and (s == 0 or s == n - 1):
             tied = _tied_s(bank, stages)
             if not np.isfinite(tied):
-                return np.inf, NO_LINK, 1
+                return np.inf, 1
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.
         backward = passing[s] * 2 / 3
         depth = stages.bounds[s + 1] - stages.bounds[s]
@@ -709,11 +727,11 @@ def _with_reductions(
         early += backward + message[s]
     local_step += outer / local_steps
     if local_steps > 1 and local_step < step:
-        return local_step, FITS, local_steps
-    return step, FITS, 1
+        return local_step, local_steps
+    return step, 1
 
 
-@njit(cache=True)
+@inner
 def _tied_s(bank: Bank, stages: Stages) -> float:
     """Seconds to exchange the gradient of tied embeddings between first and last stage, over their best link."""
     last = stages.members.shape[0] - 1
