@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,7 @@ def run_rank(
     options: Options,
     listen_fd: int | None = None,
     samples: Samples | None = None,
+    before_steps: Callable[[], None] = lambda: None,
 ) -> int:
     """Train; SIGTERM and SIGINT end the run after the current step, with a checkpoint where one is wanted.
 
@@ -102,6 +103,8 @@ def run_rank(
     ----------
     problem, plan, rank, host, port, options, listen_fd, samples
         As `runners.engine.training.train` takes them.
+    before_steps : callable
+        Called when the model is built, before the first step.
 
     Returns
     -------
@@ -113,6 +116,8 @@ def run_rank(
     received: list[int] = []
 
     def listen(training: Training) -> None:
+        before_steps()
+
         def stop(number: int, frame: FrameType | None) -> None:
             received.append(number)
             training.stop_requested.set()

@@ -98,14 +98,11 @@ def plain():
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        ("dense", {"dp": 2, "pp": 2}),
         ("dense", {"cp": 4}),
         ("dense", {"tp": 2, "cp": 2, "zero": 1}),
-        ("moe", {"dp": 2, "ep": 2}),
         ("moe", {"tp": 2, "cp": 2, "ep": 2}),
         ("moe", {"dp": 2, "cp": 2, "ep": 4}),
         ("moe", {"dp": 2, "pp": 2, "ep": 2}),
-        ("moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 2}),
     ],
 )
 def test_no_degree_changes_the_losses(plain, kind, parallel):

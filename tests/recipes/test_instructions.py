@@ -70,6 +70,8 @@ def test_long_chats_are_cut(tmp_path):
     _, targets = samples.batch(range(40))
     assert samples.targets(range(40)) == int((targets != IGNORED).sum())
     assert targets.shape == (40, 60)
+    with pytest.raises(InputError, match=r"batch\.seq_len: found 8, expected at least"):
+        samples_in(tmp_path, tmp_path, seq_len=8, samples=40)
 
 
 def test_samples_depend_on_their_number_alone(tmp_path):

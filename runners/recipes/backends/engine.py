@@ -121,6 +121,7 @@ def _observed(metrics: MetricsPart, log_dir: Path | None) -> dict[str, Any]:
 def run_rank(job: Job, place: Place) -> int:
     """Train as `runners.dist_runner` does."""
     from runners.dist_runner import run_rank
+    from runners.recipes.tensor_bytes import restart_peak
 
     problem, plan = problem_and_plan(job)
     samples = make_samples(job.recipe.data, problem.model, problem.batch.seq_len, job.recipe.seed, job.folder)
@@ -129,9 +130,8 @@ def run_rank(job: Job, place: Place) -> int:
     if place.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)
-    return run_rank(
-        problem, plan, place.rank, place.host, place.port, options_of(job, job.out), place.listen_fd, samples=samples
-    )
+    options = options_of(job, job.out)
+    return run_rank(problem, plan, place.rank, place.host, place.port, options, place.listen_fd, samples, restart_peak)
 
 
 def summary(job: Job) -> dict[str, Any]:

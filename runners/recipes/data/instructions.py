@@ -119,6 +119,8 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in ("tokens", "starts", "answers")}
     largest = int(np.load(place / "largest.npy"))
     require(largest < model.vocab_size, "data.tokenizer: largest token", largest, f"less than {model.vocab_size}")
+    shortest = int(arrays["answers"].min())
+    require(shortest <= seq_len, "batch.seq_len", seq_len, f"at least {shortest}, the shortest question")
     return InstructionSamples(**arrays, seq_len=seq_len, seed=seed)
 
 
