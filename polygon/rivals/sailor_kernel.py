@@ -99,7 +99,7 @@ def score_bank(
         update_s=rows(lambda key: measured.update_s[key]),
         state_bytes=sums(rows(lambda key: STATE_BYTES * measured.parameters[key[2]])),
         held_bytes=sums(rows(lambda key: size * measured.held_bytes[key[2]])),
-        room_bytes=np.array([measured.memory_bytes[gpu] - reserved_bytes(tp) for _, gpu, tp in chosen]),
+        room_bytes=np.array([measured.memory_bytes.get(gpu, 0.0) - reserved_bytes(tp) for _, gpu, tp in chosen]),
         weight_bytes=np.concatenate([[0.0], np.cumsum(4.0 * measured.parameters[1])]),
         message=np.array([sizes.index(n) for n in measured.activation_bytes.tolist()], dtype=np.int64),
         message_s=np.array([[[message_s(a, b, n) for b in chosen] for a in chosen] for n in sizes]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from polygon.domain.plan import Problem as PlanningProblem
 from polygon.files import read_cluster, read_json
 from polygon.rivals.dtfm import DtfmProblem, PathAnnealing, scenario_from_document
 from polygon.rivals.ptafm import AntProblem, GeneticProblem, centers_from_document
-from polygon.rivals.sailor import cluster_from_setup, setups_from_document
+from polygon.rivals.sailor import setups_from_document
+from polygon.rivals.sailor_search import ScoreCandidates, ScoreDecoder
 from solvers.allocation import AllocationProblem
 from solvers.annealing import Annealing
 from solvers.ants import Ants
@@ -292,29 +294,30 @@ def _planning_bound(problem: Any) -> float:
 
 
 def _sailor(files: list[str]) -> Suite:
-    network = read_json(INSTANCES / "measured" / "sailor_network.json")
+    profiles, network = (read_json(INSTANCES / "measured" / f"sailor_{part}.json") for part in ("profiles", "network"))
     paths = [INSTANCES / "sailor" / "planner_bench.json", *map(Path, files)]
 
     def make(setup: Any) -> Callable[[], Problem[Any]]:
-        def build() -> Problem[Any]:
-            model = catalogue.model(
-                {"OPT-350": "opt-350m", "GPT-Neo-2.7": "gpt-neo-2.7b"}.get(setup.model, setup.model)
-            )
-            batch = Batch(global_batch=setup.global_batch, seq_len=2048, precision="fp32")
-            return _planning(PlanningProblem(cluster=cluster_from_setup(setup, network), model=model, batch=batch))
-
-        return build
+        return lambda: ScoreCandidates(ScoreDecoder(setup, profiles, network))
 
     setups = [setup for path in paths for setup in setups_from_document(read_json(path))]
     return Suite(
         name="sailor",
-        about="Sailor's setups under polygon's own objective (fluid step time, without profiles)",
+        about="Sailor's setups under Sailor's own score",
         unit="s",
         instances={setup.name: make(setup) for setup in setups},
-        methods=_planning_methods(),
-        evaluations=4_000,
+        methods={**_planning_methods(), "sequences+memetic": Seeded(Genetic(), _kind_sequences)},
+        evaluations=10_000,
         time_limit_s=math.inf,
         tolerance=0.01,
-        bound=_planning_bound,
         best_known=_known("sailor"),
     )
+
+
+def _kind_sequences(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+    """The best dozen of all sequences of worker kinds, as far as the budget goes."""
+    from polygon.planning.starts import kind_sequences
+
+    sequences = kind_sequences(candidates.decoder, candidates.space.groups, candidates.sizes)
+    tried = [(candidates.evaluate(x), i, x) for i, x in enumerate(itertools.islice(sequences, budget))]
+    return [x for _, _, x in sorted(tried, key=lambda entry: entry[:2])[:12]], len(tried)

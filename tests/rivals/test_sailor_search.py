@@ -245,3 +245,19 @@ def test_benchmark_writes_plans_that_score_as_it_says(tmp_path, capsys):
     plan = json.loads((tmp_path / "plans" / "fig7.json").read_text())
     measured = measured_from_documents(PROFILES, NETWORK, "OPT-350")
     assert score_s(plan, measured, 1024) == pytest.approx(rows["polygon"]["score_s"], rel=1e-9)
+
+
+def test_a_type_that_was_not_measured_is_left_out():
+    """GH200 beside A100 without a profile: the plan is on A100 alone."""
+    setup = replace(SETUPS["fig7"], devices={**SETUPS["fig7"].devices, ("us-central1-a", "GH-96"): 8})
+    outcome = find_form(
+        ScoreDecoder(setup, PROFILES | {"compute": only_a100()}, NETWORK), np.random.default_rng(0), 200
+    )
+    assert isinstance(outcome, FoundForm)
+    types = {worker["gpu_type"] for stage in outcome.best.form["stages"] for worker in stage["workers"]}
+    assert types == {"A100-40"}
+
+
+def only_a100():
+    """The measurements on A100 of the profiles."""
+    return [entry for entry in PROFILES["compute"] if entry["gpu_type"] == "A100-40"]
