@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from polygon.cost.bill import Run
 from polygon.cost.estimate import Estimate
 from polygon.domain.groups import Groups
 from polygon.domain.plan import Plan, Problem
 from polygon.parity import assumptions
+
+if TYPE_CHECKING:
+    from polygon.planning.left_out import LeftOut
 
 
 def seconds(value: float) -> str:
@@ -59,6 +64,12 @@ def describe_groups(groups: Groups) -> str:
     idle = cluster.devices - int(groups.allocation.sum())
     text = table(["stage", "devices", "from"], rows)
     return text + (f"\n{idle} of {cluster.devices} devices are left out" if idle else "")
+
+
+def describe_left_out(rows: Sequence[LeftOut]) -> str:
+    """Idle devices and why they are idle, pool by pool."""
+    cells = [[f"{row.devices} x {row.device}", row.region, row.reason] for row in rows]
+    return table(["left out", "region", "because"], cells)
 
 
 def describe_plan(problem: Problem, plan: Plan, estimate: Estimate) -> str:

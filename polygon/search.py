@@ -54,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.parity import assumptions
     from polygon.planning.engine import Effort
     from polygon.planning.frontier import find_within_limits
+    from polygon.planning.left_out import left_out
     from polygon.planning.objectives import objective_named
     from polygon.planning.violations import violations
-    from polygon.report import describe_plan, describe_run, seconds
+    from polygon.report import describe_left_out, describe_plan, describe_run, seconds
 
     talk = cli.Talk(quiet=args.quiet)
     tables = cli.read_tables(problem, args)
@@ -96,7 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("proved: no allocation of devices to stages has a better plan")
     search = {"evaluations": found.evaluations, "seconds": found.seconds, "proved": found.proved}
     data = {"search": search, **priced}
+    idle = left_out(problem, plan, tables)
+    data["left_out"] = [asdict(row) for row in idle]
     text = describe_plan(problem, plan, result)
+    if idle:
+        text += "\n\n" + describe_left_out(idle)
     if args.tokens:
         run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
         data["run"] = asdict(run)

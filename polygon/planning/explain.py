@@ -20,8 +20,7 @@ from polygon.parity import allowed, at_parity
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.engine import Effort, find_plan, most_stages
-from polygon.planning.nearby import Outcome, allocation_of, best_of, carried_over, checked, search_around
-from polygon.planning.starts import even_parts
+from polygon.planning.nearby import Outcome, allocation_of, best_of, carried_over, checked, search_around, with_idle
 
 SHORT = Effort(fluid_evaluations=1_000, exact_evaluations=20, patience=400)
 """Of the search behind an idea."""
@@ -161,18 +160,7 @@ class Explainer:
         for pool, count in idle[:MOST_POOLS]:
             if count > 0:
                 text = f"also use the {count} {pool.device.name} left out in {cluster.regions[pool.region].name}"
-                yield text, False, partial(self._best, self._with_idle(pool.index, count))
-
-    def _with_idle(self, pool: int, idle: int) -> Iterator[Allocation]:
-        """The plan's allocation with all idle devices of a pool in one stage, or spread over all."""
-        stages = np.flatnonzero(self.allocation.workers.any(axis=1))
-        for c, (p, tp) in enumerate(self.decoder.classes):
-            if p != pool or idle < tp:
-                continue
-            for chosen in (*([s] for s in stages), list(stages)):
-                workers = self.allocation.workers.copy()
-                workers[chosen, c] += even_parts(idle // tp, len(chosen))
-                yield replace(self.allocation, workers=workers)
+                yield text, False, partial(self._best, with_idle(self.decoder, self.allocation, pool.index, count))
 
     # -- what one would do without a planner ---------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import ExactCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.engine import most_stages
+from polygon.planning.starts import even_parts
 from polygon.planning.violations import violations
 from solvers.local_search import Restarts
 from solvers.stop import MaxEvaluations
@@ -48,6 +49,18 @@ def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Al
         if key in column:
             workers[: len(rows), column[key]] = rows[:, c]
     return Allocation(workers=workers, micro_batch_size=allocation.micro_batch_size)
+
+
+def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) -> Iterator[Allocation]:
+    """The allocation with all idle devices of a pool in one stage, or spread over all, at every degree."""
+    stages = np.flatnonzero(allocation.workers.any(axis=1))
+    for c, (p, tp) in enumerate(decoder.classes):
+        if p != pool or idle < tp:
+            continue
+        for chosen in (*([s] for s in stages), list(stages)):
+            workers = allocation.workers.copy()
+            workers[chosen, c] += even_parts(idle // tp, len(chosen))
+            yield replace(allocation, workers=workers)
 
 
 def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decoder: Decoder) -> Outcome:

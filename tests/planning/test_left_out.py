@@ -1,0 +1,65 @@
+"""Idle devices have a reason, and the reason is right."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints, Problem
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.left_out import left_out
+from polygon.report import describe_left_out
+from tests.linked_regions import cluster_of, small_gpt
+
+REGIONS = ([("a100-40gb", 1, 4)], [("t4", 1, 2)])
+
+
+def problem_of(groups=REGIONS, **changes):
+    constraints = changes.pop("constraints", Constraints())
+    batch = Batch(global_batch=changes.pop("global_batch", 32), seq_len=512)
+    return Problem(cluster=cluster_of(groups, **changes), model=small_gpt(), batch=batch, constraints=constraints)
+
+
+def plan_on_first_region(problem, devices=4):
+    """All data-parallel on some devices of the first pool."""
+    decoder = Decoder(problem)
+    workers = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    workers[0, decoder.classes.index((0, 1))] = devices
+    return decoder.decode(Allocation(workers=workers, micro_batch_size=2))
+
+
+def reasons(problem, plan):
+    return {(row.region, row.device, row.devices): row.reason for row in left_out(problem, plan, CostTables(problem))}
+
+
+def test_nothing_idle_no_reason():
+    """All devices in use: an empty list."""
+    problem = problem_of((REGIONS[0],))
+    assert left_out(problem, plan_on_first_region(problem), CostTables(problem)) == []
+
+
+def test_far_slow_devices_would_lengthen_the_step():
+    """Two T4 behind a thin link: named with what they would add."""
+    problem = problem_of(bytes_per_s=1e7)
+    found = reasons(problem, plan_on_first_region(problem))
+    assert found.keys() == {("r1", "t4", 2)}
+    assert "longer with them" in found["r1", "t4", 2]
+    text = describe_left_out(left_out(problem, plan_on_first_region(problem), CostTables(problem)))
+    assert "2 x t4" in text and "because" in text
+
+
+def test_devices_that_would_help_are_not_called_useless():
+    """Half of a region idle without need: the report says that the step would be shorter with them."""
+    problem = problem_of((REGIONS[0],), global_batch=256)
+    (reason,) = reasons(problem, plan_on_first_region(problem, devices=2)).values()
+    assert "shorter with them" in reason
+
+
+def test_forbidden_and_unlinked_devices_are_called_so():
+    """A forbidden region, and one without links to those in use."""
+    problem = problem_of(constraints=Constraints(forbidden_regions=("r1",)))
+    assert list(reasons(problem, plan_on_first_region(problem)).values()) == ["the constraints forbid them"]
+    apart = problem_of()
+    apart = replace(apart, cluster=replace(apart.cluster, bytes_per_s=np.zeros((2, 2))))
+    assert list(reasons(apart, plan_on_first_region(apart)).values()) == ["no link to the regions in use"]
