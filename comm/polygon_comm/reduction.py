@@ -115,6 +115,8 @@ class SumGroup:
         self._restored: dict[tuple[str, int], tuple[Any, float]] = {}
         self._rounds = 0
         self._expected: deque[_Round] = deque()
+        self._first_rounds: deque[Callable[[], None]] = deque()
+        """Of sums in two rounds, those that still are in their first: what starts the second."""
         self._mine = next(region for region in members.regions if wires.rank in region)
         self._near: Any = None
         if len(self._mine) > 1:
@@ -339,7 +341,10 @@ class SumGroup:
             if leader != self._wires.rank
         ]
 
-        def end() -> torch.Tensor:
+        summed: list[torch.Tensor] = []
+
+        def advance() -> None:
+            """Sum this leader's part and send it."""
             total = torch.zeros_like(parts[place])
             for leader in leaders:
                 if leader == self._wires.rank:
@@ -350,8 +355,20 @@ class SumGroup:
             sendings.extend(
                 self._wires.send(leader, tags[1], payload) for leader in leaders if leader != self._wires.rank
             )
+            summed.append(total)
+
+        # Second rounds are on their way while later sums are in their first: else each would wait for its own latency.
+        while len(self._first_rounds) >= SUMS_UNDER_WAY // 2:
+            self._first_rounds.popleft()()
+        self._first_rounds.append(advance)
+
+        def end() -> torch.Tensor:
+            while not summed:
+                self._first_rounds.popleft()()
+            if self._first_rounds:
+                self._first_rounds.popleft()()
             sums = [
-                total
+                summed[0]
                 if leader == self._wires.rank
                 else codec.decompress(receipts[1][leader].wait(), part.shape, part.dtype)
                 for leader, part in zip(leaders, parts, strict=True)

@@ -1,8 +1,11 @@
 """Laws of sums over regions, on real ranks."""
 
+import time
+from collections import deque
+
 import pytest
 import torch
-from polygon_comm.reduction import SumGroup, members_of
+from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
@@ -72,3 +75,32 @@ def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
     assert drift < max(2.5 * one, 1e-6)
     unpacked = 4 * ELEMENTS * STEPS
     assert results[0][2] < {"bf16": 0.6, "powersgd": 0.4}.get(codec, 0.35) * unpacked * (ranks - 1)
+
+
+def overlapped_on_rank(rank, port, ranks, sums):
+    """Many sums of which as many as may be are under way, ended in their order."""
+    store = TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
+    members = members_of("test", range(ranks), {r: r for r in range(ranks)})
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=30, device=torch.device("cpu"))
+    group = SumGroup(members, wires)
+    vectors, under_way = [contribution(rank, step) for step in range(sums)], deque()
+    for step, vector in enumerate(vectors):
+        if len(under_way) == SUMS_UNDER_WAY:
+            under_way.popleft()()
+        # Ranks that are late by turns: nobody may wait for what somebody else does only later.
+        time.sleep(0.01 * ((rank + step) % ranks))
+        under_way.append(group.begin(vector, str(step)))
+    while under_way:
+        under_way.popleft()()
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(ranks)])
+    return torch.stack(vectors).tolist()
+
+
+def test_sums_under_way_at_the_same_time_do_not_mix():
+    """Over three regions (two rounds each) every one of eleven sums is right, and equal on all ranks."""
+    results = run_ranks(overlapped_on_rank, 3, 3, 11)
+    assert results[0] == results[1] == results[2]
+    expected = torch.stack([sum(contribution(rank, step) for rank in range(3)) for step in range(11)])
+    assert torch.allclose(torch.tensor(results[0]), expected, atol=1e-5)
