@@ -66,7 +66,7 @@ def _axes(result: Estimate, most_bytes: float) -> dict[str, float]:
         "communication": max(0.0, 1 - exposed / result.step_s),
         "memory": 1 - float(np.mean([w.peak_bytes / w.limit_bytes for w in result.workers])),
         "scalability": min(1.0, result.lower_bound_s / result.step_s),
-        "across": 1 - result.cross_region_bytes / most_bytes,
+        "across": round(1 - result.cross_region_bytes / most_bytes, 9),
     }
 
 

@@ -56,7 +56,7 @@ function drawAlternatives(data: Data): void {
   const list = data.alternatives;
   draw("radar", {
     tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text } },
-    radar: { center: ["50%", "46%"], radius: "62%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.text }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
+    radar: { center: ["50%", "46%"], radius: innerWidth < 600 ? "46%" : "62%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.text }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
     series: [{ type: "radar", data: list.map((a: Data, i: number) => ({ name: maybe(a.key), value: AXES.map((x) => Number(a.axes[x].toFixed(3))), lineStyle: { width: i === 0 ? 3 : 1.5, type: i === 0 ? "solid" : "dashed" }, areaStyle: i === 0 ? { opacity: 0.2 } : undefined })) }],
   });
   draw("pareto", {
