@@ -78,8 +78,8 @@ def row_of(decoder: ScoreDecoder, planner: str, form: Mapping[str, Any], **known
     )
 
 
-def rows_of(setup: Setup, decoder: ScoreDecoder, seed: int) -> list[Row]:
-    """The rivals' plans that name their workers, and polygon's three."""
+def rows_of(setup: Setup, decoder: ScoreDecoder, seed: int, talk: cli.Talk) -> list[Row]:
+    """The rivals' plans that name their workers, and polygon's three; says why where polygon has none."""
     rows = []
     for planner, result in setup.results.items():
         form = result.get("plan") or {}
@@ -91,6 +91,8 @@ def rows_of(setup: Setup, decoder: ScoreDecoder, seed: int) -> list[Row]:
         spent = {"search_s": found.seconds, "search_cpu_s": found.cpu_s}
         rows.append(row_of(decoder, "polygon", found.best.form, **spent))
         rows.append(row_of(decoder, "balanced", found.balanced.form, **spent))
+    else:
+        talk.say(f"{setup.name}: {found.reason}")
     cpu_began = time.process_time()
     free = find_free(decoder, seed)
     cpu_s = time.process_time() - cpu_began
@@ -119,21 +121,24 @@ def find_free(decoder: ScoreDecoder, seed: int) -> Found:
     return replace(found, seconds=found.seconds + spent_s)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(setup: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Best rival and polygon's ratio to it under each estimate (below 1: polygon is faster)."""
     rivals = [row for row in rows if row.planner not in ("polygon", "balanced", "free")]
     own = {row.planner: row for row in rows if row not in rivals}
     fitting = [row for row in rivals if row.fits and math.isfinite(row.score_s)]
     by_score = min(fitting, key=lambda row: row.score_s, default=None)
     by_estimate = min(rivals, key=lambda row: row.estimate_s, default=None)
-    table: dict[str, Any] = {"setup": rows[0].setup}
+    table: dict[str, Any] = {"setup": setup}
     if by_score is not None:
         table["best_rival_by_score"] = by_score.planner
-        table |= {f"{name}_score_ratio": own[name].score_s / by_score.score_s for name in ("polygon", "balanced")}
+        scored = [own[name] for name in ("polygon", "balanced") if name in own]
+        table |= {f"{row.planner}_score_ratio": row.score_s / by_score.score_s for row in scored}
     if by_estimate is not None and math.isfinite(by_estimate.estimate_s):
         table["best_rival_by_estimate"] = by_estimate.planner
         table |= {f"{name}_estimate_ratio": row.estimate_s / by_estimate.estimate_s for name, row in own.items()}
-    return table | {"search_s": own["polygon"].search_s, "search_cpu_s": own["polygon"].search_cpu_s}
+    if "polygon" in own:
+        table |= {"search_s": own["polygon"].search_s, "search_cpu_s": own["polygon"].search_cpu_s}
+    return table
 
 
 def shape(form: Mapping[str, Any]) -> str:
@@ -184,7 +189,7 @@ def varied(
     lines, table = [], []
     for setup in variations(setups, profiles, count, rng):
         decoder = ScoreDecoder(setup, profiles, network)
-        rivals = {}
+        rivals: dict[str, float] = {}
         for name, form in rival_forms(setup, setups, decoder.measured):
             try:
                 if not memory_fits(form, decoder.measured):
@@ -207,7 +212,9 @@ def varied(
         )
     head = f"{'setup':64s} {'polygon':>10s} {'rival':>10s} {'':10s} {'ratio':>7s} {'CPU':>7s}   (inf: no plan fits)"
     ratios = np.array([entry["polygon_s"] / entry["rival_s"] for entry in table if math.isfinite(entry["rival_s"])])
-    last = f"{len(ratios)} with a rival's plan: worst ratio {ratios.max():.4f}, median {np.median(ratios):.4f}"
+    last = f"{len(ratios)} with a rival's plan"
+    if len(ratios):
+        last += f": worst ratio {ratios.max():.4f}, median {np.median(ratios):.4f}"
     return {"rows": table, "text": "\n".join([head, *lines, last])}
 
 
@@ -230,10 +237,12 @@ def main(argv: list[str] | None = None) -> int:
         result = varied(setups, profiles, network, args.variations, args.seed)
         cli.emit(result["rows"], result["text"], as_json=args.json)
         return cli.EXIT_OK
-    data, texts, plans = [], [], {}
+    data: list[dict[str, Any]] = []
+    texts: list[str] = []
+    plans: dict[str, str] = {}
     for setup in setups:
-        rows = rows_of(setup, ScoreDecoder(setup, profiles, network), args.seed)
-        of_setup = summary(rows)
+        rows = rows_of(setup, ScoreDecoder(setup, profiles, network), args.seed, talk)
+        of_setup = summary(setup.name, rows)
         data.append({**of_setup, "rows": [asdict(row) for row in rows]})
         texts.append(text_of(rows, of_setup))
         plans |= {f"{setup.name}.json": format_json(row.plan) for row in rows if row.planner == "polygon"}
