@@ -151,10 +151,13 @@ def _check(job: Job, *, as_json: bool) -> int:
     from runners.recipes.backends import engine
     from runners.recipes.needs import format_needs, needs
 
-    if BACKENDS[job.recipe.backend] != "engine":
-        raise InputError(f"--check: found backend {job.recipe.backend}, expected engine or plan")
-    problem, plan = engine.problem_and_plan(job)
-    rows = needs(problem, plan, cp=job.recipe.parallel.cp, ep=job.recipe.parallel.ep)
+    if BACKENDS[job.recipe.backend] == "engine":
+        problem, plan = engine.problem_and_plan(job)
+        rows = needs(problem, plan, cp=job.recipe.parallel.cp, ep=job.recipe.parallel.ep)
+    else:
+        from runners.recipes.replicas.figures import needs as replicas_need
+
+        rows = replicas_need(job)
     sys.stdout.write(format_json(rows) if as_json else format_needs(rows))
     over = [row for row in rows if row["peak_bytes"] > row["memory_bytes"]]
     for row in over:

@@ -7,12 +7,14 @@ accumulation x data-parallel degree), launcher/runner.py (hostfile), runtime/pip
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from polygon.cost.estimate import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss, json_text
 from polygon.export.hosts import Host, Seat, hosts_text, seats
@@ -25,22 +27,62 @@ RULES = Rules(
 )  # fmt: skip
 
 
-def ds_config(problem: Problem, uniform: Uniform) -> dict[str, Any]:
-    """The configuration: batch sizes that multiply out, precision, ZeRO stage, optimizer, type of reduced gradients."""
-    batch, plan = problem.batch, uniform.plan
-    packings = {use.weight_gradients for use in plan.links}
-    gradient = "bf16" if "bf16" in packings else batch.gradient_precision
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroOptions:
+    """What DeepSpeed is to split over the replicas, and what lies in host memory."""
+
+    stage: int = 0
+    hierarchical: int = 1
+    """ZeRO++: ranks of a node that share out a second copy of the weights, so that backward gathers them inside it."""
+    quantized_weights: bool = False
+    """ZeRO++: weights are gathered in 8 bits."""
+    quantized_gradients: bool = False
+    """ZeRO++: gradients are reduced in 4 bits, by all-to-all."""
+    offload: str = "none"
+    """none, optimizer or parameters (the optimizer's state too)."""
+
+    def __post_init__(self) -> None:
+        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "0, 1, 2 or 3")
+        plus = self.hierarchical > 1 or self.quantized_weights or self.quantized_gradients
+        require(self.stage == 3 or not plus, "zero.stage", self.stage, "3 (with ZeRO++)")
+        require(self.offload in ("none", "optimizer", "parameters"), "offload", self.offload, "optimizer or parameters")
+        require(
+            self.offload != "parameters" or self.stage == 3, "zero.stage", self.stage, "3 (parameters in host memory)"
+        )
+        require(self.offload == "none" or self.stage > 0, "zero.stage", self.stage, "1, 2 or 3 (with offload)")
+
+    def to_config(self) -> dict[str, Any]:
+        """DeepSpeed's `zero_optimization`."""
+        config: dict[str, Any] = {"stage": self.stage}
+        if self.hierarchical > 1:
+            config["zero_hpz_partition_size"] = self.hierarchical
+        if self.quantized_weights:
+            config["zero_quantized_weights"] = True
+        if self.quantized_gradients:
+            config["zero_quantized_gradients"] = True
+        if self.offload != "none":
+            config["offload_optimizer"] = {"device": "cpu"}
+        if self.offload == "parameters":
+            config["offload_param"] = {"device": "cpu"}
+        return config
+
+
+def batch_config(
+    batch: Batch, micro_batch_size: int, accumulation: int, zero: ZeroOptions, gradient_precision: str | None = None
+) -> dict[str, Any]:
+    """The configuration: batch sizes that multiply out, precision, ZeRO, optimizer, type of reduced gradients."""
+    gradient = gradient_precision or batch.gradient_precision
     if batch.optimizer == "adamw":
         optimizer = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     else:
         optimizer = {"lr": 1e-2, "momentum": 0.9}
     config: dict[str, Any] = {
         "train_batch_size": batch.global_batch,
-        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
-        "gradient_accumulation_steps": uniform.gradient_accumulation,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": {"adamw": "AdamW", "sgd": "SGD"}[batch.optimizer], "params": optimizer},
-        "zero_optimization": {"stage": plan.stages[0].zero},
+        "zero_optimization": zero.to_config(),
         "steps_per_print": 100000,
         "wall_clock_breakdown": False,
     }
@@ -51,6 +93,15 @@ def ds_config(problem: Problem, uniform: Uniform) -> dict[str, Any]:
     elif batch.precision in ("fp16", "fp8"):
         config["fp16"] = {"enabled": True, "initial_scale_power": 16}
     return config
+
+
+def ds_config(problem: Problem, uniform: Uniform) -> dict[str, Any]:
+    """The configuration of a uniform plan."""
+    plan = uniform.plan
+    packings = {use.weight_gradients for use in plan.links}
+    gradient = "bf16" if "bf16" in packings else problem.batch.gradient_precision
+    zero = ZeroOptions(stage=plan.stages[0].zero)
+    return batch_config(problem.batch, plan.micro_batch_size, uniform.gradient_accumulation, zero, gradient)
 
 
 def model_shape(problem: Problem, uniform: Uniform) -> dict[str, Any]:
@@ -93,7 +144,10 @@ def launch_script(rows: Sequence[Seat]) -> str:
 def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
     """Everything that DeepSpeed needs to train the plan's model; None where no plan fits that it can express."""
     if problem.model.family == "vit":
-        raise InputError("export: found a vision transformer, expected a language model for DeepSpeed's program")
+        raise InputError(
+            "export: found a vision transformer, expected a language model for DeepSpeed's program "
+            "(runners.train trains vision transformers with DeepSpeed)"
+        )
     uniform = find_uniform(problem, plan, tables, RULES)
     if uniform is None:
         return None

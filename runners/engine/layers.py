@@ -42,7 +42,9 @@ class RmsNorm(nn.RMSNorm):
 
 
 def _norm(model: Model) -> nn.Module:
-    return RmsNorm(model.hidden_size, eps=model.norm_eps) if model.rms_norm else nn.LayerNorm(model.hidden_size)
+    if model.rms_norm:
+        return RmsNorm(model.hidden_size, eps=model.norm_eps)
+    return nn.LayerNorm(model.hidden_size, eps=1e-6 if model.family == "vit" else 1e-5)
 
 
 class TokenEmbedding(nn.Module):
@@ -149,11 +151,12 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with GELU, or three with a SiLU gate."""
+    """Two layers with GELU (exact in a vision transformer, GPT-2's by tanh), or three with a SiLU gate."""
 
     def __init__(self, model: Model, ffn_size: int) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.gelu = "none" if model.family == "vit" else "tanh"
         self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
         self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
         self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
@@ -161,7 +164,7 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.tp is None else self.tp.copy(x)
         if self.gate is None:
-            inner = functional.gelu(self.up(x), approximate="tanh")
+            inner = functional.gelu(self.up(x), approximate=self.gelu)
         else:
             inner = functional.silu(self.gate(x)) * self.up(x)
         return _row_parallel(self.down, inner, self.tp)

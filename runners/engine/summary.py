@@ -114,22 +114,35 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """The figures for people."""
-    wrong = summary["order_differs_on_ranks"]
-    order = f"differs from the plan's on ranks {wrong}" if wrong else "the plan's on every rank"
-    return "\n".join(
-        (
-            f"loss            {summary['first_loss']:.4f} -> {summary['last_loss']:.4f} (mean of the last steps) "
-            f"in {summary['steps']} steps",
-            f"step            {summary['median_step_s'] * 1e3:,.1f} ms (median), "
-            f"{summary['tokens_per_s']:,.0f} tokens/s",
+    """The figures for people; runs of whole replicas have no schedule, and no bubble, but count samples and state."""
+    step = f"{summary['median_step_s'] * 1e3:,.1f} ms (median), {summary['tokens_per_s']:,.0f} tokens/s"
+    lines = [
+        f"loss            {summary['first_loss']:.4f} -> {summary['last_loss']:.4f} (mean of the last steps) "
+        f"in {summary['steps']} steps",
+        f"step            {step}"
+        + (f", {summary['samples_per_s']:,.1f} samples/s" if "samples_per_s" in summary else ""),
+    ]
+    if "bubble" in summary:
+        lines.append(
             f"waiting         {summary['bubble']:.1%} of a step for other ranks' computations (bubble), "
-            f"{summary['exposed_communication']:.1%} for messages (exposed communication)",
-            f"MFU             {summary['mfu']:.2%} of the plan's devices",
+            f"{summary['exposed_communication']:.1%} for messages (exposed communication)"
+        )
+    lines.append(f"MFU             {summary['mfu']:.2%} of the plan's devices")
+    if "state_bytes" in summary:
+        held, expected = summary["state_bytes"], summary["predicted_state_bytes"]
+        lines.append(
+            f"state           {held['total'] / 1e6:,.3f} MB a rank (predicted {expected['total'] / 1e6:,.3f}): weights "
+            f"{held['weights'] / 1e6:,.3f}, gradients {held['gradients'] / 1e6:,.3f}, "
+            f"optimizer {held['optimizer'] / 1e6:,.3f}"
+        )
+    if "order_differs_on_ranks" in summary:
+        wrong = summary["order_differs_on_ranks"]
+        order = f"differs from the plan's on ranks {wrong}" if wrong else "the plan's on every rank"
+        lines += [
             f"across regions  {summary['cross_region_bytes_per_step'] / 1e6:,.3f} MB a step",
             f"executed order  {order}",
-            f"wall time       {summary['wall_s']:.1f} s",
-            f"log             {summary['log']}",
-            f"trace           {summary['trace']} (ui.perfetto.dev)",
-        )
-    )
+        ]
+    lines += [f"wall time       {summary['wall_s']:.1f} s", f"log             {summary['log']}"]
+    if "trace" in summary:
+        lines.append(f"trace           {summary['trace']} (ui.perfetto.dev)")
+    return "\n".join(lines)

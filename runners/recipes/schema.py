@@ -82,6 +82,17 @@ class MemoryPart(Strict):
     """What lies in host memory: nothing, the optimizer's state and update, also the weights (DeepSpeed)."""
 
 
+class ZeroPlusPart(Strict):
+    """ZeRO++: less traffic for ZeRO-3 (backend deepspeed)."""
+
+    quantized_weights: bool = False
+    """Gather weights in 8 bits."""
+    quantized_gradients: bool = False
+    """Reduce gradients in 4 bits."""
+    hierarchical: Count = 1
+    """Ranks of a node that share out a second copy of the weights; backward then gathers inside the node."""
+
+
 class LoraPart(Strict):
     """Train low-rank additions instead of the weights."""
 
@@ -148,6 +159,7 @@ class Recipe(Strict):
     hardware: HardwarePart = HardwarePart()
     memory: MemoryPart = MemoryPart()
     lora: LoraPart | None = None
+    zero_plus: ZeroPlusPart = ZeroPlusPart()
     optimizer: OptimizerPart = OptimizerPart()
     steps: Count = 10
     seed: Index = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from polygon.domain.errors import PolygonError
 from runners.recipes.backends import Job
-from runners.recipes.schema import MetricsPart, ParallelPart, Recipe
+from runners.recipes.schema import MetricsPart, ParallelPart, Recipe, ZeroPlusPart
 
 MEMORY_STEPS = 2
 """Steps of the further run that follows every tensor: the second one has optimizer state."""
@@ -64,8 +64,9 @@ def rows(jobs: Sequence[Job], run: Run) -> list[dict[str, Any]]:
 
 def on_one_process(recipe: Recipe) -> Recipe:
     """The same training without any parallelism."""
-    backend = "engine" if recipe.backend == "plan" else recipe.backend
-    return recipe.model_copy(update={"parallel": ParallelPart(), "backend": backend, "plan": None})
+    backend = {"plan": "engine", "deepspeed": "ddp"}.get(recipe.backend, recipe.backend)
+    alone = {"parallel": ParallelPart(), "backend": backend, "plan": None, "zero_plus": ZeroPlusPart()}
+    return recipe.model_copy(update=alone)
 
 
 def degrees(recipe: Recipe) -> str:

@@ -18,6 +18,8 @@ from runners.recipes.schema import Recipe
 BACKENDS = {
     "engine": "engine",
     "plan": "engine",
+    "ddp": "ddp",
+    "deepspeed": "ds",
 }
 """Name in a recipe: module of this folder."""
 

@@ -22,6 +22,9 @@ KINDS = {
     "english": "plain",
     "digits": "plain",
     "instructions": "instructions",
+    "cifar100": "images",
+    "food101": "images",
+    "images": "images",
 }
 """Kind of data: module of this folder."""
 

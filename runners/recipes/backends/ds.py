@@ -1,0 +1,49 @@
+"""DeepSpeed's ZeRO-1, 2, 3 and ZeRO++, by itself, under torchrun or under the `deepspeed` launcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runners.recipes.backends import Job, Place
+from runners.recipes.models import model_of
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from runners.recipes.replicas.loop import Replica
+
+
+def world_size(job: Job) -> int:
+    """As many as replicas.
+
+    Raises
+    ------
+    InputError
+        What replicas do not have, or DeepSpeed (without a GPU) cannot do.
+    """
+    import torch
+
+    from runners.recipes.replicas.loop import check_replicated
+    from runners.recipes.replicas.zero import check_zero
+
+    check_replicated(job.recipe, model_of(job.recipe.model, job.folder))
+    check_zero(job.recipe, on_gpu=job.device != "cpu" and torch.cuda.is_available())
+    return job.recipe.parallel.dp
+
+
+def run_rank(job: Job, place: Place) -> int:
+    """Train; see `runners.recipes.replicas.loop`."""
+    from runners.recipes.replicas.loop import train
+    from runners.recipes.replicas.zero import ZeroReplica
+
+    def make(whole: Any, batch: Any, recipe: Any, device: Any) -> Replica:
+        return ZeroReplica(whole, batch, recipe, device)
+
+    return train(job, place, make, reentrant=job.recipe.parallel.zero == 3)
+
+
+def summary(job: Job) -> dict[str, Any]:
+    """Figures of the run."""
+    from runners.recipes.replicas.figures import summary
+
+    return summary(job)

@@ -1,0 +1,293 @@
+"""Image sets of local folders or Hugging Face's cache, decoded once to the model's size and memory-mapped.
+
+What a folder may hold: CIFAR-100 as Python pickles (`train`, `meta`) or binary (`train.bin`); a folder of images per
+class (Food-101: below `images`, with `meta/train.txt` or `train.json`, where they are, naming the training images);
+`train*.parquet` as on Hugging Face's hub (columns `img` or `image` with encoded bytes, and a label). Without a path
+the hub's cache is searched (`HF_HOME`). Images are resized to the model's side, shorter side first, and cropped to the
+middle; values go to -1..1.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Model
+from runners.recipes.models import beside
+from runners.recipes.schema import DataPart
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+HUB = {"cifar100": "datasets--uoft-cs--cifar100", "food101": "datasets--ethz--food101"}
+"""Folder of a set in the hub's cache."""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+CIFAR_SIDE = 32
+
+
+@dataclass
+class MappedImages:
+    """Samples of a decoded set, in an order shuffled anew each epoch."""
+
+    images: np.ndarray
+    """uint8, shape (images, channels, side, side)."""
+    classes: np.ndarray
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+
+    def _place(self, number: int) -> int:
+        epoch, place = divmod(number, len(self.classes))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.classes))
+        return int(self._order[place])
+
+    def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images with values in -1..1, and their classes."""
+        import torch
+
+        chosen = [self._place(number) for number in numbers]
+        images = self.images[chosen].astype(np.float32) / 127.5 - 1
+        return torch.from_numpy(images), torch.from_numpy(self.classes[chosen].astype(np.int64))
+
+
+def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> MappedImages:
+    """The training images of a set, for a model.
+
+    Raises
+    ------
+    InputError
+        No such folder, nothing in it that can be read, or more classes than the model has.
+    """
+    require(model.family == "vit", "data.kind", part.kind, "text for a language model")
+    source = beside(folder, part.path) if part.path is not None else _in_hub_cache(part.kind)
+    require(source.is_dir(), "data.path", str(source), "a folder of images")
+    cache = Path(part.cache).expanduser() if part.cache else Path("~/.cache/polygon").expanduser()
+    images, classes = decoded(source, model, cache)
+    if part.samples is not None:
+        images, classes = images[: part.samples], classes[: part.samples]
+    largest = int(classes.max())
+    require(largest < model.vocab_size, f"{source}: classes", largest + 1, f"at most {model.vocab_size}, the model's")
+    return MappedImages(images=images, classes=classes, seed=seed)
+
+
+def _in_hub_cache(kind: str) -> Path:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    snapshots = sorted((home / "hub" / HUB[kind] / "snapshots").glob("*")) if kind in HUB else []
+    if not snapshots:
+        where = f"{HUB[kind]} in {home}/hub" if kind in HUB else "one"
+        raise InputError(f"data.path: found none, expected a folder (or {where})")
+    return snapshots[-1]
+
+
+def decoded(source: Path, model: Model, cache: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Images (memory-mapped) and classes of a set; the first caller decodes, the others wait for it."""
+    shape = f"{model.channels}x{model.image_size}"
+    key = hashlib.sha256(f"{source.resolve()} {_state(source)} {shape}".encode()).hexdigest()[:16]
+    target = cache / f"images-{key}"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with (target / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / "classes.npy").exists():
+                _decode(source, model, target)
+    except OSError as error:
+        raise InputError(f"data.cache: {target}: {error.strerror}, expected a folder that can be written") from None
+    return np.load(target / "images.npy", mmap_mode="r"), np.load(target / "classes.npy")
+
+
+def _state(source: Path) -> str:
+    """Changes with every file of the set that does."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        found = path.stat()
+        digest.update(f"{path.relative_to(source)} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _decode(source: Path, model: Model, target: Path) -> None:
+    rows = _read(source)
+    shape = (len(rows), model.channels, model.image_size, model.image_size)
+    images = np.lib.format.open_memmap(target / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
+    classes = np.zeros(len(rows), dtype=np.int32)
+    for number in range(len(rows)):
+        image, classes[number] = rows.image(number), rows.classes[number]
+        images[number] = _fitted(image, model)
+    images.flush()
+    # The classes come last: where they are, the images are whole.
+    np.save(target / "classes.partial.npy", classes)
+    (target / "classes.partial.npy").rename(target / "classes.npy")
+
+
+def _fitted(image: Image, model: Model) -> np.ndarray:
+    """Pixels (channels, side, side): resized so that the shorter side fits, the middle of the longer one."""
+    from PIL.Image import Resampling
+
+    side = model.image_size
+    image = image.convert("L" if model.channels == 1 else "RGB")
+    scale = side / min(image.size)
+    size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
+    if size != image.size:
+        image = image.resize(size, Resampling.BICUBIC)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    pixels = np.asarray(image.crop((left, top, left + side, top + side)))
+    return pixels[None] if model.channels == 1 else pixels.transpose(2, 0, 1)
+
+
+class _Rows:
+    """Images of a set, one at a time."""
+
+    def __init__(self, classes: np.ndarray) -> None:
+        self.classes = np.asarray(classes)
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def image(self, number: int) -> Image:
+        raise NotImplementedError
+
+
+class _Pixels(_Rows):
+    """CIFAR's rows of 3 x 32 x 32 bytes."""
+
+    def __init__(self, pixels: np.ndarray, classes: np.ndarray) -> None:
+        super().__init__(classes)
+        self._pixels = np.asarray(pixels, dtype=np.uint8).reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE)
+
+    def image(self, number: int) -> Image:
+        from PIL.Image import fromarray
+
+        return fromarray(np.ascontiguousarray(self._pixels[number].transpose(1, 2, 0)))
+
+
+class _Files(_Rows):
+    """Image files."""
+
+    def __init__(self, paths: list[Path], classes: list[int]) -> None:
+        super().__init__(np.array(classes))
+        self._paths = paths
+
+    def image(self, number: int) -> Image:
+        from PIL import UnidentifiedImageError
+        from PIL.Image import open as open_image
+
+        try:
+            with open_image(self._paths[number]) as image:
+                return image.convert("RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise InputError(f"{self._paths[number]}: found no image that can be read: {error}") from None
+
+
+class _Encoded(_Rows):
+    """Encoded images in memory."""
+
+    def __init__(self, images: list[bytes], classes: np.ndarray) -> None:
+        super().__init__(classes)
+        self._images = images
+
+    def image(self, number: int) -> Image:
+        from PIL.Image import open as open_image
+
+        return open_image(io.BytesIO(self._images[number]))
+
+
+def _read(source: Path) -> _Rows:
+    """Whatever format the folder has."""
+    for inside in (source, source / "cifar-100-python", source / "cifar-100-binary"):
+        if (inside / "train").is_file():
+            return _cifar_pickle(inside / "train")
+        if (inside / "train.bin").is_file():
+            return _cifar_binary(inside / "train.bin")
+    tables = sorted(source.rglob("train*.parquet"))
+    rows = _parquet(tables) if tables else _image_folder(source)
+    require(len(rows) > 0, "data.path", str(source), "CIFAR's files, parquet files, or a folder of images per class")
+    return rows
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads arrays and plain values only: a pickle may otherwise run any program."""
+
+    ALLOWED = frozenset({("numpy", "ndarray"), ("numpy", "dtype")})
+
+    def find_class(self, module: str, name: str) -> Any:
+        rebuild = name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        if rebuild or (module, name) in self.ALLOWED or (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a data set")
+
+
+def _cifar_pickle(path: Path) -> _Rows:
+    try:
+        with path.open("rb") as file:
+            data = _PlainUnpickler(file, encoding="bytes").load()
+        return _Pixels(data[b"data"], np.array(data[b"fine_labels"]))
+    except (pickle.UnpicklingError, KeyError, TypeError, EOFError, ValueError) as error:
+        raise InputError(f"{path}: found {error}, expected CIFAR-100's pickle (data, fine_labels)") from None
+
+
+def _cifar_binary(path: Path) -> _Rows:
+    row = 2 + 3 * CIFAR_SIDE**2
+    raw = np.fromfile(path, dtype=np.uint8)
+    require(len(raw) > 0 and len(raw) % row == 0, f"{path}: size", len(raw), f"a multiple of {row} (CIFAR-100's rows)")
+    rows = raw.reshape(-1, row)
+    return _Pixels(rows[:, 2:], rows[:, 1].astype(np.int64))
+
+
+def _named_images(source: Path) -> Iterator[str] | None:
+    """Food-101's list of training images, as class/name."""
+    if (source / "meta" / "train.txt").is_file():
+        return iter((source / "meta" / "train.txt").read_text().split())
+    if (source / "meta" / "train.json").is_file():
+        by_class = json.loads((source / "meta" / "train.json").read_text())
+        return (name for names in by_class.values() for name in names)
+    return None
+
+
+def _image_folder(source: Path) -> _Rows:
+    top = next((source / name for name in ("images", "train") if (source / name).is_dir()), source)
+    names = sorted(path.name for path in top.iterdir() if path.is_dir())
+    number = {name: index for index, name in enumerate(names)}
+    wanted = _named_images(source)
+    if wanted is None:
+        paths = [p for name in names for p in sorted((top / name).iterdir()) if p.suffix.lower() in SUFFIXES]
+    else:
+        paths = []
+        for item in wanted:
+            found = next((p for s in SUFFIXES if (p := top / f"{item}{s}").is_file()), None)
+            if found is None:
+                raise InputError(f"{source}/meta: found {item}, expected an image of that name in {top}")
+            paths.append(found)
+    return _Files(paths, [number[path.parent.name] for path in paths])
+
+
+def _parquet(tables: list[Path]) -> _Rows:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{tables[0]}: found no pyarrow, expected it to read parquet (pip install pyarrow)") from None
+    images: list[bytes] = []
+    classes: list[int] = []
+    for path in tables:
+        table = parquet.read_table(path)
+        image = next((name for name in ("image", "img") if name in table.column_names), None)
+        label = next((name for name in ("label", "fine_label", "labels") if name in table.column_names), None)
+        if image is None or label is None:
+            raise InputError(
+                f"{path}: found columns {table.column_names}, expected image or img, and label or fine_label"
+            )
+        images += [row["bytes"] for row in table[image].to_pylist()]
+        classes += table[label].to_pylist()
+    return _Encoded(images, np.array(classes))
