@@ -112,10 +112,10 @@ def at_parity(problem: Problem, level: str) -> Problem:
 def level_needed(problem: Problem, traffic: str, kind: Any) -> str:
     """The first level that allows a kind for a problem's model; local steps take the row of as many steps or more."""
     known = rows(traffic)
-    if traffic == "local_steps" and kind not in known:
-        kind = min((steps for steps in known if steps > kind), default=max(known))
-        if kind == max(known):
+    if traffic == "local_steps":
+        if kind > max(known):
             return PARITY_LEVELS[-1]
+        kind = min(steps for steps in known if steps >= kind)
     return known[kind].level_for(problem.model)
 
 
@@ -132,7 +132,10 @@ def assumptions(problem: Problem, plan: Plan) -> list[str]:
         nearest = min((steps for steps in known if steps >= plan.local_steps), default=max(known))
         level = level_needed(problem, "local_steps", plan.local_steps)
         text = _line(f"{plan.local_steps} local steps", level, known[nearest])
-        lines.append(f"{text}; equal loss at equal tokens is assumed, more tokens are not priced")
+        lines.append(
+            f"{text}; equal loss at equal tokens is assumed, with the first fifth of the run in step; the tokens that "
+            "short runs need beyond that are not priced"
+        )
     return lines
 
 

@@ -72,6 +72,7 @@ def test_a_steps_row_stands_for_fewer_steps_too():
     assert parity.level_needed(problem, "local_steps", 17) == "known"
     assert parity.level_needed(problem, "local_steps", 1) == "exact"
     assert parity.level_needed(problem, "local_steps", 5000) == "any"
+    assert parity.level_needed(problem_of("gpt2"), "local_steps", 200) == "known"
 
 
 def test_lists_in_the_constraints_take_the_ledgers_place():
