@@ -1,17 +1,20 @@
 """What the runner costs over a plain torch loop: CPU seconds a step of the same model, data and optimizer.
 
-    python benchmarks/runtime_overhead.py [--steps 40] [--rounds 3]
+    python benchmarks/runtime_overhead.py [--steps 60]
 
-One rank, a GPT of width 128 with 4 blocks, 128 tokens, 8 micro-batches of 1 in both. CPU time, not wall time: other
-programs on the machine then matter little. Prints the least of several rounds of each, and their ratio.
+One rank, a GPT of width 128 with 4 blocks, 128 tokens, 8 micro-batches of 1 in both. CPU time, not wall time, and one
+step of each in turn in the same process: what else runs on the machine then slows both alike. Prints medians over the
+steps, and the median of the ratios of neighbours.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import socket
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
 
 MICRO_BATCHES = 8
+WARM_UPS = 4
 
 
 def make_problem() -> tuple[Problem, Plan]:
@@ -50,40 +54,38 @@ def make_problem() -> tuple[Problem, Plan]:
     return Problem(cluster=cluster, model=model, batch=batch), plan
 
 
-def plain(end: Connection, steps: int) -> None:
-    """CPU seconds a step of a loop over micro-batches as one writes it by hand."""
+def plain_step() -> Callable[[], None]:
+    """A step of a loop over micro-batches as one writes it by hand."""
     import torch
 
     from runners.engine.data import samples_for
     from runners.engine.layers import build_layers
 
-    torch.set_num_threads(1)
     problem, _ = make_problem()
     model = problem.model
     layers = build_layers(model, range(model.layers), 0)
     samples = samples_for(model, 128, 0)
     parameters = list(dict.fromkeys(layers.parameters()))
     optimizer = torch.optim.AdamW(parameters, lr=3e-4)
-    start_s = 0.0
-    for step in range(-3, steps):
-        if step == 0:
-            start_s = time.process_time()
-        for m in range(MICRO_BATCHES):
-            number = (step + 3) * MICRO_BATCHES + m
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        for _ in range(MICRO_BATCHES):
             x, targets = samples.batch(range(number, number + 1))
+            number += 1
             for layer, module in layers.items():
                 x = module(x, targets) if int(layer) == model.layers - 1 else module(x)
             (x / problem.batch.tokens).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    end.send((time.process_time() - start_s) / steps)
+
+    return step
 
 
-def ours(end: Connection, steps: int) -> None:
-    """CPU seconds a step of the runner."""
-    import socket
-
+def measure(steps: int) -> list[tuple[float, float]]:
+    """CPU seconds of a plain step and of the runner's step before it, over and over."""
     import torch
 
     from runners.dist_runner import end_process
@@ -91,40 +93,30 @@ def ours(end: Connection, steps: int) -> None:
     from runners.engine.training import train
 
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    step, pairs, mark_s = plain_step(), [], time.process_time()
+
+    def report(result: dict[str, Any]) -> None:
+        nonlocal mark_s
+        end_s = time.process_time()
+        step()
+        pairs.append((time.process_time() - end_s, end_s - mark_s))
+        mark_s = time.process_time()
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    marks = []
-    options = Options(steps=steps + 3, traced_steps=0)
-    train(
-        *make_problem(),
-        0,
-        "127.0.0.1",
-        port,
-        options,
-        on_loss=end_process,
-        report=lambda result: marks.append(time.process_time()),
-    )
-    end.send((marks[-1] - marks[2]) / steps)
+    options = Options(steps=steps + WARM_UPS, traced_steps=0)
+    train(*make_problem(), 0, "127.0.0.1", port, options, on_loss=end_process, report=report)
+    return pairs[WARM_UPS:]
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    best = {"plain": float("inf"), "ours": float("inf")}
-    for _ in range(arguments.rounds):
-        for name, body in (("plain", plain), ("ours", ours)):
-            mine, theirs = multiprocessing.Pipe()
-            process = multiprocessing.get_context("spawn").Process(target=body, args=(theirs, arguments.steps))
-            process.start()
-            best[name] = min(best[name], mine.recv())
-            process.join()
-    print(f"plain torch loop  {best['plain'] * 1e3:7.2f} ms of CPU a step")
-    print(f"runner, one rank  {best['ours'] * 1e3:7.2f} ms of CPU a step")
-    print(f"overhead          {best['ours'] / best['plain'] - 1:+7.1%}")
+    parser.add_argument("--steps", type=int, default=60)
+    pairs = measure(parser.parse_args().steps)
+    print(f"plain torch loop  {median(plain_s for plain_s, _ in pairs) * 1e3:7.2f} ms of CPU a step")
+    print(f"runner, one rank  {median(ours_s for _, ours_s in pairs) * 1e3:7.2f} ms of CPU a step")
+    print(f"overhead          {median(ours_s / plain_s for plain_s, ours_s in pairs) - 1:+7.1%}")
 
 
 if __name__ == "__main__":

@@ -293,22 +293,27 @@ class Training:
             place += 1
         self._all.expect(SCALARS, torch.float64, "scalars")
 
+    def _square(self, bucket: Bucket) -> float:
+        """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""
+        # Slices add up; of what is whole on every device of a worker, the first counts.
+        counted = [place[:2] for name, place in bucket.places.items() if name in bucket.dims]
+        if self.worker.place == 0:
+            counted = [(0, bucket.size)]
+        square = 0.0
+        for a, b in counted:
+            for start, end in bucket.owned_by(self.rank):
+                mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
+                square += torch.linalg.vector_norm(mine).item() ** 2
+        return square
+
     def _scalars(self, *, near: bool = False) -> Scalars:
         """Loss, gradient norm and wish to stop, over all ranks or those of this region."""
         worker = self.worker
-        squares = torch.zeros((), dtype=torch.float64)
-        for bucket in self.buckets:
-            if self._counts(bucket):
-                for name, (a, b, _) in bucket.places.items():
-                    # Slices add up; of what is whole on every device of a worker, the first counts.
-                    if worker.place == 0 or name in bucket.dims:
-                        for start, end in bucket.owned_by(self.rank):
-                            mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
-                            squares += torch.linalg.vector_norm(mine, dtype=torch.float64).cpu() ** 2
+        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket))
         part = float(worker.is_last and worker.place == 0)
         fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches / self.layout.context
         stop = float(self.stop_requested.is_set())
-        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares.item(), stop], dtype=torch.float64)
+        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
         values = values.to(self.wires.device)
         if near:
             self._all.sum_near_(values)
