@@ -52,7 +52,8 @@ def solve(seed: int) -> Row | None:
     if found.plan is None:
         return None
     optimum = find_optimum(problem, np.random.default_rng(seed), tables=tables, first=found)
-    assert optimum.proved
+    if found.interrupted or not optimum.proved:
+        raise KeyboardInterrupt
     return Row(
         seed=seed,
         over=found.value_s / optimum.value_s - 1,

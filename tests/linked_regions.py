@@ -21,11 +21,23 @@ def small_gpt(**changes) -> Model:
 
 
 def cluster_of(
-    groups, *, latency_s=0.02, bytes_per_s=1e8, capacity=np.inf, node_bytes_per_s=1e10, egress_usd_per_gb=0.0
+    groups,
+    *,
+    latency_s=0.02,
+    bytes_per_s=1e8,
+    capacity=np.inf,
+    node_bytes_per_s=1e10,
+    inside=None,
+    between=None,
+    egress_usd_per_gb=0.0,
 ) -> Cluster:
-    """Regions r0, r1, ... given as lists of (type, nodes, devices per node), every pair linked alike."""
-    inside = Link(latency_s=5e-6, bytes_per_s=node_bytes_per_s)
-    between = Link(latency_s=5e-5, bytes_per_s=node_bytes_per_s / 10)
+    """Regions r0, r1, ... given as lists of (type, nodes, devices per node).
+
+    `latency_s` and `bytes_per_s` of the links between regions are numbers or matrices, `inside` and `between` links in
+    a node and between a region's nodes (by default `node_bytes_per_s` and a tenth of it).
+    """
+    inside = inside or Link(latency_s=5e-6, bytes_per_s=node_bytes_per_s)
+    between = between or Link(latency_s=5e-5, bytes_per_s=node_bytes_per_s / 10)
     regions = tuple(
         Region(
             name=f"r{r}",
@@ -42,8 +54,8 @@ def cluster_of(
     return Cluster(
         name="test",
         regions=regions,
-        latency_s=np.full((n, n), latency_s),
-        bytes_per_s=np.full((n, n), bytes_per_s),
+        latency_s=np.array(np.broadcast_to(latency_s, (n, n)), dtype=float),
+        bytes_per_s=np.array(np.broadcast_to(bytes_per_s, (n, n)), dtype=float),
         capacity_bytes_per_s=np.full((n, n), capacity),
         catalogue={name: catalogue.device(name) for name in TYPES},
     )

@@ -8,53 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
 from polygon.cost.bounds import _Size, _Stages, _Traffic, lower_bound
 from polygon.cost.estimate import step_times
 from polygon.cost.region_sets import ENUMERATED, region_sets
 from polygon.cost.stage_bound import least_capacity
 from polygon.cost.stage_tiers import Kinds
 from polygon.cost.tables import CostTables
-from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
-from polygon.domain.model import Batch, Model
+from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Constraints, Problem
 from polygon.parity import allowed
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.starts import simple_starts
+from tests.linked_regions import TYPES, cluster_of, small_gpt
 
-TYPES = ("a100-40gb", "t4", "v100-16gb")
-
-
-def gpt(**changes):
-    fields = {
-        "name": "small", "blocks": 6, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64,
-        "ffn_size": 4096, "vocab_size": 32000, "max_seq_len": 1024,
-    }  # fmt: skip
-    return Model(**(fields | changes))
-
-
-def cluster_of(groups, latency_s, bytes_per_s, inside, between, capacity=np.inf):
-    """Regions given as lists of (type, nodes, devices per node) and matrices of their links."""
-    n = len(groups)
-    return Cluster(
-        name="test",
-        regions=tuple(
-            Region(
-                name=f"r{r}",
-                intra_region=between,
-                node_groups=tuple(
-                    NodeGroup(device=name, nodes=nodes, devices_per_node=d, intra_node=inside, inter_node=between)
-                    for name, nodes, d in members
-                ),
-            )
-            for r, members in enumerate(groups)
-        ),
-        latency_s=np.broadcast_to(np.asarray(latency_s, dtype=float), (n, n)),
-        bytes_per_s=np.broadcast_to(np.asarray(bytes_per_s, dtype=float), (n, n)),
-        capacity_bytes_per_s=np.full((n, n), capacity),
-        catalogue={name: catalogue.device(name) for name in TYPES},
-    )
+LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
+BUS = Link(latency_s=1e-6, bytes_per_s=1e12)
 
 
 @st.composite
@@ -73,19 +43,19 @@ def problems(draw):
     between = Link(latency_s=5e-5, bytes_per_s=draw(st.sampled_from([1e8, 1e9, 2e10])))
     cluster = cluster_of(
         groups,
-        latency_s,
-        bytes_per_s,
-        Link(latency_s=5e-6, bytes_per_s=draw(st.sampled_from([1e10, 3e11]))),
-        between,
-        draw(st.sampled_from([np.inf, 1e8])),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        node_bytes_per_s=draw(st.sampled_from([1e10, 3e11])),
+        between=between,
+        capacity=draw(st.sampled_from([np.inf, 1e8])),
     )
     model = draw(
         st.sampled_from(
             [
-                gpt(),
-                gpt(blocks=2),
-                gpt(tied_embeddings=False, blocks=9),
-                gpt(blocks=40, hidden_size=2048, head_dim=128, ffn_size=8192),
+                small_gpt(),
+                small_gpt(blocks=2),
+                small_gpt(tied_embeddings=False, blocks=9),
+                small_gpt(blocks=40, hidden_size=2048, head_dim=128, ffn_size=8192),
             ]
         )
     )
@@ -155,17 +125,15 @@ def test_better_links_and_more_freedom_never_raise_the_bound(problem, factor):
     assert lower_bound(CostTables(free)).seconds <= bound.seconds * slack
 
 
-LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
-BUS = Link(latency_s=1e-6, bytes_per_s=1e12)
-
-
 def problem_of(cluster, model=None, **batch):
-    return Problem(cluster=cluster, model=model or gpt(), batch=Batch(**({"global_batch": 64, "seq_len": 512} | batch)))
+    return Problem(
+        cluster=cluster, model=model or small_gpt(), batch=Batch(**({"global_batch": 64, "seq_len": 512} | batch))
+    )
 
 
 def test_one_device_is_solved():
     """A single device has one plan up to the micro-batch size: the bound is its compute."""
-    problem = problem_of(cluster_of([[("a100-40gb", 1, 1)]], 0.0, 0.0, LAN, LAN))
+    problem = problem_of(cluster_of([[("a100-40gb", 1, 1)]], inside=LAN, between=LAN))
     tables = CostTables(problem)
     best_s = np.inf
     for size in tables.micro_batch_sizes:
@@ -177,8 +145,8 @@ def test_one_device_is_solved():
 
 def test_far_regions_are_worth_less_than_one():
     """Two equal regions ten seconds apart: joining them cannot pay, the bound is that of one alone."""
-    one = problem_of(cluster_of([[("a100-40gb", 1, 2)]], 0.0, 0.0, BUS, BUS))
-    two = problem_of(cluster_of([[("a100-40gb", 1, 2)]] * 2, 10.0, 1e9, BUS, BUS))
+    one = problem_of(cluster_of([[("a100-40gb", 1, 2)]], inside=BUS, between=BUS))
+    two = problem_of(cluster_of([[("a100-40gb", 1, 2)]] * 2, latency_s=10.0, bytes_per_s=1e9, inside=BUS, between=BUS))
     bound = lower_bound(CostTables(two))
     assert bound.binding == "regions"
     assert bound.seconds == pytest.approx(lower_bound(CostTables(one)).seconds, rel=2e-3)
@@ -188,15 +156,15 @@ def test_far_regions_are_worth_less_than_one():
 def test_a_slow_network_binds_by_reduction_and_pipeline():
     """Eight nodes in a region over 100 Mbit/s: neither replicas nor stages let compute alone decide."""
     slow = Link(latency_s=1e-3, bytes_per_s=1.25e7)
-    bound = lower_bound(CostTables(problem_of(cluster_of([[("a100-40gb", 8, 1)]], 0.0, 0.0, LAN, slow))))
+    bound = lower_bound(CostTables(problem_of(cluster_of([[("a100-40gb", 8, 1)]], inside=LAN, between=slow))))
     assert bound.binding == "stages"
     assert bound.seconds > 3 * bound.parts["compute"]
 
 
 def test_memory_forces_stages():
     """A model that no device holds whole is bound by filling the pipeline."""
-    large = gpt(blocks=48, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
-    cluster = cluster_of([[("t4", 8, 1)]], 0.0, 0.0, BUS, BUS)
+    large = small_gpt(blocks=48, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
+    cluster = cluster_of([[("t4", 8, 1)]], inside=BUS, between=BUS)
     bound = lower_bound(CostTables(problem_of(cluster, large, global_batch=16)))
     assert bound.binding == "stages"
     assert bound.seconds > 1.25 * bound.parts["compute"]
@@ -204,10 +172,10 @@ def test_memory_forces_stages():
 
 def test_nothing_allowed_has_no_bound():
     """Without devices no step ends."""
-    cluster = cluster_of([[("t4", 1, 1)]], 0.0, 0.0, LAN, LAN)
+    cluster = cluster_of([[("t4", 1, 1)]], inside=LAN, between=LAN)
     problem = Problem(
         cluster=cluster,
-        model=gpt(),
+        model=small_gpt(),
         batch=Batch(global_batch=8, seq_len=512),
         constraints=Constraints(forbidden_regions=("r0",)),
     )
@@ -254,8 +222,8 @@ def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed, fewest):
 @pytest.mark.parametrize(("blocks", "zero"), [(40, 2), (52, 3)])
 def test_states_split_among_workers_are_known(blocks, zero):
     """Models that four T4 hold as one stage only under ZeRO-2 or 3: such a plan does not beat the bound."""
-    large = gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
-    problem = problem_of(cluster_of([[("t4", 1, 4)]], 0.0, 0.0, BUS, BUS), large)
+    large = small_gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
+    problem = problem_of(cluster_of([[("t4", 1, 4)]], inside=BUS, between=BUS), large)
     decoder = Decoder(problem)
     workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
     plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
