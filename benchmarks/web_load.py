@@ -1,6 +1,6 @@
 """How the web application stands up: parallel users asking what-if, the page's first chart, fuzzed requests.
 
-    python benchmarks/web_load.py [--users 100] [--examples 250] [--skip-fuzz]
+    python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
 
 Prints wall and CPU seconds: what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th
 percentile; the page from navigation to its first chart, where Chromium is installed; and for the fuzz, requests sent
@@ -79,7 +79,7 @@ def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, fl
 def main() -> int:
     """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=250, help="requests an operation of the fuzz")
+    parser.add_argument("--examples", type=int, default=300, help="requests an operation of the fuzz")
     parser.add_argument("--users", type=int, default=100)
     parser.add_argument("--skip-fuzz", action="store_true")
     args = parser.parse_args()
