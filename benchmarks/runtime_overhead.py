@@ -90,7 +90,7 @@ def measure(steps: int) -> list[tuple[float, float]]:
 
     from runners.dist_runner import end_process
     from runners.engine.options import Options
-    from runners.engine.training import train
+    from runners.engine.run import train
 
     torch.set_num_threads(1)
     step, pairs, mark_s = plain_step(), [], time.process_time()

@@ -102,7 +102,7 @@ def run_rank(
     Parameters
     ----------
     problem, plan, rank, host, port, options, listen_fd, samples
-        As `runners.engine.training.train` takes them.
+        As `runners.engine.run.train` takes them.
     before_steps : callable
         Called when the model is built, before the first step.
 
@@ -111,7 +111,8 @@ def run_rank(
     int
         Exit code: 0, or 128 + signal where the run was stopped by a signal (on any rank: then by SIGTERM).
     """
-    from runners.engine.training import Training, train
+    from runners.engine.run import train
+    from runners.engine.training import Training
 
     received: list[int] = []
 

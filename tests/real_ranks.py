@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "runners.engine.training"])
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "runners.engine.run"])
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from polygon.files import write_plan
 from polygon.schema import check
 from runners.dist_runner import end_process
 from runners.engine.layers import build_layers
-from runners.engine.training import train
+from runners.engine.run import train
 from runners.recipes.backends import Job
 from runners.recipes.backends.engine import options_of, problem_and_plan
 from runners.recipes.data import make_samples

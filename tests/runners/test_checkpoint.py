@@ -9,7 +9,7 @@ import pytest
 from runners.dist_runner import end_process
 from runners.engine.checkpoint import SUFFIX, DamagedError, read_file, step_directory, steps_in, write_file
 from runners.engine.options import Options
-from runners.engine.training import train
+from runners.engine.run import train
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_model
 

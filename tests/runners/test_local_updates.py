@@ -9,7 +9,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from runners.dist_runner import end_process
 from runners.engine.options import Options
-from runners.engine.training import train
+from runners.engine.run import train
 from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
 

@@ -12,7 +12,7 @@ from runners.dist_runner import end_process
 from runners.engine.data import samples_for
 from runners.engine.layers import build_layers
 from runners.engine.options import Options
-from runners.engine.training import train
+from runners.engine.run import train
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 

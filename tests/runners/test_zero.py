@@ -11,7 +11,7 @@ from polygon.domain.plan import Problem
 from runners.dist_runner import end_process
 from runners.engine.layout import check_runnable
 from runners.engine.options import Options
-from runners.engine.training import train
+from runners.engine.run import train
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 

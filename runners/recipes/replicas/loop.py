@@ -17,11 +17,11 @@ from torch.profiler import record_function
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
 from runners.engine.data import Samples, count_targets
+from runners.engine.device import choose_device, memory_bytes
 from runners.engine.log import RunLog
 from runners.engine.meeting import open_store
 from runners.engine.options import Options
 from runners.engine.trackers import open_trackers
-from runners.engine.training import choose_device, memory_bytes
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import make_samples
 from runners.recipes.models import batch_of, beside, model_of

@@ -1,0 +1,142 @@
+"""A run of one rank from beginning to end: meet the others, train, leave together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polygon_comm.transport import PeerLostError, local_address
+from torch.profiler import record_function
+
+from polygon.domain.plan import Plan, Problem
+from runners.engine.data import Samples, samples_for
+from runners.engine.layout import Layout, check_runnable
+from runners.engine.meeting import (
+    RunFailedError,
+    agree,
+    code_digest,
+    leave_together,
+    open_store,
+    run_digest,
+)
+from runners.engine.options import Options
+from runners.engine.own_model import OwnModel, content_digest, own_problem
+from runners.engine.trackers import open_trackers
+from runners.engine.training import Training
+from runners.engine.watch import Watch
+from runners.traces.record import FOLDER as PROFILE_FOLDER
+from runners.traces.record import Recorder
+
+
+def train(
+    problem: Problem,
+    plan: Plan,
+    rank: int,
+    host: str,
+    port: int,
+    options: Options,
+    *,
+    on_loss: Callable[[str], None],
+    report: Callable[[dict[str, Any]], None] = lambda result: None,
+    on_start: Callable[[Training], None] = lambda training: None,
+    listen_fd: int | None = None,
+    samples: Samples | None = None,
+) -> bool:
+    """Run a plan's rank to the end.
+
+    Parameters
+    ----------
+    problem, plan, rank
+        What to run, and which part of it.
+    host, port
+        Where rank 0 listens.
+    options : Options
+    on_loss : callable
+        Called from another thread when some rank was lost, with what is told on all ranks; must end the process.
+    report : callable
+        Called after every step with what was measured.
+    on_start : callable
+        Called before the first step (to set `stop_requested` from a signal, say).
+    listen_fd : int, optional
+        Socket that listens on the port already (rank 0).
+    samples : Samples, optional
+        What to train on; without it what `options.data` says.
+
+    Returns
+    -------
+    bool
+        Whether all steps were done; False if somebody asked to stop before.
+
+    Raises
+    ------
+    InputError
+        What is asked cannot be run, or the ranks do not run the same thing.
+    RunFailedError
+        A peer was lost; the message names it, its region and this rank's last action.
+    """
+    code, own = code_digest(), None
+    if options.model_file is not None:
+        problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
+        own = OwnModel(options.model_file, options.seed, problem.model.layers)
+        samples = samples or own.samples
+        samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
+        own.measure(samples, plan.micro_batch_size)
+    check_runnable(problem, plan, options.context, options.expert)
+    layout = Layout(problem, plan, options.context, options.expert)
+    training: Training | None = None
+    with contextlib.ExitStack() as opened:
+        run = "run" if options.log_dir is None else options.log_dir.name
+        trackers = opened.enter_context(
+            open_trackers(options.track if rank == 0 else (), options.log_dir or Path(), run, options.shared())
+        )
+        store = open_store(host, port, rank, options.timeout_s, listen_fd)
+        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code)
+        address = local_address(host, port)
+        watch = Watch(
+            rank,
+            layout.watched(rank),
+            store,
+            address=address,
+            dead_after_s=options.dead_after_s,
+            describe=layout.describe,
+            on_loss=on_loss,
+        )
+        opened.enter_context(contextlib.closing(watch))
+        try:
+            training = Training(layout, rank, store, address, options, watch, samples, trackers, own)
+            on_start(training)
+            _run_steps(training, report)
+            training.close()
+            leave_together(store, rank, plan.world_size)
+        except (PeerLostError, RuntimeError) as error:
+            # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
+            verdict = watch.verdict(options.dead_after_s + 1)
+            if not verdict and not isinstance(error, PeerLostError):
+                raise
+            peer = f"lost {layout.describe(error.peer)}: {error}" if isinstance(error, PeerLostError) else str(error)
+            raise RunFailedError(verdict or f"{layout.describe(rank)}: {peer} ({watch.doing})") from error
+    return training.progress.step >= options.steps
+
+
+def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:
+    options = training.options
+    go_on, due = training.progress.step < options.steps, False
+    recorder = None
+    if options.profiled_steps and options.log_dir is not None:
+        directory = options.log_dir / PROFILE_FOLDER
+        recorder = Recorder(directory, training.rank, training.layout.plan.world_size, steps=options.profiled_steps)
+        training.log.annotate = record_function
+    while go_on:
+        # Between outer steps the regions' weights differ: a checkpoint waits until they meet.
+        due = due or bool(options.checkpoint_every and (training.progress.step + 1) % options.checkpoint_every == 0)
+        result, go_on = training.step(meet=due)
+        report(result)
+        if recorder is not None:
+            recorder.step()
+        if (due and result["together"]) or not go_on:
+            training.save()
+            due = False
+    if recorder is not None:
+        recorder.close()
