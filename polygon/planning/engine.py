@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of
-from polygon.planning.starts import grown_starts, simple_starts
+from polygon.planning.starts import grown_starts, kind_sequences, simple_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
@@ -25,6 +26,10 @@ from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, T
 MAX_STAGES = 32
 FEWEST_STARTS = 100
 """Simple starts that are looked at however short the time limit, so that something feasible is met."""
+MOST_OF_LENGTH = 1_000
+"""Sequences of device types of one length, above which only the plainest of them are looked at."""
+MOST_SEQUENCES = 3_000
+"""Sequences of device types that are looked at, shortest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +296,7 @@ def _starts(
     for size in sizes:
         for x in simple_starts(decoder, rows, size):
             yield Allocation(workers=x, micro_batch_size=size)
+    yield from itertools.islice(kind_sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
 
 
 def _why_not(decoder: Decoder, tried: list[Allocation]) -> str:
