@@ -75,10 +75,14 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     grown = [name for name in results if name != "all"]
     figure, axes = pyplot.subplots(1, len(grown), figsize=(4 * len(grown), 3), sharey=True, layout="constrained")
     for axis, name in zip(np.atleast_1d(axes), grown, strict=True):
-        axis.loglog([r[name] for r in results[name]], [r["cpu_s"] for r in results[name]], marker="o")
+        counts = [r[name] for r in results[name]]
+        axis.plot(counts, [r["cpu_s"] for r in results[name]], marker="o")
+        axis.set_xscale("log")
+        axis.set_xticks(counts, [f"{count:,}" for count in counts])
+        axis.minorticks_off()
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
-    np.atleast_1d(axes)[0].set_ylabel("search [CPU s]")
+    np.atleast_1d(axes)[0].set(ylabel="search [CPU s]", ylim=(0, None))
     figure.savefig(path, dpi=110)
 
 
