@@ -26,9 +26,9 @@ from polygon.notation import format_json
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser
 from runners.launch import LocalRanks, say
-from runners.recipes.backends import BACKENDS, Job, Place, backend_of
+from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.memory import measured_peaks, write_measured
-from runners.recipes.schema import read_recipe
+from runners.recipes.schema import BACKENDS, read_recipe
 
 
 def make_parser() -> Parser:

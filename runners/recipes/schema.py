@@ -14,6 +14,24 @@ from polygon.files import read_yaml
 from polygon.notation import parse_yaml
 from polygon.schema import Count, Index, Name, NotNegative, Positive, Strict, check
 
+BACKENDS = {
+    "engine": "engine",
+    "plan": "engine",
+    "ddp": "ddp",
+    "deepspeed": "ds",
+}
+"""Who trains: name in a recipe, and module of `runners.recipes.backends`."""
+
+DATA_KINDS = {
+    "english": "plain",
+    "digits": "plain",
+    "instructions": "instructions",
+    "cifar100": "images",
+    "food101": "images",
+    "images": "images",
+}
+"""What is read: name in a recipe, and module of `runners.recipes.data`."""
+
 
 class ModelPart(Strict):
     """A model of the catalogue, a `config.json` of Hugging Face or a model file, with some of its sizes changed."""
@@ -30,7 +48,7 @@ class DataPart(Strict):
     """What is read."""
 
     kind: Name = "english"
-    """A name of `runners.recipes.data.KINDS`."""
+    """A name of `DATA_KINDS`."""
     path: Name | None = None
     """File or folder (seen from the recipe); none: the small set that the kind brings along."""
     tokenizer: Name | None = None
@@ -153,7 +171,7 @@ class Recipe(Strict):
     batch: BatchPart
     parallel: ParallelPart = ParallelPart()
     backend: Name = "engine"
-    """A name of `runners.recipes.backends.BACKENDS`: who trains."""
+    """A name of `BACKENDS`: who trains."""
     plan: Name | None = None
     """Plan file (seen from the recipe) that says who does what instead of `parallel` (backend `plan`)."""
     hardware: HardwarePart = HardwarePart()
@@ -201,12 +219,9 @@ def _set(data: dict[str, Any], setting: str) -> None:
 
 
 def _check_words(recipe: Recipe) -> None:
-    from runners.recipes.backends import BACKENDS
-    from runners.recipes.data import KINDS
-
     if recipe.backend not in BACKENDS:
         raise InputError(f"backend: found {recipe.backend!r}, expected {one_of(recipe.backend, BACKENDS)}")
-    if recipe.data.kind not in KINDS:
-        raise InputError(f"data.kind: found {recipe.data.kind!r}, expected {one_of(recipe.data.kind, KINDS)}")
+    if recipe.data.kind not in DATA_KINDS:
+        raise InputError(f"data.kind: found {recipe.data.kind!r}, expected {one_of(recipe.data.kind, DATA_KINDS)}")
     if (recipe.plan is not None) != (recipe.backend == "plan"):
         raise InputError(f"plan: found {recipe.plan!r}, expected a plan file with backend plan, and only with it")

@@ -13,15 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from runners.recipes.schema import Recipe
-
-BACKENDS = {
-    "engine": "engine",
-    "plan": "engine",
-    "ddp": "ddp",
-    "deepspeed": "ds",
-}
-"""Name in a recipe: module of this folder."""
+from runners.recipes.schema import BACKENDS, Recipe
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polygon.domain.model import Model
-from runners.recipes.schema import DataPart
+from runners.recipes.schema import DATA_KINDS, DataPart
 
 if TYPE_CHECKING:
     from runners.engine.data import Samples
 
-KINDS = {
-    "english": "plain",
-    "digits": "plain",
-    "instructions": "instructions",
-    "cifar100": "images",
-    "food101": "images",
-    "images": "images",
-}
-"""Kind of data: module of this folder."""
-
 
 def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> Samples:
     """Samples of a recipe; raises `InputError` where the data cannot be read or does not fit the model."""
-    module = import_module(f"{__name__}.{KINDS[part.kind]}")
+    module = import_module(f"{__name__}.{DATA_KINDS[part.kind]}")
     return module.make_samples(part, model, seq_len, seed, folder)
