@@ -31,6 +31,7 @@ from benchmarks.lab_prediction import BATCH, MODEL, Network, cluster_of, plan_of
 from benchmarks.lab_ranks import run_on_hosts
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
+from polygon.figures import new_figure
 from polygon.planning.engine import Effort, find_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
@@ -265,12 +266,8 @@ def report(rows: list[dict[str, Any]], steps: int) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Loss over time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5))
+    figure = new_figure(9, 5, "--plot")
+    axes = figure.add_subplot()
     for row in rows:
         curve = smooth(row["losses"])
         axes.plot(cumulative_s(row, len(curve)), curve, label=f"{row['name']}, {row['ranks']} ranks", linewidth=1)
@@ -280,7 +277,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_title("Two regions of two hosts, 30 ms one way, 50 Mbit/s")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 

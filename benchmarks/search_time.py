@@ -26,6 +26,7 @@ from polygon.cost.bounds import lower_bound_s
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from polygon.figures import new_figure
 from polygon.generate import generate
 from polygon.planning.engine import Effort, find_plan
 
@@ -67,14 +68,10 @@ def measure(case: tuple[int, int, int], model: str) -> dict[str, Any]:
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """CPU time against each quantity, one panel each."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     grown = [name for name in results if name != "all"]
-    figure, axes = pyplot.subplots(1, len(grown), figsize=(4 * len(grown), 3), sharey=True, layout="constrained")
-    for axis, name in zip(np.atleast_1d(axes), grown, strict=True):
+    figure = new_figure(4 * len(grown), 3, "--plot")
+    axes = figure.subplots(1, len(grown), sharey=True, squeeze=False)[0]
+    for axis, name in zip(axes, grown, strict=True):
         counts = [r[name] for r in results[name]]
         axis.plot(counts, [r["cpu_s"] for r in results[name]], marker="o")
         axis.set_xscale("log")
@@ -82,7 +79,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.minorticks_off()
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
-    np.atleast_1d(axes)[0].set(ylabel="search [CPU s]", ylim=(0, None))
+    axes[0].set(ylabel="search [CPU s]", ylim=(0, None))
     figure.savefig(path, dpi=110)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from polygon import cli
 from polygon.domain.errors import InputError
+from polygon.figures import new_figure
 from polygon.limits import limited, planning_parser
 
 
@@ -128,13 +129,7 @@ def _make_folder(path: str) -> None:
 
 def _plot(path: str, problem: Any, rows: list[dict[str, Any]], *, energy: bool) -> None:
     """The front as steps; energy as the colour of the points."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot: found no matplotlib, expected it (pip install matplotlib)") from None
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 4.4, "--plot")
     axes = figure.add_subplot()
     x, y = [row["usd"] for row in rows], [row["step_s"] for row in rows]
     if energy:

@@ -15,6 +15,7 @@ from polygon import cli, files
 from polygon.accuracy import Accuracy, Row, by_dataset, predict, rows_of
 from polygon.cost.profiles import LinkCurves, ModelProfile, link_curves, model_profiles
 from polygon.domain.errors import InputError
+from polygon.figures import new_figure
 from polygon.measured import MeasuredRun, NotExpressibleError, StagedRun, published_run, staged_runs
 
 BEGIN, END = "<!-- validation -->", "<!-- /validation -->"
@@ -207,15 +208,9 @@ def update(path: str, table: str) -> None:
 
 def plot(rows: Sequence[Row], path: str) -> None:
     """Scatter plot of predicted over measured, one panel a quantity."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise InputError("--plot: matplotlib is not installed (pip install matplotlib)") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     quantities = [q for q in ("time", "memory") if any(row.quantity == q for row in rows)]
-    figure, panels = pyplot.subplots(1, len(quantities), figsize=(6 * len(quantities), 5.5), squeeze=False)
+    figure = new_figure(6 * len(quantities), 5.5, "--plot")
+    panels = figure.subplots(1, len(quantities), squeeze=False)
     for panel, quantity in zip(panels[0], quantities, strict=True):
         scale, unit = (1.0, "s") if quantity == "time" else (1e-9, "GB")
         kept = [row for row in rows if row.quantity == quantity]
@@ -228,11 +223,9 @@ def plot(rows: Sequence[Row], path: str) -> None:
         panel.plot(ends, ends, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", xlabel=f"measured {quantity} [{unit}]", ylabel=f"predicted [{unit}]")
         panel.legend(fontsize=7)
-    figure.tight_layout()
     if not Path(path).resolve().parent.is_dir():
         raise InputError(f"--plot: found {path}, expected a file in a folder that exists")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from polygon.cost.collective_table import collective_cell
 from polygon.cost.memory import MemoryBreakdown
 from polygon.cost.topologies import OPERATIONS, Topology
-from polygon.domain.errors import InputError
-
-
-def _figure(columns: float, rows: float) -> Any:
-    """A figure that needs no screen and no global state."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("plots: found no matplotlib, expected it (pip install matplotlib), or no -o") from None
-    figure = Figure(figsize=(columns, rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+from polygon.figures import new_figure
 
 
 def time_by_size(path: Path, topology: Topology) -> None:
     """Time of every operation against the message size on one topology, bounds dashed."""
     sizes = np.logspace(3, 10, 36)
-    figure = _figure(6.4, 4.4)
+    figure = new_figure(6.4, 4.4, "-o")
     axes = figure.add_subplot()
     for number, op in enumerate(OPERATIONS):
         cells = [collective_cell(op, topology, float(size)) for size in sizes]
@@ -43,7 +30,7 @@ def time_by_size(path: Path, topology: Topology) -> None:
 
 def memory_by_zero(path: Path, memory: Mapping[int, MemoryBreakdown], title: str) -> None:
     """Bytes per GPU under ZeRO 0-3, stacked by owner."""
-    figure = _figure(5.4, 4.0)
+    figure = new_figure(5.4, 4.0, "-o")
     axes = figure.add_subplot()
     names = [f"ZeRO-{zero}" for zero in memory]
     base = np.zeros(len(names))

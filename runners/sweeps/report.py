@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from polygon.domain.errors import InputError
+from polygon.figures import new_figure
+
 Row = dict[str, Any]
 COLUMNS = (
     "suite", "instance", "method", "seed", "evaluations", "time_limit_s", "value", "bound", "best_known", "status",
@@ -104,20 +107,17 @@ def _number(value: float | None, digits: int = 6) -> str:
 
 def plot(rows: list[Row], path: Path) -> bool:
     """Median best-so-far against evaluations, a panel per instance; False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     runs = [row for row in rows if row["history"]]
     if not runs:
         return True
     instances = list(dict.fromkeys(row["instance"] for row in runs))
     columns = min(3, len(instances))
     shape = (math.ceil(len(instances) / columns), columns)
-    figure, axes = pyplot.subplots(*shape, figsize=(5 * shape[1], 3.5 * shape[0]), squeeze=False)
+    try:
+        figure = new_figure(5 * shape[1], 3.5 * shape[0], "convergence.png")
+    except InputError:
+        return False
+    axes = figure.subplots(*shape, squeeze=False)
     for axis in axes.flat[len(instances) :]:
         axis.set_visible(False)
     for axis, instance in zip(axes.flat, instances, strict=False):
@@ -127,9 +127,7 @@ def plot(rows: list[Row], path: Path) -> bool:
             axis.step(at, values, where="post", label=method)
         axis.set(title=instance, xscale="log", xlabel="evaluations", ylabel="best so far (median)")
         axis.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
     return True
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polygon.domain.errors import InputError
+from polygon.figures import new_figure
 from runners.traces.breakdown import Bubble, Kind, Temporal
 from runners.traces.kineto import RankTrace
 from runners.traces.spans import common, merged, without
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {"compute": "#0072B2", "exposed": "#D55E00", "hidden": "#E69F00", "copies": "#009E73", "idle": "#D9D9D9"}
 LABELS = {
@@ -22,15 +25,8 @@ MOST_LANES = 64
 """Ranks drawn in the timeline; of more, evenly chosen ones."""
 
 
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("-o: found no matplotlib, expected it for the report (pip install matplotlib)") from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+def _figure(width: float, height: float) -> Figure:
+    return new_figure(width, height, "-o")
 
 
 def _png(figure: Any) -> bytes:
@@ -118,7 +114,7 @@ def timeline_png(traces: Sequence[RankTrace]) -> bytes:
             ("compute", computing, lane - 0.4), ("hidden", common(sending, computing), lane), ("exposed", exposed, lane)
         ):  # fmt: skip
             spans = merged(spans)
-            bars = np.column_stack([spans[:, 0] - start, spans[:, 1] - spans[:, 0]]) * 1e3
+            bars = [((from_s - start) * 1e3, (to_s - from_s) * 1e3) for from_s, to_s in spans.tolist()]
             axes.broken_barh(bars, (low, 0.4), color=COLOURS[part], label=LABELS[part] if not lane else None)
     axes.set_yticks(range(len(shown)), [f"rank {trace.rank}" for trace in shown])
     axes.set(xlabel="time in one step [ms]", xlim=(0, (end - start) * 1e3))

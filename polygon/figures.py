@@ -1,0 +1,33 @@
+"""Pictures: a matplotlib figure that needs no screen and no global state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polygon.domain.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width_inches: float, height_inches: float, wanted_by: str) -> Figure:
+    """An empty figure whose parts make room for one another.
+
+    Parameters
+    ----------
+    wanted_by : str
+        Option or file that asks for it, for the message.
+
+    Raises
+    ------
+    InputError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(f"{wanted_by}: found no matplotlib, expected it (pip install matplotlib)") from None
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
