@@ -8,7 +8,6 @@ Ranks are forked from a process that has torch imported, so that eight of them s
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import selectors
 import signal
@@ -278,9 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"launch: {error}")
         return 2 if isinstance(error, InputError) else 1
     if summary:
-        from runners.engine.summary import format_summary
+        from runners.engine.summary import print_summary
 
-        print(json.dumps(summary) if arguments.json else format_summary(summary))  # noqa: T201
+        print_summary(summary, as_json=arguments.json)
     return code
 
 

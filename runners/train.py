@@ -184,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"train: {error}")
         return 2 if isinstance(error, InputError) else 1
     if summary:
-        from runners.engine.summary import format_summary
+        from runners.engine.summary import print_summary
 
-        sys.stdout.write(format_json(summary) if arguments.json else format_summary(summary) + "\n")
+        print_summary(summary, as_json=arguments.json)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import worker_order
 from polygon.export.chrome_trace import Interval, chrome_trace
 from polygon.files import write_json
+from polygon.notation import format_json
 from runners.engine.metrics import StepFigures
 
 TRACE_FILE = "trace.json"
@@ -111,6 +113,11 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
         "log": str(path),
         "trace": str(directory / TRACE_FILE),
     }
+
+
+def print_summary(summary: dict[str, Any], *, as_json: bool) -> None:
+    """The figures on standard output, for people or machines."""
+    sys.stdout.write(format_json(summary) if as_json else format_summary(summary) + "\n")
 
 
 def format_summary(summary: dict[str, Any]) -> str:
