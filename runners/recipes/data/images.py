@@ -15,6 +15,7 @@ import io
 import json
 import os
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def _fitted(image: Image, model: Model) -> np.ndarray:
     return pixels[None] if model.channels == 1 else pixels.transpose(2, 0, 1)
 
 
-class _Rows:
+class _Rows(ABC):
     """Images of a set, one at a time."""
 
     def __init__(self, classes: np.ndarray) -> None:
@@ -156,8 +157,9 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.classes)
 
+    @abstractmethod
     def image(self, number: int) -> Image:
-        raise NotImplementedError
+        """The image of that number."""
 
 
 class _Pixels(_Rows):
