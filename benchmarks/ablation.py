@@ -16,7 +16,8 @@ from typing import Any
 
 from polygon.accuracy import by_dataset, predict, rows_of
 from polygon.cost import compute, kernels, layout, memory
-from polygon.cost.profiles import link_curves, model_profiles
+from polygon.cost.link_curves import link_curves
+from polygon.cost.profiles import model_profiles
 from polygon.cost.staged import StagedEstimate
 from polygon.measured import MeasuredRun, published_run, staged_runs
 

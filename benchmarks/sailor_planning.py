@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from polygon import cli, files
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.domain.errors import InputError
 from polygon.notation import format_json
 from polygon.planning.decode import Decoder

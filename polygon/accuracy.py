@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.profiles import LinkCurves, ModelProfile
+from polygon.cost.link_curves import LinkCurves
+from polygon.cost.profiles import ModelProfile
 from polygon.cost.staged import Place, StagedConfig, StagedEstimate, estimate_staged
 from polygon.cost.uniform import UniformEstimate, estimate_uniform, stage_bounds
 from polygon.domain.cluster import Link

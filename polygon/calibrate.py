@@ -19,7 +19,7 @@ import numpy as np
 
 from polygon import cli, files
 from polygon.cost.calibration import Calibration
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem

@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from polygon import files
-    from polygon.cost.estimate import step_times
+    from polygon.cost.step_times import step_times
     from polygon.cost.tables import CostTables
     from polygon.export.predicted import predicted_intervals, predicted_trace
 

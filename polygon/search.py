@@ -49,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     from dataclasses import asdict, replace
 
     from polygon import files
-    from polygon.cost.bill import whole_run
-    from polygon.cost.estimate import estimate, step_bill, step_times
+    from polygon.cost.bill import step_bill, whole_run
+    from polygon.cost.estimate import estimate
+    from polygon.cost.step_times import step_times
     from polygon.parity import assumptions
     from polygon.planning.engine import Effort
     from polygon.planning.frontier import find_within_limits

@@ -13,7 +13,8 @@ from typing import Any
 
 from polygon import cli, files
 from polygon.accuracy import Accuracy, Row, by_dataset, predict, rows_of
-from polygon.cost.profiles import LinkCurves, ModelProfile, link_curves, model_profiles
+from polygon.cost.link_curves import LinkCurves, link_curves
+from polygon.cost.profiles import ModelProfile, model_profiles
 from polygon.domain.errors import InputError
 from polygon.figures import new_figure
 from polygon.measured import MeasuredRun, NotExpressibleError, StagedRun, published_run, staged_runs

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _bubbles(traces: Sequence[RankTrace], plan_path: Path) -> tuple[list[Bubble], list[str]]:
     """Measured beside predicted bubbles of a plan's workers, and what is to be said about them."""
     from polygon import files
-    from polygon.cost.estimate import step_times
+    from polygon.cost.step_times import step_times
     from polygon.cost.tables import CostTables
     from polygon.export.predicted import predicted_intervals
     from runners.traces.breakdown import compare_bubbles

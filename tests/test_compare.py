@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polygon.compare import compare, intervals_of, main
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.export.chrome_trace import chrome_trace

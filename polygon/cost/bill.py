@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from polygon.cost.step_times import StepTimes
+from polygon.cost.transfers import packed_bytes
 from polygon.domain.plan import Constraints, Plan, Problem
 
 GB = 1e9
@@ -117,3 +119,35 @@ def excesses(problem: Problem, bill: Bill) -> list[tuple[float, str]]:
                 text = f"egress of {region.name}: {n_bytes:.4g} bytes per step, {limit:.4g} are allowed"
                 found.append((n_bytes / max(limit, 1.0) - 1, text))
     return found
+
+
+def step_bill(problem: Problem, plan: Plan, times: StepTimes) -> Bill:
+    """Time, money, energy and egress of one step of a plan."""
+    moved, reduced = traffic_bytes(problem, plan, times)
+    return bill_of(problem, plan, times.step_s, moved + reduced)
+
+
+def traffic_bytes(problem: Problem, plan: Plan, times: StepTimes) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes from region to region per step: activations and their gradients, and weight gradients.
+
+    Returns
+    -------
+    tuple of ndarray, shape (regions, regions) each
+    """
+    n = len(problem.cluster.regions)
+    place, messages = times.place, times.messages
+    pair = (place.region[messages.sender] * n + place.region[messages.receiver]).ravel()
+    moved = np.bincount(pair, weights=messages.n_bytes.ravel(), minlength=n * n).reshape(n, n)
+    np.fill_diagonal(moved, 0.0)
+    reduced = np.zeros((n, n))
+    for reduction in times.reductions:
+        for a, b, n_bytes in reduction.across_bytes:
+            reduced[a, b] += n_bytes
+    if times.tied_s > 0 and len(plan.stages) > 1:
+        a, b = (int(place.region[place.stage == s][0]) for s in (0, len(plan.stages) - 1))
+        if a != b:
+            values = problem.model.head_weight_parameters()
+            for x, y in ((a, b), (b, a)):
+                mode = plan.link_use(x, y).weight_gradients
+                reduced[x, y] += packed_bytes(values, problem.batch.gradient_bytes, mode)
+    return moved, reduced

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from polygon.cost.compute import FUSED, Kernels, LayerTimes, layer_times, update_s
+from polygon.cost.link_curves import LinkCurves
 from polygon.cost.memory import CONTEXT_BYTES, LayerMemory, MemoryBreakdown, layer_memory, stage_memory
-from polygon.cost.profiles import LinkCurves, ModelProfile
+from polygon.cost.profiles import ModelProfile
 from polygon.cost.uniform import Term, interval_s
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model

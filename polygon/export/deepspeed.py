@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.estimate import StepTimes, step_times
+from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval, chrome_trace

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from polygon.cost.estimate import step_times, worker_memory
+from polygon.cost.estimate import worker_memory
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker

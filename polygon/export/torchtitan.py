@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem

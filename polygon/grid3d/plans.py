@@ -9,8 +9,8 @@ from itertools import permutations
 
 import numpy as np
 
-from polygon.cost.bill import excesses
-from polygon.cost.estimate import step_bill, step_times
+from polygon.cost.bill import excesses, step_bill
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.uniform import ParallelConfig, stage_bounds
 from polygon.domain.errors import InputError

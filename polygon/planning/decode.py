@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from polygon.cost.bill import Bill, priced
-from polygon.cost.estimate import StepTimes, step_bill, step_times, worker_memory
+from polygon.cost.bill import Bill, priced, step_bill
+from polygon.cost.estimate import worker_memory
+from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import PARITY_LEVELS, LinkUse, Plan, Problem, Stage, Worker

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from polygon.cost.bill import excesses
-from polygon.cost.estimate import step_bill, step_times, worker_memory
+from polygon.cost.bill import excesses, step_bill
+from polygon.cost.estimate import worker_memory
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, RECOMPUTE, REDUCTIONS, Plan, Problem

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from polygon.cost.bill import Bill
-from polygon.cost.estimate import step_times, traffic_bytes
+from polygon.cost.bill import Bill, traffic_bytes
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import Phrase, require

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from polygon.catalogue import device as device_by_name
-from polygon.cost.profiles import LinkCurves, link_curves
+from polygon.cost.link_curves import LinkCurves, link_curves
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch

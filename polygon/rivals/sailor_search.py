@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.estimate import step_times, worker_memory
+from polygon.cost.estimate import worker_memory
 from polygon.cost.profiles import model_profiles
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import MICRO_BATCH_SIZES, CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import Plan

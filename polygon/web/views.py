@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.estimate import Estimate, StepTimes, held_parameters
+from polygon.cost.estimate import Estimate
+from polygon.cost.step_times import StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.plan import Plan, Problem

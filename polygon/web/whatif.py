@@ -24,8 +24,9 @@ from pydantic import Field
 
 from polygon.cost.bounds import link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
-from polygon.cost.estimate import Estimate, StepTimes, estimate, held_parameters, stages_on_pairs, step_times
+from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
+from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from polygon.cost.estimate import held_parameters
+from polygon.cost.step_times import held_parameters
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.bounds import _Size, _Stages, _Traffic, lower_bound
-from polygon.cost.estimate import step_times
 from polygon.cost.region_sets import ENUMERATED, region_sets
 from polygon.cost.stage_bound import least_capacity
 from polygon.cost.stage_tiers import Kinds
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch

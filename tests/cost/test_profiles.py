@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from polygon.catalogue import device
 from polygon.cost.compute import layer_times
-from polygon.cost.estimate import step_times
-from polygon.cost.profiles import LinkCurve, kind_profile, link_curves, model_profiles
+from polygon.cost.link_curves import LinkCurve, link_curves
+from polygon.cost.profiles import kind_profile, model_profiles
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.export.restrict import Rules, find_uniform, losses
 from polygon.planning.violations import violations
 from tests.exported_plans import drawn

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon import files
-from polygon.cost.estimate import estimate, step_times, traffic_bytes
+from polygon.cost.bill import traffic_bytes
+from polygon.cost.estimate import estimate
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.bounds import lower_bound_s
-from polygon.cost.estimate import estimate, step_times, worker_memory
+from polygon.cost.estimate import estimate, worker_memory
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.model import Batch

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.bounds import lower_bound_s
-from polygon.cost.estimate import estimate, step_times
+from polygon.cost.estimate import estimate
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from runners.engine.emulation import Pace, backward_shares, least_seconds
 from runners.engine.options import Options

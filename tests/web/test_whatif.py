@@ -5,7 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from polygon.cost.estimate import estimate, step_times
+from polygon.cost.estimate import estimate
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.web.views import advice, front, km_between, sensitivities, timeline
