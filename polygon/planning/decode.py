@@ -1,8 +1,8 @@
 """From an allocation to a complete plan: everything that follows from who serves which stage.
 
 An allocation says how many workers of each class (pool and tensor-parallel degree) serve each stage, and the
-micro-batch size. Decode adds the layer split, recomputation and ZeRO (`polygon.planning.fluid`), devices, shares and
-routes (`polygon.planning.routing`), the windows of the schedule, and the packing of every link.
+micro-batch size. Decode adds the layer split, recomputation and ZeRO (`polygon.planning.layer_split`), devices,
+shares and routes (`polygon.planning.routing`), the windows of the schedule, and the packing of every link.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from polygon.cost.transfers import Placement
 from polygon.domain.plan import PARITY_LEVELS, LinkUse, Plan, Problem, Stage, Worker
 from polygon.parity import Allowed, allowed
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
-from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s, lock_shares
+from polygon.planning.flow import lock_shares
+from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.packing import activation_modes, gradient_mode, settled
 from polygon.planning.routing import build_routes

@@ -1,10 +1,10 @@
 """A time that the plan of an allocation cannot beat, whatever decode makes of routes, windows, packing and local steps.
 
-The layer split and the memory options of an allocation do not depend on these (`polygon.planning.fluid`). So for every
-stage: its first micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and then
-the last one goes back through the stages before, or gradients are reduced, whatever takes longer. Where it is certain
-that no worker is left without a micro-batch (such a worker is dropped), the reduction is at least that between the
-fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm.
+The layer split and the memory options of an allocation do not depend on these (`polygon.planning.layer_split`). So for
+every stage: its first micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and
+then the last one goes back through the stages before, or gradients are reduced, whatever takes longer. Where it is
+certain that no worker is left without a micro-batch (such a worker is dropped), the reduction is at least that between
+the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from polygon.cost.transfers import boundary_values, codec_s, matrix_values, pack
 from polygon.parity import allowed
 from polygon.planning.bank import Bank
 from polygon.planning.decode import Decoder
-from polygon.planning.fluid import fluid_step_s, gather_stages, lock_shares, whole_makespan_s
+from polygon.planning.flow import lock_shares
+from polygon.planning.fluid import fluid_step_s
+from polygon.planning.layer_split import whole_makespan_s
+from polygon.planning.stage_lists import gather_stages
 
 SLACK = 1e-5
 """Relative precision of `whole_makespan_s`, and more."""
