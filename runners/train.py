@@ -25,6 +25,7 @@ from polygon.domain.errors import InputError, PolygonError
 from polygon.notation import format_json
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser
+from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.memory import measured_peaks, write_measured
@@ -85,6 +86,8 @@ class RecipeRanks(LocalRanks):
 
 def be_rank(job: Job, place: Place) -> int:
     """All that a rank does; its exit code."""
+    if job.recipe.metrics.wandb != "off":
+        os.environ["WANDB_MODE"] = job.recipe.metrics.wandb
     if not job.recipe.metrics.tensor_bytes:
         return int(backend_of(job).run_rank(job, place))
     from runners.recipes.tensor_bytes import TensorBytes
@@ -130,12 +133,18 @@ def run_as_rank(job: Job, environment: Mapping[str, str]) -> tuple[int, dict[str
     code = be_rank(job, Place(rank, world_size, int(environment.get("LOCAL_RANK", rank)), host, port))
     if code or rank:
         return code, {}
+    elsewhere = [other for other in range(world_size) if not any(log_lines(job.out, other))]
+    if elsewhere:
+        say(f"{job.recipe.name}: logs of ranks {elsewhere} are not in {job.out} (other hosts?): no summary")
+        return 0, {}
     return 0, figures(job, world_size, start_s)
 
 
 def _job(path: Path, settings: Sequence[str], arguments: argparse.Namespace) -> Job:
     recipe = read_recipe(path, settings)
-    out = arguments.out or Path("out") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Ranks of a launcher must agree on a folder: each has its own clock, but one parent.
+    unique = f"launcher-{os.getppid()}" if "RANK" in os.environ else time.strftime("%Y%m%d-%H%M%S")
+    out = arguments.out or Path("out") / f"{recipe.name}-{unique}"
     return Job(recipe, path.parent, out / recipe.name if arguments.table else out, arguments.device)
 
 

@@ -4,15 +4,20 @@
         trackers.scalars(step, {"loss": loss, "tokens_per_s": rate})
 
 TensorBoard's files lie in ``directory/tensorboard``, those of W&B in ``directory/wandb``. ``WANDB_MODE=offline`` keeps
-W&B's run on this machine (``wandb sync`` uploads it later); its other environment variables work too.
+W&B's run on this machine (``wandb sync`` uploads it later), and so does a machine without an account: nothing ever asks
+for one. W&B's other environment variables work too.
 """
 
 from __future__ import annotations
 
+import netrc
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from polygon.domain.errors import InputError
 
@@ -48,18 +53,46 @@ class TensorBoard:
         self._writer.close()
 
 
+def _has_account(settings: Any) -> bool:
+    """Whether W&B's settings, its environment variables or a netrc file have a key for its server.
+
+    W&B's own question (`wandb.login`) goes to the server, or to whoever sits at the terminal.
+    """
+    if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    places = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    try:
+        known = [netrc.netrc(place) for place in places if place.is_file()]
+    except (netrc.NetrcParseError, OSError):
+        return False
+    host = urlsplit(settings.base_url).hostname or ""
+    return any(file.authenticators(host) is not None for file in known)
+
+
 class WeightsAndBiases:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases; without an account it stays on this machine."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Any]) -> None:
-        import os
-
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
+        found, mode = wandb.setup().settings, None
+        if found.mode == "online" and not _has_account(found):
+            if os.environ.get("WANDB_MODE") == "online":
+                raise InputError(
+                    "--track: found wandb online without an account, expected WANDB_API_KEY, or offline (wandb sync "
+                    "uploads such a run later)"
+                )
+            mode = "offline"
+            print(f"wandb: no account here, the run stays in {directory}/wandb", file=sys.stderr)  # noqa: T201
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT), dir=directory, name=run, config=dict(settings)
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                dir=directory,
+                name=run,
+                config=dict(settings),
+                mode=mode,
             )
         except wandb.Error as error:
             reason = str(error).splitlines()[0]

@@ -133,10 +133,10 @@ class Training:
                 plan.world_size,
                 store.clone(),  # type: ignore[attr-defined]
             )
+        self._figures = StepFigures(problem, plan, self.worker.step_flops)
         self.collector: Collector | None = None
         if options.track and trackers is not None:
-            figures = StepFigures(problem, plan, self.worker.step_flops)
-            self.collector = Collector(store.clone(), rank, figures, trackers)  # type: ignore[attr-defined]
+            self.collector = Collector(store.clone(), rank, self._figures, trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
         if plan.stages[stage].zero >= 1 and not layout.zero_of([stage]) and rank == layout.rank(stage, 0):
@@ -316,7 +316,8 @@ class Training:
         result = {
             "step": step, "loss": scalars.loss, "gradient_norm": scalars.norm / worker.overflow_scale,
             "applied": applied, "together": together, "seconds": seconds, "tokens": tokens,
-            "tokens_per_s": tokens / seconds, "seconds_by_kind": by_kind, "idle": max(0.0, 1 - working / seconds),
+            "tokens_per_s": tokens / seconds, "mfu": self._figures.mfu(seconds), "seconds_by_kind": by_kind,
+            "idle": max(0.0, 1 - working / seconds),
             "memory_bytes": memory_bytes(self.wires.device), "packing_error": self._packing_error(),
             "start_s": start_s, "schedule_end_s": schedule_end_s - start_s, "reduced_s": reduced_s - start_s,
             "clock_offset_s": self._clock_offset_s(), **self.log.take_messages(start_s),

@@ -3,31 +3,71 @@
 import json
 import subprocess
 import sys
+from base64 import urlsafe_b64encode
+from importlib.util import find_spec
 
 import pytest
 
+from runners.analyze import main as analyze
 from runners.train import main
+from tests.real_ranks import free_port
 
 TINY = "instances/recipes/llm-1d-tiny.yaml"
 
 
-def train(*arguments, launcher=("-m",)):
-    """The finished command."""
-    return subprocess.run(
-        [sys.executable, *launcher, "runners.train", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+def train(*arguments, launcher=("-m", "runners.train")):
+    """The figures that the finished command printed."""
+    done = subprocess.run(
+        [sys.executable, *launcher, TINY, "--steps", "2", "--json", *map(str, arguments)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # DeepSpeed's launcher says things of its own on standard output.
+    return json.loads("{\n" + done.stdout.partition("{\n")[2].partition("\n}")[0] + "}")
 
 
-def test_alone_and_under_torchrun_the_same_loss(tmp_path):
-    """The program starts its ranks itself, or is one of torchrun's; the losses are the same."""
-    alone = train(TINY, "--steps", 2, "-o", tmp_path / "a", "--json")
-    assert alone.returncode == 0, alone.stderr
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-    under = train(TINY, "--set", "steps=2", "-o", tmp_path / "b", "--json", launcher=torchrun)
-    assert under.returncode == 0, under.stderr
-    first, second = (json.loads(done.stdout) for done in (alone, under))
-    assert first["steps"] == 2 and first["order_differs_on_ranks"] == []
-    assert second["last_loss"] == pytest.approx(first["last_loss"], rel=1e-6)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Folder and figures of a run whose ranks the program starts itself."""
+    out = tmp_path_factory.mktemp("alone")
+    return out, train("-o", out)
+
+
+def test_the_program_starts_its_ranks(alone):
+    """Two ranks train, in the order that the plan says."""
+    _, figures = alone
+    assert (figures["ranks"], figures["steps"], figures["order_differs_on_ranks"]) == (2, 2, [])
+
+
+TWO_RANKS = urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "-m", "runners.train"),
+    # What `deepspeed --num_gpus 2 runners/train.py` starts on each host; it adds --local_rank to the command.
+    "deepspeed": (
+        "deepspeed.launcher.launch", f"--world_info={TWO_RANKS}",
+        f"--master_port={free_port()}", "runners/train.py",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_under_launchers_the_same_loss(alone, name, tmp_path):
+    """As ranks of torchrun, or by path under DeepSpeed's launcher, the recipe has the losses of a run alone."""
+    if name == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: its launcher is not tried")
+    under = train("-o", tmp_path, launcher=("-m", *LAUNCHERS[name]))
+    assert (under["steps"], under["ranks"]) == (2, 2)
+    assert under["last_loss"] == pytest.approx(alone[1]["last_loss"], rel=1e-6)
+
+
+def test_scaling_shows_the_mfu_of_runs(alone, capsys):
+    """`analyze --scaling` reads MFU from the logs: that of the run's summary, but for its first step."""
+    out, figures = alone
+    assert analyze(["--scaling", str(out), str(out), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["base"]["mfu"] == pytest.approx(figures["mfu"]) and figures["mfu"] > 0
+    assert analyze(["--scaling", str(out), str(out)]) == 0
+    assert f"{figures['mfu']:.1%}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """TensorBoard and W&B get the numbers they are given, into files that their own readers open."""
 
 import json
+import os
+import pty
+import subprocess
 import sys
 
 import pytest
@@ -56,12 +59,42 @@ def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
     for payload in records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(payload)
-        settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        for config in (record.run.config, record.config):
+            settings |= {item.key: json.loads(item.value_json) for item in config.update}
         row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         if "loss" in row:
             found[record.history.step.num] = {name: row[name] for name in ("loss", "mfu") if name in row}
     assert settings["plan"] == "p.json"
     assert found == {0: {"loss": 5.5}, 3: {"loss": 4.25, "mfu": 0.5}}
+
+
+@pytest.mark.parametrize(("mode", "said"), [(None, "wandb: no account here"), ("online", "without an account")])
+def test_wandb_without_an_account_never_asks(mode, said, tmp_path):
+    """At a terminal, too, a run without a key goes offline; one that must be online is refused with one line."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    code = f"""
+from pathlib import Path
+from polygon.domain.errors import InputError
+from runners.engine.trackers import open_trackers
+try:
+    with open_trackers(["wandb"], Path({str(tmp_path)!r}), "a run", {{}}) as trackers:
+        trackers.scalars(0, {{"loss": 1.0}})
+except InputError as error:
+    print(error)
+"""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB") and key != "NETRC"}
+    environment = kept | {"HOME": str(tmp_path)} | ({} if mode is None else {"WANDB_MODE": mode})
+    terminal, inside = pty.openpty()
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", code], stdin=inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment, text=True, timeout=100,
+        )  # fmt: skip
+    finally:
+        os.close(inside)
+        os.close(terminal)
+    assert said in ran.stdout and "Traceback" not in ran.stdout
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == (mode is None)
 
 
 def test_unknown_and_missing_trackers_are_refused(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,6 @@ def run_rank(job: Job, place: Place) -> int:
 
     problem, plan = problem_and_plan(job)
     samples = make_samples(job.recipe.data, problem.model, problem.batch.seq_len, job.recipe.seed, job.folder)
-    if job.recipe.metrics.wandb != "off":
-        os.environ["WANDB_MODE"] = job.recipe.metrics.wandb
     if place.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)

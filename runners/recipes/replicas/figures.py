@@ -9,14 +9,22 @@ from typing import Any
 from polygon.catalogue import device as device_by_name
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import CONTEXT_BYTES
+from polygon.domain.model import Batch, Model
 from runners.engine.summary import RUN_FILE, log_lines
 from runners.recipes.backends import Job
 from runners.recipes.models import batch_of, model_of
 from runners.recipes.replicas.state import predicted_activations, predicted_state
+from runners.recipes.schema import Recipe
 
 LORA_FLOP_SHARE = 2 / 3
 """Frozen weights need no gradients: of a step's forward and two backward products two are left."""
-KEPT = ("step", "loss", "gradient_norm", "seconds", "samples_per_s", "tokens_per_s", "seconds_by_kind")
+KEPT = ("step", "loss", "gradient_norm", "seconds", "samples_per_s", "tokens_per_s", "mfu", "seconds_by_kind")
+
+
+def mfu(recipe: Recipe, model: Model, batch: Batch, step_s: float) -> float:
+    """The model's FLOP per second over the dense peak of the recipe's devices (see `StepFigures.mfu`)."""
+    peak = recipe.parallel.dp * device_by_name(recipe.hardware.device).peak_flops(batch.precision)
+    return model_flops_per_step(model, batch) * (LORA_FLOP_SHARE if recipe.lora else 1.0) / (step_s * peak)
 
 
 def summary(job: Job) -> dict[str, Any]:
@@ -27,11 +35,8 @@ def summary(job: Job) -> dict[str, Any]:
     ranks = recipe.parallel.dp
     by_rank = [[line for line in log_lines(job.out, rank) if line["type"] == "step"] for rank in range(ranks)]
     run = next(line for line in log_lines(job.out, 0) if line["type"] == "run")
-    peak = ranks * device_by_name(recipe.hardware.device).peak_flops(batch.precision)
-    flops = model_flops_per_step(model, batch) * (LORA_FLOP_SHARE if recipe.lora else 1.0)
     steps = [
-        {key: lines[0][key] for key in KEPT}
-        | {"mfu": flops / (lines[0]["seconds"] * peak), "memory_bytes": max(line["memory_bytes"] for line in lines)}
+        {key: lines[0][key] for key in KEPT} | {"memory_bytes": max(line["memory_bytes"] for line in lines)}
         for lines in zip(*by_rank, strict=True)
     ]
     path = job.out / RUN_FILE
@@ -55,7 +60,7 @@ def summary(job: Job) -> dict[str, Any]:
         "median_cpu_s": median(lines[0]["cpu_s"] for lines in zip(*by_rank, strict=True)),
         "tokens_per_s": batch.tokens / step_s,
         "samples_per_s": batch.global_batch / step_s,
-        "mfu": flops / (step_s * peak),
+        "mfu": mfu(recipe, model, batch, step_s),
         "memory_bytes": max(step["memory_bytes"] for step in steps),
         "state_bytes": held,
         "predicted_state_bytes": expected.to_dict(),

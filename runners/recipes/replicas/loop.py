@@ -25,6 +25,7 @@ from runners.engine.trackers import open_trackers
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import make_samples
 from runners.recipes.models import batch_of, beside, model_of
+from runners.recipes.replicas.figures import mfu
 from runners.recipes.replicas.state import StateBytes
 from runners.recipes.replicas.whole import WholeModel, adapter, add_lora
 from runners.recipes.schema import Recipe
@@ -33,7 +34,7 @@ from runners.traces.record import Recorder
 
 ADAPTER_FILE = "adapter.safetensors"
 """What a run with LoRA leaves: the low-rank additions and the head's projection."""
-TRACKED = ("loss", "gradient_norm", "samples_per_s", "tokens_per_s", "memory_bytes")
+TRACKED = ("loss", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
 
 class Replica(Protocol):
@@ -97,6 +98,7 @@ class _Run:
     """A rank in the middle of a run."""
 
     recipe: Recipe
+    model: Model
     batch: Batch
     place: Place
     device: torch.device
@@ -133,7 +135,8 @@ class _Run:
         result = {
             "step": step, "loss": loss.item() / targets, "gradient_norm": norm, "seconds": seconds,
             "samples": batch.global_batch, "tokens": batch.tokens, "tokens_per_s": batch.tokens / seconds,
-            "samples_per_s": batch.global_batch / seconds, "cpu_s": cpu_s, "seconds_by_kind": log.take_seconds(),
+            "samples_per_s": batch.global_batch / seconds, "mfu": mfu(recipe, self.model, batch, seconds),
+            "cpu_s": cpu_s, "seconds_by_kind": log.take_seconds(),
             "memory_bytes": memory_bytes(self.device), "state_bytes": held.to_dict(),
         }  # fmt: skip
         if self.device.type == "cuda":
@@ -162,7 +165,7 @@ def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> in
         stack.callback(log.close)
         stack.enter_context(_together(place, device))
         per_sample = 1 if model.family == "vit" else batch.seq_len
-        run = _Run(recipe, batch, place, device, make(whole, batch, recipe, device), samples, per_sample, log)
+        run = _Run(recipe, model, batch, place, device, make(whole, batch, recipe, device), samples, per_sample, log)
         tracker = stack.enter_context(
             open_trackers(trackers if place.rank == 0 else [], job.out, recipe.name, recipe.model_dump())
         )
