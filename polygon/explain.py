@@ -137,6 +137,7 @@ def explanation_data(plan: Any, answers: Any, tokens: float | None = None) -> di
         "sensitivities": [asdict(s) for s in answers.what.rows],
         "searched_step_s": answers.what.baseline_s,
         "left_out": [*answers.why.left_out],
+        "changes_left_out": answers.what.left_out,
     }
     if tokens:
         data["run"] = asdict(whole_run(answers.bill, tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 WORKERS = 2
 MOST_WAITING = 20
 MOST_SECONDS = 600.0
-MOST_EXPLAIN_SECONDS = 60.0
+USUAL_EXPLAIN_SECONDS = 60.0
 EFFORTS = {
     "quick": Effort(fluid_evaluations=1500, exact_evaluations=40, patience=600),
     "thorough": Effort(),
@@ -83,8 +84,8 @@ class Jobs:
         self._submit(job)
         return job
 
-    def explain(self, plan: str) -> Job:
-        """The job that explains a plan: the one that did, does or will, else a new one.
+    def explain(self, plan: str, time_limit_s: float = USUAL_EXPLAIN_SECONDS) -> Job:
+        """The job that explains a plan: the one that does, will, or has and left nothing out; else a new one.
 
         Raises
         ------
@@ -94,13 +95,19 @@ class Jobs:
         job = self.explanation_id(plan)
         with self._asking:
             found = self.store.get(job)
-            if found is None or found.state in ("cancelled", "failed"):
+            whole = found is not None and (found.state in ("queued", "running") or self._whole(found))
+            if not whole:
                 self._check_room()
-                self.store.add({"explain": plan}, job=job)
+                self.store.add({"explain": plan, "time_limit_s": time_limit_s}, job=job)
                 self._submit(job)
         found = self.store.get(job)
         assert found is not None
         return found
+
+    def _whole(self, job: Job) -> bool:
+        """Whether an explanation has ended with every question answered."""
+        data = parse_json(self.store.result(job.id) or "{}")
+        return job.state == "done" and not data.get("left_out") and not data.get("changes_left_out")
 
     @staticmethod
     def explanation_id(plan: str) -> str:
@@ -162,28 +169,34 @@ class Jobs:
             self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason)
             return
         plan = replace(result.plan, seed=seed)
-        text = format_json(plan_data(problem, plan, estimate(problem, plan, tables).to_dict()))
-        self.store.finish(job, "cancelled" if stopped else "done", result=text)
+        priced = estimate(problem, plan, tables)
+        text = format_json(plan_data(problem, plan, priced.to_dict()))
+        self.store.finish(job, "cancelled" if stopped else "done", result=text, note=seconds(priced.step_s))
 
     def _explain(self, job: str, request: dict[str, Any], progress: Progress) -> None:
         progress.tell("", 0.0)
         problem, plan, _ = plan_from_spec(check(PlanSpec, parse_json(self.store.result(request["explain"]) or "")))
         tables = CostTables(problem)
-        end_s = time.monotonic() + MOST_EXPLAIN_SECONDS
+        limit_s = float(request.get("time_limit_s", USUAL_EXPLAIN_SECONDS))
+        began_s = time.monotonic()
+
+        def left(part: float) -> Callable[[], float]:
+            """Seconds until a part of the limit; none once it is to stop, which keeps the answers so far."""
+            return lambda: 0.0 if progress.stop.is_set() else part * limit_s - (time.monotonic() - began_s)
+
+        def tell(text: str, part: float) -> None:
+            if not progress.stop.is_set():
+                progress.tell(text, part)
+
         explainer = Explainer(problem, plan, tables)
-        why = explainer.explain(
-            seconds_left=lambda: end_s - 0.5 * MOST_EXPLAIN_SECONDS - time.monotonic(),
-            tell=lambda text, part: progress.tell(text, part / 2),
-        )
+        why = explainer.explain(seconds_left=left(0.5), tell=lambda text, part: tell(text, part / 2))
         what = sensitivities(
-            problem,
-            plan,
-            tables=tables,
-            seconds_left=lambda: end_s - time.monotonic(),
-            tell=lambda text, part: progress.tell(text, 0.5 + part / 2),
+            problem, plan, tables=tables, seconds_left=left(1.0), tell=lambda text, part: tell(text, 0.5 + part / 2)
         )
+        if self._closing.is_set():
+            return
         data = explanation_data(plan, SimpleNamespace(bill=explainer.bill, why=why, what=what))
-        self.store.finish(job, "done", result=format_json(data))
+        self.store.finish(job, "cancelled" if progress.stop.is_set() else "done", result=format_json(data))
 
 
 class Progress:

@@ -11,6 +11,7 @@ from fastapi import Body, FastAPI, HTTPException, Response
 from pydantic import Field
 
 from polygon.convert_plan import plan_from_spec
+from polygon.cost.estimate import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
@@ -20,12 +21,13 @@ from polygon.export.predicted import predicted_trace
 from polygon.export.targets import TARGETS, export
 from polygon.notation import compact_json, format_json, parse_json
 from polygon.planning.violations import violations
+from polygon.report import seconds
 from polygon.schema import PlanSpec, Strict, check
 from polygon.web import views
 from polygon.web.alternatives import compare
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, read_deployment, write_deployment
-from polygon.web.jobs import Jobs
+from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs
 from polygon.web.language import Asked, in_language
 from polygon.web.search_routes import RESPONSES, JobId, answer
 from polygon.web.store import Store
@@ -46,6 +48,12 @@ class DeployRequest(Strict):
     name: DeployName
     target: Target
     hosts: Annotated[str, Field(max_length=200_000)] = ""
+
+
+class ExplainRequest(Strict):
+    """How long an explanation may take."""
+
+    time_limit_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = USUAL_EXPLAIN_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,9 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         wrong = [text for text in violations(problem, read) if "GiB over" not in text]
         if wrong:
             raise InputError(f"plan: {wrong[0]}")
-        job = store.add({"name": f"{problem.model.name} · {problem.cluster.name}"[:120]}, "done", format_json(plan))
+        name = f"{problem.model.name} · {problem.cluster.name}"[:120]
+        step_s = float(step_times(read, CostTables(problem)).step_s)
+        job = store.add({"name": name}, "done", format_json(plan), note=seconds(step_s))
         row = store.get(job)
         assert row is not None
         return row.to_dict()
@@ -129,10 +139,10 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return kept(job, "alternatives", language, None, lambda it: compare(it.problem, it.plan, it.tables))
 
     @app.post("/api/plans/{job}/explanation", status_code=202, responses=RESPONSES)
-    def start_explanation(job: JobId, language: Asked) -> Any:
-        """Work out in the background why this plan and not another; asking again changes nothing."""
+    def start_explanation(job: JobId, request: ExplainRequest, language: Asked) -> Any:
+        """Work out in the background why this plan and not another; asked again, anew only if time ran out."""
         load(job)
-        return in_language(jobs.explain(job).to_dict(), language)
+        return in_language(jobs.explain(job, request.time_limit_s).to_dict(), language)
 
     @app.get("/api/plans/{job}/explanation", responses=RESPONSES)
     def plan_explanation(job: JobId, language: Asked) -> Any:
@@ -186,6 +196,7 @@ def add_deployments(app: FastAPI, load: Load, folder: Path) -> None:
         result = _exported(load(job), request.target, request)
         written = write_deployment(folder, request.name, result)
         data = {"name": request.name, "files": sorted(result.files), "checks": check_folder(written)}
+        data["start"] = result.start
         return in_language(data, language)
 
     @app.get("/api/deployments", responses=RESPONSES)

@@ -35,14 +35,20 @@ class Job:
     request: dict[str, Any]
     progress: float
     note: str
+    """What it is at; the step time once there is a plan."""
     error: str
+    has_plan: bool
 
     def to_dict(self) -> dict[str, Any]:
         """What the API says of it."""
         return {
             "id": self.id, "created_s": self.created_s, "state": self.state, "progress": self.progress,
             "note": self.note, "error": self.error, "name": str(self.request.get("name", "")),
+            "has_plan": self.has_plan,
         }  # fmt: skip
+
+
+COLUMNS = "id, created_s, state, request, progress, note, error, result IS NOT NULL"
 
 
 class Store:
@@ -66,14 +72,21 @@ class Store:
             return self._db.execute(sql, values).fetchall()
 
     def add(
-        self, request: dict[str, Any], state: str = "queued", result: str | None = None, job: str | None = None
+        self,
+        request: dict[str, Any],
+        state: str = "queued",
+        result: str | None = None,
+        *,
+        job: str | None = None,
+        note: str = "",
     ) -> str:
         """A new job; returns its id, which nobody can guess unless it is given (it then replaces one of that id)."""
         job = job or secrets.token_urlsafe(9)
         progress = 1.0 if result else 0.0
         self._run(
-            "INSERT OR REPLACE INTO jobs (id, created_s, state, request, progress, result) VALUES (?, ?, ?, ?, ?, ?)",
-            job, time.time(), state, json.dumps(request), progress, result,
+            "INSERT OR REPLACE INTO jobs (id, created_s, state, request, progress, result, note) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            job, time.time(), state, json.dumps(request), progress, result, note,
         )  # fmt: skip
         self._run(
             "DELETE FROM jobs WHERE state NOT IN ('queued', 'running') AND id NOT IN "
@@ -84,14 +97,13 @@ class Store:
 
     def get(self, job: str) -> Job | None:
         """A job by its id."""
-        rows = self._run("SELECT id, created_s, state, request, progress, note, error FROM jobs WHERE id = ?", job)
+        rows = self._run(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", job)
         return _job(rows[0]) if rows else None
 
     def jobs(self, limit: int = 50) -> list[Job]:
         """The newest searches and plans."""
-        columns = "id, created_s, state, request, progress, note, error"
         where = "json_extract(request, '$.explain') IS NULL"
-        sql = f"SELECT {columns} FROM jobs WHERE {where} ORDER BY created_s DESC LIMIT ?"
+        sql = f"SELECT {COLUMNS} FROM jobs WHERE {where} ORDER BY created_s DESC LIMIT ?"
         return [_job(row) for row in self._run(sql, limit)]
 
     def result(self, job: str) -> str | None:
@@ -113,16 +125,17 @@ class Store:
         """How far a job is."""
         self._run("UPDATE jobs SET state = 'running', progress = ?, note = ? WHERE id = ?", progress, note, job)
 
-    def finish(self, job: str, state: str, *, result: str | None = None, error: str = "") -> None:
+    def finish(self, job: str, state: str, *, result: str | None = None, error: str = "", note: str = "") -> None:
         """The end of a job."""
         self._run(
-            "UPDATE jobs SET state = ?, progress = 1, result = ?, error = ? WHERE id = ?", state, result, error, job
-        )
+            "UPDATE jobs SET state = ?, progress = 1, result = ?, error = ?, note = ? WHERE id = ?",
+            state, result, error, note, job,
+        )  # fmt: skip
 
 
 def _job(row: tuple[Any, ...]) -> Job:
-    ident, created_s, state, request, progress, note, error = row
+    ident, created_s, state, request, progress, note, error, has_plan = row
     return Job(
         id=ident, created_s=created_s, state=state, request=json.loads(request), progress=progress, note=note,
-        error=error or "",
+        error=error or "", has_plan=bool(has_plan),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -17,11 +18,11 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval
 from polygon.export.predicted import predicted_intervals
 from polygon.parity import assumptions
-from polygon.report import layer_span
+from polygon.report import layer_span, size
 from polygon.web.whatif import NO_CHANGE, Changes, Priced, price, timed
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
-MOST_INTERVALS = 6000
+MOST_INTERVALS = 12_000
 """Bars of a timeline that a page draws without effort."""
 
 
@@ -171,28 +172,32 @@ def formulas(priced: Priced) -> list[dict[str, str]]:
     shown = traffic(priced)
     terms = " + ".join(f"{name} {value:.4g}" for name, value in result.terms.items())
     batch = problem.batch
+    # Stages that reduce alike stand once, with their number.
+    alike = Counter(
+        (stage.width - 1, max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers))
+        for s, stage in enumerate(plan.stages)
+    )
+    reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     rows = [
         ("step", "sum of terms", f"{terms} = {result.step_s:.4g} s"),
         ("tokens", "B L / T",
          f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:.5g}/s"),
         ("pp_bytes", "2 M (S-1) b L h e, packed between regions",
-         f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B unpacked, "
-         f"{times.messages.total_bytes:.4g} B packed"),
+         f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B = "
+         f"{size(2 * plan.micro_batches * (len(plan.stages) - 1) * values * batch.element_bytes)} unpacked, "
+         f"{size(times.messages.total_bytes)} packed"),
         ("dp_bytes", "sum over stages 2 (w-1) P g / H",
-         " + ".join(f"2 x {stage.width - 1} x "
-                    f"{max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers):.4g}"
-                    for s, stage in enumerate(plan.stages))
-         + f", x {batch.gradient_bytes} B / {plan.local_steps} = {shown['dp_bytes']:.4g} B"),
-        ("tp_bytes", "4 x 2 (t-1) b L h e per block and micro-batch", f"{shown['tp_bytes']:.4g} B"),
+         f"({reduced or 0}) x {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
+        ("tp_bytes", "4 x 2 (t-1) b L h e per block and micro-batch", size(shown["tp_bytes"])),
         ("dp_s", "slowest stage: inside nodes + inside regions + across",
          f"{max(priced.reductions_s, default=0.0):.4g} + tied {times.tied_s:.4g} = {shown['dp_s']:.4g} s"),
         ("pp_s", "busiest sender: sum of bytes / rate", f"{shown['pp_s']:.4g} s"),
         ("hidden", "1 - exposed / all",
-         f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden']:.1%}"),
+         f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden'] * 100:.1f} %"),
         ("ratio", "communication / computation",
          f"{shown['total_s']:.4g} / {shown['compute_s']:.4g} = {shown['ratio']:.3g}"),
-        ("bound", "no plan is faster", f"{result.lower_bound_s:.4g} s, gap {result.gap:.0%}"),
+        ("bound", "no plan is faster", f"{result.lower_bound_s:.4g} s, gap {result.gap * 100:.1f} %"),
     ]  # fmt: skip
     return [{"key": key, "formula": formula, "numbers": numbers} for key, formula, numbers in rows]
 
@@ -204,26 +209,26 @@ def _routes(plan: Plan, times: StepTimes) -> list[list[int]]:
 
 
 def timeline(priced: Priced) -> dict[str, Any]:
-    """Intervals of one step, those of compute first if there are more than a page can draw.
+    """Intervals of one step, those of compute first if there are more than a page can draw, bubbles last.
 
     A worker's compute, bubble, exposed communication and update fill the step without a gap. Waiting for an action's
     input is bubble until the input has left the worker that makes it, and exposed communication from then on; after the
     last backward it is exposed communication until the update, bubble thereafter. The hidden part of a reduction
     (`reduce`) and messages (`send`) lie beside them.
     """
-    kinds = {"compute": 0, "exposed": 1, "bubble": 2, "update": 3, "reduce": 4, "send": 5}
+    kinds = {"compute": 0, "exposed": 1, "update": 2, "reduce": 3, "send": 4, "bubble": 5}
     step_s = priced.estimate.step_s
     intervals = [i for i in _tiled(predicted_intervals(priced.times), step_s) if i.end_s > i.start_s]
     intervals.sort(key=lambda i: (kinds[i.kind], i.start_s))
     shown = intervals[:MOST_INTERVALS]
     workers = [
         {"stage": w.stage, "worker": w.worker,
-         "name": f"S{w.stage} · {w.region} {w.device}" + (f" x{w.tp}" if w.tp > 1 else "")}
+         "name": f"S{w.stage}.{w.worker} · {w.region} {w.device}" + (f"\u00d7{w.tp}" if w.tp > 1 else "")}
         for w in priced.estimate.workers
     ]  # fmt: skip
     waits = {kind: sum(i.end_s - i.start_s for i in intervals if i.kind == kind) for kind in ("bubble", "exposed")}
     return {
-        "workers": workers, "step_s": step_s, "left_out": len(intervals) - len(shown),
+        "workers": workers, "step_s": step_s, "left_out": sum(i.kind != "bubble" for i in intervals[MOST_INTERVALS:]),
         "intervals": [[i.stage, i.worker, i.kind, i.name, i.start_s, i.end_s] for i in shown],
         **{f"{kind}_share": total_s / (step_s * len(workers)) for kind, total_s in waits.items()},
     }  # fmt: skip

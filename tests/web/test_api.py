@@ -115,7 +115,7 @@ def test_a_search_minimises_what_it_is_asked_to(server):
 def test_why_not_is_worked_out_once_and_kept(server, plan_id):
     """A job a plan: ideas with their cost or why they cannot run, and what a better cluster would bring."""
     assert server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["state"] in ("none", "done")
-    status, _, row = server.request("POST", f"/api/plans/{plan_id}/explanation", {})
+    status, _, row = server.request("POST", f"/api/plans/{plan_id}/explanation", {"time_limit_s": 600})
     assert status == 202
     assert finished(server, row["id"])["state"] == "done"
     answers = server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["answers"]
@@ -125,6 +125,22 @@ def test_why_not_is_worked_out_once_and_kept(server, plan_id):
     assert server.request("POST", f"/api/plans/{plan_id}/explanation", {})[2]["created_s"] == row["created_s"]
     assert row["id"] not in [job["id"] for job in server.request("GET", "/api/jobs")[2]]
     assert server.request("POST", "/api/plans/none/explanation", {})[0] == 404
+
+
+def test_an_explanation_that_is_stopped_keeps_what_it_found(server, wide_plan):
+    """It names what it left out, and asked again with more time it begins anew; its limit is within bounds."""
+    path = f"/api/plans/{wide_plan}/explanation"
+    row = server.request("POST", path, {"time_limit_s": 600})[2]
+    assert server.request("POST", path, {"time_limit_s": 600})[2]["created_s"] == row["created_s"]
+    server.request("DELETE", f"/api/jobs/{row['id']}")
+    ended = finished(server, row["id"])
+    answers = server.request("GET", path)[2]["answers"]
+    assert ended["state"] == "cancelled" and answers["left_out"] and answers["changes_left_out"]
+    again = server.request("POST", path, {"time_limit_s": 0.001})[2]
+    assert again["created_s"] > row["created_s"]
+    assert finished(server, row["id"])["state"] == "done"
+    assert server.request("GET", path)[2]["answers"]["left_out"]
+    assert server.request("POST", path, {"time_limit_s": 601})[0] == 422
 
 
 def test_uploads_are_read_like_files(server):

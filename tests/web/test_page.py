@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.web.conftest import Server
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -106,6 +108,37 @@ def test_a_plan_from_the_form_to_the_map(page, server):
     assert "plan=" in page.url and card(page, "step").endswith("s")
 
 
+def test_the_form_says_what_the_open_plan_was_asked_for(page, server, wide_plan):
+    """A plan that is opened fills the form with its problem; one that is not there is said."""
+    visit(page, server, wide_plan, "configure")
+    page.locator("[data-path='regions[9].name']").wait_for()
+    assert page.locator("[data-path='batch.global_batch']").input_value() == "64"
+    assert page.locator("[data-path='model']").input_value() == "gpt3-6.7b"
+    page.goto("about:blank")
+    page.goto(f"{server.url}/#plan=nowhere&view=map")
+    page.locator("#problem", has_text="nowhere: there is no such plan").wait_for()
+
+
+def test_the_page_outlives_a_restart_of_the_server(browser, tmp_path):
+    """While the server is away the page waits and says so; the search begins again, and its plan opens."""
+    first = Server(tmp_path)
+    page = new_page(browser, first)
+    page.goto(first.url)
+    page.get_by_label("Shipped cluster").select_option("two-campus")
+    page.locator("[data-path='regions[1].name']").wait_for()
+    page.get_by_label("Effort").select_option("long")
+    page.locator("#calculate").click()
+    page.locator("#cancel").wait_for()
+    first.stop()
+    page.locator("#status", has_text="cannot be reached").wait_for()
+    second = Server(tmp_path, "--port", first.url.rpartition(":")[2])
+    page.locator("#status", has_text="simulation").or_(page.locator("#status", has_text="search:")).wait_for()
+    page.locator("#cancel").click()
+    page.locator("#tab-map[aria-selected=true]").wait_for(timeout=120_000)
+    page.context.close()
+    second.stop()
+
+
 def test_errors_appear_at_the_field(page, server):
     """The validator's message stands beside the field that it names, which has the focus."""
     page.goto("about:blank")
@@ -178,6 +211,7 @@ def test_regions_are_placed_on_the_map_by_hand(page, server):
     page.get_by_label("Known place").select_option("Tokyo")
     page.locator("[data-path='latency_ms[0][1]']").wait_for()
     assert float(page.locator("[data-path='regions[1].latitude']").input_value()) == 35.68
+    assert int(page.locator("#distances td.number").nth(1).inner_text().replace(",", "")) > 1000
     latency_ms = float(page.locator("[data-path='latency_ms[0][1]']").input_value())
     page.locator("[data-path='regions[0].latitude']").fill("35.0")
     page.locator("[data-path='regions[0].longitude']").fill("135.0")
@@ -253,8 +287,8 @@ def moves_its_card(page, server, plan, controls):
         shown = {"tokens": view["estimate"]["tokens_per_s"], "step": view["estimate"]["step_s"],
                  "cost": view["estimate"]["cost_usd"], "commTime": view["traffic"]["total_s"],
                  "exposedTime": view["traffic"]["exposed_s"]}[key]  # fmt: skip
-        number, _, unit = card(page, key).partition(" ")
-        scale = {"ms": 1e-3, "µs": 1e-6}.get(unit, 1.0)
+        number, *unit = card(page, key).split()
+        scale = {"ms": 1e-3, "µs": 1e-6}.get("".join(unit), 1.0)
         assert float(number.replace(",", "")) * scale == pytest.approx(shown, rel=0.01), name
         page.locator("#reset").click()
         page.wait_for_function(BACK, arg=[key, before])

@@ -1,5 +1,7 @@
 // The JSON API of the same host.
 
+import { t } from "./strings";
+
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 export type Data = any;
 
@@ -17,7 +19,7 @@ export async function call(method: string, path: string, body?: unknown): Promis
     method,
     headers: headers(body !== undefined),
     body: body === undefined ? undefined : JSON.stringify(body),
-  });
+  }).catch(() => { throw new Error(t("unreachable")); });
   if (response.status === 401) {
     const given = await askToken();
     if (given) {

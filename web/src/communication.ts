@@ -2,8 +2,8 @@
 
 import { post, type Data } from "./api";
 import { axis, draw, frame, ink, palette, tooltip } from "./charts";
-import { escape, h, table } from "./dom";
-import { bytes, digits, gib, percent, seconds, signed } from "./format";
+import { escape, h, into, table } from "./dom";
+import { bytes, digits, gib, percent, roundBytes, seconds, signed } from "./format";
 import { maybe, t, type Key } from "./strings";
 import { reprice, state } from "./state";
 
@@ -16,10 +16,10 @@ export function communication(root: HTMLElement): void {
     h("section", { class: "panel" }, h("h2", {}, t("whatif")), controls(root), h("p", { id: "whatif-error", class: "error", role: "alert" })),
     h("section", { class: "panel" }, h("div", { id: "comm-cards", "aria-live": "polite" })),
     h("section", { class: "panel half" }, h("h2", {}, t("volumes")), frame("volumes", t("volumes"), 280), h("div", { id: "comm-volumes" })),
-    h("section", { class: "panel half" }, h("h2", {}, t("heat")), frame("heat", t("heat"), 340)),
+    h("section", { class: "panel half" }, h("h2", {}, t("heat")), h("p", { class: "soft", id: "heat-none" }), frame("heat", t("heat"), 340)),
     h("section", { class: "panel" }, h("h2", {}, t("advice")), h("div", { id: "advice" }, t("working"))),
-    h("section", { class: "panel half" }, h("h2", {}, t("sensitivity")), h("div", { id: "sensitivities" }, t("working"))),
-    h("section", { class: "panel half" }, h("h2", {}, t("formulas")), h("div", { id: "formulas" }))));
+    h("section", { class: "panel" }, h("h2", {}, t("sensitivity")), h("div", { id: "sensitivities" }, t("working"))),
+    h("section", { class: "panel" }, h("h2", {}, t("formulas")), h("div", { id: "formulas" }), h("p", { class: "soft" }, t("symbols")))));
   show();
 }
 
@@ -73,9 +73,9 @@ function controls(root: HTMLElement): HTMLElement {
     slider("prefetch", "prefetch", [-1, 0, 0.25, 0.5, 1, 2, 4], n("prefetch", -1), -1, (v) => (v < 0 ? t("asPlanned") : times(v))),
     slider("localSteps", "local_steps", [1, 2, 4, 8, 16, 32, 64, 128], n("local_steps", state.planned.local_steps), state.planned.local_steps, digits),
     select("algorithm", "algorithm", ["hierarchical", "ring", "tree", "sharded-server", "central-server"].map((a): [string, string] => [a, maybe(a)]), String(c.algorithm ?? "hierarchical"), (v) => change("algorithm", v === "hierarchical" ? undefined : v)),
-    slider("chunk", "chunk_mb", [0, 1, 4, 16, 64, 256], n("chunk_mb", 0), 0, digits),
-    slider("streams", "streams", [0, 1, 2, 4, 8, 16], n("streams", 0), 0, digits),
-    slider("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], n("overlap", 1), 1, percent),
+    slider("chunk", "chunk_mb", [0, 1, 4, 16, 64, 256], n("chunk_mb", 0), 0, (v) => (v ? `${v} MB` : t("whole"))),
+    slider("streams", "streams", [0, 1, 2, 4, 8, 16], n("streams", 0), 0, (v) => (v ? digits(v) : t("enough"))),
+    slider("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], n("overlap", 1), 1, (v) => `${v * 100} %`),
     slider("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("bandwidth_factor", 1), 1, times),
     slider("latFactor", "latency_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], n("latency_factor", 1), 1, times),
     select("deviceType", "device", [["", t("allDevices")], ...types.map((d): [string, string] => [d, d])], state.deviceType, (v) => { state.deviceType = v; communication(root); }),
@@ -102,8 +102,8 @@ function show(): void {
 }
 // What takes longer to compute waits until nothing has moved for a moment.
 function more(asked: number): void {
-  void post(`/api/plans/${state.planId}/advice`, state.changes).then((data) => { if (asked === state.asked) showAdvice(data); });
-  void post(`/api/plans/${state.planId}/sensitivities`, state.changes).then((rows) => { const felt = rows.filter((r: Data) => r.saved_s > 1e-6 * state.shown.estimate.step_s); if (asked === state.asked) document.getElementById("sensitivities")?.replaceChildren(rows.length === 0 ? h("p", { class: "soft" }, t("noTraffic")) : felt.length === 0 ? h("p", { class: "soft" }, t("noGain")) : table(t("sensitivity"), [t("link"), t("better"), t("saves")], felt.map((r: Data) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(Math.max(0, r.saved_s))]), [2])); });
+  into("advice", post(`/api/plans/${state.planId}/advice`, state.changes), (data) => { if (asked === state.asked) showAdvice(data); });
+  into("sensitivities", post(`/api/plans/${state.planId}/sensitivities`, state.changes), (rows) => { const felt = rows.filter((r: Data) => r.saved_s > 1e-6 * state.shown.estimate.step_s); if (asked === state.asked) document.getElementById("sensitivities")?.replaceChildren(rows.length === 0 ? h("p", { class: "soft" }, t("noTraffic")) : felt.length === 0 ? h("p", { class: "soft" }, t("noGain")) : table(t("sensitivity"), [t("link"), t("better"), t("saves")], felt.map((r: Data) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(Math.max(0, r.saved_s))]), [2])); });
 }
 function drawVolumes(f: Data, g: Data): void {
   const colors = ink();
@@ -111,10 +111,10 @@ function drawVolumes(f: Data, g: Data): void {
   const moved = (x: Data): number[] => [x.pp_bytes, x.dp_bytes, x.tp_bytes];
   draw("volumes", {
     tooltip: { ...tooltip(), valueFormatter: bytes }, legend: { bottom: 0, textStyle: { color: colors.text } }, grid: { left: 60, right: 16, top: 16, bottom: 64 },
-    xAxis: { type: "category", data: names, ...axis({ axisLabel: { color: colors.soft, interval: 0, width: 110, overflow: "break" } }) }, yAxis: { type: "value", ...axis({ axisLabel: { color: colors.soft, formatter: bytes } }) },
+    xAxis: { type: "category", data: names, ...axis({ axisLabel: { color: colors.soft, interval: 0, width: 110, overflow: "break" } }) }, yAxis: { type: "value", ...axis({ axisLabel: { color: colors.soft, formatter: roundBytes } }) },
     series: [{ name: t("before"), type: "bar", data: moved(g), itemStyle: { opacity: 0.45 } }, { name: t("whatif"), type: "bar", data: moved(f) }],
   });
-  document.getElementById("comm-volumes")!.replaceChildren(table(t("volumes"), [t("dimension"), t("volume"), t("commTime")], [[names[0], bytes(f.pp_bytes), seconds(f.pp_s)], [names[1], bytes(f.dp_bytes), seconds(f.dp_s)], [names[2], bytes(f.tp_bytes), "—"]], [1, 2]));
+  document.getElementById("comm-volumes")!.replaceChildren(table(t("volumes"), [t("dimension"), t("volume"), t("time")], [[names[0], bytes(f.pp_bytes), seconds(f.pp_s)], [names[1], bytes(f.dp_bytes), seconds(f.dp_s)], [names[2], bytes(f.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)]], [1, 2]));
 }
 function drawHeat(v: Data): void {
   const colors = ink();
@@ -122,18 +122,21 @@ function drawHeat(v: Data): void {
   const index = new Map<string, number>(names.map((n: string, i: number) => [n, i]));
   const cells = v.links.map((l: Data) => [index.get(l.target), index.get(l.source), l.activation_bytes + l.gradient_bytes, l]);
   const most = Math.max(...cells.map((c: Data) => c[2]), 1);
-  draw("heat", {
-    tooltip: { ...tooltip(), formatter: (p: Data) => { const l = cells[p.dataIndex][3]; return `${escape(l.source)} → ${escape(l.target)}<br>${t("activations")} ${bytes(l.activation_bytes)} (${l.activations})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${l.weight_gradients})<br>${t("busy")} ${percent(l.busy)}`; } },
+  const none = cells.every((c: Data) => c[2] === 0);
+  document.getElementById("heat-none")!.textContent = none ? t("noTraffic") : "";
+  document.getElementById("chart-heat")!.hidden = none;
+  if (!none) draw("heat", {
+    tooltip: { ...tooltip(), formatter: (p: Data) => { const l = cells[p.dataIndex][3]; return `${escape(l.source)} → ${escape(l.target)}<br>${t("activations")} ${bytes(l.activation_bytes)} (${l.activations})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${l.weight_gradients})<br>${t("busyLink")} ${percent(l.busy)}`; } },
     grid: { left: 90, right: 20, top: 10, bottom: 92 },
     xAxis: { type: "category", data: names, name: t("to"), ...axis({ axisLabel: { color: colors.soft, rotate: 40, interval: 0, hideOverlap: false } }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { color: colors.soft, interval: 0 } }) },
-    visualMap: { min: 0, max: most, show: true, text: [bytes(most), "0"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 100, formatter: (x: number) => bytes(x), textStyle: { color: colors.soft }, inRange: { color: [colors.land, palette[0], "#0b2a5c"] } },
+    visualMap: { min: 0, max: most, show: true, text: [roundBytes(most), "0 B"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 100, formatter: roundBytes, textStyle: { color: colors.soft }, inRange: { color: [colors.land, palette[0], "#0b2a5c"] } },
     series: [{ type: "heatmap", data: cells.map((c: Data) => c.slice(0, 3)), itemStyle: { borderColor: colors.panel, borderWidth: 1 } }],
   });
 }
 function showAdvice(data: Data): void {
   const place = document.getElementById("advice");
   place?.replaceChildren(h("p", {}, t("adviceCase", { case: t(`case_${data.case}` as Key), ratio: `${digits(data.ratio)} ×`, hidden: percent(data.hidden) })),
-    ...(["balanced", "computation", "communication"] as const).map((kind) => h("details", { open: kind === data.case }, h("summary", {}, t(`case_${kind}`)), table(t(`case_${kind}`), [t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""], data.cases[kind].map((m: Data) => [
+    ...(["balanced", "computation", "communication"] as const).map((kind) => h("details", { open: kind === data.case }, h("summary", {}, t(`case_${kind}`)), table(t(`case_${kind}`), [t("measure"), t("tokens"), t("step"), t("hiddenAfter"), ""], data.cases[kind].map((m: Data) => [
       maybe(`m_${m.key}`), signed(m.speedup, percent), seconds(m.step_s), percent(m.hidden), m.over_memory > 0 ? h("span", { class: "error" }, t("overMemory", { n: gib(m.over_memory) })) : h("button", { type: "button", class: "small", "aria-label": `${t("apply")}: ${maybe(`m_${m.key}`)}`, onclick: () => { Object.assign(state.changes, m.change); const root = document.getElementById("view")!; communication(root); void update(); } }, t("apply")),
     ]), [1, 2, 3]))));
 }

@@ -2,9 +2,9 @@
 
 import { get, post, type Data } from "./api";
 import { draw, frame, ink } from "./charts";
-import { constraintFields, constraints, writeWrong } from "./constraints";
-import { choice, field, h, number, table, upload } from "./dom";
-import { digits } from "./format";
+import { constraintFields, constraints, fillLimits, writeWrong } from "./constraints";
+import { choice, field, h, into, number, table, upload } from "./dom";
+import { digits, moment } from "./format";
 import { follow } from "./jobs";
 import { maybe, t } from "./strings";
 import { loadCatalogue, openPlan, state } from "./state";
@@ -14,6 +14,8 @@ let cluster: Data = null;
 let model: Data = "gpt3-1.3b";
 const form: Data = { instance: "", global_batch: 256, seq_len: 2048, precision: "bf16", optimizer: "adamw", objective: "time", effort: "quick", seed: 0 };
 let job = "";
+let filled = "";
+let past: Data[] = [];
 let redraw: () => void = () => undefined;
 let opened: () => void = () => undefined;
 
@@ -26,15 +28,33 @@ export async function configure(root: HTMLElement, onOpen: () => void): Promise<
     cluster = (await first) ?? emptyCluster();
     if (cluster.regions.length) form.instance = FIRST;
   }
+  await fill().catch(() => undefined);
   redraw = () => {
     const kept = document.activeElement?.getAttribute("data-path");
+    const said = document.getElementById("status");
     root.replaceChildren(page());
+    if (said) status().replaceWith(said);
     mapChart();
+    showEarlier();
     if (kept) root.querySelector<HTMLElement>(`[data-path="${CSS.escape(kept)}"]`)?.focus();
   };
+  root.replaceChildren();
   redraw();
-  void earlier();
+  into("earlier", get("/api/jobs"), (rows) => { past = rows; showEarlier(); });
+  if (state.missing) { wrong(state.missing); state.missing = ""; }
   if (job) void attempt(wait);
+}
+
+// The form says what the open plan was asked for.
+async function fill(): Promise<void> {
+  if (!state.planId || filled === state.planId) return;
+  const asked = (await get(`/api/plans/${state.planId}`)).problem;
+  filled = state.planId;
+  cluster = asked.cluster;
+  form.instance = "";
+  model = state.catalogue.models.some((m: Data) => m.name === asked.model.name) ? asked.model.name : asked.model;
+  Object.assign(form, asked.batch);
+  fillLimits(asked.constraints ?? {});
 }
 
 const FIRST = "aws-regions";
@@ -42,7 +62,6 @@ function emptyCluster(): Data {
   return { name: "mine", regions: [], latency_ms: [], bandwidth_gbps: [] };
 }
 const status = (): HTMLElement => document.getElementById("status")!;
-
 
 function page(): HTMLElement {
   const names = state.catalogue.instances.map((n: string): [string, string] => [n, n]);
@@ -57,7 +76,7 @@ function page(): HTMLElement {
       h("div", { class: "row" }, choice(t("place"), "place", "", [["", "—"], ...state.catalogue.regions.map((r: Data): [string, string] => [r.name, r.name])], (name) => { const r = state.catalogue.regions.find((x: Data) => x.name === name); if (r) addRegion(r.name.toLowerCase(), r.latitude, r.longitude); }), h("button", { type: "button", onclick: () => addRegion(`region-${cluster.regions.length + 1}`) }, t("addRegion")))),
     h("section", { class: "panel seven", "aria-labelledby": "h-regions" }, h("h2", { id: "h-regions" }, t("devices")), regionTable()),
     cluster.regions.length > 1 && h("section", { class: "panel", "aria-labelledby": "h-links" }, h("h2", { id: "h-links" }, t("links")),
-      h("div", { class: "row" }, h("button", { type: "button", onclick: suggest }, t("suggest"))), matrix("latency_ms", t("latency")), matrix("bandwidth_gbps", t("bandwidth"))),
+      h("div", { class: "row" }, h("button", { type: "button", onclick: suggest }, t("suggest"))), matrix("latency_ms", t("latency")), matrix("bandwidth_gbps", t("bandwidth")), distances()),
     h("section", { class: "panel", "aria-labelledby": "h-work" }, h("h2", { id: "h-work" }, t("work")), h("div", { class: "fields" },
       choice(t("model"), "model", typeof model === "string" ? model : model.name, [...(typeof model === "string" ? [] : [[model.name, model.name] as [string, string]]), ...state.catalogue.models.map((m: Data): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])], (name) => { const found = state.catalogue.models.find((m: Data) => m.name === name); if (found) { model = name; form.seq_len = found.tokens_per_image || Math.min(found.max_seq_len, form.seq_len || 2048); redraw(); } }),
       upload(t("uploadModel"), "upload-model", (text, name) => void attempt(async () => { model = await post("/api/read", { kind: "model", text, name }); redraw(); }), t("uploadModelHint")),
@@ -136,12 +155,21 @@ function matrix(key: string, label: string): HTMLElement {
   return h("details", { open: names.length <= 6 }, h("summary", {}, label), table(label, [`${t("from")} \\ ${t("to")}`, ...names], names.map((name: string, i: number) => [name, ...names.map((to: string, j: number) => i === j ? "—" : h("input", { "aria-label": `${label}: ${name} → ${to}`, "data-path": `${key}[${i}][${j}]`, value: cluster[key]?.[i]?.[j] ?? "", onchange: (e: Event) => { const v = (e.target as HTMLInputElement).value; cluster[key][i][j] = v.trim() === "" ? null : number(v); } }))])));
 }
 
+// Great-circle distances of what stands on the map.
+function distances(): HTMLElement {
+  const at = cluster.regions.map((r: Data) => [r.longitude, r.latitude]);
+  const cell = (i: number, j: number): string => (i === j || ![...at[i], ...at[j]].every(Number.isFinite) ? "—" : Math.round(km(at[i], at[j])).toLocaleString("en-US"));
+  const names = cluster.regions.map((r: Data) => r.name);
+  return h("details", { open: names.length <= 6, id: "distances" }, h("summary", {}, t("distanceKm")), table(t("distanceKm"), ["", ...names], names.map((name: string, i: number) => [name, ...names.map((_: string, j: number) => cell(i, j))]), names.map((_: string, j: number) => j + 1)));
+}
+
 function mapChart(): void {
   const colors = ink();
+  document.getElementById("distances")?.replaceWith(distances());
   const points = cluster.regions.filter((r: Data) => Number.isFinite(r.latitude) && Number.isFinite(r.longitude)).map((r: Data) => ({ name: r.name, value: [r.longitude, r.latitude, r.nodes.reduce((n: number, g: Data) => n + g.count * (g.devices_per_node ?? 1), 0)] }));
   const chart = draw("configure-map", {
     geo: { map: "world", roam: true, silent: true, left: 0, right: 0, top: 0, bottom: 0, itemStyle: { areaColor: colors.land, borderColor: colors.line } },
-    series: [{ type: "scatter", coordinateSystem: "geo", data: points, symbolSize: 12, labelLayout: { hideOverlap: true }, label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => `${p.name} (${p.value[2]})` } }],
+    series: [{ type: "scatter", coordinateSystem: "geo", data: points, symbolSize: 12, labelLayout: { hideOverlap: true }, label: { show: true, position: "bottom", distance: 2, color: colors.text, textBorderColor: colors.panel, textBorderWidth: 2, formatter: (p: Data) => `${p.name} (${p.value[2]})` } }],
   });
   chart?.getZr().off("click");
   chart?.getZr().on("click", (event) => {
@@ -156,7 +184,7 @@ function problem(): Data {
   if (n < 2) { delete kept.latency_ms; delete kept.bandwidth_gbps; delete kept.capacity_gbps; }
   return {
     cluster: kept, model,
-    batch: { global_batch: form.global_batch, seq_len: form.seq_len, precision: form.precision, optimizer: form.optimizer },
+    batch: { global_batch: form.global_batch, seq_len: form.seq_len, precision: form.precision, optimizer: form.optimizer, ...(form.gradient_precision ? { gradient_precision: form.gradient_precision } : {}) },
     constraints: constraints(cluster),
   };
 }
@@ -177,12 +205,14 @@ async function wait(): Promise<void> {
   if (!row || row.state === "queued" || row.state === "running") return;
   job = "";
   if (row.state === "infeasible" || row.state === "failed") return wrong(`${t(row.state)}: ${row.error}`);
+  if (!row.has_plan) return wrong(t("stoppedEarly"));
+  filled = row.id;
   await openPlan(row.id);
   opened();
 }
 
-async function earlier(): Promise<void> {
-  const rows = (await get("/api/jobs")).slice(0, 12);
-  const element = document.getElementById("earlier");
-  element?.replaceChildren(table(t("earlier"), [t("name"), t("state"), ""], rows.map((row: Data) => [row.name || row.id, maybe(row.state), row.state === "done" || row.state === "cancelled" ? h("button", { class: "small", type: "button", "aria-label": `${t("open")} ${row.name}`, onclick: () => void attempt(async () => { await openPlan(row.id); opened(); }) }, t("open")) : ""])));
+function showEarlier(): void {
+  const open = (row: Data): HTMLElement => h("button", { class: "small", type: "button", "aria-label": `${t("open")} ${row.name}`, onclick: () => void attempt(async () => { await openPlan(row.id); opened(); }) }, t("open"));
+  document.getElementById("earlier")?.replaceChildren(past.length === 0 ? h("p", { class: "soft" }, t("noneYet")) : table(t("earlier"), [t("name"), t("made"), t("state"), t("step"), ""],
+    past.slice(0, 12).map((row) => [row.name || row.id, moment(row.created_s, document.documentElement.lang), row.error ? `${maybe(row.state)}: ${row.error}` : maybe(`state_${row.state}`), row.has_plan ? row.note || "—" : "—", row.has_plan ? open(row) : ""]), [3]));
 }

@@ -13,9 +13,9 @@ const names = (cluster: Data): string[] => cluster.regions.map((r: Data) => Stri
 const types = (cluster: Data): string[] => [...new Set<string>(cluster.regions.flatMap((r: Data) => r.nodes.map((n: Data) => String(n.device))))];
 
 export function constraintFields(cluster: Data, redraw: () => void): HTMLElement {
-  const single = (key: string, label: string): HTMLElement => field(label, `constraints.${key}`, limits[key], (v) => (limits[key] = v), { inputmode: "decimal" });
+  const single = (key: string, label: string): HTMLElement => field(label, `constraints.${key}`, limits[key], (v) => (limits[key] = v), { inputmode: "decimal", placeholder: t("noLimit") });
   const list = (key: string, label: string, options: string[]): HTMLElement => chips(label, `constraints.${key}`, options, limits[key], (v) => (limits[key] = v));
-  const egress = (name: string, label: string): HTMLElement => field(label, `constraints.egress_bytes_per_step.${name}`, limits.egress[name] ?? "", (v) => (limits.egress[name] = v), { inputmode: "decimal" });
+  const egress = (name: string, label: string): HTMLElement => field(label, `constraints.egress_bytes_per_step.${name}`, limits.egress[name] ?? "", (v) => (limits.egress[name] = v), { inputmode: "decimal", placeholder: t("noLimit") });
   const open = limits.stage_rules.length > 0 || Object.values(limits.egress).some((v) => v !== "");
   return h("div", {},
     h("div", { class: "fields" }, single("memory_headroom", t("headroom")), single("most_usd_per_step", t("maxCost")), single("most_usd_per_hour", t("maxCostHour")), single("most_step_s", t("maxStep")), single("most_stages", t("maxStages")),
@@ -40,6 +40,14 @@ function ruleFields(cluster: Data, rule: Data, i: number, redraw: () => void): H
     choice(t("ruleKind"), `${at}.kind`, kind, [["only_regions", t("ruleOnly")], ["never_regions", t("ruleNever")]], (v) => { rule[v] = rule[kind]; rule[kind] = []; rule.kind = v; redraw(); }),
     h("button", { type: "button", class: "small", "aria-label": `${t("remove")} ${i + 1}`, onclick: () => { limits.stage_rules.splice(i, 1); redraw(); } }, "×")),
     chips(t("regions"), `${at}.${kind}`, names(cluster), rule[kind], (v) => { rule[kind] = v; rule[other] = []; }));
+}
+
+// What a problem file says, into the fields.
+export function fillLimits(said: Data): void {
+  for (const key of Object.keys(limits)) if (key !== "egress") limits[key] = said[key] ?? (NUMBERS.includes(key) ? "" : key === "memory_headroom" ? 0.08 : key === "parity" ? "safe" : []);
+  limits.local_steps = limits.local_steps.map(String);
+  limits.stage_rules = limits.stage_rules.map((r: Data) => ({ stage: r.stage, only_regions: r.only_regions ?? [], never_regions: r.never_regions ?? [] }));
+  limits.egress = Object.fromEntries(Object.entries<number>(said.egress_bytes_per_step ?? {}).map(([name, n]) => [name, String(n / 1e9)]));
 }
 
 // What the problem file says; names that the cluster has no more are left out.

@@ -29,6 +29,11 @@ export function table(caption: string, head: Child[], rows: Child[][], numeric: 
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: numeric.includes(i) ? "number" : undefined }, cell)))))));
 }
 
+// What an answer shows in a place; its error where there is none.
+export function into<T>(id: string, answer: Promise<T>, show: (data: T) => void): void {
+  void answer.then(show).catch((e: Error) => document.getElementById(id)?.replaceChildren(h("p", { class: "error", role: "alert" }, e.message)));
+}
+
 // Fields with their label; `path` is where the validator's messages say that they are.
 export function field(label: string, path: string, value: unknown, set: (text: string) => void, more: Attributes = {}): HTMLElement {
   return h("label", {}, label, h("input", { value: value ?? "", "data-path": path, onchange: (e: Event) => set((e.target as HTMLInputElement).value), ...more }));

@@ -6,22 +6,41 @@ export function digits(value: number, count = 3): string {
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
   return String(Number(value.toPrecision(count)));
 }
-export function seconds(value: number): string {
-  const size = Math.abs(value);
+// Always three digits, so that columns line up: 13.0, 9.88.
+function three(value: number): string {
+  return Math.abs(value) >= 999.5 ? digits(value) : Number(value.toPrecision(3)).toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(Number(value.toPrecision(3)))))));
+}
+const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]] as const;
+const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]] as const;
+function scaled(value: number, units: readonly (readonly [string, number])[], write: (v: number) => string): string {
   if (!Number.isFinite(value)) return "∞";
-  if (size >= 1 || size === 0) return `${digits(value)} s`;
-  return size >= 1e-3 ? `${digits(value * 1e3)} ms` : `${digits(value * 1e6)} µs`;
+  const size = Math.abs(value) * (1 + 1e-9);
+  if (size < 1e-9) return `0\u00a0${units === SECONDS ? "s" : "B"}`;
+  const [unit, scale] = units.find(([, s]) => size >= s) ?? units[units.length - 1];
+  return `${write(value / scale)}\u00a0${unit}`;
 }
-export function bytes(value: number): string {
-  for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]] as const) if (value >= scale) return `${digits(value / scale)} ${unit}`;
-  return `${Math.round(value)} B`;
-}
+export const seconds = (value: number): string => scaled(value, SECONDS, three);
+export const bytes = (value: number): string => scaled(value, BYTES, (v) => (Math.abs(value) < 1e3 ? String(Math.round(v)) : three(v)));
+// The same without trailing zeros, for axes.
+export const roundSeconds = (value: number): string => scaled(value, SECONDS, digits);
+export const roundBytes = (value: number): string => scaled(value, BYTES, digits);
 export function gib(value: number): string {
-  return `${digits(value / 2 ** 30)} GiB`;
+  return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)}\u00a0GiB` : `${Math.round(value / 2 ** 20)}\u00a0MiB`;
 }
+// One decimal below a hundred: 16.0 %, 0.6 %, < 0.1 %.
 export function percent(value: number): string {
-  return `${digits(value * 100)} %`;
+  if (!Number.isFinite(value)) return "∞";
+  const size = Math.abs(value) * 100;
+  if (size > 0 && size < 0.05) return "<\u00a00.1\u00a0%";
+  return size === 0 || size === 100 ? `${value * 100}\u00a0%` : `${(value * 100).toFixed(size < 99.95 ? 1 : 0)}\u00a0%`;
 }
 export function signed(value: number, show: (v: number) => string): string {
-  return (value < 0 ? "−" : "+") + show(Math.abs(value));
+  const text = show(Math.abs(value));
+  return value === 0 || text.startsWith("<") ? text : (value < 0 ? "−" : "+") + text;
+}
+// When something was made: the time of today, the day before that.
+export function moment(made_s: number, language: string): string {
+  const at = new Date(made_s * 1e3);
+  const today = at.toDateString() === new Date().toDateString();
+  return new Intl.DateTimeFormat(language, today ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" }).format(at);
 }

@@ -83,7 +83,7 @@ async function begin(): Promise<void> {
   state.view = asked.get("view") ?? "configure";
   frame();
   const plan = asked.get("plan");
-  if (plan && plan !== state.planId) await openPlan(plan).catch(() => (state.view = "configure"));
+  if (plan && plan !== state.planId) await openPlan(plan).catch((e: Error) => { state.view = "configure"; state.missing = `${plan}: ${e.message}`; });
   await open(state.view);
 }
 window.addEventListener("hashchange", () => void begin());

@@ -24,7 +24,7 @@ export function headline(): HTMLElement {
     ["commTime", seconds(f.total_s), `${t("exposedTime")}: ${seconds(f.exposed_s)}`],
     ["volume", bytes(moved), `${t("across")}: ${bytes(f.cross_region_bytes)}`],
     ["crossFactor", percent(moved ? Math.min(1, f.cross_region_bytes / moved) : 0), weight && f.cross_region_bytes ? `${t("distanceFactor")}: ${digits(weight / f.cross_region_bytes)} km` : undefined],
-    ["devicesUsed", `${v.devices.used} / ${v.devices.all}`, `${v.stages.length} ${t("stagesCount")}`],
+    ["devicesUsed", `${v.devices.used} / ${v.devices.all}`, `${t("stagesCount")}: ${v.stages.length}`],
     ["microBatches", `${v.micro_batches} × ${v.micro_batch_size}`, v.local_steps > 1 ? t("every", { n: v.local_steps }) : undefined],
   ]);
 }
@@ -45,7 +45,7 @@ export function trainingMap(root: HTMLElement): void {
         h("label", {}, h("input", { type: "checkbox", id: "animate", checked: animate, onchange: (e: Event) => { animate = (e.target as HTMLInputElement).checked; drawMap(at, real); } }), ` ${t("animate")}`)),
       frame("map", `${t("mapTitle")}: ${v.regions.map((r: Data) => `${r.name} ${r.used}`).join(", ")}`, Math.max(300, Math.min(520, innerWidth * 0.5)))),
     h("section", { class: "panel" }, headline()),
-    h("section", { class: "panel" }, h("h2", {}, t("linkTable")), busyLinks.length === 0 ? h("p", { class: "soft" }, t("noTraffic")) : table(t("linkTable"), [t("link"), t("distance"), t("latency"), t("bandwidth"), t("activations"), t("gradients"), t("busy")],
+    h("section", { class: "panel" }, h("h2", {}, t("linkTable")), busyLinks.length === 0 ? h("p", { class: "soft" }, t("noTraffic")) : table(t("linkTable"), [t("link"), t("distance"), t("latency"), t("bandwidth"), t("activations"), t("gradients"), t("busyLink")],
       busyLinks.map((l: Data) => [`${l.source} → ${l.target}`, l.distance_km === null ? "—" : `${digits(l.distance_km)} km`, digits(l.latency_ms), digits(l.bandwidth_gbps), bytes(l.activation_bytes), bytes(l.gradient_bytes), percent(l.busy)]), [1, 2, 3, 4, 5, 6]))));
   drawMap(at, real);
 }
@@ -65,7 +65,7 @@ function drawMap(at: [number, number][], real: boolean): void {
   const biggest = Math.max(...v.regions.map((r: Data) => r.used), 1);
   const spread = real ? bounds([...at, ...v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0).flatMap((l: Data) => path(index.get(l.source)!, index.get(l.target)!).flat())]) : undefined;
   draw("map", {
-    tooltip: { ...tooltip(), formatter: (p: Data) => { if (p.data.link) { const l = p.data.link; return `${escape(l.source)} → ${escape(l.target)}<br>${digits(l.latency_ms)} ms · ${digits(l.bandwidth_gbps)} Gbit/s${l.distance_km === null ? "" : ` · ${digits(l.distance_km)} km`}<br>${t("activations")} ${bytes(l.activation_bytes)} (${escape(l.activations)})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${escape(l.weight_gradients)})<br>${t("busy")} ${percent(l.busy)}`; } const r = p.data.region; return r ? `${escape(r.name)}<br>${Object.entries(r.devices).map(([d, n]) => `${n} × ${escape(d)}`).join("<br>")}<br>${t("devicesUsed")} ${r.used}<br>${t("stage")} ${r.stages.join(", ") || "—"}` : ""; } },
+    tooltip: { ...tooltip(), formatter: (p: Data) => { if (p.data.link) { const l = p.data.link; return `${escape(l.source)} → ${escape(l.target)}<br>${digits(l.latency_ms)} ms · ${digits(l.bandwidth_gbps)} Gbit/s${l.distance_km === null ? "" : ` · ${digits(l.distance_km)} km`}<br>${t("activations")} ${bytes(l.activation_bytes)} (${escape(l.activations)})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${escape(l.weight_gradients)})<br>${t("busyLink")} ${percent(l.busy)}`; } const r = p.data.region; return r ? `${escape(r.name)}<br>${Object.entries(r.devices).map(([d, n]) => `${n} × ${escape(d)}`).join("<br>")}<br>${t("devicesUsed")} ${r.used}<br>${t("stage")} ${r.stages.join(", ") || "—"}` : ""; } },
     geo: { map: real ? "world" : "blank", roam: true, silent: true, left: 0, right: 0, top: 10, bottom: 10, ...(spread ? { boundingCoords: spread } : {}), itemStyle: { areaColor: real ? colors.land : "transparent", borderColor: real ? colors.line : "transparent" }, emphasis: { disabled: true } },
     series: [
       lines("gradient_bytes", palette[1], true), lines("activation_bytes", palette[0], false),
@@ -79,5 +79,5 @@ function bounds(at: [number, number][]): [[number, number], [number, number]] {
   const x = at.map((p) => p[0]), y = at.map((p) => p[1]);
   const pad = (low: number, high: number, least: number): [number, number] => { const more = Math.max(least - (high - low), (high - low) * 0.3) / 2; return [low - more, high + more]; };
   const [x0, x1] = pad(Math.min(...x), Math.max(...x), 30), [y0, y1] = pad(Math.min(...y), Math.max(...y), 18);
-  return [[Math.max(-180, x0), Math.min(85, y1)], [Math.min(180, x1), Math.max(-75, y0)]];
+  return [[Math.max(-180, x0), Math.min(90, y1)], [Math.min(180, x1), Math.max(-75, y0)]];
 }

@@ -6,13 +6,14 @@ export interface Changes {
   [name: string]: unknown;
 }
 export const state: {
-  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string; deviceType: string;
-} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "", deviceType: "" };
+  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string; deviceType: string; missing: string;
+} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "", deviceType: "", missing: "" };
 
 export async function openPlan(id: string): Promise<void> {
   state.planned = state.shown = await post(`/api/plans/${id}/view`, {});
   state.planId = id;
   state.changes = {};
+  state.linkIndex = state.deviceType = "";
   state.measured = null;
 }
 // Price the plan with the changes; answers that come late are dropped.

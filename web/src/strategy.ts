@@ -2,16 +2,17 @@
 
 import { copy, get, download, post, type Data } from "./api";
 import { axis, draw, frame, ink, palette, tooltip } from "./charts";
-import { h, table } from "./dom";
+import { h, into, table } from "./dom";
 import { digits, gib, bytes, percent, seconds, signed } from "./format";
-import { follow } from "./jobs";
-import { headline } from "./map";
+import { follow, running } from "./jobs";
+import { cards, headline } from "./map";
 import { maybe, t } from "./strings";
 import { state } from "./state";
 
 function reasons(): string[] {
   const v = state.shown, e = v.estimate;
-  const shares = v.stages.flatMap((s: Data) => s.workers.flatMap((w: Data) => [w.share_low, w.share_high]));
+  // One micro-batch more or less is what division leaves over.
+  const uneven = v.stages.map((s: Data) => [Math.min(...s.workers.map((w: Data) => w.share_low)), Math.max(...s.workers.map((w: Data) => w.share_high))]).filter(([low, high]: number[]) => high > low + 1);
   const tp = Math.max(...v.stages.flatMap((s: Data) => s.workers.map((w: Data) => w.tp)));
   const full = v.stages.flatMap((s: Data) => s.workers).reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
   const used = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
@@ -20,13 +21,23 @@ function reasons(): string[] {
     t("reasonLimit", { what: e.limited_by }),
     t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) }),
     t("reasonStages", { stages: v.stages.length, widths: v.stages.map((s: Data) => s.width).join(" / ") }),
-    ...(Math.max(...shares) > Math.min(...shares) ? [t("reasonShares", { low: Math.min(...shares), high: Math.max(...shares) })] : []),
+    ...(uneven.length ? [t("reasonShares", { ranges: uneven.slice(0, 8).map((r: number[]) => r.join("–")).join(", ") })] : []),
     tp > 1 ? t("reasonTensor", { tp }) : t("reasonNoTensor"),
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
     t("reasonHidden", { hidden: percent(v.traffic.hidden) }),
     t("reasonMemory", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes), owner: full.memory_owner }),
   ];
+}
+
+const span = (values: number[]): string => { const low = Math.min(...values), high = Math.max(...values); return low === high ? String(low) : `${low} – ${high}`; };
+function degrees(): HTMLElement {
+  const stages = state.shown.stages;
+  return cards([
+    ["pipelineDegree", String(stages.length), t("pipelineNote")],
+    ["dataDegree", span(stages.map((s: Data) => s.width)), t("dataNote")],
+    ["tensorDegree", span(stages.flatMap((s: Data) => s.workers.map((w: Data) => w.tp))), t("tensorNote")],
+  ]);
 }
 
 const AXES = ["computation", "communication", "memory", "scalability", "across"];
@@ -39,17 +50,17 @@ export function strategy(root: HTMLElement): void {
   ]));
   root.replaceChildren(h("div", { class: "grid" },
     h("section", { class: "panel" }, headline()),
-    h("section", { class: "panel" }, h("h2", {}, t("planTable")), table(t("planTable"), [t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")], rows, [4, 5]),
+    h("section", { class: "panel" }, h("h2", {}, t("planTable")), degrees(), table(t("planTable"), [t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")], rows, [4, 5]),
       h("div", { class: "row", style: "margin-top:10px" }, h("button", { type: "button", onclick: async () => download("plan.json", JSON.stringify(await get(`/api/plans/${state.planId}`)), "application/json") }, t("planFile")), h("button", { type: "button", id: "share", onclick: async () => { await copy(location.href); document.getElementById("share-note")!.textContent = t("linkCopied"); } }, t("shareLink")), h("span", { id: "share-note", class: "soft", role: "status" }))),
     h("section", { class: "panel" }, h("h2", {}, t("reasons")), h("ul", { class: "plain", id: "reasons" }, reasons().map((r) => h("li", {}, r))),
       h("h3", {}, t("assumed")), v.assumptions.length ? h("ul", { class: "plain", id: "assumed" }, v.assumptions.map((a: string) => h("li", {}, a))) : h("p", { class: "soft" }, t("nothingAssumed"))),
-    h("section", { class: "panel half" }, h("h2", {}, t("radar")), frame("radar", t("radar"), 360), h("p", { class: "soft" }, t("axes"))),
+    h("section", { class: "panel half" }, h("h2", {}, t("radar")), frame("radar", t("radar"), 360), h("p", { class: "soft" }, t("axes")), h("p", { class: "soft" }, t("others"))),
     h("section", { class: "panel half" }, h("h2", {}, t("pareto")), frame("pareto", t("pareto"), 360), h("p", { class: "soft" }, t("paretoHint"))),
     h("section", { class: "panel" }, h("h2", {}, t("alternatives")), h("div", { id: "alternatives", "aria-live": "polite" }, t("working"))),
     h("section", { class: "panel" }, h("h2", {}, t("whyNot")), h("p", { class: "soft" }, t("whyNotHint")), h("div", { id: "why-not", "aria-live": "polite" }))));
   const id = state.planId;
-  void get(`/api/plans/${id}/explanation`).then((data) => { if (id === state.planId && state.view === "strategy") explanation(id, data); });
-  void get(`/api/plans/${id}/alternatives`).then((data) => { if (id === state.planId && state.view === "strategy") drawAlternatives(data); });
+  into("why-not", get(`/api/plans/${id}/explanation`), (data) => { if (id === state.planId && state.view === "strategy") explanation(id, data); });
+  into("alternatives", get(`/api/plans/${id}/alternatives`), (data) => { if (id === state.planId && state.view === "strategy") drawAlternatives(data); });
 }
 function drawAlternatives(data: Data): void {
   const colors = ink();
@@ -61,24 +72,32 @@ function drawAlternatives(data: Data): void {
   });
   draw("pareto", {
     tooltip: { ...tooltip(), formatter: (p: Data) => `${maybe(p.data.key)}<br>${t("step")} ${seconds(p.value[0])}<br>${t("cost")} ${digits(p.value[1])}` },
-    grid: { left: 64, right: 24, top: 30, bottom: 48 },
+    grid: { left: 64, right: 72, top: 30, bottom: 48 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 28, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
-    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 18 : 11, itemStyle: { color: p.best ? palette[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 2 } })), label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => (p.data.key === "other" ? "" : maybe(p.data.key)) }, labelLayout: { hideOverlap: true } }],
+    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 18 : 11, itemStyle: { color: p.best ? palette[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 2 } })), label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => (p.data.key === "other" ? "" : maybe(p.data.key)) }, labelLayout: { moveOverlap: "shiftY" } }],
   });
   document.getElementById("alternatives")?.replaceChildren(table(t("alternatives"), [t("name"), t("step"), t("tokens"), t("cost"), t("devices"), t("stagesCount"), ...AXES.map((a) => maybe(`axis_${a}`))], list.map((a: Data) => [maybe(a.key), seconds(a.step_s), digits(a.tokens_per_s), digits(a.usd_per_step), a.devices, a.stages, ...AXES.map((x) => digits(a.axes[x], 2))]), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]));
 }
 
-// Why not otherwise: a job a plan; its answers as tables.
+// Why not otherwise: a job a plan; its answers as tables, and more time where there was none left.
+const LIMITS_S = [30, 60, 180, 600];
+let limit_s = 60;
 function explanation(id: string, data: Data): void {
   const place = document.getElementById("why-not");
   if (!place) return;
-  if (data.answers) return void place.replaceChildren(...answers(data.answers));
   const run = async (): Promise<void> => {
-    const row = await follow((await post(`/api/plans/${id}/explanation`, {})).id, place);
+    const asked = running(data) ? data : await post(`/api/plans/${id}/explanation`, { time_limit_s: limit_s });
+    const row = await follow(asked.id, place);
     if (row && id === state.planId && state.view === "strategy") explanation(id, await get(`/api/plans/${id}/explanation`));
   };
-  if (data.state === "queued" || data.state === "running") return void run();
-  place.replaceChildren(h("button", { type: "button", id: "explain", onclick: () => void run() }, t("whyNotStart")), data.error ? h("p", { class: "error" }, data.error) : "");
+  if (running(data)) return into("why-not", run(), () => undefined);
+  const begin = (text: string): HTMLElement => h("div", { class: "row" },
+    h("label", {}, t("atMostTime"), h("select", { id: "explain-limit", onchange: (e: Event) => (limit_s = Number((e.target as HTMLSelectElement).value)) }, LIMITS_S.map((s) => h("option", { value: String(s), selected: s === limit_s }, s < 60 ? t("forSeconds", { n: s }) : t("forMinutes", { n: s / 60 }))))),
+    h("button", { type: "button", id: "explain", onclick: () => into("why-not", run(), () => undefined) }, text));
+  const a = data.answers;
+  if (!a) return place.replaceChildren(begin(t("whyNotStart")), data.error ? h("p", { class: "error" }, data.error) : "");
+  const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];
+  place.replaceChildren(...answers(a), ...(missing.length ? [h("p", { id: "left-out-ideas" }, t(data.state === "cancelled" ? "stoppedBefore" : "leftOutIdeas", { what: missing.join("; ") })), begin(t("whyNotMore"))] : []));
 }
 function answers(a: Data): HTMLElement[] {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
@@ -87,8 +106,7 @@ function answers(a: Data): HTMLElement[] {
   const felt = [...a.sensitivities].sort((x: Data, y: Data) => x.replanned - y.replanned);
   return [
     ...ideas(t("differentPlans"), a.different_plans), ...ideas(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive)), ...ideas(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive)),
-    h("h3", {}, t("betterCluster")), table(t("betterCluster"), [t("change"), t("samePlan"), t("replanned"), t("worth")], felt.map((s: Data) => [s.text, change(s.same_plan), change(s.replanned), digits(s.usd_per_hour)]), [1, 2, 3]),
-    h("p", { class: "soft" }, t("searchedHint", { step: seconds(a.searched_step_s) })),
-    ...(a.left_out.length ? [h("p", { class: "soft" }, t("leftOutIdeas", { what: a.left_out.join("; ") }))] : []),
+    ...(felt.length === 0 ? [] : [h("h3", {}, t("betterCluster")), table(t("betterCluster"), [t("change"), t("samePlan"), t("replanned"), t("worth")], felt.map((s: Data) => [s.text, change(s.same_plan), change(s.replanned), digits(s.usd_per_hour)]), [1, 2, 3]),
+      h("p", { class: "soft" }, t("searchedHint", { step: seconds(a.searched_step_s) }))]),
   ];
 }

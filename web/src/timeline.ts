@@ -2,8 +2,8 @@
 
 import { get, post, download, type Data } from "./api";
 import { axis, draw, frame, ink, palette, tooltip } from "./charts";
-import { escape, h, table, upload } from "./dom";
-import { percent, seconds } from "./format";
+import { escape, h, into, table, upload } from "./dom";
+import { percent, roundSeconds, seconds } from "./format";
 import { cards, legend } from "./map";
 import { t } from "./strings";
 import { state } from "./state";
@@ -24,9 +24,9 @@ export function timeline(root: HTMLElement): void {
     state.measured && h("section", { class: "panel" }, h("h2", {}, t("measured")), h("div", { id: "measured-place" })),
     h("section", { class: "panel" }, h("details", {}, h("summary", {}, t("workersTable")), h("div", { id: "busy-table" })))));
   const id = state.planId;
-  void post(`/api/plans/${id}/timeline`, state.changes).then((data) => {
+  into("gantt-place", post(`/api/plans/${id}/timeline`, state.changes), (data) => {
     if (id !== state.planId || state.view !== "timeline") return;
-    gantt("gantt", "gantt-place", t("gantt"), data.workers.map((w: Data) => w.name), place(data));
+    gantt("gantt", "gantt-place", t("gantt"), data.workers.map((w: Data) => w.name), place(data), data.step_s);
     for (const key of ["bubble", "exposed"]) document.querySelector(`[data-card=${key}Share] b`)!.textContent = percent(data[`${key}_share`]);
     document.getElementById("left-out")!.textContent = data.left_out ? t("leftOut", { n: data.left_out }) : "";
     const busy = new Map<string, number>();
@@ -60,16 +60,18 @@ function drawMeasured(): void {
   const start = Math.min(...events.map((e: Data) => e.ts));
   gantt("measured", "measured-place", t("measured"), keys.map((k) => threads.get(k) ?? k), events.slice(0, 20000).map((e: Data) => [row.get(`${e.pid}/${e.tid}`), (e.ts - start) / 1e6, (e.ts + e.dur - start) / 1e6, e.cat === "compute" ? e.name[0] : e.cat, e.name]));
 }
-function gantt(name: string, parent: string, label: string, rows: string[], data: Data[]): void {
+// Rows of intervals [row, begin, end, kind, name]; with the step's length, what no interval covers is bubble.
+function gantt(name: string, parent: string, label: string, rows: string[], intervals: Data[], step_s = 0): void {
   const colors = ink();
   const narrow = innerWidth < 600;
+  const data: Data[] = [...(step_s ? rows.map((_, i) => [i, 0, step_s, "bubble", ""]) : []), ...intervals];
   document.getElementById(parent)?.replaceChildren(frame(name, label, Math.min(900, 110 + 24 * rows.length)));
   draw(name, {
-    tooltip: { ...tooltip(), formatter: (p: Data) => `${escape(String(p.value[4]))}<br>${seconds(p.value[1])} – ${seconds(p.value[2])} (${seconds(p.value[2] - p.value[1])})` },
+    tooltip: { ...tooltip(), formatter: (p: Data) => p.value[4] === "" ? t("bubble") : `${escape(String(p.value[4]))}<br>${seconds(p.value[1])} – ${seconds(p.value[2])} (${seconds(p.value[2] - p.value[1])})` },
     grid: { left: narrow ? 84 : 190, right: 20, top: 10, bottom: 72 },
     dataZoom: [{ type: "slider", xAxisIndex: 0, bottom: 8, height: 22, filterMode: "weakFilter", textStyle: { color: colors.soft }, borderColor: colors.line }, { type: "inside", xAxisIndex: 0, filterMode: "weakFilter", zoomOnMouseWheel: "ctrl" }, ...(rows.length > 33 ? [{ type: "slider", yAxisIndex: 0, right: 0, width: 14, startValue: 0, endValue: 32, showDetail: false }] : [])],
-    xAxis: { type: "value", min: 0, max: Math.max(...data.map((d) => d[2])), ...axis({ axisLabel: { color: colors.soft, formatter: (x: number) => seconds(x), hideOverlap: true, showMaxLabel: false } }) },
-    yAxis: { type: "category", data: rows, inverse: true, ...axis({ axisLabel: { color: colors.soft, width: narrow ? 76 : 180, overflow: "truncate" } }) },
+    xAxis: { type: "value", min: 0, max: Math.max(...data.map((d) => d[2])), ...axis({ axisLabel: { color: colors.soft, formatter: roundSeconds, hideOverlap: true, showMaxLabel: false } }) },
+    yAxis: { type: "category", data: rows, inverse: true, ...axis({ axisLabel: { color: colors.soft, width: narrow ? 76 : 180, overflow: "truncate", formatter: (row: string) => (narrow ? row.replace(/ [^ ]*$/, "") : row) } }) },
     series: [{ type: "custom", encode: { x: [1, 2], y: 0 }, data, renderItem: (params: Data, api: Data) => {
       const low = api.coord([api.value(1), api.value(0)]), high = api.coord([api.value(2), api.value(0)]);
       const kind = data[params.dataIndex][3], [part, below] = TALL[kind] ?? [0.7, 0], row = api.size([0, 1])[1], tall = row * part;
