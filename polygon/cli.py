@@ -12,6 +12,7 @@ Data goes to standard output (with `--json` for machines), talk and progress to 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import sys
@@ -46,18 +47,44 @@ class Parser(argparse.ArgumentParser):
 
 def run(main: Main, argv: list[str] | None = None) -> int:
     """Run a command and turn what it raises into an exit code and one line on stderr."""
+    _prepare_streams()
     try:
         code = main(argv)
-        sys.stdout.flush()
+        write()
     except InputError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader has gone (`| head`): let the interpreter's last flush go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone (`| head`)
+        _drop_output()
         return EXIT_BROKEN_PIPE
     return code
+
+
+def _prepare_streams() -> None:
+    """Data is UTF-8 whatever the locale says, as in files; one that was closed (`>&-`) keeps nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def write(text: str = "") -> None:
+    """Write to standard output, with all that it still holds; InputError where it cannot take it (a full disk)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise InputError(f"standard output: cannot be written: {error.strerror}") from None
+
+
+def _drop_output() -> None:
+    """Let the interpreter's last flush of standard output go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def infeasible(reason: str) -> int:
@@ -78,7 +105,8 @@ def output_options(*, out: str | None = None) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("output")
     if out is not None:
-        group.add_argument("-o", "--out", metavar="FILE", help=f"{out}; - writes it to standard output")
+        told = f"{out}; - writes it to standard output"
+        group.add_argument("-o", "--out", type=out_file, metavar="FILE", help=told)
     group.add_argument("--json", action="store_true", help="machine-readable result on standard output")
     group.add_argument("--quiet", action="store_true", help="no talk and no progress on standard error")
     return parent
@@ -208,6 +236,17 @@ def read_task(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
     return groups.problem, groups
 
 
+def out_file(text: str) -> str:
+    """An argparse type: a file that can be written, refused before the work rather than after it."""
+    from polygon import files
+
+    try:
+        files.check_writable(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def whole(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number within limits."""
     limits = f">= {at_least}" if at_most is None else f"in {at_least}..{at_most}"
@@ -265,7 +304,7 @@ def emit(data: Any, text: str, *, as_json: bool) -> None:
         from polygon.notation import format_json
 
         text = format_json(data)
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    write(text if text.endswith("\n") else text + "\n")
 
 
 class Talk:

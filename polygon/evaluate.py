@@ -21,7 +21,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("plan", help="plan.json")
     parser.add_argument(
-        "--trace", metavar="FILE", help="write the predicted timeline (Chrome trace, opens in Perfetto)"
+        "--trace",
+        type=cli.out_file,
+        metavar="FILE",
+        help="write the predicted timeline (Chrome trace, opens in Perfetto)",
     )
     parser.add_argument("--tokens", type=cli.number(above=0), metavar="N", help="also: what so many tokens take")
     args = parser.parse_args(argv)

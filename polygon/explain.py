@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         "--more-gbps", type=cli.number(above=0), default=1.0, metavar="X", help="how much more to ask for (default 1)"
     )
     parser.add_argument("--tokens", type=cli.number(above=0), metavar="N", help="also: the whole run of so many tokens")
-    parser.add_argument("--better", metavar="FILE", help="where the fastest plan goes if it beats the one given")
+    kept = "where the fastest plan goes if it beats the one given"
+    parser.add_argument("--better", type=cli.out_file, metavar="FILE", help=kept)
     args = parser.parse_args(argv)
 
     from polygon import files

@@ -49,6 +49,19 @@ def read_text(path: PathLike) -> str:
     return text
 
 
+def check_writable(path: PathLike) -> None:
+    """Raise `InputError` where `write_text` would fail: the folder is missing or read-only, or the name is one."""
+    target = Path(path)
+    if str(path) == "-" or (target.exists() and not target.is_file() and not target.is_dir()):
+        return  # standard output, a pipe or a device
+    if target.is_dir():
+        raise InputError(f"{path}: found a directory, expected a file")
+    if not target.resolve().parent.is_dir():
+        raise InputError(f"{path}: found no folder {target.parent}, expected one that exists")
+    if not os.access(target.resolve().parent, os.W_OK):
+        raise InputError(f"{path}: found a folder {target.parent} that may not be written to")
+
+
 def write_text(path: PathLike, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, never a part (`-`: to standard output)."""
     if str(path) == "-":

@@ -26,12 +26,16 @@ def main(argv: list[str] | None = None) -> int:
         objective=False,
     )
     parser.add_argument("--energy", action="store_true", help="energy as the third thing to weigh")
-    parser.add_argument("--plot", metavar="FILE", help="picture of the front (PNG, SVG or PDF; needs matplotlib)")
+    picture = "picture of the front (PNG, SVG or PDF; needs matplotlib)"
+    parser.add_argument("--plot", type=cli.out_file, metavar="FILE", help=picture)
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
     args = parser.parse_args(argv)
 
     problem, groups = cli.read_task(args, "pareto")
     problem = limited(problem, args)
+    figure = new_figure(6.4, 4.4, "--plot") if args.plot else None
+    if args.plans:
+        _make_folder(args.plans)
 
     from polygon import files
     from polygon.cost.bill import excesses
@@ -60,15 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     rows = [_point(problem, point, args.tokens) for point in front]
     data = {"objectives": ["step_s", "usd", *(["energy_j"] if args.energy else [])], "points": rows}
     if args.plans:
-        _make_folder(args.plans)
         for i, point in enumerate(front):
             rows[i]["plan"] = str(Path(args.plans) / f"plan-{i}.json")
             files.write_plan(rows[i]["plan"], problem, point.plan, estimate(problem, point.plan, tables).to_dict())
     if args.out:
         files.write_json(args.out, data)
         talk.say(f"front in {args.out}")
-    if args.plot:
-        _plot(args.plot, problem, rows, energy=args.energy)
+    if figure is not None:
+        _plot(figure, args.plot, problem, rows, energy=args.energy)
         talk.say(f"picture in {args.plot}")
     talk.say(f"{collection.evaluations} candidates in {collection.seconds:.3g} s")
     cli.emit(data, table(*_columns(rows, energy=args.energy)), as_json=args.json)
@@ -127,9 +130,8 @@ def _make_folder(path: str) -> None:
         raise InputError(f"{path}: cannot be made: {error.strerror}") from None
 
 
-def _plot(path: str, problem: Any, rows: list[dict[str, Any]], *, energy: bool) -> None:
+def _plot(figure: Any, path: str, problem: Any, rows: list[dict[str, Any]], *, energy: bool) -> None:
     """The front as steps; energy as the colour of the points."""
-    figure = new_figure(6.4, 4.4, "--plot")
     axes = figure.add_subplot()
     x, y = [row["usd"] for row in rows], [row["step_s"] for row in rows]
     if energy:

@@ -38,9 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to search (default %(default)s)")
     parser.add_argument(
         "--configurations",
+        type=cli.out_file,
         metavar="FILE",
-        default="output.json",
-        help="grid3d: where every configuration goes (default %(default)s)",
+        help="grid3d: where every configuration goes (default output.json)",
     )
     args = parser.parse_args(argv)
     problem, groups = cli.read_task(args, "search")
@@ -137,7 +137,7 @@ def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
         tables=tables,
         objective=objective_named(args.objective),
         tell=tell,
-        keep=lambda result: result.write(args.configurations, head),
+        keep=lambda result: result.write(args.configurations or "output.json", head),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from polygon import cli, files
@@ -33,7 +32,7 @@ def parser() -> cli.Parser:
     made.add_argument("--profiles", metavar="FILE", help="measured layer times (sailor_profiles format)")
     made.add_argument("--network", metavar="FILE", help="measured links (sailor_network format)")
     made.add_argument("--dataset", action="append", metavar="NAME", help="only this data set; may be repeated")
-    made.add_argument("--plot", metavar="FILE", help="write a scatter plot (PNG) of predicted over measured")
+    made.add_argument("--plot", type=cli.out_file, metavar="FILE", help="scatter plot (PNG) of predicted over measured")
     made.add_argument("--update", metavar="FILE", help=f"replace the table between {BEGIN} and {END} in this file")
     return made
 
@@ -224,8 +223,6 @@ def plot(rows: Sequence[Row], path: str) -> None:
         panel.plot(ends, ends, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", xlabel=f"measured {quantity} [{unit}]", ylabel=f"predicted [{unit}]")
         panel.legend(fontsize=7)
-    if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"--plot: found {path}, expected a file in a folder that exists")
     figure.savefig(path, dpi=120)
 
 

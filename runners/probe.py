@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--iperf3", action="append", metavar="REGION:REGION=FILE", default=[], help="a finished iperf3 -J run"
     )
     parser.add_argument("--cluster", help="cluster file whose links are replaced by the measured ones")
-    parser.add_argument("-o", "--out", help="where to write the cluster (or, without --cluster, the report)")
+    parser.add_argument("-o", "--out", type=cli.out_file, help="the cluster (or, without --cluster, the report)")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     return parser
 

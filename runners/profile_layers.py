@@ -26,6 +26,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.model import Model
 from polygon.files import read_model, write_json
 from polygon.notation import format_json
+from runners.engine.arguments import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -350,6 +351,7 @@ def _processor() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; raises `InputError` for anything the user can mend."""
     args = _parser().parse_args(argv)
+    require_torch()
     models = [read_model(name) for name in args.models]
     for model in models:
         for tp in args.tp:

@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.notation import format_json
 from runners.dist_runner import meeting_point
-from runners.engine.arguments import Parser
+from runners.engine.arguments import Parser, require_torch
 from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     settings = [*arguments.set, *([f"steps={arguments.steps}"] if arguments.steps is not None else [])]
     try:
+        require_torch()
         jobs = [_job(path, settings, arguments) for path in arguments.recipes]
         if arguments.table:
             return _print_table(jobs, as_json=arguments.json)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,53 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert writer.stderr.read() == b""
     writer.stderr.close()
     assert writer.wait() == cli.EXIT_BROKEN_PIPE
+
+
+def run_program(code, *, encoding="utf-8", redirect=""):
+    """Exit code and streams of a program that runs `code` as a command, through a shell that redirects."""
+    program = f"import sys\nfrom polygon import cli\nsys.exit(cli.run(lambda argv: {code}))"
+    done = subprocess.run(
+        f'"$PYTHON" -c "$PROGRAM" {redirect}',
+        shell=True,
+        env={**os.environ, "PYTHON": sys.executable, "PROGRAM": program, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_data_is_utf_8_in_any_locale():
+    """A Greek letter is no reason to fail, and JSON is UTF-8."""
+    assert run_program("cli.emit({}, '9 \u00b5s \u03b1', as_json=False) or 0", encoding="ascii") == (
+        0,
+        "9 \u00b5s \u03b1\n".encode(),
+        b"",
+    )
+
+
+def test_a_closed_output_is_no_error():
+    """`>&-` is a way to want no output."""
+    assert run_program("cli.emit({}, 'x', as_json=False) or 0", redirect=">&-") == (0, b"", b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("text", ["'x'", "'x' * 100_000"])
+def test_a_full_disk_is_one_line_and_exit_2(text):
+    """What cannot be written is said, whether the buffer or the disk is full first."""
+    code, _, err = run_program(f"cli.emit({{}}, {text}, as_json=False) or 0", redirect=">/dev/full")
+    assert (code, err) == (2, b"standard output: cannot be written: No space left on device\n")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
+    """The folder must exist, and the name must not be a folder's."""
+    parser = cli.Parser(prog="polygon x", parents=[cli.output_options(out="the plan")])
+    for path, fault in ((tmp_path / "no" / "plan.json", "found no folder"), (tmp_path, "found a directory, expected")):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(["-o", str(path)])
+        assert stop.value.code == 2
+        assert f"argument -o/--out: {path}: {fault}" in capsys.readouterr().err
+    for path in (str(tmp_path / "plan.json"), "-", "/dev/null", "plan.json"):
+        assert parser.parse_args(["-o", path]).out == path
 
 
 def test_talk_goes_to_stderr_and_can_be_silenced(capsys):

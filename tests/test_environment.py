@@ -72,3 +72,33 @@ print("planned")
 """
     assert python(code, ROOT).strip().endswith("planned")
     assert json.loads((tmp_path / "groups.json").read_text())["format"] == "polygon-groups"
+
+
+def test_kernels_are_kept_where_neither_package_nor_home_can_be_written(tmp_path):
+    """A private folder among the temporary files serves instead, also to the next command."""
+    code = """
+import os, stat, sys
+from pathlib import Path
+from polygon.kernel_cache import ensure_kernel_cache
+import numba
+(Path.cwd() / "file").write_text("no folder")
+ensure_kernel_cache([Path.cwd() / "file" / "a", Path.cwd() / "file" / "b"])
+from polygon.cost.network import intra_kernel
+folder = Path(os.environ["NUMBA_CACHE_DIR"])
+cached = Path(intra_kernel._cache.cache_path)
+print(folder.parent == Path.cwd(), stat.S_IMODE(folder.stat().st_mode) == 0o700, cached.is_relative_to(folder))
+"""
+    assert python(code, tmp_path, TMPDIR=str(tmp_path)).split() == ["True"] * 3
+
+
+def test_numbas_own_folder_is_kept_where_it_can_be_written(tmp_path):
+    """Nothing changes for whom numba finds a folder, or who names one."""
+    code = """
+import os
+from pathlib import Path
+from polygon.kernel_cache import ensure_kernel_cache
+os.environ.pop("NUMBA_CACHE_DIR", None)
+ensure_kernel_cache([Path.cwd() / "file" / "a", Path.cwd()])
+print("NUMBA_CACHE_DIR" in os.environ)
+"""
+    assert python(code, tmp_path).strip() == "False"

@@ -92,9 +92,10 @@ def parser() -> cli.Parser:
     modes.add_parser("list-cmds", help="commands to copy")
     every = modes.add_parser(
         "run-all",
-        parents=[_output_options(verbose=False), cli.output_options(out="folder for CSV files and plots")],
+        parents=[_output_options(verbose=False), cli.output_options()],
         help="all predefined combinations as CSV, with plots where -o names a folder",
     )
+    every.add_argument("-o", "--out", metavar="DIR", help="folder for CSV files and plots; made if missing")
     every.set_defaults(topology="ring")
     return top
 
@@ -212,7 +213,7 @@ def collective(args: argparse.Namespace) -> int:
     else:
         cells = _cells(args, topology_of(args, args.ranks))
     if args.csv:
-        sys.stdout.write(report.as_csv([row for cell in cells for row in report.cell_rows(cell)]))
+        cli.write(report.as_csv([row for cell in cells for row in report.cell_rows(cell)]))
         return cli.EXIT_OK
     data: Any = [report.cell_data(cell) for cell in cells]
     text = "\n\n".join(report.cell_text(cell, verbose=args.verbose) for cell in cells)
@@ -322,7 +323,7 @@ def analysis(args: argparse.Namespace) -> int:
     """One configuration; exit 3 if it does not fit the device."""
     result = analysis_of(args)
     if args.csv:
-        sys.stdout.write(report.as_csv(report.traffic_rows(result)))
+        cli.write(report.as_csv(report.traffic_rows(result)))
     else:
         cli.emit(report.analysis_data(result), report.analysis_text(result, verbose=args.verbose), as_json=args.json)
     return cli.infeasible(report.verdict(result)) if result.fits is False else cli.EXIT_OK
@@ -350,7 +351,7 @@ def run_all(args: argparse.Namespace) -> int:
         if args.json:
             cli.emit({"collectives": cells, "configurations": configurations}, "", as_json=True)
         else:
-            sys.stdout.write(report.as_csv(cells) + "\n" + report.as_csv(configurations))
+            cli.write(report.as_csv(cells) + "\n" + report.as_csv(configurations))
         return cli.EXIT_OK
     from polygon.overhead import plots
 
@@ -378,7 +379,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 def list_commands(args: argparse.Namespace) -> int:
     """Commands to copy."""
-    sys.stdout.write("\n".join(predefined.commands()) + "\n")
+    cli.write("\n".join(predefined.commands()) + "\n")
     return cli.EXIT_OK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from polygon.domain.errors import InputError
@@ -155,8 +156,15 @@ def default_log_dir(plan: Path) -> Path:
     return Path("out") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def require_torch() -> None:
+    """Raise `InputError` where torch is not installed, which planning does without."""
+    if find_spec("torch") is None:
+        raise InputError("torch: found none installed, expected it (pip install -c constraints.txt -e '.[train]')")
+
+
 def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:
     """Problem and plan to be run: those of the file, or their rehearsal."""
+    require_torch()
     problem, plan, _ = read_plan(arguments.plan)
     if arguments.max_ranks is not None and not arguments.rehearse:
         raise InputError("--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)")
