@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ FABRIC = Link(latency_s=2e-6, bytes_per_s=300e9)
 NETWORK = Link(latency_s=5e-6, bytes_per_s=25e9)
 """What a staged run's devices get inside and between nodes where no curve was measured."""
 MEMORY_ERROR = 0.08
-"""Half of a 90 % interval over memory: the allocator's fragmentation and what frameworks keep beside the model."""
+"""Half of a 90 % interval over the memory of a staged run: fragmentation and what frameworks keep beside the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
     rows = []
     if run.step_s:
         seconds = {name: term.seconds for name, term in estimate.terms.items()}
+        program_s = run.program_error * estimate.step_s if isinstance(run, MeasuredRun) else 0.0
         rows.append(
             Row(
                 identifier=run.identifier,
@@ -120,8 +122,8 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
                 calibration=run.calibration,
                 measured=run.step_s,
                 predicted=estimate.step_s,
-                low=estimate.low_s,
-                high=estimate.high_s,
+                low=max(0.0, estimate.step_s - math.hypot(estimate.step_s - estimate.low_s, program_s)),
+                high=estimate.step_s + math.hypot(estimate.high_s - estimate.step_s, program_s),
                 source=estimate.terms["compute"].source,
                 owner=max(seconds, key=lambda name: seconds[name]),
                 terms=seconds,
@@ -132,6 +134,7 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
     if run.memory_bytes:
         peak = estimate.peak
         total = peak.total_bytes * (run.memory_factor if isinstance(run, MeasuredRun) else 1.0)
+        error = run.memory_error if isinstance(run, MeasuredRun) else MEMORY_ERROR
         parts = ("weights", "gradients", "optimizer", "activations", "transient", "context")
         rows.append(
             Row(
@@ -141,8 +144,8 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
                 calibration=run.calibration,
                 measured=run.memory_bytes,
                 predicted=total,
-                low=total * (1 - MEMORY_ERROR),
-                high=total * (1 + MEMORY_ERROR),
+                low=total * (1 - error),
+                high=total * (1 + error),
                 source="spec" if isinstance(estimate, UniformEstimate) else "profile",
                 owner=peak.owner,
                 terms={part: getattr(peak, part) for part in parts},

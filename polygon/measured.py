@@ -18,12 +18,17 @@ from polygon.cost.uniform import ParallelConfig
 from polygon.domain.cluster import Device, Link, Pool
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch, Model
-from polygon.frameworks import kernels_of
+from polygon.frameworks import kernels_of, program_error
 
 CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers, which nvidia-smi counts and torch's allocator does not."""
 
 
+BUCKET_BYTES = 2e9
+"""DeepSpeed's reduce_bucket_size and allgather_bucket_size: 5e8 elements of 16 bits each (its documented defaults)."""
+ALLOCATOR_ERROR, SEEN_FROM_OUTSIDE = 0.15, 0.25
+"""Half of a 90 % interval over memory that an allocator reserved, and that nvidia-smi reports: caches, fragmentation
+and communication buffers are a program's own affair."""
 RESERVED = 1.03
 """What torch's allocator reserves over what it has handed out at the peak."""
 
@@ -46,6 +51,10 @@ class MeasuredRun:
     """What the way of measuring memory counts beside the allocator."""
     memory_factor: float = 1.0
     """What it counts over the bytes in use: an allocator reserves a few percent more."""
+    memory_error: float = 0.08
+    """Half of a 90 % interval over the memory, by how it was measured."""
+    program_error: float = 0.0
+    """What not knowing the program adds to half of the interval over the time."""
     device_label: str = ""
     profiled_precision: bool = False
     """Whether it ran in the 32-bit precision that profiles of this format were measured in."""
@@ -198,6 +207,15 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         micro_batches = math.ceil(global_batch / (micro_batch * dp))
         global_batch = micro_batches * micro_batch * dp
     device = _as_measured(device_named(str(row["gpu_type"])), row, precision)
+    zero = int(row.get("zero_stage") or 0)
+    if zero == 3 and degrees["pp"] > 1 and re.search("fsdp|titan", framework.lower()):
+        # torchtitan: "For PP, do not reshard after forward to avoid per-microbatch all-gathers"; gradients are reduced
+        # once a step, so that both are held whole and only the optimizer is divided.
+        zero = 1
+    if (
+        zero == 3 or global_batch == micro_batch * dp
+    ):  # the first gradient is kept, and shards are added up by SHARD_COPIES
+        kernels = replace(kernels, fused_accumulation=True)
     config = ParallelConfig(
         dp=dp,
         tp=degrees["tp"],
@@ -206,7 +224,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         ep=degrees["ep"],
         interleave=int(row.get("interleave_v") or 1) if degrees["pp"] > 1 else 1,
         micro_batch_size=micro_batch,
-        zero=int(row.get("zero_stage") or 0),
+        zero=zero,
         shards=_shards(row, dp * degrees["cp"]),
         recompute=_recompute(str(row.get("recompute") or "none")),
         sequence_parallel=bool(row.get("sequence_parallel")),
@@ -234,11 +252,19 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         step_s=_step_s(row, global_batch),
         memory_bytes=float(memory) * 1e9 if memory else None,
         calibration=str(row.get("dataset")).startswith("mosaicml") and gpus <= 8,
-        context_bytes=0.0 if "allocated" in kind or "reserved" in kind else CONTEXT_BYTES,
-        memory_factor=RESERVED if "reserved" in kind else 1.0,
+        context_bytes=_context_bytes(kind, framework, zero),
+        memory_factor=RESERVED if "reserved" in kind or "smi" in kind else 1.0,
+        memory_error=SEEN_FROM_OUTSIDE if "smi" in kind else ALLOCATOR_ERROR if "reserved" in kind else 0.08,
+        program_error=program_error(framework, experts=model.experts, cp=degrees["cp"]),
         device_label=str(row["gpu_type"]),
         profiled_precision=precision in ("fp32", "tf32"),
     )
+
+
+def _context_bytes(kind: str, framework: str, zero: int) -> float:
+    """What the way of measuring counts beside the model's own bytes."""
+    buckets = BUCKET_BYTES if zero in (1, 2) and "deepspeed" in framework.lower() else 0.0
+    return buckets + (0.0 if "allocated" in kind or "reserved" in kind else CONTEXT_BYTES)
 
 
 def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:

@@ -52,6 +52,9 @@ class Kernels:
     selective: str = "attention"
     """What selective recomputation repeats: `attention`, or every second product and what is element-wise
     (`operators`, torchtitan's per-operator checkpointing)."""
+    cached_casts: bool = False
+    """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
+    caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
     tp_overlap: str = "none"
     """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
 
@@ -66,6 +69,10 @@ TP_OVERLAP = ("none", "backward", "pipelined")
 LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
 """Bytes moved per logit beside the product itself, forward and backward: torch's cross entropy in fp32; Megatron's,
 which takes maximum, difference, exponential, sum and quotient in kernels of their own; one fused kernel."""
+
+LOGIT_BYTES = {"torch": 12, "vocab-parallel": 4, "fused": 4}
+"""Bytes held per logit beside the logit itself. torch: log-softmax, its gradient and the gradient of what it took, in
+fp32; Megatron works in place on one fp32 copy; one fused kernel writes the gradient and a partial result."""
 
 FUSED = Kernels()
 UNFUSED_PASSES = 1.35
@@ -261,8 +268,11 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     forward += attention_f + moved_s
     backward += attention_b + stream_s(chip, tokens * bytes_b, 12 * passes)
     if chip.operand_bytes == 1:
-        cast = CAST_BYTES * (tokens * (2 * h + q / tp + width) + model.layer_parameters(1) / tp)
-        forward, backward = forward + stream_s(chip, cast, 8), backward + stream_s(chip, cast, 8)
+        weights = 0 if kernels.cached_casts else model.layer_parameters(1) / tp
+        taken = tokens * (2 * h + q / tp + width)
+        given = tokens * (2 * h + (q + 2 * kv) / tp + up * width)  # gradients of what the products gave
+        forward += stream_s(chip, CAST_BYTES * (taken + weights), 8)
+        backward += stream_s(chip, CAST_BYTES * (given + weights), 8)
 
     host_f, host_b = HOST_S[kernels.fused]
     forward, backward = max(forward, host_f), max(backward, host_b)

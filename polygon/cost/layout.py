@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polygon.cost.compute import LayerTimes, layer_times
+from polygon.cost.compute import LOGIT_BYTES, LayerTimes, layer_times
 from polygon.cost.kernels import silicon, stream_s
 from polygon.cost.memory import LayerMemory, layer_memory, stage_rows, state_bytes
 from polygon.cost.network import Group, joined_in_a_mesh, send_s
@@ -145,6 +145,7 @@ def config_memory(model: Model, batch: Batch, config: ParallelConfig) -> LayerMe
         cp=config.cp,
         ep=config.ep,
         keep_operators=config.kernels.selective == "operators",
+        logit_bytes=LOGIT_BYTES[config.kernels.loss],
     )
 
 

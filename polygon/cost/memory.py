@@ -73,6 +73,7 @@ def _layer_memory(
     cp: int,
     ep: int,
     keep_operators: bool,
+    logit_bytes: int,
 ) -> LayerMemory:
     layers = model.layers
     parameters, activations, transient, elsewhere = (np.zeros(layers) for _ in range(4))
@@ -91,7 +92,7 @@ def _layer_memory(
             parameters[layer] = count if model.family == "vit" else (count - norm) / tp + norm
             rows = micro_batch_size if model.family == "vit" else tokens
             activations[layer] = 2 * e * tokens * h / shard
-            transient[layer] = rows * model.vocab_size / tp * (e + 4)
+            transient[layer] = rows * model.vocab_size / tp * (e + logit_bytes)
         else:
             experts = 0
             if kind == "moe":
@@ -109,8 +110,9 @@ def _layer_memory(
             if not fused:
                 whole *= UNFUSED_FACTOR
             if recompute == "selective" and keep_operators:
-                # Every second product's output, the attention's, and the input of the block.
-                kept = (3 * h + q + kv + width * per_width / 2) / tp
+                # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
+                # attention's, and the input of the block.
+                kept = (2 * q + kv + width + (h if model.gated_mlp else 0)) / tp
                 whole = tokens * e * (h / shard + kept)
             scores = tokens * seq_len * model.heads / tp * (2 * e + 1)
             if not flash_attention and recompute == "none":
@@ -148,11 +150,13 @@ def layer_memory(
     cp: int = 1,
     ep: int = 1,
     keep_operators: bool = False,
+    logit_bytes: int = 4,
 ) -> LayerMemory:
     """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
 
     Per block and token, with element size e: 4 e h outside of the tensor-parallel part (inputs of norms and of
-    attention and MLP), e (2 q + 2 kv + 2 f) inside it; full recomputation keeps the block's input alone.
+    attention and MLP), e (2 q + 2 kv + 2 f) inside it; full recomputation keeps the block's input alone. While the loss
+    is computed, `logit_bytes` are held per logit beside it.
 
     References
     ----------
@@ -173,6 +177,7 @@ def layer_memory(
         cp,
         ep,
         keep_operators,
+        logit_bytes,
     )
 
 
