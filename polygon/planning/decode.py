@@ -26,6 +26,7 @@ from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.packing import activation_modes, gradient_mode, settled
 from polygon.planning.routing import build_routes
+from polygon.planning.spans import Pacing
 from polygon.planning.stage_rules import StageRules
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
@@ -75,6 +76,7 @@ class Decoder:
         self.objective = objective
         self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)
+        self._paced: tuple[Plan, StepTimes] | None = None
         if self.classes:
             self.may = allowed(problem)
             self._chain = nested(problem)
@@ -125,7 +127,7 @@ class Decoder:
 
     def bill(self, plan: Plan) -> Bill:
         """Exact time, money, energy and egress of a plan's step."""
-        return step_bill(self.problem, plan, step_times(plan, self.tables))
+        return step_bill(self.problem, plan, self.step_times(plan))
 
     def plan_value(self, plan: Plan) -> float:
         """What the search minimises, exactly."""
@@ -173,8 +175,12 @@ class Decoder:
         draft = self._route(stages, allocation.micro_batch_size, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):
             return draft
-        fitted = self._fit_spans(draft)
-        return self._with_local_steps(fitted, may) if isinstance(fitted, Plan) else fitted
+        paced = Pacing(draft, self.tables).best()
+        if paced is None:
+            shortest = tuple((1,) * stage.width for stage in draft.stages)
+            return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)))
+        self._paced = paced
+        return self._with_local_steps(paced[0], may)
 
     def _with_local_steps(self, plan: Plan, may: Allowed) -> Plan:
         """The plan with the fewest allowed local steps within 1 % of the best, or with none if they do not help."""
@@ -281,26 +287,6 @@ class Decoder:
             if a != b and cluster.bytes_per_s[a, b] > 0
         )
 
-    def _fit_spans(self, plan: Plan) -> Plan | Infeasible:
-        """Spans as long as what they should hide, shortened to what memory can hold."""
-        times = step_times(plan, self.tables)
-        wanted, least = wanted_spans(times, messages=True), wanted_spans(times, messages=False)
-        hide, factor = np.ones(len(wanted)), np.ones(len(wanted))
-        attempt = plan
-        for _ in range(40):
-            spans = np.maximum(1, np.ceil(factor * (least + hide * (wanted - least)) - 1e-6))
-            attempt = replace(plan, spans=_by_stage(spans, times.place))
-            over = self._over_memory(attempt)
-            if not over.any():
-                return attempt
-            # Whoever holds too much needs less to be under way behind it: shorten its span and those further on.
-            blamed = times.place.stage >= int(times.place.stage[over].min())
-            if (spans[blamed] <= 1).all():
-                break
-            factor = np.where(blamed & (hide <= 0), factor * 0.8, factor)
-            hide = np.where(blamed, np.where(hide > 0.2, hide / 2, 0.0), hide)
-        return Infeasible(reason=self.over_memory(attempt))
-
     def _over_memory(self, plan: Plan) -> np.ndarray:
         """Which workers have too little memory, shape (workers,)."""
         place = Placement.of(plan, self.tables.links)
@@ -323,7 +309,9 @@ class Decoder:
         return ""
 
     def step_times(self, plan: Plan) -> StepTimes:
-        """Exact times of a plan."""
+        """Exact times of a plan; those of the plan decoded last are known."""
+        if self._paced is not None and plan is self._paced[0]:
+            return self._paced[1]
         return step_times(plan, self.tables)
 
 
@@ -352,35 +340,6 @@ def useful_streams(latency_s: float, bytes_per_s: float) -> int:
         return 1
     one = WINDOW_USE * SOCKET_WINDOW_BYTES / round_trip_s
     return max(1, min(MAX_STREAMS, math.ceil(bytes_per_s / one)))
-
-
-def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
-    """Micro-batches that pass while a worker is busy with one, and (if `messages`) its message travels and returns.
-
-    A worker that computes n of M micro-batches is busy with one while M / n pass; a message under way for L seconds,
-    in a step whose busiest worker needs T, lets M L / T pass.
-
-    Returns
-    -------
-    ndarray, shape (workers,)
-    """
-    schedule, place = times.schedule, times.place
-    micro_batches, stages = schedule.routes.shape
-    shares = np.maximum(np.bincount(schedule.routes.ravel(), minlength=len(place.stage)), 1)
-    spans = micro_batches / shares
-    if messages and stages > 1:
-        period_s = float((shares * (schedule.forward_s + schedule.backward_s)).max()) / micro_batches
-        trip_s = schedule.down_busy_s + schedule.down_latency_s + schedule.up_busy_s + schedule.up_latency_s
-        longest_s = np.zeros(len(spans))
-        np.maximum.at(longest_s, schedule.routes[:, :-1].ravel(), trip_s.ravel())
-        spans = spans + longest_s / period_s
-    return np.minimum(spans, micro_batches)
-
-
-def _by_stage(values: np.ndarray, place: Placement) -> tuple[tuple[int, ...], ...]:
-    """Whole numbers of all workers, stage by stage."""
-    ends = [*place.offset[1:].tolist(), len(values)]
-    return tuple(tuple(int(v) for v in values[a:b]) for a, b in zip(place.offset.tolist(), ends, strict=True))
 
 
 def _scratch(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of
-from polygon.planning.starts import grown_starts, kind_sequences, simple_starts
+from polygon.planning.starts import grown_starts, kind_sequences, replicated_starts, simple_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
@@ -204,6 +204,9 @@ def find_plan(
     try:
         starts += grown_starts(decoder, candidates.space.groups, candidates.evaluate, lambda: seconds_left(0.3))
         sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
+        starts += replicated_starts(
+            decoder, candidates.space.groups, sizes, candidates.evaluate, lambda: seconds_left(0.35)
+        )
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
             if i > FEWEST_STARTS and seconds_left(0.4) <= 0:
                 break

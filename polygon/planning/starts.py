@@ -133,11 +133,19 @@ def even_parts(total: int, parts: int, first: int = 0) -> np.ndarray:
 
 
 def spread_region(
-    decoder: Decoder, pools: list[int], stages: int, tp: int, rows: int, width: int | None = None
+    decoder: Decoder,
+    pools: list[int],
+    stages: int,
+    tp: int,
+    rows: int,
+    width: int | None = None,
+    *,
+    alike: bool = False,
 ) -> np.ndarray | None:
     """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow.
 
-    `width` takes no more than so many workers of each pool for each stage.
+    `width` takes no more than so many workers of each pool for each stage; `alike` leaves workers idle that would make
+    one stage wider than another.
     """
     x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
     first = 0
@@ -149,6 +157,8 @@ def spread_region(
         count = decoder.problem.cluster.pools[p].devices // t
         if width is not None:
             count = min(count, width * stages)
+        if alike:
+            count -= count % stages
         x[:stages, c] = even_parts(count, stages, first)
         first = (first + count) % stages
     return x if x[:stages].any(axis=1).all() else None
@@ -200,6 +210,56 @@ def grown_starts(
             values = [value_of(option) for option in options]
             if values and min(values) < value:
                 value, x = min(values), options[int(np.argmin(values))]
+        result.append(x)
+    return result
+
+
+def replicated_starts(
+    decoder: Decoder,
+    rows: int,
+    sizes: Sequence[int],
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[Allocation]:
+    """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
+
+    All numbers of stages, degrees and few widths are valued; from the best of each of three numbers of stages regions
+    are left out, one after another, where that does not make the step longer.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Micro-batch sizes.
+    value_of, seconds_left : callable
+        As for `grown_starts`.
+    """
+    regions: dict[int, list[int]] = {}
+    for p, _ in decoder.classes:
+        if p not in regions.setdefault(decoder.tables.links.region[p], []):
+            regions[decoder.tables.links.region[p]].append(p)
+    region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
+    best: dict[int, tuple[float, Allocation]] = {}
+    for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes})):
+        before = None
+        for width in (1, 2, 4, 8) if stages <= rows else ():
+            parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in regions.values()]
+            workers = sum(part for part in parts if part is not None)
+            if isinstance(workers, int) or (before is not None and (workers == before).all()) or seconds_left() <= 0:
+                break
+            before = workers
+            for size in sizes:
+                x = Allocation(workers=workers, micro_batch_size=size)
+                value = value_of(x)
+                if value < best.get(stages, (math.inf, x))[0]:
+                    best[stages] = value, x
+    result = []
+    for value, x in sorted(best.values(), key=lambda entry: entry[0])[:3]:
+        for region in regions:
+            fewer = Allocation(workers=np.where(region_of == region, 0, x.workers), micro_batch_size=x.micro_batch_size)
+            if fewer.workers.any() and fewer.workers.sum() < x.workers.sum() and seconds_left() > 0:
+                less = value_of(fewer)
+                if less <= value:
+                    value, x = less, fewer
         result.append(x)
     return result
 

@@ -30,7 +30,8 @@ from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs,
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem
-from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE, wanted_spans
+from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
+from polygon.planning.spans import wanted_spans
 from polygon.schema import Strict
 
 Packing = Literal["none", "bf16", "int8", "int4", "topk", "powersgd"]
