@@ -196,15 +196,32 @@ def _grown(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list
     """One pipeline replicated in more and more regions."""
     from polygon.planning.starts import grown_starts
 
-    used = 0
+    value_of = _Counted(candidates)
+    decoder, rows = candidates.decoder, candidates.space.groups
+    starts = grown_starts(decoder, rows, value_of, lambda: float(budget - value_of.used))
+    return starts, value_of.used
 
-    def value_of(x: Any) -> float:
-        nonlocal used
-        used += 1
-        return float(candidates.evaluate(x))
 
-    starts = grown_starts(candidates.decoder, candidates.space.groups, value_of, lambda: float(budget - used))
-    return starts, used
+def _replicated(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+    """The same pipeline in every region that has the workers for it."""
+    from polygon.planning.starts import replicated_starts
+
+    value_of = _Counted(candidates)
+    decoder, rows, sizes = candidates.decoder, candidates.space.groups, candidates.sizes
+    starts = replicated_starts(decoder, rows, sizes, value_of, lambda: float(budget - value_of.used))
+    return starts, value_of.used
+
+
+class _Counted:
+    """Values of allocations, counted."""
+
+    def __init__(self, candidates: Any) -> None:
+        self.candidates = candidates
+        self.used = 0
+
+    def __call__(self, x: Any) -> float:
+        self.used += 1
+        return float(self.candidates.evaluate(x))
 
 
 def _ant_groups(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
@@ -234,6 +251,7 @@ def _planning_methods() -> dict[str, Method]:
         "ants+memetic": Seeded(Genetic(), _ant_groups),
         "simple+memetic": Seeded(Genetic(), _simple),
         "grown+memetic": Seeded(Genetic(), _grown),
+        "replicated+memetic": Seeded(Genetic(), _replicated),
         "grown+genetic": Seeded(Genetic(patience=0), _grown),
         "grown+annealing": Seeded(Annealing(), _grown),
         "grown+restarts": Seeded(Restarts(), _grown),
