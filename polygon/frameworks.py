@@ -58,6 +58,7 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         dropout=(megatron and year < 2025) or "dropout 0.1" in text,
         attention_dropout="attention dropout 0.1" in text,
         deterministic="deterministic" in text,
+        keeps_outputs="deepspeed" in name,
         cached_casts=vendor,
         selective="operators" if "titan" in name else "attention",
         tp_overlap=tp_overlap,

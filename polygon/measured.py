@@ -317,8 +317,8 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     )
 
 
-ALSO_CALLED = {"gb200": "b200", "gb300": "b200", "h800": "h100-sxm", "a800": "a100-80gb", "a10g": "a10"}
-"""Names of devices that compute as another of the catalogue does."""
+ALSO_CALLED = {"gb300": "gb200", "a800": "a800-80gb"}
+"""Names of devices that compute (in 16 and 8 bits) as another of the catalogue does."""
 
 
 def device_named(label: str) -> Device:

@@ -52,6 +52,8 @@ class Kernels:
     selective: str = "attention"
     """What selective recomputation repeats: `attention`, or every second product and what is element-wise
     (`operators`, torchtitan's per-operator checkpointing)."""
+    keeps_outputs: bool = False
+    """Whether a pipeline stage holds what it has sent until the backward of it (DeepSpeed; Megatron-LM frees it)."""
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""

@@ -157,6 +157,9 @@ def lay_out(
     starts = bounds[:-1]
     backward = np.add.reduceat(times.backward_s, starts)
     rows = np.array([stage_rows(memory, a, b) for a, b in itertools.pairwise(bounds)])
+    if config.kernels.keeps_outputs:
+        sent = config.micro_batch_size * batch.seq_len / config.cp * model.hidden_size
+        rows[:-1, 2] += sent * max(batch.element_bytes, 2)
     stages = np.column_stack(
         [
             np.add.reduceat(times.forward_s, starts) + backward,

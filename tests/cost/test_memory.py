@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon import catalogue
+from polygon.cost.compute import Kernels
 from polygon.cost.memory import layer_memory, stage_memory
 from polygon.cost.uniform import ParallelConfig, estimate_many, estimate_uniform
 from polygon.domain.cluster import Pool
@@ -91,3 +92,32 @@ def test_many_and_one_agree_on_experts():
     many = estimate_many(model, batch, pool, configs)
     for config, peak in zip(configs, many.peak_bytes, strict=True):
         assert estimate_uniform(model, batch, pool, config).peak.total_bytes == pytest.approx(peak)
+
+
+def test_logits_are_held_as_the_loss_needs_them():
+    """One fused kernel holds 6 bytes per 16-bit logit, torch's cross entropy 14."""
+    fused, torch = (layer_memory(gpt(), BATCH, logit_bytes=n).transient_bytes[-1] for n in (4, 12))
+    assert fused == 1024 * 51200 * 6 and torch == 1024 * 51200 * 14
+
+
+def test_a_stage_that_keeps_what_it_sent_holds_one_tensor_more_for_each_micro_batch():
+    """DeepSpeed: sequence x width x 2 bytes for the first stage's four micro-batches in flight; the last sends none."""
+    device = catalogue.device("a100-80gb")
+    link = catalogue.usual_link("a100-80gb")
+    pool = Pool(
+        index=0,
+        region=0,
+        device=device,
+        nodes=1,
+        devices_per_node=4,
+        intra_node=link,
+        inter_node=link,
+        first_device=0,
+        price_usd_per_hour=0.0,
+    )
+    freed, kept = (
+        estimate_uniform(gpt(), BATCH, pool, ParallelConfig(pp=4, kernels=Kernels(keeps_outputs=keeps))).memory
+        for keeps in (False, True)
+    )
+    assert kept[0].activations - freed[0].activations == pytest.approx(4 * 1024 * 1024 * 2)
+    assert kept[-1] == freed[-1]
