@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from polygon.domain.cluster import Device, Link
-from polygon.domain.errors import InputError, located, one_of
+from polygon.domain.errors import InputError, located, one_of, require
 from polygon.domain.model import Model
 from polygon.notation import parse_yaml
 from polygon.schema import DeviceSpec, LinkSpec, ModelSpec, check
@@ -60,6 +60,8 @@ def model_from_spec(spec: Any) -> Model:
     if fields["kv_heads"] is None:
         fields["kv_heads"] = spec.heads
     if fields["head_dim"] is None:
+        whole = spec.hidden_size % max(1, spec.heads) == 0
+        require(whole, "hidden_size", spec.hidden_size, f"a multiple of heads = {spec.heads}, or head_dim beside it")
         fields["head_dim"] = spec.hidden_size // max(1, spec.heads)
     if fields["ffn_size"] is None:
         fields["ffn_size"] = 4 * spec.hidden_size

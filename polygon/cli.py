@@ -18,9 +18,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, located
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INFEASIBLE = 0, 2, 3
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
@@ -163,7 +164,6 @@ def read_profiles(args: argparse.Namespace) -> list[Any]:
     """The profiles of `profile_options`, in either format."""
     from polygon import files
     from polygon.cost.profiles import kind_profile, model_profiles
-    from polygon.domain.errors import located
 
     profiles: list[Any] = []
     for path in args.profile:
@@ -178,7 +178,6 @@ def read_calibration(args: argparse.Namespace) -> Any:
     """The calibration of `profile_options`; None if none is given."""
     from polygon import files
     from polygon.cost.calibration import calibration
-    from polygon.domain.errors import located
 
     if args.calibration is None:
         return None
@@ -202,7 +201,7 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
     polygon.domain.plan.Problem
     """
     from polygon import files
-    from polygon.domain.plan import Constraints, Problem
+    from polygon.domain.plan import Problem
 
     cluster = files.read_cluster_or_problem(path)
     if isinstance(cluster, Problem):
@@ -220,8 +219,12 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
             "optimizer": args.optimizer,
         }
     )
-    constraints = files.read_constraints(args.constraints) if args.constraints else Constraints()
-    return Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)
+    problem = Problem(cluster=cluster, model=model, batch=batch)
+    if args.constraints is None:
+        return problem
+    constraints = files.read_constraints(args.constraints)
+    with located(f"{args.constraints}: "):
+        return replace(problem, constraints=constraints)
 
 
 def read_task(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
@@ -232,6 +235,8 @@ def read_task(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
         raise InputError(f"{command}: expected either a groups file or --cluster FILE with --model and --global-batch")
     if args.cluster is not None:
         return read_problem(args.cluster, args), None
+    if args.groups.endswith((".yaml", ".yml", ".txt")):
+        raise InputError(f"{args.groups}: found no groups of polygon init, expected those or --cluster {args.groups}")
     groups = files.read_groups(args.groups)
     return groups.problem, groups
 

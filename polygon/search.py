@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("proved: no allocation of devices to stages has a better plan")
     search = {"evaluations": found.evaluations, "seconds": found.seconds, "proved": found.proved}
     data = {"search": search, **priced}
-    idle = left_out(problem, plan, tables)
+    idle = left_out(problem, plan, tables, objective_named(args.objective))
     data["left_out"] = [asdict(row) for row in idle]
     text = describe_plan(problem, plan, result)
     if idle:

@@ -12,6 +12,7 @@ import pytest
 from polygon import cli
 from polygon.__main__ import COMMANDS, main, module_of
 from polygon.domain.errors import InputError
+from polygon.limits import planning_parser
 
 
 def test_bad_input_is_one_line_on_stderr_and_exit_2(capsys):
@@ -184,6 +185,7 @@ def test_problem_of_options():
         ),
         (("--model", "gpt2", "--global-batch", "8", "--precision", "fp12"), "batch.precision: found 'fp12', expected"),
         (("--model", "gpt2", "--global-batch", "8", "--constraints", "no.yaml"), "no.yaml: found no such file"),
+        (("--model", "gpt2", "--global-batch", "1" + 23 * "0"), "batch.global_batch: found 1e+23, expected at most 1"),
     ],
 )
 def test_problem_options_that_do_not_fit(options, message):
@@ -191,6 +193,41 @@ def test_problem_options_that_do_not_fit(options, message):
     with pytest.raises(InputError) as error:
         problem(*options)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("blocks: 100000000", "model.blocks: found 1e+08, expected at most 10000"),
+        ("hidden_size: 65", "hidden_size: found 65, expected a multiple of heads = 4, or head_dim beside it"),
+        ("vocab_size: 1000000000000", "model.vocab_size: found 1e+12, expected at most 2147483647"),
+    ],
+)
+def test_slips_in_a_model_file(line, message, tmp_path):
+    """Sizes that no model has are refused at once, not planned for hours."""
+    fields = ["blocks: 2", "hidden_size: 64", "heads: 4", "vocab_size: 100", "max_seq_len: 128"]
+    kept = [field for field in fields if not field.startswith(line.split(":")[0])]
+    file = tmp_path / "m.yaml"
+    file.write_text("\n".join([*kept, line]), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        problem("--model", str(file), "--global-batch", "8")
+    assert str(error.value) == f"{file}: {message}"
+
+
+def test_a_slip_in_constraints_names_file_and_nearest(tmp_path):
+    """What only shows beside the cluster is still said of the file."""
+    file = tmp_path / "constraints.yaml"
+    file.write_text("forbidden_regions: [labb]", encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        problem("--model", "gpt2", "--global-batch", "8", "--constraints", str(file))
+    assert str(error.value) == f"{file}: forbidden_regions: found 'labb', expected 'lab' (nearest) or another of lab"
+
+
+def test_a_cluster_in_place_of_groups_is_told_where_it_goes():
+    """The likeliest slip of a first day."""
+    parser = planning_parser("polygon search", "", "the plan")
+    with pytest.raises(InputError, match=r"lab.yaml: found no groups of polygon init, .* or --cluster lab.yaml"):
+        cli.read_task(parser.parse_args(["lab.yaml"]), "search")
 
 
 def test_constraints_file(tmp_path):

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from polygon.domain.errors import InputError, Phrase, require, require_number
+from polygon.domain.errors import InputError, Phrase, one_of, require, require_number
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -188,7 +188,8 @@ class Cluster:
             for group in region.node_groups:
                 if group.device not in self.catalogue:
                     raise InputError(
-                        f"region {region.name}: found device {group.device!r}, expected one of {sorted(self.catalogue)}"
+                        f"region {region.name}: found device {group.device!r}, expected "
+                        f"{one_of(group.device, self.catalogue)}"
                     )
 
     @cached_property
@@ -242,4 +243,4 @@ class Cluster:
         for index, region in enumerate(self.regions):
             if region.name == name:
                 return index
-        raise InputError(f"region: found {name!r}, expected one of {[region.name for region in self.regions]}")
+        raise InputError(f"region: found {name!r}, expected {one_of(name, [region.name for region in self.regions])}")

@@ -28,7 +28,7 @@ class Phrase(str):
 def require(condition: bool, name: str, found: object, expected: str) -> None:
     """Raise `InputError` naming the field, what was found and what is allowed, unless `condition` holds."""
     if not condition:
-        raise InputError(f"{name}: found {found!r}, expected {expected}")
+        raise InputError(f"{name}: found {'nothing' if found is None else repr(found)}, expected {expected}")
 
 
 def require_number(value: float, name: str, *, above: float | None = None, at_least: float | None = None) -> None:

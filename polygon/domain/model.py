@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polygon.domain.errors import require, require_number
+from polygon.domain.errors import Phrase, require, require_number
+
+MOST_BLOCKS, MOST_SIZE, MOST_SEQUENCES = 10_000, 2**31 - 1, 10_000_000
+"""Largest that are read: of blocks, of any other size, of sequences per step; larger ones are slips."""
 
 BYTES_PER_ELEMENT = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
@@ -56,6 +59,8 @@ class Model:
         for name in ("blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size", "max_seq_len"):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, f"model.{name}", value, "a whole number >= 1")
+            most = MOST_BLOCKS if name == "blocks" else MOST_SIZE
+            require(value <= most, f"model.{name}", Phrase(f"{value:.3g}"), f"at most {most}")
         require(self.family in ("gpt", "llama", "vit"), "model.family", self.family, "gpt, llama or vit")
         require(self.heads % self.kv_heads == 0, "model.kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         require_number(self.norm_eps, "model.norm_eps", above=0)
@@ -160,6 +165,8 @@ class Batch:
         for name in ("global_batch", "seq_len"):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, f"batch.{name}", value, "a whole number >= 1")
+            most = MOST_SEQUENCES if name == "global_batch" else MOST_SIZE
+            require(value <= most, f"batch.{name}", Phrase(f"{value:.3g}"), f"at most {most}")
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)
             require(value in BYTES_PER_ELEMENT, f"batch.{name}", value, " or ".join(BYTES_PER_ELEMENT))

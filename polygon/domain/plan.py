@@ -115,10 +115,10 @@ class Problem:
         named.append(("egress_bytes_per_step", [name for name in limits.egress_bytes_per_step if name != "*"]))
         for label, names in named:
             for name in names:
-                require(name in regions, label, name, f"one of {regions}")
+                require(name in regions, label, name, one_of(name, regions))
         devices = sorted(self.cluster.catalogue)
         for name in limits.forbidden_devices:
-            require(name in devices, "forbidden_devices", name, f"one of {devices}")
+            require(name in devices, "forbidden_devices", name, one_of(name, devices))
 
     def may_use(self, pool: Pool) -> bool:
         """Whether the constraints leave a pool's devices to a plan."""

@@ -105,7 +105,7 @@ def test_command_line_writes_the_measured_cluster(tmp_path, capsys, status_of):
     assert cluster.latency_s[0, 1] == pytest.approx(0.03) and cluster.bytes_per_s[0, 1] == pytest.approx(300e6 / 8)
     assert cluster.latency_s[1, 0] == pytest.approx(0.005) and cluster.bytes_per_s[1, 0] == pytest.approx(7e9 / 8)
     assert status_of(main, ["--iperf3", f"A:Nowhere={run}", "--cluster", str(source)]) == 2
-    assert "found 'Nowhere', expected one of ['A', 'B']" in capsys.readouterr().err
+    assert "found 'Nowhere', expected one of A, B" in capsys.readouterr().err
     assert status_of(main, ["--iperf3", "A-B", "--cluster", str(source)]) == 2
     assert "expected REGION:REGION=FILE" in capsys.readouterr().err
 

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.left_out import left_out
+from polygon.planning.objectives import ENERGY, MONEY, TOKENS_PER_USD
 from polygon.report import describe_left_out
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -54,6 +56,25 @@ def test_devices_that_would_help_are_not_called_useless():
     problem = problem_of((REGIONS[0],), global_batch=256)
     (reason,) = reasons(problem, plan_on_first_region(problem, devices=2)).values()
     assert "shorter with them" in reason
+
+
+@pytest.mark.parametrize(("objective", "word"), [(MONEY, "cost"), (TOKENS_PER_USD, "cost"), (ENERGY, "energy")])
+def test_a_plan_is_held_against_what_it_was_made_for(objective, word):
+    """Devices that would shorten the step are no reason to search longer for a plan that was to be cheap."""
+    problem = problem_of((REGIONS[0],), global_batch=256)
+    plan = plan_on_first_region(problem, devices=1)
+    (row,) = left_out(problem, plan, CostTables(problem), objective)
+    assert word in row.reason and "more" in row.reason and "search longer" not in row.reason
+
+
+def test_devices_without_a_price_cost_nothing_more():
+    """Own devices that have no price: no division by it."""
+    free = problem_of((REGIONS[0],), global_batch=256)
+    (region,) = free.cluster.regions
+    region = replace(region, node_groups=(replace(region.node_groups[0], price_usd_per_hour=0.0),))
+    free = replace(free, cluster=replace(free.cluster, regions=(region,)))
+    (row,) = left_out(free, plan_on_first_region(free, devices=2), CostTables(free), MONEY)
+    assert row.reason == "the step would cost no less with them"
 
 
 def test_forbidden_and_unlinked_devices_are_called_so():
