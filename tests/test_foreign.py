@@ -152,7 +152,7 @@ def test_folder_file_and_name_of_a_model(tmp_path, monkeypatch):
     ("config", "message"),
     [
         ({"model_type": "llma"}, "model_type: found 'llma', expected 'llama' (nearest) or another of gpt2,"),
-        ({"architectures": ["X"]}, "model_type: found None, expected one of gpt2,"),
+        ({"architectures": ["X"]}, "model_type: found nothing, expected one of gpt2,"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer: found 0, expected a whole number >= 1"),
         ({"model_type": "gpt2", "n_layer": 2.5}, "n_layer: found 2.5, expected a whole number >= 1"),
         ({"model_type": "llama", "kv_lora_rank": 512}, "kv_lora_rank: found 512, expected nothing: latent attention"),
