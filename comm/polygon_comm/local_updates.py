@@ -14,10 +14,11 @@ Douillard et al., arXiv:2501.18512 (Streaming DiLoCo): fragments in turn, overla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from polygon_comm.line import Pending
 from polygon_comm.reduction import SumGroup
 
 
@@ -64,7 +65,7 @@ class OuterUpdate:
         """Take the weights as they are for those that all regions have (after a checkpoint was loaded)."""
         self.start.copy_(self.weights)
 
-    def begin(self, sent: torch.Tensor) -> Callable[[], None]:
+    def begin(self, sent: torch.Tensor) -> Pending:
         """Start to average with the other regions; the call of the result ends it. A collective of the group.
 
         Parameters
@@ -72,18 +73,20 @@ class OuterUpdate:
         sent : tensor
             A copy of this region's weights; the weights themselves may change until the end.
         """
-        # The members of a region hold the same weights: each gives its part of the region's difference.
-        delta = (self.start - sent).mul_(self.fraction / self._group.near_size)
-        end_sum = self._group.begin(delta, f"outer {self.name}", self._shapes)
+        delta = (self.start - sent).mul_(self.fraction)
+        under_way = self._group.begin(delta, f"outer {self.name}", self._shapes, replicated=True)
 
-        def end() -> None:
-            end_sum()
+        def finish() -> None:
             self.momentum.mul_(self._decay).add_(delta)
             self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
             self.weights.sub_(sent).add_(self.start)
 
-        return end
+        return Pending(under_way.arrive, advance=under_way.advance, finish=finish)
+
+    def begin_now(self) -> Pending:
+        """Start to average the weights as they are."""
+        return self.begin(self.weights.clone())
 
     def apply(self) -> None:
         """Average with the other regions and start anew; a collective of the group."""
-        self.begin(self.weights.clone())()
+        self.begin_now()()

@@ -7,13 +7,14 @@ back as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.distributed import ReduceOptions
 
 from polygon_comm.compression import Codec, make_codec
+from polygon_comm.line import Pending
 from polygon_comm.reduction import SumGroup
 
 
@@ -54,7 +55,7 @@ class ServerGroup(SumGroup):
             return []
         return [leaders[part.lane] for leaders in self.members.leaders if leaders[part.lane] != part.owner]
 
-    def begin_to_owners(self, vector: torch.Tensor, key: str, parts: Sequence[Part]) -> Callable[[], None]:
+    def begin_to_owners(self, vector: torch.Tensor, key: str, parts: Sequence[Part]) -> Pending:
         """Start to sum over the members; when the call of the result returns, each owner's part is right, no other."""
         works = []
         for part in parts:
@@ -79,13 +80,13 @@ class ServerGroup(SumGroup):
                 payload, _ = self._packer(key, index, ()).compress(values)
                 sendings.append(self._wires.send(part.owner, tags[part.lane], payload))
 
-        def end() -> None:
+        def arrive() -> None:
             for receipt, values in receipts:
                 values += codec.decompress(receipt.wait(), values.shape, values.dtype)
             for sending in sendings:
                 sending.wait()
 
-        return end
+        return Pending(arrive)
 
     def share_from_owners_(self, vector: torch.Tensor, parts: Sequence[Part]) -> None:
         """Give every member what the owners hold, as it is."""
@@ -106,4 +107,5 @@ class ServerGroup(SumGroup):
             values.copy_(plain.decompress(receipt.wait(), values.shape, values.dtype))
         for sending in sendings:
             sending.wait()
-        self._hand_out([vector[part.start : part.stop] for part in parts], [self._carrier(part) for part in parts])
+        pieces = [vector[part.start : part.stop] for part in parts]
+        self._hand_out(pieces, [self._carrier(part) for part in parts], self._near)

@@ -18,12 +18,11 @@ import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOptions
 
 from polygon_comm.compression import ErrorFeedback, make_codec
+from polygon_comm.line import MOST_UNDER_WAY, Pending
 from polygon_comm.transport import Receipt, Wires, gloo_group, nccl_group
 
-SUMS_UNDER_WAY = 4
-"""Sums of a group that may have begun and not ended at one time; each may use two tags."""
-TAGS_PER_GROUP = 2 * SUMS_UNDER_WAY
-"""A group's rounds use so many tags in turn."""
+TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
+"""A group's rounds use so many tags in turn: two for each sum that is under way or expected."""
 SMALL = 1024
 """Elements below which a latency counts more than any bytes: such a vector goes straight and unpacked."""
 
@@ -102,10 +101,20 @@ class _Round(NamedTuple):
     """By round and peer."""
 
 
+class _Crossing(NamedTuple):
+    """A part on its way between regions."""
+
+    total: Callable[[], torch.Tensor]
+    """Waits for the sum."""
+    advance: Callable[[], None] = lambda: None
+    """Waits for the first round and sends the second."""
+
+
 class SumGroup:
     """One rank's part in the sums of a group.
 
-    Calls must come in the same order on all members, from one thread at a time.
+    Begins must come in the same order on all members, from one thread at a time; so must ends, from another one or the
+    same.
     """
 
     def __init__(self, members: Members, wires: Wires) -> None:
@@ -115,27 +124,31 @@ class SumGroup:
         self._restored: dict[tuple[str, int], tuple[Any, float]] = {}
         self._rounds = 0
         self._expected: deque[_Round] = deque()
-        self._first_rounds: deque[Callable[[], None]] = deque()
-        """Of sums in two rounds, those that still are in their first: what starts the second."""
         self._mine = next(region for region in members.regions if wires.rank in region)
-        self._near: Any = None
-        if len(self._mine) > 1:
-            store = PrefixStore(f"sum/{members.name}/{self._mine[0]}", wires.store)
-            place, size = self._mine.index(wires.rank), len(self._mine)
-            if wires.device.type == "cuda":
-                self._near = nccl_group(store, place, size, wires.timeout_s)
-            else:
-                self._near = gloo_group(store, place, size, wires.devices[:1], wires.timeout_s)
+        # Sums begin and end in threads of their own: each has its order of collectives, and a group for it.
+        self._near = self._near_group("begin")
+        self._near_out = self._near_group("end")
+
+    def _near_group(self, purpose: str) -> Any:
+        """A process group of the members in this region; None where this rank is the only one."""
+        if len(self._mine) == 1:
+            return None
+        wires, place, size = self._wires, self.near_place, self.near_size
+        store = PrefixStore(f"sum/{self.members.name}/{self._mine[0]}/{purpose}", wires.store)
+        if wires.device.type == "cuda":
+            return nccl_group(store, place, size, wires.timeout_s)
+        return gloo_group(store, place, size, wires.devices[:1], wires.timeout_s)
 
     def sum_(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
         """Replace the vector by its sum over the members; arguments as for `begin`."""
         self.begin(vector, key, shapes)()
 
-    def begin(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> Callable[[], None]:
+    def begin(
+        self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = (), *, replicated: bool = False
+    ) -> Pending:
         """Start to replace the vector by its sum over the members; the call of the result ends it.
 
-        Up to `SUMS_UNDER_WAY` sums may have begun and not ended, so that a link stays busy while latencies pass. Begins
-        and ends must come in the same order on all members.
+        Up to `MOST_UNDER_WAY` sums may have begun and not ended, so that a link stays busy while latencies pass.
 
         Parameters
         ----------
@@ -144,15 +157,17 @@ class SumGroup:
             What the vector is; error feedback of one key goes into the next sum of that key.
         shapes : sequence of shapes
             Of the tensors that lie in the vector one after the other (for low-rank packing).
+        replicated : bool
+            The members of a region hold the same vector, and it counts once.
         """
         if len(self.members.regions) == 1:
-            return self.begin_near(vector)
+            return Pending(lambda: None) if replicated else self.begin_near(vector)
         leaders = self.members.leaders[self.members.regions.index(self._mine)]
         small = vector.numel() < SMALL
         parts = vector.tensor_split(1 if small else len(leaders))
         works = []
         for part, leader in zip(parts, leaders, strict=False):
-            if self._near is not None:
+            if self._near is not None and not replicated:
                 options = ReduceOptions()
                 options.rootRank = self._mine.index(leader)
                 works.append(self._near.reduce([part], options))
@@ -164,38 +179,47 @@ class SumGroup:
             if leaders[lane] == self._wires.rank
         ]
 
-        def end() -> None:
-            for part, crossing in crossings:
-                part.copy_(crossing())
-            self._hand_out(parts, leaders)
+        def advance() -> None:
+            for _, crossing in crossings:
+                crossing.advance()
 
-        return end
+        def arrive() -> None:
+            for part, crossing in crossings:
+                part.copy_(crossing.total())
+            self._hand_out(parts, leaders, self._near_out)
+
+        return Pending(arrive, advance=advance)
 
     def sum_near_(self, vector: torch.Tensor) -> None:
         """Replace the vector by its sum over the members in this rank's region."""
         self.begin_near(vector)()
 
-    def begin_near(self, vector: torch.Tensor) -> Callable[[], None]:
+    def begin_near(self, vector: torch.Tensor) -> Pending:
         """Start what `sum_near_` does; the call of the result ends it."""
         if self._near is None:
-            return lambda: None
-        return _end_of(self._near.allreduce([vector], AllreduceOptions()))
+            return Pending(lambda: None)
+        work = self._near.allreduce([vector], AllreduceOptions())
 
-    def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> None:
+        def arrive() -> None:
+            work.wait()
+
+        return Pending(arrive)
+
+    def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int], group: Any) -> None:
         """Give every member in the region the parts that other members hold."""
         works = []
         for part, holder in zip(parts, holders, strict=False):
-            if self._near is not None and part.numel():
+            if group is not None and part.numel():
                 options = BroadcastOptions()
                 options.rootRank = self._mine.index(holder)
-                works.append(self._near.broadcast([part], options))
+                works.append(group.broadcast([part], options))
         for work in works:
             work.wait()
 
     def _cross(
         self, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
-    ) -> Callable[[], torch.Tensor]:
-        """Start to sum a part over the leaders of a lane; the call of the result gives the sum."""
+    ) -> _Crossing:
+        """Start to sum a part over the leaders of a lane."""
         leaders = [region[lane] for region in self.members.leaders]
         if small or self._direct(leaders):
             packer = ErrorFeedback(make_codec("none")) if small else self._packer(key, 0, shapes)
@@ -240,8 +264,11 @@ class SumGroup:
         return len(self._mine)
 
     def share_parts(self, vector: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
-        """Fill in the stretches (start, stop) of the vector that the other members in the region hold."""
-        self._hand_out([vector[start:stop] for start, stop in parts], self._mine)
+        """Fill in the stretches (start, stop) of the vector that the other members in the region hold.
+
+        Not while sums begin; those that have begun may be under way.
+        """
+        self._hand_out([vector[start:stop] for start, stop in parts], self._mine, self._near)
 
     def _next_tag(self) -> int:
         self._rounds += 1
@@ -304,9 +331,7 @@ class SumGroup:
         assert (round_.key, round_.n_bytes) == (key, n_bytes), "sums come in the order in which they were expected"
         return round_
 
-    def _exchange(
-        self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback, key: str
-    ) -> Callable[[], torch.Tensor]:
+    def _exchange(self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback, key: str) -> _Crossing:
         """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
         n_bytes = packer.codec.payload_bytes(vector.numel(), vector.dtype)
         round_ = self._posted(key, n_bytes, lambda: self._post(key, leaders, n_bytes))
@@ -314,7 +339,7 @@ class SumGroup:
         payload, mine = packer.compress(vector)
         sendings = [self._wires.send(peer, tag, payload) for peer in receipts]
 
-        def end() -> torch.Tensor:
+        def total() -> torch.Tensor:
             total = torch.zeros_like(vector)
             for leader in leaders:
                 if leader == self._wires.rank:
@@ -325,9 +350,9 @@ class SumGroup:
                 sending.wait()
             return total
 
-        return end
+        return _Crossing(total)
 
-    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> Callable[[], torch.Tensor]:
+    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> _Crossing:
         """Every leader sums one part and sends it to all: two latencies, 2 n (leaders - 1) / leaders bytes each."""
         place = leaders.index(self._wires.rank)
         parts = vector.tensor_split(len(leaders))
@@ -357,16 +382,7 @@ class SumGroup:
             )
             summed.append(total)
 
-        # Second rounds are on their way while later sums are in their first: else each would wait for its own latency.
-        while len(self._first_rounds) >= SUMS_UNDER_WAY // 2:
-            self._first_rounds.popleft()()
-        self._first_rounds.append(advance)
-
-        def end() -> torch.Tensor:
-            while not summed:
-                self._first_rounds.popleft()()
-            if self._first_rounds:
-                self._first_rounds.popleft()()
+        def total() -> torch.Tensor:
             sums = [
                 summed[0]
                 if leader == self._wires.rank
@@ -377,15 +393,8 @@ class SumGroup:
                 sending.wait()
             return torch.cat(sums)
 
-        return end
+        return _Crossing(total, advance)
 
 
 def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(device)
-
-
-def _end_of(work: Any) -> Callable[[], None]:
-    def end() -> None:
-        work.wait()
-
-    return end

@@ -86,8 +86,9 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help="of one message (default %(default)g)",
     )
     training.add_argument(
-        "--lookahead", type=int, default=default.lookahead, help="receives posted ahead (default %(default)s)"
-    )
+        "--lookahead", type=int, default=default.lookahead, metavar="N",
+        help="receives posted ahead (default %(default)s); 0: no communication while computing",
+    )  # fmt: skip
     training.add_argument(
         "--traced-steps", type=int, default=default.traced_steps, help="steps in the trace (default %(default)s)"
     )

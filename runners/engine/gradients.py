@@ -1,7 +1,7 @@
 """Weights and their gradients in flat vectors, the gradients summed over the stage's workers while backward still runs.
 
 A bucket is the gradients of one layer; ``parameter.grad`` is a view into it, so what is summed is what the optimizer
-uses. A bucket goes to the summing thread when the worker's last micro-batch of the step has passed its layer, and
+uses. A bucket goes to the summing threads when the worker's last micro-batch of the step has passed its layer, and
 buckets go in one fixed order, so that all members sum the same ones at the same time.
 """
 
@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
+from polygon_comm.line import BYTES_UNDER_WAY, MOST_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 from polygon_comm.parameter_server import Part, ServerGroup
-from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
+from polygon_comm.reduction import SumGroup
 from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from runners.engine.log import RunLog
-
-T = TypeVar("T")
 
 
 class Bucket:
@@ -95,30 +92,39 @@ class Bucket:
         """A held stretch of the gradient."""
         return self.vector[start - self.vector_start : stop - self.vector_start]
 
-    def begin(self, dtype: torch.dtype) -> Callable[[], None]:
+    def begin(self, dtype: torch.dtype) -> Pending:
         """Start to sum over the group, in the given number format; the call of the result ends it."""
         if self.whole:
             self._sum_whole(dtype)
-            return lambda: None
+            return Pending(lambda: None)
         assert self.group is not None
         narrow = self.vector.to(dtype)
         near_only = self.alone and self.fraction is not None
         if isinstance(self.group, ServerGroup):
-            end_sum = self.group.begin_to_owners(narrow, self.name, self.parts)
+            sum_ = self.group.begin_to_owners(narrow, self.name, self.parts)
         elif near_only:
-            end_sum = self.group.begin_near(narrow)
+            sum_ = self.group.begin_near(narrow)
         else:
-            end_sum = self.group.begin(narrow, self.name, self.shapes)
+            sum_ = self.group.begin(narrow, self.name, self.shapes)
 
-        def end() -> None:
-            end_sum()
+        def finish() -> None:
             if near_only:
                 # The mean over the region's own samples, as the mean over all would be if it had all.
                 narrow.mul_(1 / self.fraction if self.fraction else 0.0)
             if narrow is not self.vector:
                 self.vector.copy_(narrow)
 
-        return end
+        return Pending(sum_.arrive, advance=sum_.advance, finish=finish)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether others can be asked for their part of the sum before this rank's is there."""
+        return self.group is not None and not self.whole and not isinstance(self.group, ServerGroup)
+
+    def ask(self, dtype: torch.dtype) -> None:
+        """Ask for them."""
+        assert self.group is not None
+        self.group.expect(self.size, dtype, self.name, self.shapes)
 
     def _sum_whole(self, dtype: torch.dtype) -> None:
         """Gather the slices, let the worker's first rank sum whole tensors, and cut the result."""
@@ -151,7 +157,7 @@ class Bucket:
 
 
 class Reducer:
-    """Sums buckets in their order, in a thread of its own, when their last gradient of the step is there.
+    """Sums buckets in their order, in threads of its own, when their last gradient of the step is there.
 
     Parameters
     ----------
@@ -172,10 +178,10 @@ class Reducer:
     ) -> None:
         self._on_micro_batch = on_micro_batch
         self.buckets, self.dtype, self._log = list(buckets), dtype, log
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reducer")
-        self._sums: list[Future[None]] = []
-        self._begun: deque[tuple[Bucket, Callable[[], None]]] = deque()
-        """Sums that have begun and not ended; only the thread looks at it."""
+        self.line = SumLine()
+        self._to_expect: deque[Bucket] = deque()
+        """Buckets whose sums are to be expected in this step, in their order, and those that are."""
+        self._expected: deque[Bucket] = deque()
         self._next = len(self.buckets)
         self._last = False
         self._handles: list[RemovableHandle] = []
@@ -216,8 +222,8 @@ class Reducer:
 
     def finish(self) -> None:
         """Hand over all buckets of a worker that had no micro-batch in this step."""
-        if not self._last:
-            self._sums += [self._thread.submit(self._sum, bucket) for bucket in self.buckets]
+        for bucket in self.buckets if not self._last else ():
+            self._add(bucket)
         self._last = False
 
     def _pass_ready(self) -> None:
@@ -228,37 +234,47 @@ class Reducer:
             self._next += 1
             self._on_micro_batch(bucket)
             if self._last:
-                self._sums.append(self._thread.submit(self._sum, bucket))
+                self._add(bucket)
 
-    def _sum(self, bucket: Bucket) -> None:
-        """Start to sum a bucket; end the earliest sum where enough are under way."""
-        self._end_sums(SUMS_UNDER_WAY - 1)
+    def _add(self, bucket: Bucket) -> None:
+        self.line.add(lambda: self._begin(bucket), bucket.size * bucket.vector.element_size())
+
+    def _begin(self, bucket: Bucket) -> Pending:
         with self._log.interval("reduce", f"begin {bucket.name}"):
-            self._begun.append((bucket, bucket.begin(self.dtype)))
+            begun = bucket.begin(self.dtype)
+            if self._expected and self._expected[0] is bucket:
+                self._expected.popleft()
+            self._expect_more()
 
-    def _end_sums(self, left: int) -> None:
-        """End the earliest sums until no more than so many are under way."""
-        while len(self._begun) > left:
-            bucket, end = self._begun.popleft()
+        def end() -> None:
             with self._log.interval("reduce", f"reduce {bucket.name}"):
-                end()
+                begun()
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Do something after the sums handed over so far."""
+        return Pending(end, advance=begun.advance)
 
-        def after_sums() -> T:
-            self._end_sums(0)
-            return job()
+    def expect(self) -> None:
+        """Let the others send early, from now on, what this rank sums in the step; some sums ahead."""
 
-        return self._thread.submit(after_sums)
+        def begin() -> None:
+            self._to_expect = deque(bucket for bucket in self.buckets if bucket.may_ask)
+            self._expect_more()
+
+        self.line.submit(begin)
+
+    def _expect_more(self) -> None:
+        """Expect the next sums: without that, each pays a latency for asking before it pays one for the answer."""
+        while self._to_expect:
+            bucket, ahead = self._to_expect[0], len(self._expected)
+            n_bytes = sum(other.vector.nbytes for other in (*self._expected, bucket))
+            if ahead >= SUMS_UNDER_WAY and (n_bytes > BYTES_UNDER_WAY or ahead >= MOST_UNDER_WAY):
+                return
+            self._expected.append(self._to_expect.popleft())
+            bucket.ask(self.dtype)
 
     def wait(self) -> None:
         """Return when the sums handed over are done; raise what went wrong in them."""
-        self._sums.append(self._thread.submit(self._end_sums, 0))
-        for future in self._sums:
-            future.result()
-        self._sums.clear()
+        self.line.wait()
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the threads."""
+        self.line.close()

@@ -3,7 +3,8 @@
 A rank that waits for a message waits first for its neighbour to finish (bubble), then for the message to arrive
 (exposed communication); the time at which the neighbour handed it over, by the neighbour's own log, parts the two. At
 the end of a step the wait until the last rank has done its last action is bubble, the rest of the wait for sums is
-exposed communication. Clocks of different hosts are compared by the offset that each rank measured to rank 0.
+exposed communication; so it is with an outer step of local updates, until the last rank has come to it and after.
+Clocks of different hosts are compared by the offset that each rank measured to rank 0.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class StepFigures:
             return lines[rank]["start_s"] + seconds - lines[rank]["clock_offset_s"]
 
         ends = [at(rank, line["schedule_end_s"]) for rank, line in enumerate(lines)]
+        arrivals = [at(rank, line["outer_s"][0]) for rank, line in enumerate(lines)]
         found = []
         for rank, line in enumerate(lines):
             bubble_s = exposed_s = 0.0
@@ -81,7 +83,10 @@ class StepFigures:
             together = [e for r, e in enumerate(ends) if line["together"] or self.region_of[r] == self.region_of[rank]]
             wait_s = line["reduced_s"] - line["schedule_end_s"]
             behind_s = min(wait_s, max(together) - ends[rank])
-            found.append(Waits(bubble_s + behind_s, exposed_s + wait_s - behind_s))
+            # Outer steps of local updates come after the update.
+            outer_s = line["outer_s"][1] - line["outer_s"][0]
+            late_s = min(outer_s, max(arrivals) - arrivals[rank])
+            found.append(Waits(bubble_s + behind_s + late_s, exposed_s + wait_s - behind_s + outer_s - late_s))
         return found
 
     def mfu(self, step_s: float) -> float:

@@ -52,7 +52,10 @@ class Options:
     checkpoints_kept: int = 3
     resume: bool = False
     lookahead: int = 16
-    """Receives posted ahead of the action that needs the first of them."""
+    """Receives posted ahead of the action that needs the first of them; 0: nothing overlaps with computing.
+
+    Then messages are asked for when they are needed, and gradients are summed after the last backward.
+    """
     traced_steps: int = 8
     profiled_steps: int = 0
     """Steps that the PyTorch Profiler records after the first one, on every rank, into the log directory."""
@@ -78,7 +81,7 @@ class Options:
             None,
             "a directory (with --profiled-steps)",
         )
-        require(self.lookahead >= 1, "--lookahead", self.lookahead, "a whole number >= 1")
+        require(self.lookahead >= 0, "--lookahead", self.lookahead, "a whole number >= 0")
         require_number(self.learning_rate, "--learning-rate", above=0)
         require_number(self.outer_rate, "--outer-rate", above=0)
         require_number(self.outer_momentum, "--outer-momentum", at_least=0)

@@ -8,16 +8,16 @@ the run ends, all fragments are exchanged at once and waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from polygon_comm.line import Pending, SumLine
 from polygon_comm.local_updates import OuterUpdate
-from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
+from polygon_comm.reduction import SumGroup
 
 from polygon.domain.errors import require
-from runners.engine.gradients import Bucket, Reducer
+from runners.engine.gradients import Bucket
 from runners.engine.options import Options
 
 
@@ -33,12 +33,12 @@ class Rounds:
     local_steps : int
         Steps between two exchanges of the same weights (H).
     options : Options
-    reducer : Reducer
-        Whose thread exchanges.
+    line : SumLine
+        Whose threads exchange.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], everyone: SumGroup, local_steps: int, options: Options, reducer: Reducer
+        self, buckets: Sequence[Bucket], everyone: SumGroup, local_steps: int, options: Options, line: SumLine
     ) -> None:
         first = options.synchronous_steps
         self._every, self._first = local_steps, options.steps // 5 if first is None else first
@@ -49,7 +49,7 @@ class Rounds:
         wanted = f"at most local steps / fragments ({spacing}): one exchange ends before the next begins"
         require(local_steps == 1 or self._overlap <= spacing, "--outer-overlap", self._overlap, wanted)
         self._streams = self._fragments > 1 or self._overlap > 0
-        self._everyone, self._reducer, self._device = everyone, reducer, buckets[0].weights.device
+        self._everyone, self._line, self._device = everyone, line, buckets[0].weights.device
         self.outer: dict[str, OuterUpdate] = {}
         """By bucket."""
         self._fragment_of: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Rounds:
                 )
                 # A tied weight's bucket has another place on the other stage that holds it.
                 self._fragment_of[bucket.name] = 0 if bucket.name == "tied" else place % self._fragments
-        self._under_way: deque[tuple[int, Future[Callable[[], None]]]] = deque()
+        self._under_way: deque[tuple[int, Callable[[], None]]] = deque()
         """Step at whose end an exchange is waited for, and what then ends it."""
         self._stop_heard = False
 
@@ -96,52 +96,32 @@ class Rounds:
         for fragment in range(self._fragments):
             if self._streams and (done - fragment * self._every // self._fragments) % self._every == 0:
                 due = [outer for name, outer in self.outer.items() if self._fragment_of[name] == fragment]
-                sent = [outer.weights.clone() for outer in due]
-                ended |= self._begin(step, partial(_begin_all, due, sent))
+                begins = [partial(outer.begin, outer.weights.clone()) for outer in due]
                 if fragment == 0:
-                    self._begin(step, partial(self._begin_stops, stop=stop))
+                    begins.append(partial(self._begin_stops, stop=stop))
+                self._under_way += [(step + self._overlap, self._line.exchange(begin)) for begin in begins]
+                ended |= self._end(step)
         return ended
 
-    def _begin_stops(self, *, stop: bool) -> Callable[[], None]:
+    def _begin_stops(self, *, stop: bool) -> Pending:
         stops = torch.tensor([float(stop)], device=self._device)
-        end_sum = self._everyone.begin(stops, "stops")
+        under_way = self._everyone.begin(stops, "stops")
 
-        def end() -> None:
-            end_sum()
+        def finish() -> None:
             self._stop_heard = stops.item() > 0
 
-        return end
-
-    def _begin(self, step: int, begin: Callable[[], Callable[[], None]]) -> bool:
-        self._under_way.append((step + self._overlap, self._reducer.submit(begin)))
-        return self._end(step)
+        return Pending(under_way.arrive, advance=under_way.advance, finish=finish)
 
     def _end(self, step: float) -> bool:
         """End the exchanges that have had their steps; whether there were any."""
         ended = False
         while self._under_way and self._under_way[0][0] <= step:
-            begun = self._under_way.popleft()[1]
-            self._reducer.submit(lambda begun=begun: begun.result()()).result()  # type: ignore[misc]
+            self._under_way.popleft()[1]()
             ended = True
         return ended
 
     def meet(self) -> None:
         """End what is under way and exchange everything: then all regions have the same weights."""
         self._end(float("inf"))
-        outers = list(self.outer.values())
-        self._reducer.submit(lambda: _begin_all(outers, (outer.weights.clone() for outer in outers))()).result()
-
-
-def _begin_all(outers: Sequence[OuterUpdate], sent: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Start several exchanges, not more than may be under way; the call of the result ends those that still are."""
-    begun: deque[Callable[[], None]] = deque()
-    for outer, weights in zip(outers, sent, strict=True):
-        if len(begun) == SUMS_UNDER_WAY:
-            begun.popleft()()
-        begun.append(outer.begin(weights))
-
-    def end() -> None:
-        while begun:
-            begun.popleft()()
-
-    return end
+        for end in [self._line.exchange(outer.begin_now) for outer in self.outer.values()]:
+            end()

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
+from polygon_comm.line import Pending
 from polygon_comm.sharding import PartExchange, Split
 from polygon_comm.transport import Sending
 
@@ -107,25 +108,23 @@ class ShardedBucket(Bucket):
         self._drop_gradient()
         return passing
 
-    def begin(self, dtype: torch.dtype) -> Callable[[], None]:
+    def begin(self, dtype: torch.dtype) -> Pending:
         """Start to sum over the regions (within this one parts were added up all along)."""
         assert self.group is not None
         self._complete.result()
         if self.alone and self.fraction is not None:
             self.vector.mul_(1 / self.fraction if self.fraction else 0.0)
-            return lambda: None
+            return Pending(lambda: None)
         if len(self.group.members.regions) == 1:
-            return lambda: None
+            return Pending(lambda: None)
         # Between regions parts differ where their widths do: the sum goes as for whole vectors, one at a time.
         total = torch.zeros(self.size, dtype=dtype, device=self.vector.device)
         total[self._own] = self.vector.to(dtype)
-        end_sum = self.group.begin(total, self.name, self.shapes)
+        sum_ = self.group.begin(total, self.name, self.shapes)
+        return Pending(sum_.arrive, advance=sum_.advance, finish=lambda: self._take(total))
 
-        def end() -> None:
-            end_sum()
-            self.vector.copy_(total[self._own])
-
-        return end
+    def _take(self, total: torch.Tensor) -> None:
+        self.vector.copy_(total[self._own])
 
 
 class Use(NamedTuple):

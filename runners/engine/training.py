@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from polygon_comm.exchange import ExchangeGroup
+from polygon_comm.line import Pending
 from polygon_comm.parameter_server import ServerGroup
-from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup
+from polygon_comm.reduction import SumGroup
 from polygon_comm.sharding import PartExchange
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires
@@ -120,7 +121,7 @@ class Training:
         )
         self.alone = False
         """Whether the regions sum the gradients of this step each for itself."""
-        self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer)
+        self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer.line)
         self.progress = Progress(seed=options.seed)
         self.stop_requested = threading.Event()
         self.checkpoints: Checkpoints | None = None
@@ -240,18 +241,10 @@ class Training:
         return self.rank in (bucket.group.near_ranks if self.alone else bucket.group.members.regions[0])
 
     def _expect(self) -> None:
-        """Let the others send early what this rank sums first and last in the step."""
-        if self.alone:
-            return
-        dtype = self.worker.reducer.dtype
-        place = 0
-        for bucket in self.buckets:
-            if bucket.group is None or bucket.whole or isinstance(bucket.group, ServerGroup):
-                continue
-            if place < SUMS_UNDER_WAY - 1 or bucket.name == "tied":
-                bucket.group.expect(bucket.size, dtype, bucket.name, bucket.shapes)
-            place += 1
-        self._all.expect(SCALARS, torch.float64, "scalars")
+        """Let the others send early what is summed in the step."""
+        if not self.alone and self.options.lookahead:
+            self.worker.reducer.expect()
+            self.worker.reducer.line.submit(lambda: self._all.expect(SCALARS, torch.float64, "scalars"))
 
     def _square(self, bucket: Bucket) -> float:
         """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""
@@ -266,21 +259,46 @@ class Training:
                 square += torch.linalg.vector_norm(mine).item() ** 2
         return square
 
-    def _scalars(self, *, near: bool = False) -> Scalars:
-        """Loss, gradient norm and wish to stop, over all ranks or those of this region."""
+    def _begin_scalars(self, squares: float, *, near: bool) -> tuple[torch.Tensor, Pending]:
+        """Start to sum what ranks tell one another, over all or those of this region."""
         worker = self.worker
-        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket))
         part = float(worker.is_last and worker.place == 0)
         fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches / self.layout.context
         stop = float(self.stop_requested.is_set())
         values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
         values = values.to(self.wires.device)
-        if near:
-            self._all.sum_near_(values)
-        else:
-            self._all.sum_(values, "scalars")
+        return values, self._all.begin_near(values) if near else self._all.begin(values, "scalars")
+
+    def _read(self, values: torch.Tensor) -> Scalars:
         loss, samples, square, stops = values.tolist()
-        return Scalars(loss * worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
+        return Scalars(loss * self.worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
+
+    def _scalars(self, *, near: bool) -> Scalars:
+        """Loss, gradient norm and wish to stop, over all ranks or those of this region, once gradients are summed."""
+        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket))
+        values, pending = self._begin_scalars(squares, near=near)
+        pending()
+        return self._read(values)
+
+    def _reduce(self) -> Scalars:
+        """Wait for the sums of gradients and for what ranks tell one another."""
+        reducer = self.worker.reducer
+        # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
+        if not self.layout.gradient_everywhere:
+            waiting = reducer.line.submit(lambda: self._scalars(near=self.alone))
+            reducer.wait()
+            return waiting.result()
+        told: list[torch.Tensor] = []
+
+        def begin() -> Pending:
+            values, pending = self._begin_scalars(0.0, near=self.alone)
+            told.append(values)
+            return pending
+
+        # Everybody finds the norm in what it has: what ranks tell one another travels with the last gradients.
+        reducer.line.add(begin)
+        reducer.wait()
+        return self._read(told[0])._replace(norm=sum(self._square(bucket) for bucket in self.buckets) ** 0.5)
 
     def step(self, *, meet: bool = False) -> tuple[dict[str, Any], bool]:
         """One optimizer step: what was measured, and whether to go on; `meet`: make the regions' weights equal soon."""
@@ -292,21 +310,20 @@ class Training:
         together = last or self.rounds.meets(step, wanted=meet)
         self.log.step = step
         worker.overflow_scale = self.update.loss_scale
-        worker.reducer.submit(self._expect)
+        self._expect()
         worker.run_schedule(step)
         schedule_end_s = time.time()
-        # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
-        waiting = worker.reducer.submit(lambda: self._scalars(near=self.alone))
         with self.log.interval("exposed", "wait for reduction"):
-            worker.reducer.wait()
-            scalars = waiting.result()
+            scalars = self._reduce()
         reduced_s = time.time()
         with self.log.interval("update", "update"):
             applied = self.update.apply(scalars.norm, step)
+        exchanged_s = time.time()
         if self.alone:
             scalars = self._exchange(step, scalars, together=together)
         elif self.rounds.alone(step + 1):
             self.rounds.restart()
+        met_s = time.time()
         worker.finish_sends(step)
         self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
@@ -320,6 +337,7 @@ class Training:
             "idle": max(0.0, 1 - working / seconds),
             "memory_bytes": memory_bytes(self.wires.device), "packing_error": self._packing_error(),
             "start_s": start_s, "schedule_end_s": schedule_end_s - start_s, "reduced_s": reduced_s - start_s,
+            "outer_s": [exchanged_s - start_s, met_s - start_s],
             "clock_offset_s": self._clock_offset_s(), **self.log.take_messages(start_s),
             "sent_bytes": {str(peer): n for peer, n in sorted(self.wires.sent_bytes.items())},
             "device_memory": device_memory(self.wires.device),
@@ -352,7 +370,7 @@ class Training:
                 return near
             self.rounds.meet()
             self.update.take_weights()
-            return self.worker.reducer.submit(self._scalars).result()
+            return self.worker.reducer.line.submit(lambda: self._scalars(near=False)).result()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.

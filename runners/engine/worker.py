@@ -237,8 +237,9 @@ class StageWorker:
         use = self.plan.link_use(self.layout.region_of[source], self.layout.region_of[target])
         return make_codec(use.activations if kind == "F" else use.activation_gradients)
 
-    def _post_ahead(self) -> None:
-        while len(self._posted) < self._lookahead and (wanted := next(self._ahead, None)) is not None:
+    def _post(self, count: int) -> None:
+        """Post receives until so many are posted."""
+        while len(self._posted) < count and (wanted := next(self._ahead, None)) is not None:
             step, action = wanted
             peer = self._peer(action)
             shape = self._shapes[action.kind]
@@ -250,14 +251,16 @@ class StageWorker:
         start_s = time.time()
         with self.log.interval("wait", f"recv {action}"):
             if self.place == 0:
+                self._post(1)
                 payload = self._posted.pop((step, action)).wait()
+                self.log.waited_s[str(action)] = start_s, time.time()
                 codec = self._codec(self._peer(action), self.rank, action.kind)
                 received = codec.decompress(payload, self._shapes[action.kind], self.dtype)
             else:
                 received = torch.empty(self._shapes[action.kind], dtype=self.dtype, device=self.wires.device)
             if self.tp is not None:
                 self.tp.broadcast_(received)
-        self.log.waited_s[str(action)] = start_s, time.time()
+                self.log.waited_s[str(action)] = start_s, time.time()
         return received
 
     def _send(self, step: int, kind: str, micro_batch: int, tensor: torch.Tensor) -> None:
@@ -332,7 +335,8 @@ class StageWorker:
         gradient = None if self.is_last else self._receive(step, Action("B", micro_batch))
         inputs, output = self._held.pop(micro_batch)
         with self.log.interval("compute", f"B{micro_batch}"):
-            self.reducer.begin_backward(last=self.actions[-1] == Action("B", micro_batch))
+            last = self._lookahead > 0 and self.actions[-1] == Action("B", micro_batch)
+            self.reducer.begin_backward(last=last)
             if gradient is None:
                 (output * (self.loss_scale * self.overflow_scale)).backward()
             else:
@@ -354,11 +358,11 @@ class StageWorker:
         if self._sharding is not None:
             self._sharding.begin_step()
         for action in self.actions:
-            self._post_ahead()
+            self._post(self._lookahead)
             self.executed.append(action)
             self.on_action(f"{action} of step {step}")
             (self._forward if action.kind == "F" else self._backward)(step, action.micro_batch)
-        self._post_ahead()
+        self._post(self._lookahead)
         self.reducer.finish()
         if self._sharding is not None:
             self._sharding.end_schedule()

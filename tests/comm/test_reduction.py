@@ -5,7 +5,8 @@ from collections import deque
 
 import pytest
 import torch
-from polygon_comm.reduction import SUMS_UNDER_WAY, SumGroup, members_of
+from polygon_comm.line import SUMS_UNDER_WAY
+from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 

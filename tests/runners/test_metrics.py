@@ -13,7 +13,8 @@ def lines(offset_s=0.0):
     """Two ranks of two stages for one step; the clock of rank 1 is ahead by `offset_s`.
 
     Rank 0 hands over F0 at 1.0 s and is done at 6.0; it waits for B0 from 2.0 to 5.5, handed over at 5.0. Rank 1 waits
-    for F0 from 0.5 to 1.25 and is done at 5.0. All sums are there at 6.5.
+    for F0 from 0.5 to 1.25 and is done at 5.0. All sums are there at 6.5. In an outer step they wait from 7.0 and from
+    7.5 to 9.0.
     """
     common = {
         "step": 4, "loss": 2.0, "gradient_norm": 1.0, "seconds": 10.0, "tokens_per_s": 25.6, "together": True,
@@ -22,10 +23,12 @@ def lines(offset_s=0.0):
     }  # fmt: skip
     first = {
         "handed_s": {"F0": 1.0}, "waited_s": {"B0": [2.0, 5.5]}, "schedule_end_s": 6.0, "clock_offset_s": 0.0,
+        "outer_s": [7.0, 9.0],
         "idle": 0.5, "memory_bytes": 10, "packing_error": {"activations": 0.01}, "sent_bytes": {"1": 100},
     }  # fmt: skip
     second = {
         "handed_s": {"B0": 5.0}, "waited_s": {"F0": [0.5, 1.25]}, "schedule_end_s": 5.0, "clock_offset_s": offset_s,
+        "outer_s": [7.5, 9.0],
         "idle": 0.3, "memory_bytes": 30, "packing_error": {"activations": 0.02, "weight_gradients": 0.1},
         "sent_bytes": {"0": 50},
     }  # fmt: skip
@@ -37,8 +40,8 @@ def test_waits_are_parted_into_bubble_and_exposed_communication(offset_s):
     """Bubble until the neighbour hands over or the last rank is done, exposed communication after that."""
     problem, plan = routed_problem(2)
     first, second = StepFigures(problem, plan).waits(lines(offset_s))
-    assert first == pytest.approx((3.0, 0.5 + 0.5))
-    assert second == pytest.approx((0.5 + 1.0, 0.25 + 0.5))
+    assert first == pytest.approx((3.0 + 0.5, 0.5 + 0.5 + 1.5))
+    assert second == pytest.approx((0.5 + 1.0, 0.25 + 0.5 + 1.5))
 
 
 def test_figures_of_a_step_are_those_of_all_ranks():
@@ -46,8 +49,8 @@ def test_figures_of_a_step_are_those_of_all_ranks():
     problem, plan = routed_problem(2)
     merged = StepFigures(problem, plan).merge(lines())
     assert merged["mfu"] == pytest.approx(model_flops_per_step(problem.model, problem.batch) / (10.0 * 2 * 1e10))
-    assert merged["bubble"] == pytest.approx((3.0 + 1.5) / 2 / 10)
-    assert merged["exposed_communication"] == pytest.approx((1.0 + 0.75) / 2 / 10)
+    assert merged["bubble"] == pytest.approx((3.5 + 1.5) / 2 / 10)
+    assert merged["exposed_communication"] == pytest.approx((2.5 + 2.25) / 2 / 10)
     assert merged["link_bytes"] == {"region-0 -> region-1": 100, "region-1 -> region-0": 50}
     assert merged["seconds_by_part"] == {"forward": 1.0, "backward": 3.0, "optimizer": 0.0, "communication": 2.5}
     assert (merged["cross_region_bytes"], merged["memory_bytes"], merged["idle"]) == (150, 30, 0.4)

@@ -1,0 +1,169 @@
+"""Sums on their way: each begins, advances and ends in threads of its own, so that none waits for another one's part.
+
+Packing and sending the next vector does not wait until an earlier one has arrived, and what has arrived is unpacked at
+once; each of the three is done in one fixed order, since collectives inside a region need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Condition
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SUMS_UNDER_WAY = 4
+"""So many sums may have begun and not ended, whatever their size."""
+BYTES_UNDER_WAY = 64 << 20
+"""More may, up to so many bytes: then latencies pass side by side, however small a layer is."""
+MOST_UNDER_WAY = 32
+"""But never more than this, so that tags suffice."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Pending:
+    """A sum that has begun; the call ends it.
+
+    Parameters
+    ----------
+    arrive : callable
+        Waits until the sum is there.
+    advance : callable, optional
+        Waits for what a second round of messages needs, and sends that.
+    finish : callable, optional
+        What is done with the sum.
+    """
+
+    def __init__(
+        self,
+        arrive: Callable[[], None],
+        *,
+        advance: Callable[[], None] = _nothing,
+        finish: Callable[[], None] = _nothing,
+    ) -> None:
+        self._advance, self._arrive, self._finish = advance, arrive, finish
+
+    def advance(self) -> None:
+        """Send the second round, if there is one and it has not been sent."""
+        advance, self._advance = self._advance, _nothing
+        advance()
+
+    def arrive(self) -> None:
+        """Return when the sum is there."""
+        self.advance()
+        arrive, self._arrive = self._arrive, _nothing
+        arrive()
+
+    def __call__(self) -> None:
+        """Wait for the sum and do with it what is to be done."""
+        self.arrive()
+        self._finish()
+
+
+class SumLine:
+    """The threads of one rank that sums pass through. Sums must be added in the same order on all members."""
+
+    def __init__(self) -> None:
+        names = ("begin", "advance", "end", "advance-exchange", "end-exchange")
+        self._begin, *rest = [ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"sum-{name}") for name in names]
+        self._sums, self._exchanges = (rest[0], rest[1]), (rest[2], rest[3])
+        self._added: list[Future[None]] = []
+        self._under_way, self._bytes = 0, 0
+        self._changed = Condition()
+
+    def add(self, begin: Callable[[], Pending], n_bytes: int = 0) -> None:
+        """Begin a sum after those added before, and end it when it is there; `wait` waits for it."""
+        ended: Future[None] = Future()
+
+        def end(pending: Pending) -> None:
+            pending()
+            ended.set_result(None)
+
+        self._added.append(ended)
+        self._begin.submit(self._start, begin, n_bytes, self._sums, end, ended)
+
+    def exchange(self, begin: Callable[[], Pending], n_bytes: int = 0) -> Callable[[], None]:
+        """Begin a sum that those added later may overtake; the call of the result ends it, in the caller's thread."""
+        arrived: Future[Pending] = Future()
+
+        def end(pending: Pending) -> None:
+            pending.arrive()
+            arrived.set_result(pending)
+
+        self._begin.submit(self._start, begin, n_bytes, self._exchanges, end, arrived)
+        return lambda: arrived.result()()
+
+    def _start(
+        self,
+        begin: Callable[[], Pending],
+        n_bytes: int,
+        threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
+        end: Callable[[Pending], None],
+        future: Future[Any],
+    ) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._room(n_bytes))
+            self._under_way, self._bytes = self._under_way + 1, self._bytes + n_bytes
+        with self._told(future):
+            pending = begin()
+            advanced = threads[0].submit(pending.advance)
+            threads[1].submit(self._end, pending, advanced, n_bytes, end, future)
+            return
+        self._leave(n_bytes)
+
+    def _room(self, n_bytes: int) -> bool:
+        small = self._bytes + n_bytes <= BYTES_UNDER_WAY and self._under_way < MOST_UNDER_WAY
+        return self._under_way < SUMS_UNDER_WAY or small
+
+    def _end(
+        self,
+        pending: Pending,
+        advanced: Future[None],
+        n_bytes: int,
+        end: Callable[[Pending], None],
+        future: Future[Any],
+    ) -> None:
+        with self._told(future):
+            advanced.result()
+            end(pending)
+        self._leave(n_bytes)
+
+    def _leave(self, n_bytes: int) -> None:
+        with self._changed:
+            self._under_way, self._bytes = self._under_way - 1, self._bytes - n_bytes
+            self._changed.notify()
+
+    @staticmethod
+    @contextmanager
+    def _told(future: Future[Any]) -> Iterator[None]:
+        """Tell whoever waits for a sum what went wrong with it."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised where the sum is waited for
+            future.set_exception(error)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Do something between two begins, after all sums added so far have ended."""
+        before = list(self._added)
+
+        def run() -> T:
+            for done in before:
+                done.result()
+            return job()
+
+        return self._begin.submit(run)
+
+    def wait(self) -> None:
+        """Return when the sums added so far have ended; raise what went wrong in them."""
+        added, self._added = self._added, []
+        for done in added:
+            done.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in (self._begin, *self._sums, *self._exchanges):
+            thread.shutdown()
