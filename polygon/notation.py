@@ -116,11 +116,6 @@ def format_json(data: Any) -> str:
     return _format(_plain(data), 0) + "\n"
 
 
-def compact_json(data: Any) -> str:
-    """JSON of the same data on one line, for machines: a fifth of the time of `format_json`."""
-    return json.dumps(_plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
 def format_yaml(data: Any) -> str:
     """YAML of plain data and numpy values: keys in their order, innermost lists and mappings on one line."""
     import yaml

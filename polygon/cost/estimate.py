@@ -11,11 +11,11 @@ from polygon.cost.bounds import LowerBound, lower_bound
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, stage_memory
 from polygon.cost.schedule import ScheduleTimes
-from polygon.cost.step_times import StepTimes, alike, shard_groups, step_times
+from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.plan import Plan, Problem
-from polygon.domain.schedule import in_flight
+from polygon.domain.schedule import in_flight, windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,13 @@ class Estimate:
 
 def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
     """Peak bytes of one device of every worker, stage by stage."""
+    kept = tables.plan_memory.get(plan)
+    if kept is not None:
+        return kept
     result: list[MemoryBreakdown] = []
+    window = windows(plan)
     for s, stage in enumerate(plan.stages):
-        kinds, kind = alike(place.tp[place.members(s)], in_flight(plan, s), shard_groups(place, s))
+        kinds, kind = alike(place.tp[place.members(s)], in_flight(plan, s, window), place.shards[s])
         of_kind = [
             stage_memory(
                 tables.memory(tp, plan.micro_batch_size, stage.recompute).layers,
@@ -98,6 +102,7 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
             for tp, held, shards in kinds
         ]
         result += [of_kind[k] for k in kind]
+    tables.plan_memory[plan] = result
     return result
 
 
@@ -133,26 +138,10 @@ def estimate(
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)
-    peak = sum(
-        cluster.pools[w.pool].device.peak_flops(batch.precision) * w.tp for stage in plan.stages for w in stage.workers
-    )
+    pool_flops = np.array([pool.device.peak_flops(batch.precision) for pool in cluster.pools])
+    peak = float(pool_flops[times.place.pool] @ times.place.tp)
     bill = step_bill(problem, plan, times)
-    memory = worker_memory(plan, tables, times.place)
-    workers = tuple(
-        WorkerEstimate(
-            stage=int(times.place.stage[i]),
-            worker=int(i - times.place.offset[times.place.stage[i]]),
-            region=cluster.regions[times.place.region[i]].name,
-            device=cluster.pools[times.place.pool[i]].device.name,
-            tp=int(times.place.tp[i]),
-            micro_batches=int(shares),
-            busy_s=float(shares * (times.schedule.forward_s[i] + times.schedule.backward_s[i])),
-            peak_bytes=memory[i].total_bytes,
-            limit_bytes=cluster.pools[times.place.pool[i]].device.memory_bytes,
-            memory_owner=memory[i].owner,
-        )
-        for i, shares in enumerate(np.concatenate([plan.shares(s) for s in range(len(plan.stages))]))
-    )
+    workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
     sources, relative_error = _sources(plan, tables)
     bound = bound or lower_bound(tables)
     return Estimate(
@@ -208,6 +197,34 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     }
 
 
+def _worker_estimates(
+    plan: Plan, problem: Problem, times: StepTimes, memory: list[MemoryBreakdown]
+) -> tuple[WorkerEstimate, ...]:
+    """Work and memory of every worker, stage by stage."""
+    place, cluster = times.place, problem.cluster
+    shares = np.concatenate([plan.shares(s) for s in range(len(plan.stages))])
+    busy_s = shares * (times.schedule.forward_s + times.schedule.backward_s)
+    within = np.arange(len(place.stage)) - place.offset[place.stage]
+    columns = (place.stage, within, place.region, place.pool, place.tp, shares, busy_s)
+    return tuple(
+        WorkerEstimate(
+            stage=stage,
+            worker=worker,
+            region=cluster.regions[region].name,
+            device=cluster.pools[pool].device.name,
+            tp=tp,
+            micro_batches=share,
+            busy_s=busy,
+            peak_bytes=held.total_bytes,
+            limit_bytes=cluster.pools[pool].device.memory_bytes,
+            memory_owner=held.owner,
+        )
+        for stage, worker, region, pool, tp, share, busy, held in zip(
+            *(column.tolist() for column in columns), memory, strict=True
+        )
+    )
+
+
 def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: float) -> tuple[LinkEstimate, ...]:
     """Traffic between regions, activations and their gradients apart from weight gradients."""
     names = [region.name for region in problem.cluster.regions]
@@ -217,13 +234,16 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     workers = len(place.stage)
     channel = (messages.sender * n + place.region[messages.receiver]).ravel()
     busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
+    busiest = np.zeros((n, n))
+    np.maximum.at(busiest, place.region, busy)
+    moved_list, reduced_list, busy_list = moved.tolist(), reduced.tolist(), (busiest / step_s).tolist()
     return tuple(
         LinkEstimate(
             source=names[a],
             target=names[b],
-            activation_bytes=float(moved[a, b]),
-            gradient_bytes=float(reduced[a, b]),
-            busy_fraction=float(busy[place.region == a, b].max(initial=0.0)) / step_s,
+            activation_bytes=moved_list[a][b],
+            gradient_bytes=reduced_list[a][b],
+            busy_fraction=busy_list[a][b],
         )
         for a, b in np.argwhere(moved + reduced > 0).tolist()
     )

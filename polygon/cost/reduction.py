@@ -20,12 +20,13 @@ three once more, for the outer gradient (`with_local_steps`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numba import njit
 
 from polygon.cost.collectives import ring_pass_s
-from polygon.cost.transfers import LinkTable, Placement, codec_s, packed_bytes
+from polygon.cost.transfers import LinkTable, Placement, by_link, codec_s, packed_bytes
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Plan
 
@@ -186,26 +187,12 @@ def levels_s(
     return node_s, region_s, across_s, direct
 
 
-def stage_members(place: Placement, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pools of a stage's workers, nodes used in each, and most workers on one node; shape (pools used,) each."""
-    mine = place.stage == stage
-    nodes, first, per_node = np.unique(place.node[mine], return_index=True, return_counts=True)
-    node_pool = place.pool[mine][first]
-    pools, inverse, node_counts = np.unique(node_pool, return_inverse=True, return_counts=True)
-    members = np.zeros(len(pools), dtype=np.int64)
-    np.maximum.at(members, inverse, per_node)
-    del nodes
-    return pools, node_counts.astype(np.int64), members
-
-
 def gradient_wire_bytes(
     plan: Plan, n_values: float, batch: Batch, regions: int, matrix_values: float | None = None
 ) -> np.ndarray:
     """Bytes of a gradient of `n_values` once packed, by source and target region; `matrix_values`: `packed_bytes`."""
-    wire = np.full((regions, regions), n_values * float(batch.gradient_bytes))
-    for use in plan.links:
-        wire[use.source, use.target] = packed_bytes(n_values, batch.gradient_bytes, use.weight_gradients, matrix_values)
-    return wire
+    of_kind = partial(packed_bytes, n_values, batch.gradient_bytes, matrix_values=matrix_values)
+    return by_link(plan, "weight_gradients", regions, of_kind, n_values * float(batch.gradient_bytes))
 
 
 def stage_reduction(
@@ -229,7 +216,7 @@ def stage_reduction(
     matrix_values : float, optional
         See `packed_bytes`.
     """
-    pools, nodes, members = stage_members(place, stage)
+    pools, nodes, members = place.nodes[stage]
     if int(nodes.sum()) == 1 and int(members[0]) == 1:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class StepTimes:
         begin_s = end_s - float(self.schedule.backward_s[last]) * (n - 1) / n
         return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
 
-    @property
+    @cached_property
     def done_s(self) -> np.ndarray:
         """When each worker has reduced and updated, shape (workers,)."""
         done = np.empty_like(self.ends_s)
@@ -106,18 +107,10 @@ def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: M
     )
 
 
-def shard_groups(place: Placement, stage: int) -> np.ndarray:
-    """Over how many workers each worker of a stage shards under ZeRO: those of its pool and degree, shape (width,)."""
-    mine = place.stage == stage
-    key = place.pool[mine] * 64 + place.tp[mine]
-    _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
-    return counts[inverse]
-
-
 def sharding_traffic_s(plan: Plan, tables: CostTables, place: Placement, stage: int) -> np.ndarray:
     """Seconds per micro-batch to gather weights once or scatter gradients once within shard groups, shape (width,)."""
     held = plan.stages[stage]
-    shards = shard_groups(place, stage)
+    shards = place.shards[stage]
     mine = np.flatnonzero(place.stage == stage)
     seconds = np.zeros(len(mine))
     for k, i in enumerate(mine):
@@ -152,7 +145,7 @@ def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """Simulate a plan's schedule and price its reduction and update."""
     problem = tables.problem
-    place = Placement.of(plan, tables.links)
+    place = tables.placement(plan)
     messages = price_messages(plan, problem.model, problem.batch, tables.links, place)
     schedule = schedule_times(plan, tables, place, messages)
     ends_s, _ = schedule.simulate()
@@ -167,7 +160,7 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         )
         reductions.append(cost.with_local_steps(plan.local_steps))
         mine = place.members(s)
-        shards = shard_groups(place, s) if stage.zero else np.ones(stage.width, dtype=np.int64)
+        shards = place.shards[s] if stage.zero else np.ones(stage.width, dtype=np.int64)
         kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
         updates[mine] = np.array([tables.update_s(p, held_parameters(plan, tables, s, tp) / k) for p, tp, k in kinds])[
             kind

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import layer_times, update_s
-from polygon.cost.memory import LayerMemory, layer_memory
+from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory
 from polygon.cost.profiles import KindProfile, ModelProfile
-from polygon.cost.transfers import LinkTable
-from polygon.domain.plan import Problem
+from polygon.cost.transfers import LinkTable, Placement
+from polygon.domain.plan import Plan, Problem
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sequences per micro-batch that plans may use; the lower bound looks at the same ones."""
@@ -76,6 +77,9 @@ class CostTables:
         self._memory: dict[tuple[int, int, str], ClassMemory] = {}
         self.bounds_by_size: dict[tuple[int, int], Any] = {}
         """By micro-batch size and global batch: what `polygon.cost.bounds` works out that links do not change."""
+        self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
+        """Peak memory of the workers of plans that were priced."""
+        self._places: WeakKeyDictionary[Plan, Placement] = WeakKeyDictionary()
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
         self.micro_batch_sizes = tuple(b for b in MICRO_BATCH_SIZES if problem.batch.global_batch % b == 0)
@@ -88,7 +92,15 @@ class CostTables:
         """Tables of a problem that differs in links between regions, prices or global batch alone: same layers."""
         other = self.for_problem(problem)
         other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
+        other._places, other.plan_memory = self._places, self.plan_memory
         return other
+
+    def placement(self, plan: Plan) -> Placement:
+        """Where the workers of a plan are."""
+        place = self._places.get(plan)
+        if place is None:
+            place = self._places[plan] = Placement.of(plan, self.links)
+        return place
 
     def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
         """Seconds per micro-batch on a worker of `tp` devices of a pool."""

@@ -13,8 +13,9 @@ Workers on one node talk over the node's own link and share nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numba import njit
@@ -28,6 +29,8 @@ BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0
 """Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (int8) or
 64 (int4), as `polygon_comm` makes them."""
 
+WAYS = ("activations", "activation_gradients")
+"""Fields of a link with the packing of what goes down the stages, and up."""
 TOPK_FRACTION = 0.05
 POWERSGD_RANK = 8
 
@@ -48,6 +51,16 @@ def packed_bytes(n_values: float, element_bytes: int, mode: str, matrix_values: 
         side = (matrix_values or n_values) ** 0.5
         return min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4)
     return min(plain, BYTES_RATIO[mode] * 4 * n_values)
+
+
+def by_link(plan: Plan, field: str, regions: int, of_kind: Callable[[str], float], other: float) -> np.ndarray:
+    """A number for every pair of regions by the packing that the plan's links have in a field: (regions, regions)."""
+    result = np.full((regions, regions), other)
+    kinds, which = plan.packings[field]
+    if kinds:
+        source, target = plan.link_ends
+        result[source, target] = np.array([of_kind(kind) for kind in kinds])[which]
+    return result
 
 
 def matrix_values(model: Model) -> float:
@@ -90,16 +103,13 @@ class LinkTable:
 
     def __init__(self, cluster: Cluster) -> None:
         pools = cluster.pools
-        n = len(pools)
         self.cluster = cluster
         self.region = np.array([pool.region for pool in pools], dtype=np.int64)
         self.latency_s = cluster.latency_s[np.ix_(self.region, self.region)].astype(float)
         self.bytes_per_s = cluster.bytes_per_s[np.ix_(self.region, self.region)].astype(float)
-        for a in range(n):
-            for b in range(n):
-                if self.region[a] == self.region[b]:
-                    link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
-                    self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
+        for a, b in np.argwhere(self.region[:, None] == self.region[None, :]).tolist():
+            link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
+            self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
         self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools])
         self.node_bytes_per_s = np.array([pool.intra_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = np.array([pool.inter_node.bytes_per_s for pool in pools])
@@ -127,6 +137,31 @@ class Placement:
         """Where the workers of a stage are."""
         ends = [*self.offset[1:].tolist(), len(self.stage)]
         return slice(int(self.offset[stage]), ends[stage])
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        """Of every stage: pools of its workers, nodes used in each, most workers on one node; shape (pools used,)."""
+        rows = []
+        for stage in range(len(self.offset)):
+            mine = self.members(stage)
+            _, first, per_node = np.unique(self.node[mine], return_index=True, return_counts=True)
+            pools, inverse, nodes = np.unique(self.pool[mine][first], return_inverse=True, return_counts=True)
+            most = np.zeros(len(pools), dtype=np.int64)
+            np.maximum.at(most, inverse, per_node)
+            rows.append((pools, nodes.astype(np.int64), most))
+        return tuple(rows)
+
+    @cached_property
+    def shards(self) -> tuple[np.ndarray, ...]:
+        """Over how many workers each worker of a stage shards under ZeRO: those of its pool and degree: (width,)."""
+        rows = []
+        for stage in range(len(self.offset)):
+            mine = self.members(stage)
+            _, inverse, counts = np.unique(
+                self.pool[mine] * 64 + self.tp[mine], return_inverse=True, return_counts=True
+            )
+            rows.append(counts[inverse])
+        return tuple(rows)
 
     @classmethod
     def of(cls, plan: Plan, links: LinkTable) -> Placement:
@@ -229,10 +264,9 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
 
     regions = len(links.cluster.regions)
     values = boundary_values(model, batch, plan.micro_batch_size)
-    size = np.full((2, regions, regions), values * float(batch.element_bytes))
-    for use in plan.links:
-        size[0, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activations)
-        size[1, use.source, use.target] = packed_bytes(values, batch.element_bytes, use.activation_gradients)
+    plain = float(values * batch.element_bytes)
+    of_kind = partial(packed_bytes, values, batch.element_bytes)
+    size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
     n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
     codecs = _codec_s(plan, values, batch.element_bytes, links, place, sender, receiver)
 
@@ -289,20 +323,20 @@ def _codec_s(
     The runner packs and unpacks on the device that computes, between two micro-batches. Forward unpacks and packs
     activations, backward their gradients.
     """
-    workers = len(place.stage)
+    workers, regions = len(place.stage), len(links.cluster.regions)
     seconds = np.zeros((2, workers))
-    fields = ("activations", "activation_gradients")
-    packed = {(use.source, use.target): use for use in plan.links if any(getattr(use, f) != "none" for f in fields)}
-    if not packed or sender.size == 0:
+    if sender.size == 0 or all(kind == "none" for field in WAYS for kind in plan.packings[field][0]):
         return seconds
     rate = np.array([pool.device.memory_bytes_per_s for pool in links.cluster.pools])[place.pool]
     share = np.maximum(np.bincount((plan.routes + place.offset[None, :]).ravel(), minlength=workers), 1)
     source, target = place.region[sender], place.region[receiver]
-    for (a, b), use in packed.items():
-        for way, field in enumerate(fields):
-            chosen = (source[way] == a) & (target[way] == b)
-            pack_s, unpack_s = codec_s(values, element_bytes, getattr(use, field), 1.0)
-            if pack_s and chosen.any():
-                seconds[way] += np.bincount(sender[way][chosen], minlength=workers) * pack_s
-                seconds[way] += np.bincount(receiver[way][chosen], minlength=workers) * unpack_s
+
+    def part_s(part: int, kind: str) -> float:
+        return codec_s(values, element_bytes, kind, 1.0)[part]
+
+    for way, field in enumerate(WAYS):
+        for part, doer in enumerate((sender, receiver)):  # who packs, who unpacks
+            costs = by_link(plan, field, regions, partial(part_s, part), 0.0)
+            each = costs[source[way], target[way]].ravel()
+            seconds[way] += np.bincount(doer[way].ravel(), weights=each, minlength=workers)
     return seconds / share / rate

@@ -218,6 +218,21 @@ class Plan:
         used = sorted(device for stage in self.stages for worker in stage.workers for device in worker.devices)
         return {device: rank for rank, device in enumerate(used)}
 
+    @cached_property
+    def link_ends(self) -> np.ndarray:
+        """Numbers of the regions of `links`: sources and targets, shape (2, links)."""
+        return np.array([(use.source, use.target) for use in self.links], dtype=np.int64).reshape(-1, 2).T
+
+    @cached_property
+    def packings(self) -> dict[str, tuple[list[str], np.ndarray]]:
+        """By field of `LinkUse`: the packings that occur, and which of them every link has, shape (links,)."""
+        result = {}
+        for name in ("activations", "activation_gradients", "weight_gradients"):
+            of_link = [getattr(use, name) for use in self.links]
+            kinds = list(dict.fromkeys(of_link))
+            result[name] = kinds, np.array([kinds.index(kind) for kind in of_link], dtype=np.int64)
+        return result
+
     def regions(self, cluster: Cluster) -> set[int]:
         """Numbers of the regions that the plan's workers lie in."""
         return {cluster.pools[worker.pool].region for stage in self.stages for worker in stage.workers}

@@ -78,11 +78,14 @@ def worker_order(plan: Plan, stage: int, worker: int) -> list[Action]:
     return [action for _, action in sorted(keyed)]
 
 
-def in_flight(plan: Plan, stage: int) -> np.ndarray:
-    """Most micro-batches each worker of a stage holds activations of at one time, shape (width,)."""
+def in_flight(plan: Plan, stage: int, window: np.ndarray | None = None) -> np.ndarray:
+    """Most micro-batches each worker of a stage holds activations of at one time, shape (width,).
+
+    `window` are the plan's windows, where they are known already.
+    """
     column = plan.routes[:, stage]
     held = np.zeros(plan.stages[stage].width, dtype=np.int64)
-    due = np.arange(len(column)) + windows(plan)[:, stage] - 1
+    due = np.arange(len(column)) + (windows(plan) if window is None else window)[:, stage] - 1
     order = np.argsort(column, kind="stable")
     ends = np.cumsum(np.bincount(column, minlength=len(held)))
     for worker in range(len(held)):

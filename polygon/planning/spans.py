@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from polygon.cost.estimate import StepTimes, alike, shard_groups, step_times
+from polygon.cost.estimate import StepTimes, alike, step_times
 from polygon.cost.memory import stage_memory
 from polygon.cost.schedule import backward_order
 from polygon.cost.tables import CostTables
@@ -79,7 +79,7 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
     result = np.empty(len(place.stage), dtype=np.int64)
     for s, stage in enumerate(plan.stages):
         mine = place.members(s)
-        kinds, kind = alike(place.pool[mine], place.tp[mine], shard_groups(place, s))
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
         room = np.empty(len(kinds), dtype=np.int64)
         for k, (pool, tp, shards) in enumerate(kinds):
             layers = tables.memory(tp, plan.micro_batch_size, stage.recompute).layers

@@ -1,4 +1,4 @@
-"""Answers that are computed once, however many ask for them, at the same time or later."""
+"""Answers as JSON, computed once however many ask for them, at the same time or later."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
+import orjson
+
+
+def compact(data: Any) -> bytes:
+    """JSON of plain data and numpy values on one line; NaN and infinities, which JSON lacks, become null."""
+    return orjson.dumps(data, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _plain(value: Any) -> Any:
+    """What orjson does not know: mappings that are no dict, arrays that are not contiguous."""
+    return value.tolist() if isinstance(value, np.ndarray) else dict(value)
 
 
 class Answers:

@@ -41,7 +41,7 @@ def preferred(accept_language: str) -> Language:
     return "zh" if chosen == "zh" else "en"
 
 
-def _asked(request: Request) -> Language:
+async def _asked(request: Request) -> Language:
     return preferred(request.headers.get("accept-language", ""))
 
 

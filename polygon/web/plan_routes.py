@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Body, FastAPI, HTTPException, Response
 from pydantic import Field
 
@@ -19,13 +20,13 @@ from polygon.export.bundle import Export
 from polygon.export.hosts import read_hosts
 from polygon.export.predicted import predicted_trace
 from polygon.export.targets import TARGETS, export
-from polygon.notation import compact_json, format_json, parse_json
+from polygon.notation import format_json, parse_json
 from polygon.planning.violations import violations
 from polygon.report import seconds
 from polygon.schema import PlanSpec, Strict, check
 from polygon.web import views
 from polygon.web.alternatives import compare
-from polygon.web.answers import Answers
+from polygon.web.answers import Answers, compact
 from polygon.web.deploy import check_folder, deployment_files, read_deployment, write_deployment
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs
 from polygon.web.language import Asked, in_language
@@ -71,6 +72,8 @@ Load = Callable[[str], Loaded]
 def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
     """Everything asked about a plan; returns what loads one."""
     plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
+    # What-ifs one after another: threads that compute only take the interpreter's lock from one another.
+    pricing = CapacityLimiter(1)
 
     def load(job: str) -> Loaded:
         return plans.get(job, lambda: _read(store, job))
@@ -78,8 +81,8 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
     def kept(job: str, what: str, language: Asked, changes: Changes | None, work: Callable[[Loaded], Any]) -> Response:
         """The answer to a question about a plan: worked out once, then kept."""
 
-        def text() -> str:
-            return compact_json(in_language(work(load(job)), language))
+        def text() -> bytes:
+            return compact(in_language(work(load(job)), language))
 
         asked = (job, what, language, "" if changes is None else changes.model_dump_json(exclude_defaults=True))
         return Response(answers.get(asked, text), media_type="application/json")
@@ -107,11 +110,13 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return Response(text, media_type="application/json")
 
     @app.post("/api/plans/{job}/view", responses=RESPONSES)
-    def plan_view(job: JobId, changes: Changes, language: Asked) -> Any:
+    async def plan_view(job: JobId, changes: Changes, language: Asked) -> Any:
         """Everything shown of a plan, with changes applied."""
-        return kept(
-            job, "view", language, changes, lambda it: views.view(price(it.problem, it.plan, changes, it.tables))
-        )
+
+        def work(it: Loaded) -> Any:
+            return views.view(price(it.problem, it.plan, changes, it.tables))
+
+        return await to_thread.run_sync(kept, job, "view", language, changes, work, limiter=pricing)
 
     @app.post("/api/plans/{job}/timeline", responses=RESPONSES)
     def plan_timeline(job: JobId, changes: Changes, language: Asked) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from functools import lru_cache
@@ -19,12 +20,11 @@ from polygon import catalogue, convert, files, formats
 from polygon.domain.cluster import Cluster
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.limits import OBJECTIVES
-from polygon.notation import compact_json
 from polygon.parity import rows
 from polygon.planning.engine import Effort, find_plan
 from polygon.schema import Strict
 from polygon.web import views
-from polygon.web.answers import Answers
+from polygon.web.answers import Answers, compact
 from polygon.web.jobs import MOST_SECONDS, Jobs, problem_of
 from polygon.web.language import Asked, in_language
 from polygon.web.store import Store
@@ -65,7 +65,7 @@ class TextRequest(Strict):
 
 def answer(data: Any) -> Response:
     """JSON by the planner's own writer: numpy values, no NaN."""
-    return Response(compact_json(data), media_type="application/json")
+    return Response(compact(data), media_type="application/json")
 
 
 def add_catalogue(app: FastAPI, instances: Path | None) -> None:
@@ -76,7 +76,7 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
     @app.get("/api/catalogue", responses=RESPONSES)
     def catalogues() -> Any:
         """Names of devices, models, links and instances, and places of cloud regions."""
-        text = kept.get("", lambda: compact_json(known() | {"instances": sorted(names)}))
+        text = kept.get("", lambda: compact(known() | {"instances": sorted(names)}))
         return Response(text, media_type="application/json")
 
     @app.get("/api/instances/{name}", responses=RESPONSES)
@@ -86,8 +86,8 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
             raise HTTPException(404, "there is no such instance")
         folder = instances
 
-        def text() -> str:
-            return compact_json(convert.cluster_data(files.read_cluster(folder / f"{name}.yaml")))
+        def text() -> bytes:
+            return compact(convert.cluster_data(files.read_cluster(folder / f"{name}.yaml")))
 
         return Response(kept.get(name, text), media_type="application/json")
 
@@ -136,7 +136,10 @@ def latency_per_km() -> tuple[float, float]:
 
 
 def warm_up() -> None:
-    """Read the catalogues and load the compiled kernels, so that the first question need not."""
+    """Read the catalogues and load the compiled kernels, so that the first question need not.
+
+    What is loaded then stays, so the garbage collector need not look at it again and again.
+    """
     known()
     nodes = [{"device": "t4", "count": 1, "devices_per_node": 2}]
     cluster = {"regions": [{"name": "a", "nodes": nodes}]}
@@ -144,6 +147,8 @@ def warm_up() -> None:
     found = find_plan(problem, np.random.default_rng(0), effort=Effort(fluid_evaluations=20, exact_evaluations=2))
     if found.plan is not None:
         views.warm_up(problem, found.plan)
+    gc.collect()
+    gc.freeze()
 
 
 def add_jobs(app: FastAPI, store: Store, jobs: Jobs) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
+from polygon.domain.cluster import Region
 from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval
 from polygon.export.predicted import predicted_intervals
@@ -26,6 +28,7 @@ MOST_INTERVALS = 12_000
 """Bars of a timeline that a page draws without effort."""
 
 
+@lru_cache(maxsize=10_000)
 def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
     """Great-circle distance of two (latitude, longitude) on a sphere of 6371 km."""
     (la, oa), (lb, ob) = (tuple(map(math.radians, point)) for point in (a, b))
@@ -36,6 +39,7 @@ def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
 def view(priced: Priced) -> dict[str, Any]:
     """Everything that changes when a toggle changes."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
+    moved = traffic(priced)
     return {
         "model": problem.model.name,
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
@@ -48,8 +52,8 @@ def view(priced: Priced) -> dict[str, Any]:
         "regions": _regions(problem, plan),
         "stages": _stages(priced),
         "links": _links(priced),
-        "traffic": traffic(priced),
-        "formulas": formulas(priced),
+        "traffic": moved,
+        "formulas": formulas(priced, moved),
         "over_memory": _over_memory(priced),
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
@@ -107,25 +111,30 @@ def _stages(priced: Priced) -> list[dict[str, Any]]:
 def _links(priced: Priced) -> list[dict[str, Any]]:
     cluster, plan = priced.problem.cluster, priced.plan
     used = {(use.source, use.target): use for use in priced.estimate.links}
+    latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
     rows = []
     for a, source in enumerate(cluster.regions):
         for b, target in enumerate(cluster.regions):
-            if a == b or cluster.bytes_per_s[a, b] <= 0:
+            if a == b or gbps[a][b] <= 0:
                 continue
-            traffic_here = used.get((source.name, target.name))
+            here = used.get((source.name, target.name))
             use = plan.link_use(a, b)
-            km = None
-            if None not in (source.latitude, source.longitude, target.latitude, target.longitude):
-                km = km_between((source.latitude, source.longitude), (target.latitude, target.longitude))  # type: ignore[arg-type]
             rows.append(
-                {"source": source.name, "target": target.name, "latency_ms": float(cluster.latency_s[a, b] * 1e3),
-                 "bandwidth_gbps": float(cluster.bytes_per_s[a, b] * 8 / 1e9), "distance_km": km,
-                 "activation_bytes": traffic_here.activation_bytes if traffic_here else 0.0,
-                 "gradient_bytes": traffic_here.gradient_bytes if traffic_here else 0.0,
-                 "busy": traffic_here.busy_fraction if traffic_here else 0.0, "activations": use.activations,
+                {"source": source.name, "target": target.name, "latency_ms": latency_ms[a][b],
+                 "bandwidth_gbps": gbps[a][b], "distance_km": _km(source, target),
+                 "activation_bytes": here.activation_bytes if here else 0.0,
+                 "gradient_bytes": here.gradient_bytes if here else 0.0,
+                 "busy": here.busy_fraction if here else 0.0, "activations": use.activations,
                  "weight_gradients": use.weight_gradients, "streams": use.streams}
             )  # fmt: skip
     return rows
+
+
+def _km(a: Region, b: Region) -> float | None:
+    """Distance of two regions; None where one has no place."""
+    if a.latitude is None or a.longitude is None or b.latitude is None or b.longitude is None:
+        return None
+    return km_between((a.latitude, a.longitude), (b.latitude, b.longitude))
 
 
 def _tensor_traffic(priced: Priced) -> float:
@@ -166,10 +175,9 @@ def traffic(priced: Priced) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def formulas(priced: Priced) -> list[dict[str, str]]:
-    """Every shown number's formula, with its numbers."""
+def formulas(priced: Priced, shown: dict[str, Any]) -> list[dict[str, str]]:
+    """Every shown number's formula, with its numbers; `shown` is the `traffic`."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
-    shown = traffic(priced)
     terms = " + ".join(f"{name} {value:.4g}" for name, value in result.terms.items())
     batch = problem.batch
     # Stages that reduce alike stand once, with their number.

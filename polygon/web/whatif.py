@@ -169,7 +169,7 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
         flops = {precision: value * factor for precision, value in devices[name].flops.items()}
         bytes_per_s = devices[name].memory_bytes_per_s * factor
         devices[name] = replace(devices[name], flops=flops, memory_bytes_per_s=bytes_per_s)
-    regions = tuple(
+    dearer = tuple(
         replace(
             region,
             egress_usd_per_gb=region.egress_usd_per_gb * changes.price_factor,
@@ -179,11 +179,14 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
             ),
         )
         for region in cluster.regions
+        if changes.price_factor != 1
     )
     return replace(
         problem,
         batch=batch,
-        cluster=replace(cluster, catalogue=devices, regions=regions, latency_s=latency_s, bytes_per_s=rate),
+        cluster=replace(
+            cluster, catalogue=devices, regions=dearer or cluster.regions, latency_s=latency_s, bytes_per_s=rate
+        ),
     )
 
 
@@ -201,6 +204,9 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
         single = own.get((use.source, use.target))
         activations = (single and single.activations) or changes.activations
         gradients = (single and single.weight_gradients) or changes.weight_gradients
+        if not (activations or gradients or changes.streams):
+            links.append(use)
+            continue
         links.append(
             replace(
                 use,
@@ -210,12 +216,11 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
                 streams=changes.streams or use.streams,
             )
         )
-    changed = replace(
-        plan,
-        links=tuple(links),
-        routes=np.tile(plan.routes, (changes.accumulation, 1)) if changes.accumulation > 1 else plan.routes,
-        local_steps=changes.local_steps or plan.local_steps,
-    )
+    local_steps = changes.local_steps or plan.local_steps
+    changed = plan
+    if tuple(links) != plan.links or changes.accumulation > 1 or local_steps != plan.local_steps:
+        routes = np.tile(plan.routes, (changes.accumulation, 1))
+        changed = replace(plan, links=tuple(links), routes=routes, local_steps=local_steps)
     if changes.prefetch is None:
         return changed
     times = step_times(changed, tables)

@@ -1,11 +1,24 @@
 """An answer is worked out once, whoever asks."""
 
+import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
-from polygon.web.answers import Answers
+from polygon.web.answers import Answers, compact
+
+
+def test_answers_are_json_whatever_the_planner_computes():
+    """Numpy values become numbers, NaN and infinities null, mappings of any kind objects."""
+    data = {"a": np.float64(0.5), "b": np.arange(6).reshape(2, 3).T, "c": MappingProxyType({1: np.int64(2)}),
+            "d": [math.nan, -math.inf, np.float32("nan")], "e": ("text", None, True)}  # fmt: skip
+    assert json.loads(compact(data)) == {
+        "a": 0.5, "b": [[0, 3], [1, 4], [2, 5]], "c": {"1": 2}, "d": [None, None, None], "e": ["text", None, True]
+    }  # fmt: skip
 
 
 def test_equal_questions_at_the_same_time_are_worked_out_once():

@@ -13,7 +13,7 @@ from polygon.planning.whatif import usual_changes
 from polygon.schema import ProblemSpec, check
 from polygon.web.jobs import problem_of
 from polygon.web.language import PLACE, catalogue, in_chinese, in_language, preferred
-from polygon.web.views import formulas, view
+from polygon.web.views import view
 from polygon.web.whatif import Changes, price
 from tests.exported_plans import drawn, planned, wide
 
@@ -123,6 +123,6 @@ def test_every_sentence_of_the_server_has_a_chinese_one():
 
 def test_formulas_are_translated_where_they_have_words():
     """What remains of English in formulas and numbers are symbols."""
-    rows = in_language(formulas(price(*wide(), Changes())), "zh")
+    rows = in_language(view(price(*wide(), Changes()))["formulas"], "zh")
     left = [row[key] for row in rows for key in ("formula", "numbers") if re.search(r"[A-Za-z]{4,}", row[key])]
     assert left == []

@@ -30,6 +30,19 @@ def test_no_change_is_the_plans_own_estimate(case):
     assert changed(case).estimate == estimate(*case)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"bandwidth_factor": 2.0}, {"latency_factor": 3.0}, {"accumulation": 2}, {"local_steps": 8}, {"prefetch": 1.0},
+     {"device_factors": {"v100-16gb": 2.0}}, {"activations": "int4"}, {"price_factor": 2.0}],
+)  # fmt: skip
+def test_kept_tables_answer_like_fresh_ones(case, changes):
+    """What is kept from question to question (places, memory) never changes an answer."""
+    problem, plan, _ = case
+    for other in ({}, changes, {}):
+        fresh = price(problem, plan, Changes.model_validate(other), CostTables(problem))
+        assert changed(case, **other).estimate == fresh.estimate
+
+
 def test_packing_sends_fewer_bytes(case):
     """int4 moves less than int8, which moves less than nothing packed; of activations and of gradients."""
     for kind in ("activations", "weight_gradients"):
