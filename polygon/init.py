@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         talk.say(f"groups in {args.out}")
     cli.emit(
         {"stages": groups.allocation.tolist(), "objective": dict(groups.objective)},
-        describe_groups(groups) + f"\nabout {seconds(groups.objective['step_s'])} a step before refinement",
+        describe_groups(groups)
+        + f"\nabout {seconds(groups.objective['step_s'])} a step by the ants' estimate, which leaves waiting out",
         as_json=args.json,
     )
     return cli.EXIT_OK

@@ -6,7 +6,7 @@
 
 Runs in parallel processes and writes one line per run to DIR/runs.jsonl as it ends, so that an interrupted sweep goes
 on where it stopped and a finished one does nothing but report. From these lines come DIR/runs.csv, DIR/table.md (also
-on standard output) and, with matplotlib (extra `bench`), DIR/convergence.png. A run is known by instance, method, seed
+on standard output) and, with matplotlib, DIR/convergence.png. A run is known by instance, method, seed
 and limits; its generator is seeded with the seed alone. Times are wall time of the search itself, after a short run
 that compiles the kernels.
 """
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     table = report.markdown(summary, chosen.about, chosen.unit)
     write_text(out / "table.md", table)
     if not args.no_plots and not report.plot(rows, out / "convergence.png") and not args.quiet:
-        print("no plots: matplotlib is missing (pip install 'polygon-train[bench]')", file=sys.stderr)  # noqa: T201
+        print("no plots: matplotlib is missing (pip install matplotlib)", file=sys.stderr)  # noqa: T201
     cli.emit(summary, table, as_json=args.json)
     return cli.EXIT_OK
 

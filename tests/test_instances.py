@@ -20,6 +20,7 @@ DEVICES = {
     "sailor-5zones": 160,
     "sailor-a100": 32,
     "sailor-a100-v100": 128,
+    "superpod": 1024,
     "two-campus": 8,
     "world-64": 64,
 } | {f"regional-{n}": n for n in (16, 32, 64, 128, 256, 512)}
