@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch.distributed import Store
@@ -65,6 +66,11 @@ def file_of(model: Model, name: str) -> str:
     if EXPERT in name:
         return ".".join((*parts[:2], "expert", parts[4]))
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def region_file(model: Model, name: str, region: str) -> str:
+    """Stem of the file with what one region has of its own of a parameter, while regions train by themselves."""
+    return f"{file_of(model, name)}@{quote(region, safe='')}"
 
 
 def _tied(model: Model) -> bool:
@@ -241,6 +247,19 @@ class Checkpoints:
             states[name] = content["parameters"][canonical(self.model, name)]
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states
+
+    def load_region(self, step: int, names: Iterable[str], region: str) -> dict[str, dict[str, Any]] | None:
+        """Optimizer state that a region had of its own; None where one of the files is not there or damaged."""
+        states: dict[str, dict[str, Any]] = {}
+        try:
+            for name in names:
+                content = read_file(
+                    step_directory(self.directory, step) / f"{region_file(self.model, name, region)}{SUFFIX}"
+                )
+                states[name] = content["parameters"][canonical(self.model, name)]
+        except DamagedError:
+            return None
+        return states
 
     def load_owed(self, step: int) -> dict[str, Any] | None:
         """What this rank's packing owed at a step; None where it is not there or damaged."""

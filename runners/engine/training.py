@@ -18,7 +18,7 @@ from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires
 from torch.distributed import PrefixStore, Store
 
-from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
+from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of, region_file
 from runners.engine.collector import Collector
 from runners.engine.data import Samples, samples_for
 from runners.engine.device import choose_device, device_memory, memory_bytes
@@ -195,12 +195,26 @@ class Training:
                 self._say(f"no whole checkpoint in {self.options.checkpoint_dir}: starting from step 0")
             return
         self.progress, states = self.checkpoints.load(step, names, self.options.seed)
+        self._resume_region(step, states)
         for bucket in self.buckets:
             self.update.load(bucket, {name: states[name] for name in bucket.parameters}, self._more(bucket))
         self.rounds.restart()
         self._resume_owed(step)
         if self.rank == 0:
             self._say(f"resumed from step {step}")
+
+    def _resume_region(self, step: int, states: dict[str, dict[str, Any]]) -> None:
+        """Where regions train by themselves, put the optimizer state that this one had in place of another one's."""
+        assert self.checkpoints is not None
+        if not self.rounds.alone(self.progress.step):
+            return
+        names = [name for bucket in self.buckets if bucket.fraction is not None for name in bucket.parameters]
+        region = self.layout.region_name(self.rank)
+        own = self.checkpoints.load_region(step, names, region)
+        for name, state in (own or {}).items():
+            states[name] = states[name] | state
+        if own is None and self._all.near_place == 0:
+            self._say(f"region {region}: optimizer state of its own is not in the checkpoint: taking another one's")
 
     def _owed(self) -> dict[str, Any]:
         """What packing dropped from this rank's weight gradients and owes to the next messages; empty: nothing."""
@@ -390,6 +404,7 @@ class Training:
             return
         self._note_write_errors()
         model = self.layout.problem.model
+        region, alone = self.layout.region_name(self.rank), self.rounds.alone(self.progress.step)
         files: dict[str, dict[str, dict[str, Any]]] = {}
         for index, bucket in enumerate(self.buckets):
             state = self.update.state(bucket, self._more(bucket))
@@ -398,6 +413,11 @@ class Training:
             if self.worker.place == 0 and bucket.writers[turn] == self.rank:
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
+            if alone and bucket.fraction is not None and bucket.group is not None and self.worker.place == 0:
+                near = bucket.group.near_ranks
+                for name, tensors in state.items() if near[turn % len(near)] == self.rank else ():
+                    own = {key: tensors[key] for key in self.update.state_keys}
+                    files.setdefault(region_file(model, name, region), {})[canonical(model, name)] = own
         with self.log.interval("checkpoint", "copy for checkpoint"):
             self.checkpoints.save(self.progress, files, self._owed())
 

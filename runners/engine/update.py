@@ -206,7 +206,7 @@ class Update:
             self._share(bucket, weights)
         flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
         # Every member takes part in every sharing, also one that updates nothing of this bucket.
-        for key in STATE_KEYS[self._name] if self.applied else ():
+        for key in self.state_keys:
             whole = flat[key] = torch.zeros_like(weights)
             for piece in self._pieces:
                 if piece.bucket is bucket:
@@ -220,11 +220,16 @@ class Update:
             for name, (start, stop, shape) in bucket.places.items()
         }
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What `state` gives of a parameter beside its weights, once updates were made."""
+        return STATE_KEYS[self._name] if self.applied else ()
+
     def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
         """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
         self.applied = int(first["updates"])
-        wanted = STATE_KEYS[self._name] if self.applied else ()
+        wanted = self.state_keys
         for key in wanted:
             require(key in first, "checkpoint: optimizer state", sorted(first), f"{key} (optimizer {self._name})")
 

@@ -1,6 +1,7 @@
 """Laws of training in local steps, on real ranks."""
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -119,16 +120,30 @@ def test_exchanges_that_cannot_keep_their_turn_are_refused(problem_and_plan, opt
 
 
 def test_local_run_resumes_where_it_stopped(problem_and_plan, tmp_path):
-    """A checkpoint waits for the regions to meet; a plan of one region goes on from it."""
+    """A checkpoint waits for the regions to meet; each goes on with its own optimizer state, a plan of one region too.
+
+    Without the regions' own files the run says so, and goes on with the one state that is left.
+    """
     problem, plan = problem_and_plan
     plan = replace(plan, local_steps=4)
     options = replace(OPTIONS, steps=8, checkpoint_dir=tmp_path, checkpoint_every=3)
     whole = run_ranks(run_rank, 4, problem, plan, replace(options, checkpoint_dir=None, checkpoint_every=0))
     run_ranks(run_rank, 4, problem, plan, replace(options, steps=4))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    shutil.copytree(tmp_path, tmp_path / "copy")
     rest = run_ranks(run_rank, 4, problem, plan, replace(options, resume=True))
-    # Of the two regions' inner optimizer states one is kept.
-    assert rest[0][0] == pytest.approx({7: whole[0][0][7]}, rel=5e-3)
+    assert rest[0][0] == {7: whole[0][0][7]}
+    own = list((tmp_path / "copy").glob("*/*@region-1.layer"))
+    assert {path.name.partition("@")[0] for path in own} == {"tied", "embedding", "blocks.0", "blocks.1", "head"}
+    for path in own:
+        path.unlink()
+    changed = replace(options, resume=True, checkpoint_dir=tmp_path / "copy", log_dir=tmp_path / "log")
+    other = run_ranks(run_rank, 4, problem, plan, changed)
+    assert other[0][0] == pytest.approx({7: whole[0][0][7]}, rel=5e-3) and other[0][0] != rest[0][0]
+    said = [(tmp_path / "log" / f"rank-{rank}.jsonl").read_text().count("taking another one's") for rank in range(4)]
+    assert sum(said) == 1
+    shutil.rmtree(tmp_path / "copy")
+    shutil.rmtree(tmp_path / "log")
     single = small_plan(problem.cluster, [(0, 4)], [[0]], [[0]] * 3, micro_batch_size=4)
     after = run_ranks(run_rank, 1, problem, single, replace(options, steps=9, resume=True))
     assert after[0][0][8] < whole[0][0][3]
