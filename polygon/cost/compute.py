@@ -95,6 +95,8 @@ positions as complex fp32 numbers."""
 HOST_S = {True: (0.6e-3, 0.8e-3), False: (1.2e-3, 1.7e-3)}
 """Seconds the host needs to launch forward and backward of one block: smallest times in Sailor's profiles (eager:
 1.2-1.5 and 1.7 ms); half of that assumed for fused kernels, which are about half as many."""
+EXPERT_CASTS = (2, 1)
+"""Kernels per product of an expert that cast its operands to 8 bits, forward and backward."""
 HIDING = 0.8
 """Part of a communication that overlap hides where the overlapped compute is long enough."""
 
@@ -278,6 +280,13 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
 
     host_f, host_b = HOST_S[kernels.fused]
     forward, backward = max(forward, host_f), max(backward, host_b)
+    if moe:
+        # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
+        # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
+        # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
+        casts = 2 * (model.experts // split.ep) * LAUNCH_S if chip.operand_bytes == 1 else 0.0
+        forward += host_f + EXPERT_CASTS[0] * casts
+        backward += host_b + EXPERT_CASTS[1] * casts
     reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
     # With sequence parallelism the backward gathers its saved inputs once more.
     sent_f, sent_b = reduce_s, reduce_s * (1.5 if split.sequence_parallel else 1.0)
