@@ -21,6 +21,7 @@ from polygon.cost.transfers import Placement
 from polygon.domain.plan import PARITY_LEVELS, LinkUse, Plan, Problem, Stage, Worker
 from polygon.parity import Allowed, allowed
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
+from polygon.planning.dealing import deal_devices
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
@@ -195,19 +196,22 @@ class Decoder:
         return next(option for option, value in zip(options, values, strict=True) if value <= limit)
 
     def _stages(self, allocation: Allocation, bounds: np.ndarray, options: np.ndarray, count: int) -> list[Stage]:
-        """Deal out devices: in every pool large tensor-parallel groups first, so that none straddles two nodes."""
-        rows = [row for row in allocation.workers if row.any()]
-        taken = dict.fromkeys((p for p, _ in self.classes), 0)
+        """Deal out devices, pool by pool (`polygon.planning.dealing`)."""
+        rows = allocation.workers[allocation.workers.any(axis=1)]
         workers: list[list[Worker]] = [[] for _ in rows]
-        by_degree = sorted(range(len(self.classes)), key=lambda c: (self.classes[c][0], -self.classes[c][1]))
-        for c in by_degree:
-            pool, tp = self.classes[c]
-            first = self.problem.cluster.pools[pool].first_device
-            for s, row in enumerate(rows):
-                for _ in range(int(row[c])):
-                    start = first + taken[pool]
-                    workers[s].append(Worker(pool=pool, devices=tuple(range(start, start + tp))))
-                    taken[pool] += tp
+        of_pool: dict[int, list[int]] = {}
+        for c in np.flatnonzero(rows.any(axis=0)).tolist():
+            of_pool.setdefault(self.classes[c][0], []).append(c)
+        for p in sorted(of_pool):
+            columns = sorted(of_pool[p], key=lambda c: -self.classes[c][1])
+            pool = self.problem.cluster.pools[p]
+            degrees = [self.classes[c][1] for c in columns]
+            dealt = deal_devices(rows[:, columns], degrees, pool.devices, pool.devices_per_node)
+            for s, devices in enumerate(dealt):
+                workers[s] += [
+                    Worker(pool=p, devices=tuple(range(pool.first_device + first, pool.first_device + first + tp)))
+                    for first, tp in devices
+                ]
         return [
             Stage(
                 first_layer=int(bounds[s]),
