@@ -31,6 +31,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.files import write_plan
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
+from runners.recipes.memory import predicted_peaks
 
 PR_SET_PDEATHSIG = 1
 FAILURE_GRACE_S, INTERRUPT_GRACE_S = 3.0, 60.0
@@ -240,6 +241,22 @@ def make_parser() -> Parser:
     return parser
 
 
+def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
+    """Raise `InputError` for a plan whose ranks need more memory than this machine has, before it is taken down."""
+    if options.data is not None and not options.data.is_file():
+        raise InputError(f"--data {options.data}: found no such file, expected a readable file")
+    on_gpus = options.device == "cuda" or (options.device == "auto" and Path("/dev/nvidia0").exists())
+    if on_gpus or options.model_file is not None:
+        return
+    needed = sum(peak.total_bytes for peak in predicted_peaks(problem, plan).values())
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        raise InputError(
+            f"memory: found {here / 1e9:,.0f} GB on this machine, expected the {needed / 1e9:,.0f} GB that "
+            f"{plan.world_size} ranks need (--rehearse runs the plan's shape with a small model)"
+        )
+
+
 def run(
     problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
 ) -> tuple[int, dict[str, Any]]:
@@ -248,6 +265,7 @@ def run(
     from runners.engine.summary import summarise, write_trace
 
     check_runnable(problem, plan, options.context, options.expert)
+    check_fits_here(problem, plan, options)
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
     options.log_dir.mkdir(parents=True, exist_ok=True)

@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("interrupted: these are the configurations so far")
     best = result.top(args.top)
     if not best:
-        return cli.infeasible(f"no configuration of {devices} devices fits; rejected for: {result.reasons()}")
+        return cli.infeasible(result.why_none(devices))
     if path != "-":
         text = _table(best)
         if isinstance(case, Case):

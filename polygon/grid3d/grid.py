@@ -56,6 +56,13 @@ class Result:
         first = self.top(1)
         return parallel_config(first[0]) if first else None
 
+    def why_none(self, devices: int) -> str:
+        """What to say where no configuration is accepted."""
+        if not self.rows:
+            return f"no configuration of {devices} devices has these degrees"
+        counts = ", ".join(f"{count} by {reason}" for reason, count in self.reasons().items())
+        return f"no configuration of {devices} devices fits; rejected: {counts}"
+
     def reasons(self) -> dict[str, int]:
         """How many were rejected for what (the words before the first colon or number)."""
         counts: dict[str, int] = {}

@@ -152,8 +152,8 @@ def find_grid_plan(
         told("exact simulation", tried / tries, best[0] if best else math.inf)
     seconds = time.perf_counter() - start
     if best is None:
-        why = reasons[0] if reasons else f"rejected for: {result.reasons()}"
-        reason = f"no uniform configuration of {problem.cluster.devices} devices fits; {why}"
+        devices = problem.cluster.devices
+        reason = f"no uniform plan of {devices} devices fits; {reasons[0]}" if reasons else result.why_none(devices)
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=len(result.rows), seconds=seconds)
     return Found(
         plan=best[1],

@@ -18,7 +18,7 @@ from polygon import catalogue, cli
 from polygon.cost.collective_table import Cell, collective_cell
 from polygon.cost.topologies import KINDS, OPERATIONS, Topology, divisors, most_square
 from polygon.domain.cluster import Device, Link
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import InputError, located, require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import RECOMPUTE
 from polygon.overhead import predefined, report
@@ -282,7 +282,7 @@ def _sizes(args: argparse.Namespace, dp: int) -> tuple[Shape, Batch, Model | Non
         require(args.num_layers is None, "--num-layers", args.num_layers, "nothing beside --model")
         require(known.heads % args.tp == 0, "--tp", args.tp, f"a divisor of the model's {known.heads} heads")
         return shape_of(known, batch, args.batch_size, count), batch, known
-    require(args.params is not None, "--params", "nothing", "a number of parameters, or --model")
+    require(args.params is not None, "--params", None, "a number of parameters, or --model")
     shape = Shape(
         parameters=args.params,
         blocks=args.num_layers,
@@ -301,7 +301,8 @@ def _sizes(args: argparse.Namespace, dp: int) -> tuple[Shape, Batch, Model | Non
 def analysis_of(args: argparse.Namespace) -> Analysis:
     """The analysis that the options ask for."""
     degrees = _degrees(args)
-    device = catalogue.device(args.gpu) if args.gpu else None
+    with located("--gpu: "):
+        device = catalogue.device(args.gpu) if args.gpu else None
     shape, batch, model = _sizes(args, degrees.dp)
     return analyse(
         Configuration(

@@ -101,7 +101,7 @@ def group_topology(whole: Topology, members: int, stride: int) -> Topology:
 def _need(shape: Shape, degree: str, value: int) -> tuple[int, int]:
     """Sequence length and hidden size, which messages of this dimension are made of."""
     for name, found in (("--seq-length", shape.seq_len), ("--hidden-size", shape.hidden_size)):
-        require(found is not None, name, "nothing", f"it (or --model) beside --{degree} {value}")
+        require(found is not None, name, None, f"it (or --model) beside --{degree} {value}")
     assert shape.seq_len is not None and shape.hidden_size is not None
     return shape.seq_len, shape.hidden_size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +128,12 @@ def test_nothing_fits_is_a_result():
     """No accepted row, reasons counted."""
     result = evaluate_all(case(Options(), usable_bytes=1e9), list(all_splits(32)), backend="serial")
     assert result.best() is None and result.accepted == 0
-    assert result.reasons()["memory:"[:-1]] > 0
+    assert result.reasons()["memory"] > 0
+    assert re.fullmatch(r"no configuration of 32 devices fits; rejected: .*\d+ by memory.*", result.why_none(32))
+    assert (
+        evaluate_all(case(Options()), [], backend="serial").why_none(3)
+        == "no configuration of 3 devices has these degrees"
+    )
 
 
 def link(latency_s: float, rate: float) -> Link:

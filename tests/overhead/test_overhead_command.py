@@ -16,6 +16,7 @@ from polygon import cli
 from polygon.cost.topologies import KINDS, OPERATIONS
 from polygon.overhead import predefined
 from polygon.overhead.__main__ import main
+from polygon.overhead.quantities import BYTES, BYTES_PER_S, COUNT, SECONDS, quantity
 
 EARLIER_TOOL = """\
 list-cmds
@@ -104,12 +105,38 @@ def test_six_by_six(capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "units", "value"),
+    [
+        ("140e9", BYTES, 140e9),
+        ("1gb", BYTES, 1e9),
+        ("1 GiB", BYTES, 2**30),
+        ("64KB", BYTES, 64e3),
+        ("25GB/s", BYTES_PER_S, 25e9),
+        ("200Gbit/s", BYTES_PER_S, 25e9),
+        ("200gbps", BYTES_PER_S, 25e9),
+        ("200Gb/s", BYTES_PER_S, 25e9),
+        ("5us", SECONDS, 5e-6),
+        ("7b", COUNT, 7e9),
+        ("125M", COUNT, 125e6),
+    ],
+)
+def test_units_as_people_write_them(text, units, value):
+    """A bit is never taken for a byte: in rates and sizes the case of b decides."""
+    assert quantity(units)(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
     ("command", "words"),
     [
         ("collective --topology mesh --N 8 --mesh-nx 3 --mesh-ny 3 --M 1e9", "1x8, 2x4, 4x2, 8x1"),
         ("collective --topology torus --N 8 --mesh-nx 3 --M 1e9", "a divisor of 8: 1, 2, 4, 8"),
         ("collective --N 8 --M -5", "expected a number >= 0"),
-        ("collective --N 8 --M 5parsecs", "expected a number >= 0 (units: b, kb"),
+        ("collective --N 8 --M 5parsecs", "expected a number >= 0 (units: B, kB"),
+        ("collective --N 8 --M 1Gb", "found '1Gb', expected a number >= 0 (units: B, kB"),
+        ("collective --N 8 --M 1 --bandwidth 25gb/s", "found '25gb/s', expected a number > 0 (units: B/s"),
+        ("collective --N 8 --M 1 --bandwidth 25GBps", "found '25GBps', expected a number > 0 (units: B/s"),
+        ("analysis --num-gpus 8 --model gpt2 --gpu t5", "--gpu: found device 't5', expected 't4' (nearest)"),
+        ("analysis --num-gpus 8 --pp 8 --params 1e9", "--seq-length: found nothing, expected it"),
         ("collective --N 0 --M 5", "expected a whole number >= 1"),
         ("collective --topology hierarchical --N 8 --M 1e9", "a divisor of 8: [1, 2, 4, 8]"),
         ("collective --topology hierarchical --N 8 --gpus-per-node 3 --M 1e9", "1 or 2 or 4 or 8"),

@@ -207,6 +207,31 @@ def test_bad_options_give_one_line_and_exit_2(plan_file, capsys, monkeypatch, ar
     assert capsys.readouterr().err == f"dist_runner: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"launch: memory: found [\d,]+ GB on this machine, expected the [\d,]{5,} GB that 4 ranks need \(--reh"),
+        (["--rehearse", "--data", "no.txt"], "launch: --data no.txt: found no such file, expected a readable file"),
+    ],
+)
+def test_what_this_machine_cannot_run_is_refused_before_it_starts(options, message, tmp_path):
+    """GPT-3 on four ranks here would take the machine down; data that is not there is one line, not one a rank."""
+    problem, plan = routed_problem(4)
+    giant = replace(problem.model, hidden_size=80 * problem.model.hidden_size, ffn_size=5_000_000)
+    write_plan(tmp_path / "plan.json", replace(problem, model=giant), plan)
+    done = subprocess.run(
+        [*COMMAND, "plan.json", "--device", "cpu", "--log-dir", "log", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    talk, error = done.stderr.splitlines()
+    assert done.returncode == 2 and "4 ranks" in talk and re.match(message, error)
+    assert not (tmp_path / "log").exists()
+
+
 def test_ranks_with_different_plans_refuse_to_start(tmp_path):
     """By path from any directory; torchrun's environment; every rank gives the same line and exits 2."""
     files = [tmp_path / "a.json", tmp_path / "b.json"]
