@@ -26,9 +26,10 @@ from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
+from runners.engine.summary import format_validation
 
 if TYPE_CHECKING:
-    from runners.engine.data import Samples
+    from runners.engine.data import Samples, Shuffled
 
 
 def make_parser() -> Parser:
@@ -77,7 +78,8 @@ def check_place(plan: Plan, world_size: int, rank: int) -> None:
 def print_progress(result: dict[str, Any]) -> None:
     """One line a step."""
     loss, norm, rate = result["loss"], result["gradient_norm"], result["tokens_per_s"]
-    print(f"step {result['step']:5d}  loss {loss:.4f}  norm {norm:.3f}  {rate:,.0f} tokens/s", file=sys.stderr)  # noqa: T201
+    text = f"step {result['step']:5d}  loss {loss:.4f}  norm {norm:.3f}  {rate:,.0f} tokens/s"
+    print(f"{text}{format_validation(result)}", file=sys.stderr)  # noqa: T201
 
 
 def end_process(message: str) -> None:
@@ -96,12 +98,13 @@ def run_rank(
     listen_fd: int | None = None,
     samples: Samples | None = None,
     before_steps: Callable[[], None] = lambda: None,
+    validation: Shuffled | None = None,
 ) -> int:
     """Train; SIGTERM and SIGINT end the run after the current step, with a checkpoint where one is wanted.
 
     Parameters
     ----------
-    problem, plan, rank, host, port, options, listen_fd, samples
+    problem, plan, rank, host, port, options, listen_fd, samples, validation
         As `runners.engine.run.train` takes them.
     before_steps : callable
         Called when the model is built, before the first step.
@@ -140,6 +143,7 @@ def run_rank(
         on_start=listen,
         listen_fd=listen_fd,
         samples=samples,
+        validation=validation,
     )
     return 0 if finished else 128 + (received or [signal.SIGTERM])[0]
 

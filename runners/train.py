@@ -28,7 +28,9 @@ from runners.engine.arguments import Parser, require_torch
 from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
+from runners.recipes.data import training_and_validation
 from runners.recipes.memory import measured_peaks, write_measured
+from runners.recipes.models import batch_of, model_of
 from runners.recipes.schema import BACKENDS, read_recipe
 
 
@@ -98,6 +100,12 @@ def be_rank(job: Job, place: Place) -> int:
     return code
 
 
+def prepare_data(job: Job) -> None:
+    """Let mistakes in the data be found once, not by every rank, and what is cached be there for all of them."""
+    model = model_of(job.recipe.model, job.folder)
+    training_and_validation(job.recipe, model, batch_of(job.recipe, model).seq_len, job.folder)
+
+
 def figures(job: Job, world_size: int, start_s: float) -> dict[str, Any]:
     """The summary of a run that has ended."""
     summary = backend_of(job).summary(job) | {"ranks": world_size, "wall_s": time.monotonic() - start_s}
@@ -109,6 +117,7 @@ def run_here(job: Job) -> tuple[int, dict[str, Any]]:
     """Run all ranks on this machine; exit code and summary."""
     backend = backend_of(job)
     ranks = RecipeRanks(job, backend.world_size(job))
+    prepare_data(job)
     say(f"{job.recipe.name}: {ranks.world_size} ranks, logs in {job.out}")
     job.out.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()

@@ -12,7 +12,14 @@ from multiprocessing.connection import wait
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "runners.engine.run"])
+_PRELOADED = ["torch._dynamo", "runners.engine.run"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(module):
+    """Let the server import a module as well, for tests whose ranks all need it; to be called before any test runs."""
+    _PRELOADED.append(module)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def free_port() -> int:

@@ -244,6 +244,8 @@ class Checkpoints:
                 key = different[0]
                 raise InputError(f"{self.directory}: model.{key}: found {found.get(key)!r}, expected {expected[key]!r}")
             progress = Progress(**content["progress"])
+            if canonical(self.model, name) not in content["parameters"]:
+                raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
             states[name] = content["parameters"][canonical(self.model, name)]
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states

@@ -7,10 +7,11 @@ different samples, first and last stage the same ones, and a run may go on under
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 
 BYTE_VOCABULARY = 256
+IGNORED = -100
+"""Target that counts nothing."""
+HELD_OUT_SEED = 20261121
+"""Of the choice of samples that are held out for validation."""
 
 
 class Samples(Protocol):
@@ -37,45 +42,112 @@ def count_targets(samples: Samples, numbers: range, per_sample: int) -> int:
     return len(numbers) * per_sample if count is None else int(count(numbers))
 
 
-@dataclass
-class TextSamples:
-    """Windows of a token sequence, in an order shuffled anew each epoch; targets are the next tokens."""
+@dataclass(kw_only=True)
+class Shuffled(ABC):
+    """Samples that are the items of a set, all of them once an epoch, in an order shuffled anew each epoch."""
+
+    classified: ClassVar[bool] = False
+    """Whether each sample has one target, its class."""
+    seed: int
+    chosen: np.ndarray | None = None
+    """Numbers of the items that are used; None: all."""
+
+    def __post_init__(self) -> None:
+        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+
+    @property
+    @abstractmethod
+    def items(self) -> int:
+        """Items of the whole set."""
+
+    def __len__(self) -> int:
+        return self.items if self.chosen is None else len(self.chosen)
+
+    def item(self, number: int) -> int:
+        """The item that a sample is."""
+        epoch, place = divmod(number, len(self))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
+        found = self._order[place]
+        return int(found if self.chosen is None else self.chosen[found])
+
+    @abstractmethod
+    def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Samples.batch`."""
+
+    def batch_or_fill(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`size` samples from `first` on; those beyond the first epoch are blank and their targets count nothing."""
+        real = range(first, min(first + size, len(self)))
+        inputs, targets = self.batch(real or range(1))
+        if len(real) == size:
+            return inputs, targets
+        blank = inputs.new_zeros((size, *inputs.shape[1:])), targets.new_full((size, *targets.shape[1:]), IGNORED)
+        for whole, part in zip(blank, (inputs, targets), strict=True):
+            whole[: len(real)] = part[: len(real)]
+        return blank
+
+
+S = TypeVar("S", bound=Shuffled)
+
+
+def hold_out(samples: S, fraction: float, most: int | None = None) -> tuple[S, S]:
+    """Samples without a part of the items (at most so many), and those of that part; it is the same for every seed.
+
+    Raises
+    ------
+    InputError
+        Nothing would be left of either.
+    """
+    count = min(round(samples.items * fraction), most or samples.items)
+    if not 0 < count < samples.items:
+        raise InputError(
+            f"validation.fraction: found {fraction}, expected one that leaves some of {samples.items} samples to "
+            "training and to validation"
+        )
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(samples.items)
+    return replace(samples, chosen=np.sort(order[count:])), replace(samples, chosen=np.sort(order[:count]))
+
+
+@dataclass(kw_only=True)
+class TextSamples(Shuffled):
+    """Windows of a token sequence; targets are the next tokens."""
 
     tokens: np.ndarray
     seq_len: int
-    seed: int
 
     def __post_init__(self) -> None:
-        self.windows = (len(self.tokens) - 1) // self.seq_len
-        require(self.windows >= 1, "data: tokens", len(self.tokens), f"at least {self.seq_len + 1}")
-        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+        super().__post_init__()
+        require(self.items >= 1, "data: tokens", len(self.tokens), f"at least {self.seq_len + 1}")
 
-    def _start(self, number: int) -> int:
-        epoch, place = divmod(number, self.windows)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-        return int(self._order[place]) * self.seq_len
+    @property
+    def items(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [self._start(number) for number in numbers]
+        starts = [self.item(number) * self.seq_len for number in numbers]
         rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
 
-@dataclass
-class ImageSamples:
-    """Images with a class each, in an order shuffled anew each epoch."""
+@dataclass(kw_only=True)
+class ImageSamples(Shuffled):
+    """Images with a class each."""
 
+    classified: ClassVar[bool] = True
     images: np.ndarray
-    """float32, shape (images, channels, side, side)."""
+    """Shape (images, channels, side, side): floats, or bytes that become -1..1."""
     classes: np.ndarray
-    seed: int
+
+    @property
+    def items(self) -> int:
+        return len(self.classes)
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        n = len(self.images)
-        chosen = [int(np.random.default_rng([self.seed, i // n]).permutation(n)[i % n]) for i in numbers]
-        return torch.from_numpy(self.images[chosen]), torch.from_numpy(self.classes[chosen].astype(np.int64))
+        chosen = [self.item(number) for number in numbers]
+        images = self.images[chosen].astype(np.float32)
+        if self.images.dtype == np.uint8:
+            images = images / 127.5 - 1
+        return torch.from_numpy(images), torch.from_numpy(self.classes[chosen].astype(np.int64))
 
 
 def english_text() -> bytes:

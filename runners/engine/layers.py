@@ -204,12 +204,16 @@ class Head(nn.Module):
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
+        self.correct: torch.Tensor | None = None
+        """How many targets had the highest score; counted where this is a number (and classes are not spread)."""
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.norm(x[:, 0] if self.pooled else x)
         if self.tp is not None:
             return _spread_cross_entropy(self.output(self.tp.copy(x)).float(), targets, self.tp)
         logits = self.output(x).float()
+        if self.correct is not None:
+            self.correct += (logits.argmax(-1) == targets).sum()
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 

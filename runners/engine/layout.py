@@ -15,6 +15,8 @@ from polygon.domain.schedule import worker_order
 
 STEPS_IN_FLIGHT = 2
 """Messages of this many consecutive steps may be under way at once; their tags differ."""
+MESSAGES = "FBV"
+"""What a message between stages lets start: forward, backward, or forward of a validation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +158,9 @@ class Layout:
         return self.rank(stage, worker, part * self.plan.stages[stage].workers[worker].tp // self.context)
 
     def tag(self, step: int, kind: str, micro_batch: int) -> int:
-        """Of the message that lets the action (F or B) of a micro-batch start."""
-        return ((step % STEPS_IN_FLIGHT) * 2 + (kind == "B")) * self.plan.micro_batches + micro_batch
+        """Of the message that lets the action (one of `MESSAGES`) of a micro-batch start."""
+        place = (step % STEPS_IN_FLIGHT) * len(MESSAGES) + MESSAGES.index(kind)
+        return place * self.plan.micro_batches + micro_batch
 
     @property
     def tied_apart(self) -> bool:
@@ -189,7 +192,7 @@ class Layout:
             }
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self._lanes([0, last]))}
-        first_tag = 2 * STEPS_IN_FLIGHT * self.plan.micro_batches
+        first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.micro_batches
         groups = {
             name: members_of(
                 name, members, self.region_of, self.node_of, self._codec(members), first_tag + place * TAGS_PER_GROUP

@@ -22,6 +22,9 @@ PARTS = {
 """A step by what its computing thread does: kinds of intervals in the log. Communication is what it waits for, late
 neighbours included; sums that pass while it computes are not in it."""
 
+VALIDATION = ("validation_loss", "validation_accuracy", "validation_s")
+"""Figures of the steps after which there was a validation; the same on all ranks, but for the seconds."""
+
 
 class Waits(NamedTuple):
     """Seconds that a rank's computing thread stood still in a step, by reason."""
@@ -121,7 +124,8 @@ class StepFigures:
                 sent[way] = sent.get(way, 0) + n_bytes
                 across += n_bytes if source != target else 0
         kinds = sorted({kind for line in lines for kind in line["packing_error"]})
-        return {key: first[key] for key in ("step", "loss", "gradient_norm", "seconds", "tokens_per_s")} | {
+        kept = ("step", "loss", "gradient_norm", "seconds", "tokens_per_s", *VALIDATION)
+        return {key: first[key] for key in kept if key in first} | {
             "model_flops_per_s": self._step_flops / first["seconds"],
             "mfu": self.mfu(first["seconds"]),
             "idle": _mean([line["idle"] for line in lines]),

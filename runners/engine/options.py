@@ -46,6 +46,8 @@ class Options:
     """How long one message may take before its peer counts as lost."""
     dead_after_s: float = 8.0
     """Silence after which a rank counts as lost and all ranks end."""
+    validate_every: int = 0
+    """Steps between two validations, where there are samples for them; 0: none."""
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 0
     """Steps between two checkpoints; 0: only when the run is stopped or ends."""
@@ -93,6 +95,7 @@ class Options:
         require_number(self.timeout_s, "--timeout", above=0)
         require_number(self.emulate_devices, "--emulate-devices", at_least=0)
         require_number(self.dead_after_s, "--dead-after", above=0)
+        require(self.validate_every >= 0, "validate_every", self.validate_every, "a whole number >= 0")
         require(self.checkpoint_every >= 0, "--checkpoint-every", self.checkpoint_every, "a whole number >= 0")
         require(self.checkpoints_kept >= 1, "--keep", self.checkpoints_kept, "a whole number >= 1")
         require(

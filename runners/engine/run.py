@@ -11,7 +11,7 @@ from polygon_comm.transport import PeerLostError, local_address
 from torch.profiler import record_function
 
 from polygon.domain.plan import Plan, Problem
-from runners.engine.data import Samples, samples_for
+from runners.engine.data import Samples, Shuffled, samples_for
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.meeting import (
     RunFailedError,
@@ -43,6 +43,7 @@ def train(
     on_start: Callable[[Training], None] = lambda training: None,
     listen_fd: int | None = None,
     samples: Samples | None = None,
+    validation: Shuffled | None = None,
 ) -> bool:
     """Run a plan's rank to the end.
 
@@ -63,6 +64,8 @@ def train(
         Socket that listens on the port already (rank 0).
     samples : Samples, optional
         What to train on; without it what `options.data` says.
+    validation : Shuffled, optional
+        What the model is held against every `options.validate_every` steps.
 
     Returns
     -------
@@ -105,7 +108,7 @@ def train(
         )
         opened.enter_context(contextlib.closing(watch))
         try:
-            training = Training(layout, rank, store, address, options, watch, samples, trackers, own)
+            training = Training(layout, rank, store, address, options, watch, samples, trackers, own, validation)
             on_start(training)
             _run_steps(training, report)
             training.close()
@@ -122,16 +125,19 @@ def train(
 
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:
     options = training.options
-    go_on, due = training.progress.step < options.steps, False
+    go_on, due, validated = training.progress.step < options.steps, False, True
     recorder = None
     if options.profiled_steps and options.log_dir is not None:
         directory = options.log_dir / PROFILE_FOLDER
         recorder = Recorder(directory, training.rank, training.layout.plan.world_size, steps=options.profiled_steps)
         training.log.annotate = record_function
     while go_on:
-        # Between outer steps the regions' weights differ: a checkpoint waits until they meet.
-        due = due or bool(options.checkpoint_every and (training.progress.step + 1) % options.checkpoint_every == 0)
-        result, go_on = training.step(meet=due)
+        # Between outer steps the regions' weights differ: checkpoint and validation wait until they meet.
+        step = training.progress.step
+        due = due or bool(options.checkpoint_every and (step + 1) % options.checkpoint_every == 0)
+        validated = validated and not training.validates(step)
+        result, go_on = training.step(meet=due or not validated, validate=not validated)
+        validated = validated or result["together"]
         report(result)
         if recorder is not None:
             recorder.step()

@@ -197,12 +197,17 @@ class Sharding:
         self.most_passing_bytes = 0
         """Most bytes of whole weights, of those on their way, and of whole gradients at one time."""
         peers = sorted({owner for bucket in buckets for owner in bucket.split.owners})
-        self._uses: dict[int, list[Use]] = {}
+        self._training: dict[int, list[Use]] = {}
+        self._validation: dict[int, list[Use]] = {}
+        self._uses = self._training
+        """By peer, the layers that it computes in a step or in a round of validation."""
         self._shares: dict[int, int] = {}
         for peer in peers:
             stage, worker, _ = layout.plan.rank_places[peer]
             actions = worker_order(layout.plan, stage, worker)
-            self._uses[peer] = list(uses(actions, buckets_by_layer(layout, stage)))
+            layers = buckets_by_layer(layout, stage)
+            self._training[peer] = list(uses(actions, layers))
+            self._validation[peer] = list(uses([action for action in actions if action.kind == "F"], layers))
             self._shares[peer] = len(actions) // 2
 
     def _shared(self, peer: int, *, zero: int = 2) -> list[ShardedBucket]:
@@ -210,22 +215,32 @@ class Sharding:
 
     def begin_step(self) -> None:
         """Start to take gradients from the other owners and to send them weights."""
-        self._at = 0
         for bucket in self._buckets.values():
             bucket.expect(sum(self._shares[owner] for owner in bucket.split.owners))
+        for peer in self._training:
+            if peer != self._rank:
+                splits = [bucket.split for bucket in self._shared(peer)]
+                self._gradients.collect(
+                    *(peer, splits * self._shares[peer], self._dtype),
+                    lambda split, part: self._buckets[split.name].add(part),
+                )
+        for job in self._gradients.jobs:
+            job.add_done_callback(self._pass_on)
+        self._begin_weights(self._training)
+
+    def begin_validation(self) -> None:
+        """Start to send the other owners weights for a round of forwards."""
+        self._begin_weights(self._validation)
+
+    def _begin_weights(self, uses_by_peer: dict[int, list[Use]]) -> None:
+        self._at, self._uses = 0, uses_by_peer
         for peer in self._uses:
             if peer == self._rank:
                 continue
-            splits = [bucket.split for bucket in self._shared(peer)]
-            self._gradients.collect(
-                peer, splits * self._shares[peer], self._dtype, lambda split, part: self._buckets[split.name].add(part)
-            )
             shared = {bucket.name: bucket for bucket in self._shared(peer, zero=3)}
             self._weights.serve(
                 peer, [shared[name].weights for use in self._uses[peer] for name in use.fetched if name in shared]
             )
-        for job in self._gradients.jobs:
-            job.add_done_callback(self._pass_on)
         self._fetch(0)
 
     def _pass_on(self, job: Future[None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ from polygon.domain.schedule import worker_order
 from polygon.export.chrome_trace import Interval, chrome_trace
 from polygon.files import write_json
 from polygon.notation import format_json
-from runners.engine.metrics import StepFigures
+from runners.engine.metrics import VALIDATION, StepFigures
 
 TRACE_FILE = "trace.json"
 RUN_FILE = "run.jsonl"
@@ -112,12 +112,26 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
         "order_differs_on_ranks": orders_differ(plan, directory),
         "log": str(path),
         "trace": str(directory / TRACE_FILE),
-    }
+    } | validated(steps)
 
 
 def print_summary(summary: dict[str, Any], *, as_json: bool) -> None:
     """The figures on standard output, for people or machines."""
     sys.stdout.write(format_json(summary) if as_json else format_summary(summary) + "\n")
+
+
+def format_validation(figures: Mapping[str, Any]) -> str:
+    """What validation found, where there was one."""
+    if "validation_loss" not in figures:
+        return ""
+    accuracy = figures.get("validation_accuracy")
+    return f"  validation {figures['validation_loss']:.4f}" + ("" if accuracy is None else f" ({accuracy:.1%} right)")
+
+
+def validated(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Figures of the last validation among a run's steps."""
+    found: Mapping[str, Any] = next((step for step in reversed(steps) if "validation_loss" in step), {})
+    return {name: found[name] for name in VALIDATION if name in found}
 
 
 def format_summary(summary: dict[str, Any]) -> str:
@@ -129,6 +143,8 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"step            {step}"
         + (f", {summary['samples_per_s']:,.1f} samples/s" if "samples_per_s" in summary else ""),
     ]
+    if "validation_loss" in summary:
+        lines.append(f"validation      {format_validation(summary).split(maxsplit=1)[1]}")
     if "bubble" in summary:
         lines.append(
             f"waiting         {summary['bubble']:.1%} of a step for other ranks' computations (bubble), "

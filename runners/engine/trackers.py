@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from polygon.domain.errors import InputError
@@ -77,7 +77,8 @@ class WeightsAndBiases:
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)
-        found, mode = wandb.setup().settings, None
+        found = wandb.setup().settings
+        mode: Literal["offline"] | None = None
         if found.mode == "online" and not _has_account(found):
             if os.environ.get("WANDB_MODE") == "online":
                 raise InputError(

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of, region_file
 from runners.engine.collector import Collector
-from runners.engine.data import Samples, samples_for
+from runners.engine.data import Samples, Shuffled, count_targets, samples_for
 from runners.engine.device import choose_device, device_memory, memory_bytes
 from runners.engine.emulation import Pace, backward_shares, least_seconds
 from runners.engine.gradients import Bucket
@@ -67,9 +67,10 @@ class Training:
         samples: Samples | None = None,
         trackers: Trackers | None = None,
         own: OwnModel | None = None,
+        validation: Shuffled | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
-        self._watch = watch
+        self._watch, self._validation = watch, validation
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
         stage, worker, _ = plan.rank_places[rank]
         pool = problem.cluster.pools[plan.stages[stage].workers[worker].pool]
@@ -314,8 +315,11 @@ class Training:
         reducer.wait()
         return self._read(told[0])._replace(norm=sum(self._square(bucket) for bucket in self.buckets) ** 0.5)
 
-    def step(self, *, meet: bool = False) -> tuple[dict[str, Any], bool]:
-        """One optimizer step: what was measured, and whether to go on; `meet`: make the regions' weights equal soon."""
+    def step(self, *, meet: bool = False, validate: bool = False) -> tuple[dict[str, Any], bool]:
+        """One optimizer step: what was measured, and whether to go on.
+
+        `meet`: make the regions' weights equal soon; `validate`: where they are, hold them against the samples for it.
+        """
         start_s, worker, step = time.time(), self.worker, self.progress.step
         last = step + 1 == self.options.steps
         self.alone = self.rounds.alone(step)
@@ -358,10 +362,33 @@ class Training:
             "exchanged_bytes": worker.take_exchanged_bytes(), "tokens_here": worker.tokens,
         }  # fmt: skip
         self.wires.sent_bytes.clear()
+        if together and validate:
+            result |= self._validate()
         self.log.write("step", **result)
         if self.collector is not None:
             self.collector.add(result)
         return result, not (together and scalars.stop) and not last
+
+    def validates(self, step: int) -> bool:
+        """Whether validation is to follow a step."""
+        every = self.options.validate_every
+        if self._validation is None or not every:
+            return False
+        return (step + 1) % every == 0 or step + 1 == self.options.steps
+
+    def _validate(self) -> dict[str, float]:
+        """Mean loss of the samples for validation and, of images, the part that is classified rightly."""
+        assert self._validation is not None
+        start_s, worker, samples = time.time(), self.worker, self._validation
+        values = worker.validate(samples) * float(worker.is_last and worker.place == 0)
+        worker.reducer.line.submit(lambda: self._all.sum_(values, "validation")).result()
+        targets = count_targets(samples, range(len(samples)), worker.targets_per_sample)
+        loss, correct = values.tolist()
+        found = {"validation_loss": loss / max(1, targets), "validation_s": time.time() - start_s}
+        # The next step's figures begin where it does.
+        self.log.take_seconds(), self.log.take_messages(start_s), worker.take_exchanged_bytes()
+        self.wires.sent_bytes.clear()
+        return found | ({"validation_accuracy": correct / targets} if samples.classified else {})
 
     def _packing_error(self) -> dict[str, float]:
         """Part that packing dropped from messages of this step, by what they carried; what was not packed is not named.

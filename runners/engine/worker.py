@@ -27,19 +27,20 @@ from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.schedule import Action, worker_order
 from runners.engine.context import part_of
-from runners.engine.data import Samples, count_targets
+from runners.engine.data import Samples, Shuffled, count_targets
 from runners.engine.experts import EXPERT, BalanceLoss
 from runners.engine.gradients import Bucket, Reducer
 from runners.engine.layers import (
     TIED_COPY,
     TIED_WEIGHT,
     Attention,
+    Head,
     attach_groups,
     build_layers,
     layer_name,
     shard_dim,
 )
-from runners.engine.layout import Layout
+from runners.engine.layout import MESSAGES, Layout
 from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.own_model import OwnModel
@@ -110,18 +111,19 @@ class StageWorker:
         self.balance = BalanceLoss(weight=options.balance)
         attach_groups(self.layers, self.context, self.experts, self.balance)
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
-        self._targets_per_sample = 1 if model.family == "vit" or own_model is not None else batch.seq_len
+        self.targets_per_sample = 1 if model.family == "vit" or own_model is not None else batch.seq_len
         self.loss_scale = 1.0
         """One over the targets of the step's global batch."""
         self.overflow_scale = 1.0
         """Factor on the loss, and so on all gradients, that keeps small fp16 gradients from vanishing."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=wires.device)
         self._shape = (self.plan.micro_batch_size, batch.seq_len // layout.context, model.hidden_size)
-        self._shapes: dict[str, tuple[int, ...]] = {"F": self._shape, "B": self._shape}
+        self._shapes: dict[str, tuple[int, ...]] = dict.fromkeys(MESSAGES, self._shape)
         """Of what is received before a forward and before a backward."""
         self.step_flops: float | None = None
         if own_model is not None:
-            self._shapes = {"F": own_model.shapes[stage.first_layer - 1], "B": own_model.shapes[stage.last_layer - 1]}
+            before, after = own_model.shapes[stage.first_layer - 1], own_model.shapes[stage.last_layer - 1]
+            self._shapes = {"F": before, "B": after, "V": before}
             self.step_flops = own_model.micro_batch_flops * self.plan.micro_batches
         self._recompute = stage.recompute == "full"
         for module in self.layers.modules():
@@ -231,21 +233,25 @@ class StageWorker:
 
     def _peer(self, action: Action) -> int:
         """Who sends what this action needs; the other way round, who needs what the opposite action makes."""
-        return self.layout.peer(action.micro_batch, self.stage + (-1 if action.kind == "F" else 1), self.part)
+        return self.layout.peer(action.micro_batch, self.stage + (1 if action.kind == "B" else -1), self.part)
 
     def _codec(self, source: int, target: int, kind: str) -> Codec:
         use = self.plan.link_use(self.layout.region_of[source], self.layout.region_of[target])
-        return make_codec(use.activations if kind == "F" else use.activation_gradients)
+        return make_codec(use.activation_gradients if kind == "B" else use.activations)
 
     def _post(self, count: int) -> None:
         """Post receives until so many are posted."""
         while len(self._posted) < count and (wanted := next(self._ahead, None)) is not None:
-            step, action = wanted
-            peer = self._peer(action)
-            shape = self._shapes[action.kind]
-            n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(math.prod(shape), self.dtype)
-            tag = self.layout.tag(step, action.kind, action.micro_batch)
-            self._posted[wanted] = self.wires.post_receive(peer, tag, n_bytes)
+            self._post_receive(*wanted)
+
+    def _post_receive(self, step: int, action: Action) -> None:
+        """Post the receive of what lets an action start."""
+        peer = self._peer(action)
+        n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(
+            math.prod(self._shapes[action.kind]), self.dtype
+        )
+        tag = self.layout.tag(step, action.kind, action.micro_batch)
+        self._posted[step, action] = self.wires.post_receive(peer, tag, n_bytes)
 
     def _receive(self, step: int, action: Action) -> torch.Tensor:
         start_s = time.time()
@@ -267,13 +273,13 @@ class StageWorker:
         """Send what lets the action of that kind start on the neighbouring stage (a worker's first rank does)."""
         if self.place:
             return
-        peer = self.layout.peer(micro_batch, self.stage + (1 if kind == "F" else -1), self.part)
+        peer = self.layout.peer(micro_batch, self.stage + (-1 if kind == "B" else 1), self.part)
         with self.log.interval("send", f"send {kind}{micro_batch}"):
             codec = self._codec(self.rank, peer, kind)
             payload = codec.compress(tensor)
             self.log.handed_s[f"{kind}{micro_batch}"] = time.time()
             self._sendings.append((step, self.wires.send(peer, self.layout.tag(step, kind, micro_batch), payload)))
-            what = "activations" if kind == "F" else "activation_gradients"
+            what = "activation_gradients" if kind == "B" else "activations"
             # One message of a kind a step is measured: unpacking all of them again would cost as much as packing.
             if codec.name != "none" and what not in self.packing_error:
                 self.packing_error[what] = relative_error(codec, payload, tensor)
@@ -283,12 +289,9 @@ class StageWorker:
         first = self._first_sample + step * self.global_batch + micro_batch * size
         return range(first, first + size)
 
-    def _draw(self, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a micro-batch, of this rank's part of the sequences."""
-        drawn, targets = self.samples.batch(self._numbers(step, micro_batch))
-        return (
-            (drawn, targets) if self.context is None else (part_of(drawn, self.context), part_of(targets, self.context))
-        )
+    def _part(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Of inputs or targets, this rank's part of the sequences."""
+        return drawn if self.context is None else part_of(drawn, self.context)
 
     def _precision(self) -> AbstractContextManager:
         if self.dtype == torch.float32:
@@ -296,13 +299,22 @@ class StageWorker:
         return torch.autocast(self.wires.device.type, dtype=self.dtype)
 
     def _forward(self, step: int, micro_batch: int) -> None:
-        device, inputs = self.wires.device, None
-        if not self.is_first:
-            inputs = self._receive(step, Action("F", micro_batch)).requires_grad_()
-        with self.log.interval("compute", f"F{micro_batch}"), self._precision():
+        inputs = None if self.is_first else self._receive(step, Action("F", micro_batch)).requires_grad_()
+        with self.log.interval("compute", f"F{micro_batch}"):
+            x = self._run_layers(inputs, lambda: self.samples.batch(self._numbers(step, micro_batch)))
+        if not self.is_last:
+            self._send(step, "F", micro_batch, x)
+        self._held[micro_batch] = (inputs, x)
+
+    def _run_layers(
+        self, inputs: torch.Tensor | None, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """The stage's layers on what came from the stage before, or on samples; the last stage adds up the loss."""
+        device = self.wires.device
+        with self._precision():
             targets: torch.Tensor | None = None
             if self.is_first or self.is_last:
-                drawn, targets = self._draw(step, micro_batch)
+                drawn, targets = map(self._part, draw())
             x = drawn.to(device) if inputs is None else inputs
             for layer, module in self.layers.items():
                 if self._sharding is not None:
@@ -317,9 +329,44 @@ class StageWorker:
                     x.register_hook(partial(self._enter_backward, int(layer)))
             if self.is_last:
                 self.loss_sum += x.detach()
+        return x
+
+    @torch.no_grad()
+    def validate(self, samples: Shuffled) -> torch.Tensor:
+        """Forward of all samples, each once: the sum of their losses and how many were right (of this rank's)."""
+        self.loss_sum.zero_()
+        head = self.layers[str(self.layout.problem.model.layers - 1)] if self.is_last else None
+        correct = torch.zeros((), dtype=torch.int64, device=self.wires.device)
+        if isinstance(head, Head):
+            head.correct = correct
+        # As many micro-batches as in a step, on the same routes; the last round is filled with blank samples.
+        for first in range(0, len(samples), self.global_batch):
+            if self._sharding is not None:
+                self._sharding.begin_validation()
+            for action in self.actions:
+                if action.kind == "F":
+                    self._validate(first, Action("V", action.micro_batch), samples)
+            if self._sharding is not None:
+                self._sharding.end_schedule()
+            while self._sendings:
+                self._sendings.popleft()[1].wait()
+        if isinstance(head, Head):
+            head.correct = None
+        return torch.stack([self.loss_sum, correct.to(torch.float64)])
+
+    def _validate(self, first: int, action: Action, samples: Shuffled) -> None:
+        """Forward of a micro-batch of the samples from `first` on."""
+        size, round_ = self.plan.micro_batch_size, first // self.global_batch
+        self.on_action(f"{action} of a validation")
+        inputs = None
+        if not self.is_first:
+            if self.place == 0:
+                self._post_receive(round_, action)
+            inputs = self._receive(round_, action)
+        with self.log.interval("validate", str(action)):
+            x = self._run_layers(inputs, lambda: samples.batch_or_fill(first + action.micro_batch * size, size))
         if not self.is_last:
-            self._send(step, "F", micro_batch, x)
-        self._held[micro_batch] = (inputs, x)
+            self._send(round_, "V", action.micro_batch, x)
 
     def _enter_backward(self, layer: int, gradient: torch.Tensor) -> None:
         """Called when the gradient of a layer's output is there."""
@@ -351,7 +398,7 @@ class StageWorker:
         self.loss_sum.zero_()
         first = self._first_sample + step * self.global_batch
         everything = range(first, first + self.global_batch)
-        self.loss_scale = 1.0 / max(1, count_targets(self.samples, everything, self._targets_per_sample))
+        self.loss_scale = 1.0 / max(1, count_targets(self.samples, everything, self.targets_per_sample))
         self.balance.scale = self.loss_scale * self.overflow_scale
         self.executed = []
         self.packing_error.clear()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from polygon.domain.errors import InputError, located, one_of
@@ -57,6 +57,25 @@ class DataPart(Strict):
     """Folder of prepared data; none: `~/.cache/polygon`."""
     samples: Count | None = None
     """Most samples that are read, or of a generated set how many there are."""
+    part: Literal["train", "test"] = "train"
+    """Which part of an image set that has several."""
+
+
+class ValidationPart(Strict):
+    """Samples that are never trained on: the loss on all of them (for images also the accuracy), every few steps.
+
+    They are a fraction of the data that training then does not see, or a `path` or `part` of their own.
+    """
+
+    every: Count
+    """Steps between two validations; the last step is followed by one too."""
+    fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    path: Name | None = None
+    """As in `data`."""
+    part: Literal["test"] | None = None
+    """The test part of an image set."""
+    samples: Count | None = None
+    """At most."""
 
 
 class BatchPart(Strict):
@@ -168,6 +187,7 @@ class Recipe(Strict):
     name: Name
     model: ModelPart
     data: DataPart = DataPart()
+    validation: ValidationPart | None = None
     batch: BatchPart
     parallel: ParallelPart = ParallelPart()
     backend: Name = "engine"

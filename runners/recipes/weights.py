@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,15 +26,20 @@ BLOCK = {
 """Our modules of a block and their names in transformers' files (of several versions)."""
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError("model.weights: found no safetensors, expected it (pip install safetensors)") from None
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder; raises `InputError` where there are none, or nothing to read them with."""
+    if find_spec("safetensors") is None:
+        raise InputError("model.weights: found no safetensors, expected it (pip install safetensors)")
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     require(bool(files), "model.weights", str(folder), "a folder with *.safetensors")
+    return files
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
     tensors: dict[str, torch.Tensor] = {}
-    for path in files:
+    for path in weight_files(folder):
         tensors |= load_file(path)
     return {name.removeprefix("vit."): tensor for name, tensor in tensors.items()}
 

@@ -15,11 +15,13 @@ from runners.engine.layers import build_layers
 from runners.engine.run import train
 from runners.recipes.backends import Job
 from runners.recipes.backends.engine import options_of, problem_and_plan
-from runners.recipes.data import make_samples
+from runners.recipes.data import training_and_validation
 from runners.recipes.schema import Recipe
 from tests.real_ranks import run_ranks
 
 STEPS, BALANCE = 10, 0.02
+VALIDATED = 11
+"""Samples of a validation; no split of batches of 8 divides them."""
 DENSE = {
     "blocks": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_size": 64, "vocab_size": 256, "max_seq_len": 64,
 }  # fmt: skip
@@ -33,6 +35,7 @@ def job_of(change, parallel, *, steps=STEPS, micro_batch=2, **more):
         "model": {"source": "qwen2.5-3b", "change": change},
         "batch": {"global_batch": 8, "micro_batch": micro_batch, "seq_len": 32},
         "parallel": parallel,
+        "validation": {"every": steps // 2 or 1, "fraction": 0.01, "samples": VALIDATED},
         "optimizer": {"learning_rate": 0.003, "balance": BALANCE if "experts" in change else 0.0},
         "steps": steps,
         **more,
@@ -44,9 +47,11 @@ def run_rank(rank, port, job):
     """What every step measured on this rank, and how many parameters are here."""
     problem, plan = problem_and_plan(job)
     steps, here = [], []
+    samples, held = training_and_validation(job.recipe, problem.model, problem.batch.seq_len, job.folder)
     train(
         problem, plan, rank, "127.0.0.1", port, options_of(job, log_dir=None), on_loss=end_process,
         report=steps.append, on_start=lambda training: here.append(sum(len(b.vector) for b in training.buckets)),
+        samples=samples, validation=held,
     )  # fmt: skip
     return steps, here[0]
 
@@ -60,16 +65,21 @@ def plain_loop(rank, port, job):
     for name, module in layers.named_modules():
         if name.endswith("router"):
             module.register_forward_hook(lambda module, inputs, output: scores.append(output))
-    samples = make_samples(job.recipe.data, model, batch.seq_len, options.seed, job.folder)
+    samples, held = training_and_validation(job.recipe, model, batch.seq_len, job.folder)
+
+    def forward(numbers, samples):
+        x, targets = samples.batch(numbers)
+        for layer in layers.values():
+            x = layer(x, targets) if layer is layers[str(model.layers - 1)] else layer(x)
+        return x, targets
+
     parameters = list(dict.fromkeys(layers.parameters()))
     decayed = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]]
     groups = [{"params": decayed[0], "weight_decay": options.weight_decay}, {"params": decayed[1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
-    losses = []
+    losses, validated = [], []
     for step in range(options.steps):
-        x, targets = samples.batch(range(step * batch.global_batch, (step + 1) * batch.global_batch))
-        for layer in layers.values():
-            x = layer(x, targets) if layer is layers[str(model.layers - 1)] else layer(x)
+        x, targets = forward(range(step * batch.global_batch, (step + 1) * batch.global_batch), samples)
         loss, unequal = x / targets.numel(), []
         for layer_scores in scores:
             for sequence in layer_scores:
@@ -83,7 +93,12 @@ def plain_loop(rank, port, job):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        if (step + 1) % options.validate_every == 0:
+            with torch.no_grad():
+                parts = [forward(range(number, number + 1), held) for number in range(VALIDATED)]
+            scores.clear()
+            validated.append(sum(x.item() for x, _ in parts) / sum(targets.numel() for _, targets in parts))
+    return losses, validated
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +110,14 @@ def plain():
     return found
 
 
+def agree(steps, expected):
+    """Losses of training and of validation are those of the plain loop."""
+    losses, validated = expected
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-5)
+    found = [step["validation_loss"] for step in steps if "validation_loss" in step]
+    assert found == pytest.approx(validated, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
@@ -102,16 +125,20 @@ def plain():
         ("dense", {"tp": 2, "cp": 2, "zero": 1}),
         ("moe", {"tp": 2, "cp": 2, "ep": 2}),
         ("moe", {"dp": 2, "cp": 2, "ep": 4}),
-        ("moe", {"dp": 2, "pp": 2, "ep": 2}),
+        ("moe", {"dp": 2, "pp": 2, "ep": 2, "zero": 3}),
     ],
 )
 def test_no_degree_changes_the_losses(plain, kind, parallel):
-    """Data, tensor, pipeline, context and expert parallelism, together, give a plain loop's losses to 1e-5."""
+    """Data, tensor, pipeline, context and expert parallelism, together, give a plain loop's losses to 1e-5.
+
+    So does the loss of a validation on samples that no split of the batch divides: each counts once.
+    """
     job = job_of(DENSE if kind == "dense" else MOE, parallel)
     world_size = job.recipe.parallel.world_size
     for steps, _ in run_ranks(run_rank, world_size, job):
-        assert [step["loss"] for step in steps] == pytest.approx(plain[kind], rel=1e-5)
-    assert plain[kind][-1] < 0.95 * plain[kind][0]
+        agree(steps, plain[kind])
+    losses, validated = plain[kind]
+    assert losses[-1] < 0.95 * losses[0] and len(validated) == 2
 
 
 def test_degrees_resume_from_one_another(plain, tmp_path):
@@ -123,7 +150,7 @@ def test_degrees_resume_from_one_another(plain, tmp_path):
         job = job_of(MOE, parallel, steps=steps, checkpoint=saved)
         measured, _ = run_ranks(run_rank, job.recipe.parallel.world_size, job)[0]
         losses += [step["loss"] for step in measured]
-    assert losses == pytest.approx(plain["moe"], rel=1e-5)
+    assert losses == pytest.approx(plain["moe"][0], rel=1e-5)
 
 
 def test_a_recipe_takes_a_plan(plain, tmp_path):
@@ -136,7 +163,7 @@ def test_a_recipe_takes_a_plan(plain, tmp_path):
     write_plan(tmp_path / "plan.json", problem, uneven)
     job = job_of(DENSE, {}, backend="plan", plan=str(tmp_path / "plan.json"))
     for steps, _ in run_ranks(run_rank, 3, job):
-        assert [step["loss"] for step in steps] == pytest.approx(plain["dense"], rel=1e-5)
+        agree(steps, plain["dense"])
 
 
 def test_context_parallelism_splits_tokens_and_sends_each_to_its_heads():

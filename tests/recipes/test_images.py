@@ -87,6 +87,38 @@ def test_a_folder_of_images_per_class_and_food_101s_list(tmp_path):
         read(tmp_path / "food", vit(), tmp_path)
 
 
+@pytest.mark.parametrize("place", ["test", "meta", "cifar"])
+def test_the_test_part_of_a_set(tmp_path, drawn, place):
+    """Whatever the set calls it, the test part has its own images, and the classes of the training part."""
+    pixels, classes = drawn
+    if place == "cifar":
+        cifar_binary(tmp_path / "set", pixels, classes)
+        (tmp_path / "set" / "train.bin").rename(tmp_path / "set" / "test.bin")
+        expected = classes.tolist()
+    else:
+        for name, value in (("apple_pie", 40), ("waffles", 200)):
+            for part, number in (("train", 0), ("validation", 1)):
+                folder = tmp_path / "set" / ("images" if place == "meta" else part) / name
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (32, 32), (value + number, 0, 0)).save(folder / f"{number}.png")
+        if place == "meta":
+            (tmp_path / "set" / "meta").mkdir()
+            (tmp_path / "set" / "meta" / "test.txt").write_text("apple_pie/1\nwaffles/1\n")
+        expected = [0, 1]
+    images, found = in_first_order(read(tmp_path / "set", vit(), tmp_path, part="test"))
+    assert found.tolist() == expected
+    if place != "cifar":
+        assert np.allclose(images[:, 0, 0, 0], np.array([41, 201]) / 127.5 - 1, atol=1e-6)
+
+
+def test_a_set_without_a_test_part_is_refused(tmp_path):
+    """Training images are never taken for it."""
+    (tmp_path / "set" / "apple_pie").mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(tmp_path / "set" / "apple_pie" / "0.png")
+    with pytest.raises(InputError, match="of the part 'test'"):
+        read(tmp_path / "set", vit(), tmp_path, part="test")
+
+
 def test_the_hubs_cache(tmp_path, drawn, monkeypatch):
     """Parquet with encoded images, found below HF_HOME by the name of the set."""
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: parquet is not tried")

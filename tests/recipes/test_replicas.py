@@ -1,9 +1,11 @@
 """Vision transformers on replicas: every recipe trains as one process does, and memory is what the formula says."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
-from functools import cache
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.models import batch_of, model_of
+from runners.recipes.replicas.saving import WHOLE, EngineFiles, Home
 from runners.recipes.replicas.state import StateBytes, predicted_state
 from runners.recipes.replicas.whole import WholeModel, adapter, add_lora
 from runners.recipes.replicas.zero import ZeroReplica, config_of
@@ -22,10 +26,16 @@ from runners.recipes.table import on_one_process
 from runners.recipes.weights import load_weights
 from runners.train import main
 from tests.deepspeed_parser import read_by_deepspeed
-from tests.real_ranks import run_ranks
+from tests.real_ranks import preload, run_ranks
+
+if find_spec("deepspeed") is not None:
+    preload("deepspeed")
 
 RECIPES = Path("instances/recipes")
-STEPS = 3
+STEPS = 4
+VALIDATION = "validation={every: 2, fraction: 0.04}"
+"""72 of 1,797 digits: some of the last batch are blank."""
+VALIDATED = ("validation_loss", "validation_accuracy")
 TINY = ("vit-tiny-lora", "vit-tiny-ddp", "vit-tiny-zero2", "vit-tiny-zero3", "vit-tiny-zeropp")
 
 
@@ -34,21 +44,38 @@ def need_deepspeed():
         pytest.skip("DeepSpeed is not installed (DS_BUILD_OPS=0 pip install -e .[deepspeed]): its recipes are not run")
 
 
-def losses(path):
-    return [json.loads(line)["loss"] for line in Path(path).read_text().splitlines()]
+def job_of(name, out, *settings, steps=STEPS):
+    """A recipe that validates on samples that its batches do not divide."""
+    recipe = read_recipe(RECIPES / f"{name}.yaml", [f"steps={steps}", VALIDATION, *settings])
+    return Job(recipe, RECIPES, Path(out), "cpu")
 
 
-def alone(rank, port, recipe, out):
-    """The recipe's training on one process; its losses."""
-    job = Job(on_one_process(recipe), RECIPES, Path(out), "cpu")
-    backend = backend_of(job)
-    assert backend.run_rank(job, Place(0, 1, 0, "127.0.0.1", port)) == 0
-    return losses(backend.summary(job)["log"])
+def run_rank(rank, port, job, ranks):
+    """A rank of the recipe's backend."""
+    assert backend_of(job).run_rank(job, Place(rank, ranks, rank, "127.0.0.1", port)) == 0
 
 
-@cache
-def reference(name, folder):
-    return run_ranks(alone, 1, read_recipe(RECIPES / f"{name}.yaml", [f"steps={STEPS}"]), f"{folder}/{name}")[0]
+def ran(job):
+    """Summary and steps of a recipe that was run on its ranks."""
+    ranks = backend_of(job).world_size(job)
+    run_ranks(run_rank, ranks, job, ranks, timeout_s=600)
+    summary = backend_of(job).summary(job)
+    return summary, [json.loads(line) for line in Path(summary["log"]).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a recipe's training on one process measures; recipes alike but for their degrees share it."""
+    found = {}
+
+    def steps_of(job):
+        single = on_one_process(job.recipe).model_copy(update={"checkpoint": None, "name": ""})
+        key = single.model_dump_json()
+        if key not in found:
+            found[key] = ran(replace(job, recipe=single, out=tmp_path_factory.mktemp("alone")))[1]
+        return found[key]
+
+    return steps_of
 
 
 def test_every_tiny_vision_recipe_is_tried():
@@ -57,25 +84,82 @@ def test_every_tiny_vision_recipe_is_tried():
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_recipes_train_as_one_process_does(name, tmp_path, tmp_path_factory):
-    """Losses are those of one process, and every rank holds the weights, gradients and state that are predicted."""
-    recipe = read_recipe(RECIPES / f"{name}.yaml")
-    if recipe.backend == "deepspeed":
+def test_recipes_train_as_one_process_does(name, tmp_path, alone):
+    """Losses, of training and validation, are those of one process; ranks hold what is predicted.
+
+    A run that goes on from a checkpoint has the same losses to the last bit.
+    """
+    if name.startswith("vit-tiny-zero"):
         need_deepspeed()
-    command = [sys.executable, "-m", "runners.train", f"{RECIPES}/{name}.yaml", "--steps", str(STEPS)]
-    ran = subprocess.run([*command, "-o", str(tmp_path), "--json"], capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    summary = json.loads(ran.stdout)
+    saved = f"checkpoint={{folder: {tmp_path}/saved, every: 2}}"
+    job = job_of(name, tmp_path / "whole", saved)
+    recipe, (summary, steps) = job.recipe, ran(job)
     # 16-bit weights round their update, autocast does not: the replicas of one process keep 32-bit weights.
     tolerance = 1e-5 if recipe.memory.precision == "fp32" else 0.02
-    expected = reference(name, str(tmp_path_factory.getbasetemp()))
-    assert losses(summary["log"]) == pytest.approx(expected, rel=tolerance)
-    assert summary["ranks"] == recipe.parallel.world_size
+    expected = alone(job)
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=tolerance)
+    validated = [[step[key] for step in run if key in step] for run in (steps, expected) for key in VALIDATED]
+    assert validated[0] == pytest.approx(validated[2], rel=tolerance) and len(validated[0]) == 2
+    # An image of many more or less may turn with the rounding of 16 bits.
+    assert validated[1] == pytest.approx(validated[3], abs=0.0 if tolerance < 0.02 else 0.02)
+    assert summary["validation_loss"] == validated[0][-1]
+    assert [step["mfu"] * step["seconds"] for step in steps] == pytest.approx(
+        [steps[0]["mfu"] * steps[0]["seconds"]] * STEPS
+    )
     # Of the parameter that the border between two partitions cuts, ZeRO-2 keeps the whole gradient.
     model = model_of(recipe.model, RECIPES)
     cut = 4 * model.hidden_size * model.ffn_size if recipe.parallel.zero == 2 else 0
     for part, n_bytes in summary["predicted_state_bytes"].items():
         assert summary["state_bytes"][part] == pytest.approx(n_bytes, rel=0.01, abs=cut), part
+    if name != "vit-tiny-zeropp":
+        newest = max((tmp_path / "saved").glob("*-0000000*"), key=lambda path: path.name)
+        shutil.rmtree(newest)
+        again = job_of(name, tmp_path / "again", f"checkpoint={{folder: {tmp_path}/saved, resume: true}}")
+        _, rest = ran(again)
+        assert [(step["step"], step["loss"]) for step in rest] == [(step["step"], step["loss"]) for step in steps[2:]]
+
+
+def test_the_engine_goes_on_from_torchs_checkpoint(tmp_path, alone):
+    """Saved by DDP's replicas, resumed by the engine's pipeline stages: losses go on, and so does the accuracy."""
+    saved = f"checkpoint={{folder: {tmp_path}/saved}}"
+    ran(job_of("vit-tiny-ddp", tmp_path / "ddp", saved, steps=2))
+    settings = ("backend=engine", "parallel={pp: 2}", saved, "checkpoint.resume=true")
+    _, rest = ran(job_of("vit-tiny-ddp", tmp_path / "engine", *settings))
+    expected = alone(job_of("vit-tiny-ddp", tmp_path))
+    assert [step["loss"] for step in rest] == pytest.approx([step["loss"] for step in expected[2:]], rel=1e-5)
+    assert rest[-1]["validation_accuracy"] == expected[-1]["validation_accuracy"]
+
+
+def test_an_interrupted_run_saves_and_goes_on(tmp_path):
+    """Ctrl-C ends all ranks after their step with a checkpoint and exit code 130; resumed, steps go on from it."""
+    saved = f"checkpoint={{folder: {tmp_path}/saved, resume: true}}"
+    command = [sys.executable, "-m", "runners.train", f"{RECIPES}/vit-tiny-ddp.yaml", "--set", saved, "--device", "cpu"]
+    command += ["-o", str(tmp_path / "a"), "--steps", "100000"]
+    told = ""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+        for line in started.stderr:
+            told += line
+            if "step     1" in line:
+                started.send_signal(signal.SIGINT)
+    assert started.returncode == 130, told
+    [at] = (tmp_path / "saved").glob("step-*")
+    done = int(at.name.removeprefix("step-"))
+    _, steps = ran(job_of("vit-tiny-ddp", tmp_path / "b", saved, steps=done + 1))
+    assert [step["step"] for step in steps] == [done]
+
+
+def test_checkpoints_of_other_ranks_are_refused(tmp_path):
+    """DeepSpeed's files fit the ranks that wrote them; who resumes with others is told so in one line."""
+    need_deepspeed()
+    (tmp_path / "deepspeed-00000002").mkdir()
+    said = {"step": 2, "samples": 128, "seed": 0, "ranks": 4, "zero": 2}
+    (tmp_path / "deepspeed-00000002" / WHOLE).write_text(json.dumps(said))
+    recipe = job_of("vit-tiny-zero2", tmp_path, f"checkpoint={{folder: {tmp_path}}}").recipe
+    home = Home(tmp_path, recipe.checkpoint, tiny_model(), seed=0, rank=0, ranks=2, store=None)
+    with pytest.raises(InputError, match=r"deepspeed-00000002: ranks: found 4, expected 2"):
+        EngineFiles(home, engine=None, zero=2).resume()
+    home = replace(home, folder=tmp_path / "none")
+    assert EngineFiles(home, engine=None, zero=2).resume() is None
 
 
 def zero_states(rank, port, _):
@@ -206,20 +290,18 @@ def test_deepspeeds_parser_takes_the_large_recipes():
         ("vit-tiny-zero2", "parallel.zero=0", "backend ddp"),
         ("vit-tiny-ddp", "parallel.zero=2", "else backend deepspeed"),
         ("vit-tiny-ddp", "parallel.tp=2", "else backend engine"),
-        ("vit-tiny-lora", "lora.targets=[keys]", "expected names of linear layers"),
+        ("vit-tiny-lora", "lora.targets=[keys]", "found 'keys', expected names of linear layers: down, key, output"),
         ("vit-tiny-lora", "model.weights=/nowhere", "a folder with *.safetensors"),
     ],
 )
-def test_what_cannot_be_run_is_said(name, setting, message, tmp_path):
+def test_what_cannot_be_run_is_said(name, setting, message, tmp_path, capsys):
     """Exit code 2, with the recipe's field and what else would do."""
     if name.startswith("vit-tiny-zero"):
         need_deepspeed()
-    command = [sys.executable, "-m", "runners.train", f"{RECIPES}/{name}.yaml", "--set", setting, "-o", str(tmp_path)]
-    if name == "vit-tiny-lora":  # found out by the rank, which a process of its own is
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 2 and message in ran.stderr
-        return
-    assert main([*command[3:], "--device", "cpu"]) == 2
+    command = [f"{RECIPES}/{name}.yaml", "--set", setting, "-o", str(tmp_path)]
+    assert main([*command, "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("precision, optimizer", [("fp32", 12), ("bf16", 12), ("fp32", 8)])

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from polygon.domain.errors import require
 from runners.recipes.backends import Job, Place
-from runners.recipes.models import model_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -25,7 +24,7 @@ def world_size(job: Job) -> int:
     from runners.recipes.replicas.loop import check_replicated
 
     recipe = job.recipe
-    check_replicated(recipe, model_of(recipe.model, job.folder))
+    check_replicated(job)
     require(recipe.parallel.zero == 0, "parallel.zero", recipe.parallel.zero, "0 (else backend deepspeed or engine)")
     require(recipe.memory.offload == "none", "memory.offload", recipe.memory.offload, "none (else deepspeed or engine)")
     return recipe.parallel.dp

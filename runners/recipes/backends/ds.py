@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runners.recipes.backends import Job, Place
-from runners.recipes.models import model_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -26,7 +25,7 @@ def world_size(job: Job) -> int:
     from runners.recipes.replicas.loop import check_replicated
     from runners.recipes.replicas.zero import check_zero
 
-    check_replicated(job.recipe, model_of(job.recipe.model, job.folder))
+    check_replicated(job)
     check_zero(job.recipe, on_gpu=job.device != "cpu" and torch.cuda.is_available())
     return job.recipe.parallel.dp
 

@@ -16,7 +16,7 @@ from runners.engine.layout import check_runnable
 from runners.engine.options import Options
 from runners.engine.summary import summarise, write_trace
 from runners.recipes.backends import Job, Place
-from runners.recipes.data import make_samples
+from runners.recipes.data import training_and_validation
 from runners.recipes.memory import predicted_peaks
 from runners.recipes.models import batch_of, beside, model_of
 from runners.recipes.schema import MetricsPart, Recipe
@@ -103,6 +103,7 @@ def options_of(job: Job, log_dir: Path | None = None) -> Options:
         checkpoint_every=0 if saved is None else saved.every,
         checkpoints_kept=3 if saved is None else saved.keep,
         resume=saved is not None and saved.resume,
+        validate_every=0 if recipe.validation is None else recipe.validation.every,
         device=job.device,
         log_dir=log_dir,
         **_observed(recipe.metrics, log_dir),
@@ -123,12 +124,16 @@ def run_rank(job: Job, place: Place) -> int:
     from runners.recipes.tensor_bytes import restart_peak
 
     problem, plan = problem_and_plan(job)
-    samples = make_samples(job.recipe.data, problem.model, problem.batch.seq_len, job.recipe.seed, job.folder)
+    samples, validation = training_and_validation(job.recipe, problem.model, problem.batch.seq_len, job.folder)
     if place.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
         write_plan(job.out / "plan.json", problem, plan)
     options = options_of(job, job.out)
-    return run_rank(problem, plan, place.rank, place.host, place.port, options, place.listen_fd, samples, restart_peak)
+    return run_rank(
+        *(problem, plan, place.rank, place.host, place.port, options, place.listen_fd, samples),
+        before_steps=restart_peak,
+        validation=validation,
+    )
 
 
 def summary(job: Job) -> dict[str, Any]:

@@ -12,14 +12,42 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from runners.recipes.schema import DATA_KINDS, DataPart
+from runners.recipes.schema import DATA_KINDS, DataPart, Recipe
 
 if TYPE_CHECKING:
-    from runners.engine.data import Samples
+    from runners.engine.data import Samples, Shuffled
 
 
 def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> Samples:
     """Samples of a recipe; raises `InputError` where the data cannot be read or does not fit the model."""
     module = import_module(f"{__name__}.{DATA_KINDS[part.kind]}")
     return module.make_samples(part, model, seq_len, seed, folder)
+
+
+def training_and_validation(
+    recipe: Recipe, model: Model, seq_len: int, folder: Path
+) -> tuple[Samples, Shuffled | None]:
+    """Samples to train on, and those to validate on where the recipe asks for it; no sample is among both.
+
+    Raises
+    ------
+    InputError
+        As `make_samples`; or a set of its own that would need a tokenizer of its own.
+    """
+    from runners.engine.data import Shuffled, hold_out
+
+    samples = make_samples(recipe.data, model, seq_len, recipe.seed, folder)
+    part = recipe.validation
+    if part is None:
+        return samples, None
+    if part.path is None and part.part is None:
+        assert isinstance(samples, Shuffled)
+        return hold_out(samples, part.fraction, part.samples)
+    if recipe.data.kind == "instructions" and recipe.data.tokenizer is None:
+        raise InputError("data.tokenizer: found none, expected one for both (validation has a path of its own)")
+    change = {"path": part.path or recipe.data.path, "samples": part.samples, "part": part.part or "train"}
+    own = make_samples(recipe.data.model_copy(update=change), model, seq_len, recipe.seed, folder)
+    assert isinstance(own, Shuffled)
+    return samples, own

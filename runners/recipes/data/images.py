@@ -17,7 +17,6 @@ import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,44 +28,20 @@ from runners.recipes.models import beside
 from runners.recipes.schema import DataPart
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
+
+    from runners.engine.data import ImageSamples
 
 HUB = {"cifar100": "datasets--uoft-cs--cifar100", "food101": "datasets--ethz--food101"}
 """Folder of a set in the hub's cache."""
+NAMES_OF = {"train": ("train",), "test": ("test", "validation", "val")}
+"""What sets call their parts."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 CIFAR_SIDE = 32
 
 
-@dataclass
-class MappedImages:
-    """Samples of a decoded set, in an order shuffled anew each epoch."""
-
-    images: np.ndarray
-    """uint8, shape (images, channels, side, side)."""
-    classes: np.ndarray
-    seed: int
-
-    def __post_init__(self) -> None:
-        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
-
-    def _place(self, number: int) -> int:
-        epoch, place = divmod(number, len(self.classes))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.classes))
-        return int(self._order[place])
-
-    def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images with values in -1..1, and their classes."""
-        import torch
-
-        chosen = [self._place(number) for number in numbers]
-        images = self.images[chosen].astype(np.float32) / 127.5 - 1
-        return torch.from_numpy(images), torch.from_numpy(self.classes[chosen].astype(np.int64))
-
-
-def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> MappedImages:
-    """The training images of a set, for a model.
+def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> ImageSamples:
+    """The training images of a set, or those of the named part, for a model; mapped into memory.
 
     Raises
     ------
@@ -77,12 +52,14 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     source = beside(folder, part.path) if part.path is not None else _in_hub_cache(part.kind)
     require(source.is_dir(), "data.path", str(source), "a folder of images")
     cache = Path(part.cache).expanduser() if part.cache else Path("~/.cache/polygon").expanduser()
-    images, classes = decoded(source, model, cache)
+    images, classes = decoded(source, model, cache, part.part)
     if part.samples is not None:
         images, classes = images[: part.samples], classes[: part.samples]
     largest = int(classes.max())
     require(largest < model.vocab_size, f"{source}: classes", largest + 1, f"at most {model.vocab_size}, the model's")
-    return MappedImages(images=images, classes=classes, seed=seed)
+    from runners.engine.data import ImageSamples
+
+    return ImageSamples(images=images, classes=classes, seed=seed)
 
 
 def _in_hub_cache(kind: str) -> Path:
@@ -94,9 +71,9 @@ def _in_hub_cache(kind: str) -> Path:
     return snapshots[-1]
 
 
-def decoded(source: Path, model: Model, cache: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (memory-mapped) and classes of a set; the first caller decodes, the others wait for it."""
-    shape = f"{model.channels}x{model.image_size}"
+def decoded(source: Path, model: Model, cache: Path, part: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """Images (memory-mapped) and classes of a part of a set; the first caller decodes, the others wait for it."""
+    shape = f"{model.channels}x{model.image_size}" + ("" if part == "train" else f" {part}")
     key = hashlib.sha256(f"{source.resolve()} {_state(source)} {shape}".encode()).hexdigest()[:16]
     target = cache / f"images-{key}"
     try:
@@ -104,7 +81,7 @@ def decoded(source: Path, model: Model, cache: Path) -> tuple[np.ndarray, np.nda
         with (target / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (target / "classes.npy").exists():
-                _decode(source, model, target)
+                _decode(_read(source, part), model, target)
     except OSError as error:
         raise InputError(f"data.cache: {target}: {error.strerror}, expected a folder that can be written") from None
     return np.load(target / "images.npy", mmap_mode="r"), np.load(target / "classes.npy")
@@ -119,8 +96,7 @@ def _state(source: Path) -> str:
     return digest.hexdigest()
 
 
-def _decode(source: Path, model: Model, target: Path) -> None:
-    rows = _read(source)
+def _decode(rows: _Rows, model: Model, target: Path) -> None:
     shape = (len(rows), model.channels, model.image_size, model.image_size)
     images = np.lib.format.open_memmap(target / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
     classes = np.zeros(len(rows), dtype=np.int32)
@@ -206,16 +182,19 @@ class _Encoded(_Rows):
         return open_image(io.BytesIO(self._images[number]))
 
 
-def _read(source: Path) -> _Rows:
+def _read(source: Path, part: str) -> _Rows:
     """Whatever format the folder has."""
     for inside in (source, source / "cifar-100-python", source / "cifar-100-binary"):
-        if (inside / "train").is_file():
-            return _cifar_pickle(inside / "train")
-        if (inside / "train.bin").is_file():
-            return _cifar_binary(inside / "train.bin")
-    tables = sorted(source.rglob("train*.parquet"))
-    rows = _parquet(tables) if tables else _image_folder(source)
-    require(len(rows) > 0, "data.path", str(source), "CIFAR's files, parquet files, or a folder of images per class")
+        if (inside / part).is_file():
+            return _cifar_pickle(inside / part)
+        if (inside / f"{part}.bin").is_file():
+            return _cifar_binary(inside / f"{part}.bin")
+    tables = sorted(path for name in NAMES_OF[part] for path in source.rglob(f"{name}*.parquet"))
+    rows = _parquet(tables) if tables else _image_folder(source, part)
+    what = "" if part == "train" else f" of the part {part!r}"
+    require(
+        len(rows) > 0, "data.path", str(source), f"CIFAR's files, parquet files, or a folder of images per class{what}"
+    )
     return rows
 
 
@@ -248,21 +227,24 @@ def _cifar_binary(path: Path) -> _Rows:
     return _Pixels(rows[:, 2:], rows[:, 1].astype(np.int64))
 
 
-def _named_images(source: Path) -> Iterator[str] | None:
-    """Food-101's list of training images, as class/name."""
-    if (source / "meta" / "train.txt").is_file():
-        return iter((source / "meta" / "train.txt").read_text().split())
-    if (source / "meta" / "train.json").is_file():
-        by_class = json.loads((source / "meta" / "train.json").read_text())
+def _named_images(source: Path, part: str) -> Iterator[str] | None:
+    """Food-101's list of the images of a part, as class/name."""
+    if (source / "meta" / f"{part}.txt").is_file():
+        return iter((source / "meta" / f"{part}.txt").read_text().split())
+    if (source / "meta" / f"{part}.json").is_file():
+        by_class = json.loads((source / "meta" / f"{part}.json").read_text())
         return (name for names in by_class.values() for name in names)
     return None
 
 
-def _image_folder(source: Path) -> _Rows:
-    top = next((source / name for name in ("images", "train") if (source / name).is_dir()), source)
+def _image_folder(source: Path, part: str) -> _Rows:
+    wanted = _named_images(source, part)
+    names_of = NAMES_OF[part] if wanted is None else ()
+    top = next((source / name for name in (*names_of, "images") if (source / name).is_dir()), source)
+    if part != "train" and wanted is None and top.name not in names_of:
+        return _Files([], [])
     names = sorted(path.name for path in top.iterdir() if path.is_dir())
     number = {name: index for index, name in enumerate(names)}
-    wanted = _named_images(source)
     if wanted is None:
         paths = [p for name in names for p in sorted((top / name).iterdir()) if p.suffix.lower() in SUFFIXES]
     else:

@@ -25,22 +25,21 @@ import torch
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
+from runners.engine.data import IGNORED, Shuffled
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import Tokenizing, tokenizing_for
 from runners.recipes.models import beside
 from runners.recipes.schema import DataPart
 
-IGNORED = -100
-"""Target of a token that is not to be learned."""
 MADE_UP = 2000
 """Examples of the generated set, unless the recipe says how many."""
 COLUMNS = (("query", "response"), ("instruction", "output"), ("question", "answer"))
 """Names of question and answer that are understood (MetaMathQA's first)."""
 
 
-@dataclass
-class InstructionSamples:
-    """Chats in an order shuffled anew each epoch; targets are the next tokens of the answers.
+@dataclass(kw_only=True)
+class InstructionSamples(Shuffled):
+    """Chats; targets are the next tokens of the answers.
 
     Parameters
     ----------
@@ -51,27 +50,16 @@ class InstructionSamples:
     answers : ndarray of int, shape (chats,)
         Place of the first token of the answer in each.
     seq_len : int
-    seed : int
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     answers: np.ndarray
     seq_len: int
-    seed: int
 
-    def __post_init__(self) -> None:
-        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
+    @property
+    def items(self) -> int:
         return len(self.answers)
-
-    def _chat(self, number: int) -> int:
-        epoch, place = divmod(number, len(self))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
-        return int(self._order[place])
 
     def _learned(self, chat: int) -> tuple[int, int]:
         """First and past-last position whose next token is to be learned."""
@@ -80,7 +68,7 @@ class InstructionSamples:
 
     def targets(self, numbers: range) -> int:
         """Tokens of these samples that are to be learned."""
-        borders = [self._learned(self._chat(number)) for number in numbers]
+        borders = [self._learned(self.item(number)) for number in numbers]
         return sum(max(0, end - begin) for begin, end in borders)
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +76,7 @@ class InstructionSamples:
         inputs = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
         targets = np.full((len(numbers), self.seq_len), IGNORED, dtype=np.int64)
         for row, number in enumerate(numbers):
-            chat = self._chat(number)
+            chat = self.item(number)
             start = int(self.starts[chat])
             here = np.asarray(self.tokens[start : min(int(self.starts[chat + 1]), start + self.seq_len + 1)])
             inputs[row, : len(here[: self.seq_len])] = here[: self.seq_len]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import distributed, nn
@@ -10,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polygon.domain.model import Batch
 from runners.engine.worker import COMPUTE_DTYPE
+from runners.recipes.replicas.saving import Home, LayerFiles
 from runners.recipes.replicas.state import Counted, StateBytes
+from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.schema import OptimizerPart
 
 
@@ -43,7 +46,7 @@ class DdpReplica:
 
     def __init__(
         self,
-        whole: nn.Module,
+        whole: WholeModel,
         batch: Batch,
         part: OptimizerPart,
         device: torch.device,
@@ -84,6 +87,19 @@ class DdpReplica:
         held = self._state_bytes()
         self._optimizer.zero_grad(set_to_none=False)
         return norm, held
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """See `runners.recipes.replicas.loop.Replica`: DDP's wrapper is not needed, LoRA drops nothing."""
+        wrapped, self.module = self.module, self.whole.eval()
+        try:
+            yield
+        finally:
+            self.module = wrapped.train()
+
+    def saved(self, home: Home) -> LayerFiles:
+        """Checkpoints that the engine reads too."""
+        return LayerFiles(home, self.whole, self._optimizer, self._part.name)
 
     def _state_bytes(self) -> StateBytes:
         counted = Counted()

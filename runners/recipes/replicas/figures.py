@@ -10,7 +10,8 @@ from polygon.catalogue import device as device_by_name
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import CONTEXT_BYTES
 from polygon.domain.model import Batch, Model
-from runners.engine.summary import RUN_FILE, log_lines
+from runners.engine.metrics import VALIDATION
+from runners.engine.summary import RUN_FILE, log_lines, validated
 from runners.recipes.backends import Job
 from runners.recipes.models import batch_of, model_of
 from runners.recipes.replicas.state import predicted_activations, predicted_state
@@ -36,7 +37,8 @@ def summary(job: Job) -> dict[str, Any]:
     by_rank = [[line for line in log_lines(job.out, rank) if line["type"] == "step"] for rank in range(ranks)]
     run = next(line for line in log_lines(job.out, 0) if line["type"] == "run")
     steps = [
-        {key: lines[0][key] for key in KEPT} | {"memory_bytes": max(line["memory_bytes"] for line in lines)}
+        {key: lines[0][key] for key in (*KEPT, *VALIDATION) if key in lines[0]}
+        | {"memory_bytes": max(line["memory_bytes"] for line in lines)}
         for lines in zip(*by_rank, strict=True)
     ]
     path = job.out / RUN_FILE
@@ -68,24 +70,20 @@ def summary(job: Job) -> dict[str, Any]:
         "parameters": run["parameters"],
         "trained_parameters": run["trained"],
         "log": str(path),
-    }
+    } | validated(steps)
 
 
 def needs(job: Job) -> list[dict[str, Any]]:
     """Parameters of the model and predicted peak of a rank, as `runners.recipes.needs.needs` says of stages."""
-    from torch import nn
-
-    from runners.engine.layers import empty_layer
-
     recipe = job.recipe
     model = model_of(recipe.model, job.folder)
     batch = batch_of(recipe, model)
     added = 0
     if recipe.lora is not None:
-        for layer in range(model.layers - 1):
-            for name, module in empty_layer(model, layer).named_modules():
-                if isinstance(module, nn.Linear) and name.rpartition(".")[2] in recipe.lora.targets:
-                    added += recipe.lora.rank * (module.in_features + module.out_features)
+        from runners.recipes.replicas.whole import lora_layers
+
+        linear = lora_layers(model, recipe.lora).values()
+        added = recipe.lora.rank * sum(layer.in_features + layer.out_features for layer in linear)
     head = model.hidden_size * model.vocab_size + (model.vocab_size if model.family == "vit" else 0)
     state = predicted_state(
         model, batch, zero=recipe.parallel.zero, shards=recipe.parallel.dp, hierarchical=recipe.zero_plus.hierarchical,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from runners.engine.layers import Attention, build_layers
+from runners.engine.layers import Attention, Head, build_layers, empty_layer
 from runners.recipes.schema import LoraPart
 
 
@@ -45,9 +46,11 @@ class WholeModel(nn.Module):
                 module.recompute_core = recompute == "selective"
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Head:
         """The last layer."""
-        return self.layers[str(self.model.layers - 1)]
+        head = self.layers[str(self.model.layers - 1)]
+        assert isinstance(head, Head)
+        return head
 
     def body(self, inputs: torch.Tensor) -> torch.Tensor:
         """Everything before the head."""
@@ -67,6 +70,31 @@ class WholeModel(nn.Module):
         return self.head(self.body(inputs), targets)
 
 
+def lora_layers(model: Model, part: LoraPart) -> dict[str, nn.Linear]:
+    """Linear layers that get an addition (without memory), by their names in `WholeModel`; never the head's.
+
+    Raises
+    ------
+    InputError
+        peft is not installed, or no linear layer has such a name.
+    """
+    if find_spec("peft") is None:
+        raise InputError("lora: found no peft, expected it (pip install peft)")
+    known = {
+        f"layers.{layer}.{name}": module
+        for layer in range(model.layers - 1)
+        for name, module in empty_layer(model, layer).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    names = {name.rpartition(".")[2] for name in known}
+    for target in part.targets:
+        if target not in names:
+            raise InputError(
+                f"lora.targets: found {target!r}, expected names of linear layers: {', '.join(sorted(names))}"
+            )
+    return {name: module for name, module in known.items() if name.rpartition(".")[2] in part.targets}
+
+
 def add_lora(whole: WholeModel, part: LoraPart, seed: int) -> list[str]:
     """Freeze the model and put low-rank additions beside its linear layers; the head's projection stays trained.
 
@@ -74,27 +102,10 @@ def add_lora(whole: WholeModel, part: LoraPart, seed: int) -> list[str]:
     -------
     list of str
         Names of the layers that got an addition.
-
-    Raises
-    ------
-    InputError
-        peft is not installed, or no linear layer has such a name.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise InputError("lora: found no peft, expected it (pip install peft)") from None
-    linear = {
-        name
-        for name, module in whole.named_modules()
-        if isinstance(module, nn.Linear)
-        and name.rpartition(".")[2] in part.targets
-        and not name.startswith(_head(whole))
-    }
-    if not linear:
-        raise InputError(
-            f"lora.targets: found {list(part.targets)}, expected names of linear layers, as query or value"
-        )
+    linear = lora_layers(whole.model, part)
+    from peft import LoraConfig, inject_adapter_in_model
+
     # peft's annotation of alpha says int, its arithmetic takes any number.
     settings: dict[str, Any] = {"r": part.rank, "lora_alpha": part.alpha, "lora_dropout": part.dropout}
     config = LoraConfig(**settings, target_modules=sorted(linear), bias="none")

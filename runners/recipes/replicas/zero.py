@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,7 @@ from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch
 from polygon.export.deepspeed import ZeroOptions, batch_config
 from runners.recipes.replicas.ddp import make_optimizer
+from runners.recipes.replicas.saving import EngineFiles, Home
 from runners.recipes.replicas.state import Counted, StateBytes
 from runners.recipes.schema import Recipe
 
@@ -101,7 +103,7 @@ class ZeroReplica:
             ]
             config = config_of(recipe, batch, on_gpu=device.type == "cuda")
             self.engine, self._optimizer, *_ = deepspeed.initialize(model=whole, model_parameters=groups, config=config)
-        self._gradient_bytes = 0
+        self._gradient_bytes, self._stage = 0, recipe.parallel.zero
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(batch.precision, torch.float32)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *, last: bool) -> torch.Tensor:
@@ -127,6 +129,19 @@ class ZeroReplica:
         held = StateBytes(weights=weights, gradients=gradients, optimizer=Counted().bytes_of(self._optimizer_state()))
         self._gradient_bytes = 0
         return float(norm if norm is not None else 0.0), held
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """See `runners.recipes.replicas.loop.Replica`."""
+        self.engine.eval()
+        try:
+            yield
+        finally:
+            self.engine.train()
+
+    def saved(self, home: Home) -> EngineFiles:
+        """DeepSpeed's own checkpoints."""
+        return EngineFiles(home, self.engine, self._stage)
 
     def _weights(self) -> Iterator[torch.Tensor | None]:
         for parameter in self.engine.module.parameters():

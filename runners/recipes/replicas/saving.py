@@ -1,0 +1,137 @@
+"""Checkpoints of replicas: torch's in the files of the execution engine, DeepSpeed's in its own.
+
+What torch's replicas save, the engine resumes from under any degrees, and the other way round. DeepSpeed's files fit
+the ranks that wrote them; they count once a file beside them says that all ranks have written theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+from torch.distributed import Store
+
+from polygon.domain.errors import InputError, require
+from polygon.domain.model import Model
+from polygon.files import write_json
+from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
+from runners.engine.layers import layer_name
+from runners.engine.update import STATE_KEYS
+from runners.recipes.replicas.whole import WholeModel
+from runners.recipes.schema import CheckpointPart
+
+WHOLE = "whole.json"
+"""Written last into a checkpoint of DeepSpeed: how far the run had come, and for which ranks its files are."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a rank's checkpoints are."""
+
+    folder: Path
+    part: CheckpointPart
+    model: Model
+    seed: int
+    rank: int
+    ranks: int
+    store: Store
+
+
+class Saved(Protocol):
+    """One rank's part of the checkpoints."""
+
+    def resume(self) -> Progress | None:
+        """Load the newest whole checkpoint; None: there is none."""
+
+    def save(self, progress: Progress) -> None:
+        """Keep the state as it is now."""
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+
+
+class LayerFiles:
+    """What is trained, and its optimizer's state, layer by layer in the engine's files; ranks share the writing."""
+
+    def __init__(self, home: Home, whole: WholeModel, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self._home, self._optimizer, self._keys = home, optimizer, STATE_KEYS[name]
+        self._trained = {_in_full_model(home.model, n): p for n, p in whole.named_parameters() if p.requires_grad}
+        store = home.store.clone()  # type: ignore[attr-defined]
+        self._files = Checkpoints(home.folder, home.model, home.part.keep, home.rank, home.ranks, store)
+
+    def resume(self) -> Progress | None:
+        model = self._home.model
+        step, _ = self._files.agree(file_of(model, name) for name in self._trained)
+        if step is None:
+            return None
+        progress, states = self._files.load(step, self._trained, self._home.seed)
+        for name, parameter in self._trained.items():
+            state = states[name]
+            with torch.no_grad():
+                parameter.copy_(state["value"])
+            if state["updates"]:
+                missing = [key for key in self._keys if key not in state]
+                require(not missing, "checkpoint: optimizer state", sorted(state), f"{self._keys}")
+                kept = {key: state[key].to(parameter.device) for key in self._keys}
+                self._optimizer.state[parameter] = {"step": torch.tensor(float(state["updates"]))} | kept
+        return progress
+
+    def save(self, progress: Progress) -> None:
+        self._files.wait()
+        files: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for name, parameter in self._trained.items():
+            held = self._optimizer.state[parameter]
+            kept = {key: held[key] for key in self._keys if key in held}
+            state = {"value": parameter.detach()} | kept | {"updates": int(held.get("step", progress.step))}
+            files.setdefault(file_of(self._home.model, name), {})[canonical(self._home.model, name)] = state
+        mine = sorted(files)[self._home.rank :: self._home.ranks]
+        self._files.save(progress, {stem: files[stem] for stem in mine}, {})
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _in_full_model(model: Model, name: str) -> str:
+    """`layers.3.attention.query.weight` as checkpoints have it: `blocks.2.attention.query.weight`."""
+    _, layer, part = name.split(".", maxsplit=2)
+    return f"{layer_name(model, int(layer))}.{part}"
+
+
+class EngineFiles:
+    """DeepSpeed's own checkpoints, one folder a step."""
+
+    def __init__(self, home: Home, engine: Any, zero: int) -> None:
+        self._home, self._engine, self._zero = home, engine, zero
+
+    def resume(self) -> Progress | None:
+        found = sorted(self._home.folder.glob(f"deepspeed-*/{WHOLE}"))
+        if not found:
+            return None
+        said = json.loads(found[-1].read_text(encoding="utf-8"))
+        place = found[-1].parent
+        expected = {"ranks": self._home.ranks, "zero": self._zero, "seed": self._home.seed}
+        for key, value in expected.items():
+            require(said[key] == value, f"{place}: {key}", said[key], f"{value} (DeepSpeed's files fit their ranks)")
+        try:
+            self._engine.load_checkpoint(str(self._home.folder), tag=place.name)
+        except Exception as error:
+            raise InputError(f"{place}: {str(error).splitlines()[0]}, expected a checkpoint of this recipe") from error
+        return Progress(said["step"], said["samples"], said["seed"])
+
+    def save(self, progress: Progress) -> None:
+        home, tag = self._home, f"deepspeed-{progress.step:08d}"
+        self._engine.save_checkpoint(str(home.folder), tag=tag)
+        distributed.barrier()
+        if home.rank == 0:
+            write_json(home.folder / tag / WHOLE, asdict(progress) | {"ranks": home.ranks, "zero": self._zero})
+            for old in sorted(home.folder.glob(f"deepspeed-*/{WHOLE}"))[: -home.part.keep]:
+                shutil.rmtree(old.parent)
+
+    def close(self) -> None:
+        distributed.barrier()
