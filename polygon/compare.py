@@ -67,7 +67,12 @@ class Comparison:
 def intervals_of(trace: Mapping[str, Any], where: str) -> list[Interval]:
     """The intervals of a trace that the runner wrote; `InputError` where it is none."""
     events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
-    require(isinstance(events, list), f"{where}: traceEvents", type(events).__name__, "a list of events")
+    require(
+        isinstance(events, list),
+        f"{where}: traceEvents",
+        None if events is None else type(events).__name__,
+        "a list of events",
+    )
     found = []
     for event in events or []:
         if event.get("ph") != "X":

@@ -77,12 +77,17 @@ def write_text(path: PathLike, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def write_folder(folder: PathLike, texts: Mapping[str, str]) -> None:
-    """Write texts into a folder, made if missing; names that end in .sh are made executable."""
+def make_folder(folder: PathLike) -> None:
+    """Make a folder for what a command writes, with those above it; one that is there is fine."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+
+
+def write_folder(folder: PathLike, texts: Mapping[str, str]) -> None:
+    """Write texts into a folder, made if missing; names that end in .sh are made executable."""
+    make_folder(folder)
     for name, text in texts.items():
         target = Path(folder) / name
         write_text(target, text)

@@ -31,13 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plans", metavar="FOLDER", help="write every plan of the front there")
     args = parser.parse_args(argv)
 
+    from polygon import files
+
     problem, groups = cli.read_task(args, "pareto")
     problem = limited(problem, args)
     figure = new_figure(6.4, 4.4, "--plot") if args.plot else None
     if args.plans:
-        _make_folder(args.plans)
+        files.make_folder(args.plans)
 
-    from polygon import files
     from polygon.cost.bill import excesses
     from polygon.cost.estimate import estimate
     from polygon.planning.engine import Effort
@@ -121,13 +122,6 @@ def _columns(rows: list[dict[str, Any]], *, energy: bool) -> tuple[list[str], li
         cell += [str(row["stages"]), ", ".join(f"{count} {name}" for name, count in row["devices"].items())]
         cells.append(cell)
     return header, cells
-
-
-def _make_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be made: {error.strerror}") from None
 
 
 def _plot(figure: Any, path: str, problem: Any, rows: list[dict[str, Any]], *, energy: bool) -> None:

@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
-from polygon.files import write_plan
+from polygon.files import make_folder, write_plan
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
 from runners.recipes.memory import predicted_peaks
@@ -268,7 +268,7 @@ def run(
     check_fits_here(problem, plan, options)
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
-    options.log_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(options.log_dir)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 from polygon import cli
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from polygon.files import read_model, write_json
+from polygon.files import check_writable, make_folder, read_model, write_json
 from polygon.notation import format_json
 from runners.engine.arguments import require_torch
 
@@ -356,11 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in models:
         for tp in args.tp:
             shard(model, tp)
-    if args.out and len(models) > 1:
-        try:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--out {args.out}: {error.strerror}, expected a folder (of several models)") from None
+    if args.out:
+        check_writable(args.out) if len(models) == 1 else make_folder(args.out)
     import torch
 
     device = _choose_device(args.device)

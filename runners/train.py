@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.domain.errors import InputError, PolygonError
+from polygon.files import make_folder
 from polygon.notation import format_json
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser, require_torch
@@ -119,7 +120,7 @@ def run_here(job: Job) -> tuple[int, dict[str, Any]]:
     ranks = RecipeRanks(job, backend.world_size(job))
     prepare_data(job)
     say(f"{job.recipe.name}: {ranks.world_size} ranks, logs in {job.out}")
-    job.out.mkdir(parents=True, exist_ok=True)
+    make_folder(job.out)
     start_s = time.monotonic()
     guilty = ranks.run()
     if ranks.interrupted:

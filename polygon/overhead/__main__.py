@@ -357,10 +357,7 @@ def run_all(args: argparse.Namespace) -> int:
     from polygon.overhead import plots
 
     folder = Path(args.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: found {error.strerror}, expected a folder to write to") from None
+    files.make_folder(folder)
     files.write_text(folder / "collectives.csv", report.as_csv(cells))
     files.write_text(folder / "configurations.csv", report.as_csv(configurations))
     names = ["collectives.csv", "configurations.csv"]

@@ -113,7 +113,12 @@ def load(path: Path) -> dict[str, Any]:
     except (ValueError, EOFError) as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     events = data.get("traceEvents") if isinstance(data, dict) else None
-    require(isinstance(events, list), f"{path}: traceEvents", type(events).__name__, "a list of events")
+    require(
+        isinstance(events, list),
+        f"{path}: traceEvents",
+        None if events is None else type(events).__name__,
+        "a list of events",
+    )
     return data
 
 

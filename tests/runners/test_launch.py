@@ -212,6 +212,7 @@ def test_bad_options_give_one_line_and_exit_2(plan_file, capsys, monkeypatch, ar
     [
         ([], r"launch: memory: found [\d,]+ GB on this machine, expected the [\d,]{5,} GB that 4 ranks need \(--reh"),
         (["--rehearse", "--data", "no.txt"], "launch: --data no.txt: found no such file, expected a readable file"),
+        (["--rehearse", "--log-dir", "/dev/null/x"], "launch: /dev/null/x: cannot be made: Not a directory"),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_before_it_starts(options, message, tmp_path):
