@@ -55,6 +55,14 @@ def test_promised_accuracy_on_tables_collected_later(capsys):
         assert found["datasets"][name]["time"]["mean_abs_pct"] <= 6
 
 
+def test_promised_accuracy_on_tables_never_looked_at(capsys):
+    """What docs/prediction.md says of the second collection, which led to no change of the model."""
+    found = report(capsys, str(MEASURED / "recipe_runs.json"))
+    time = found["overall"]["time"]
+    assert time["mean_abs_pct"] <= 8 and time["median_abs_pct"] <= 4 and time["interval_coverage_pct"] >= 90
+    assert {entry["reason"].split(":")[0] for entry in found["skipped"]} == {"marked as not predictable"}
+
+
 def test_every_row_is_predicted_or_skipped_with_its_reason(capsys, tmp_path):
     """No row disappears: the report's rows and its skipped ones are the file's."""
     rows = json.loads(Path(PUBLISHED).read_text())["rows"][:4]
