@@ -114,8 +114,8 @@ class Split:
     sequence_parallel: bool
     cp: int
     cp_link: Link
-    ep: int
-    ep_link: Link
+    experts: Group
+    """The devices over which experts are spread."""
     kernels: Kernels
     gradient_bytes: int = 4
 
@@ -146,7 +146,7 @@ def layer_times(
     cp: int = 1,
     cp_link: Link | None = None,
     ep: int = 1,
-    ep_link: Link | None = None,
+    ep_group: Group | None = None,
     kernels: Kernels = FUSED,
     profile: LayerProfile | None = None,
 ) -> LayerTimes:
@@ -163,8 +163,8 @@ def layer_times(
     sequence_parallel : bool
         Whether norms and dropout work on a share of the sequence (Korthikanti et al.).
     cp, ep : int
-        Context- and expert-parallel degrees; `cp_link`, `ep_link` are what one device of such a group gets
-        (`intra_node` if not given).
+        Context- and expert-parallel degrees; `cp_link` is what one device of a ring gets, `ep_group` where the experts
+        lie (`intra_node` and one node if not given).
     profile : optional
         Measured layer times; each layer kind that it holds replaces the model's.
     """
@@ -178,8 +178,7 @@ def layer_times(
         sequence_parallel=sequence_parallel and tp > 1,
         cp=cp,
         cp_link=cp_link or intra_node,
-        ep=ep,
-        ep_link=ep_link or intra_node,
+        experts=ep_group or one_node(ep, intra_node),
         kernels=kernels,
         gradient_bytes=batch.gradient_bytes,
     )
@@ -216,7 +215,7 @@ def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float
     if split.kernels.fused_accumulation:
         return times
     layer = {"embedding": 0, "head": model.blocks + 1, "moe": model.blocks}.get(kind, 1)
-    held = model.layer_parameters(layer) / split.tp / (split.ep if kind == "moe" else 1)
+    held = model.layer_parameters(layer) / split.tp / (split.experts.members if kind == "moe" else 1)
     added = stream_s(chip, held * (2 * split.gradient_bytes + chip.element_bytes))
     return times[0], times[1] + added, times[2]
 
@@ -238,8 +237,8 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     ]
     if moe:
         ffn = model.expert_ffn_size / tp
-        here = model.experts // split.ep
-        per_expert = tokens * model.experts_per_token * split.ep / model.experts
+        here = model.experts // split.experts.members
+        per_expert = tokens * model.experts_per_token * split.experts.members / model.experts
         shapes += [(per_expert, up * ffn, h, here), (per_expert, h, ffn, here)]
         shapes += [(tokens, up * ffn, h, model.shared_experts), (tokens, h, ffn, model.shared_experts)]
         shapes += [(tokens, model.experts, h, 1)]
@@ -284,7 +283,7 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
         # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
-        casts = 2 * (model.experts // split.ep) * LAUNCH_S if chip.operand_bytes == 1 else 0.0
+        casts = 2 * (model.experts // split.experts.members) * LAUNCH_S if chip.operand_bytes == 1 else 0.0
         forward += host_f + EXPERT_CASTS[0] * casts
         backward += host_b + EXPERT_CASTS[1] * casts
     reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
@@ -323,14 +322,21 @@ def _ring_attention_s(
 
 
 def _expert_exchange_s(model: Model, chip: Silicon, split: Split) -> float:
-    """Seconds of one all-to-all of tokens to their experts (or back)."""
-    if split.ep == 1:
+    """Seconds of one all-to-all of tokens to their experts (or back).
+
+    Members of the same node are reached over its fabric, the others over the device's part of the cards, both at once.
+    """
+    group = split.experts
+    if group.members == 1:
         return 0.0
-    sent = split.tokens * model.experts_per_token * model.hidden_size * chip.element_bytes
+    sent = split.tokens * model.experts_per_token * model.hidden_size * chip.element_bytes / group.members
     if split.sequence_parallel:
         sent /= split.tp
-    wire_s = (split.ep - 1) / split.ep * sent / (split.ep_link.bytes_per_s * FABRIC_EFFICIENCY)
-    return wire_s + (split.ep - 1) * (RING_STEP_S + split.ep_link.latency_s)
+    near, far = group.per_node - 1, group.members - group.per_node
+    card = group.inter_node.bytes_per_s / group.devices_per_node
+    wire_s = max(near * sent / group.intra_node.bytes_per_s, far * sent / card) / FABRIC_EFFICIENCY
+    latency_s = group.inter_node.latency_s if far else group.intra_node.latency_s
+    return wire_s + (group.members - 1) * (RING_STEP_S + latency_s)
 
 
 def padded_head(head_dim: int) -> int:

@@ -125,7 +125,7 @@ def config_times(model: Model, batch: Batch, pool: Pool, config: ParallelConfig)
         cp=config.cp,
         cp_link=shared_link(pool, config.tp, config.cp),
         ep=config.ep,
-        ep_link=shared_link(pool, config.tp, config.ep),
+        ep_group=group_of(pool, config.ep, pool.devices_per_node // config.tp),
         kernels=config.kernels,
     )
 

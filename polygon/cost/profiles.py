@@ -139,7 +139,7 @@ class ModelProfile:
 
     def times(self, model: Model, batch: Batch, device: Device, split: Split) -> LayerTimes | None:
         """Times of every layer, or None for another model, device or way to split."""
-        if not self.fits(model) or split.cp > 1 or split.ep > 1:
+        if not self.fits(model) or split.cp > 1 or split.experts.members > 1:
             return None
         full = split.recompute == "full"
         key = (device.name, split.tp, split.micro_batch_size, model.layers, full)
@@ -297,7 +297,7 @@ class KindProfile:
         same = (device.name, batch.seq_len, batch.precision) == (self.device, self.seq_len, self.precision)
         same = same and self.hidden_size in (None, model.hidden_size)
         measured = {kind: points for (kind, tp), points in self.points.items() if tp == split.tp}
-        if not same or not measured or split.cp > 1 or split.ep > 1:
+        if not same or not measured or split.cp > 1 or split.experts.members > 1:
             return None
         spec = layer_times(
             model,

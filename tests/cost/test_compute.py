@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon import catalogue
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
+from polygon.cost.network import Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model
 
@@ -72,3 +74,18 @@ def test_optimizer_is_memory_bound():
     """30 bytes a parameter at 70-100 % of the memory bandwidth."""
     seconds = update_s(1e9, A100, Batch(global_batch=1, seq_len=128))
     assert 30e9 / 2.039e12 < seconds < 30e9 / 2.039e12 / 0.7
+
+
+def test_tokens_for_experts_of_the_same_node_stay_off_the_network():
+    """Over two nodes half of the tokens cross; the slower of the two ways decides, not the sum at the slower rate."""
+    moe = catalogue.model("mixtral-8x7b")
+    batch = Batch(global_batch=8, seq_len=4096, precision="bf16")
+    fabric, network = Link(latency_s=0.0, bytes_per_s=400e9), Link(latency_s=0.0, bytes_per_s=400e9)
+
+    def exposed(per_node: int) -> float:
+        group = Group(members=8, per_node=per_node, devices_per_node=8, intra_node=fabric, inter_node=network)
+        return layer_times(moe, batch, A100, fabric, ep=8, ep_group=group).communication_s[1]
+
+    inside, two, eight = exposed(8), exposed(4), exposed(1)
+    assert two / eight == pytest.approx(4 / 7, rel=0.05)  # four and seven of eight messages over a card of 50 GB/s
+    assert inside < 0.25 * two
