@@ -22,16 +22,15 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.domain.errors import InputError, PolygonError
-from polygon.files import make_folder
 from polygon.notation import format_json
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser, require_torch
 from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
-from runners.recipes.data import training_and_validation
+from runners.recipes.data import training_and_validation, writable_folder
 from runners.recipes.memory import measured_peaks, write_measured
-from runners.recipes.models import batch_of, model_of
+from runners.recipes.models import batch_of, beside, model_of
 from runners.recipes.schema import BACKENDS, read_recipe
 
 
@@ -101,8 +100,14 @@ def be_rank(job: Job, place: Place) -> int:
     return code
 
 
-def prepare_data(job: Job) -> None:
-    """Let mistakes in the data be found once, not by every rank, and what is cached be there for all of them."""
+def prepare(job: Job, world_size: int) -> None:
+    """Let mistakes be found once, not by every rank, and what is cached be there for all of them."""
+    from runners.engine.device import check_devices
+
+    check_devices(job.device, world_size)
+    writable_folder("--out", job.out)
+    if job.recipe.checkpoint is not None:
+        writable_folder("checkpoint.folder", beside(job.folder, job.recipe.checkpoint.folder))
     model = model_of(job.recipe.model, job.folder)
     training_and_validation(job.recipe, model, batch_of(job.recipe, model).seq_len, job.folder)
 
@@ -118,9 +123,8 @@ def run_here(job: Job) -> tuple[int, dict[str, Any]]:
     """Run all ranks on this machine; exit code and summary."""
     backend = backend_of(job)
     ranks = RecipeRanks(job, backend.world_size(job))
-    prepare_data(job)
+    prepare(job, ranks.world_size)
     say(f"{job.recipe.name}: {ranks.world_size} ranks, logs in {job.out}")
-    make_folder(job.out)
     start_s = time.monotonic()
     guilty = ranks.run()
     if ranks.interrupted:

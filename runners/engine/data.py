@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -99,7 +100,7 @@ def hold_out(samples: S, fraction: float, most: int | None = None) -> tuple[S, S
         Nothing would be left of either.
     """
     count = min(round(samples.items * fraction), most or samples.items)
-    if not 0 < count < samples.items:
+    if not (fraction < 1 and 0 < count < samples.items):
         raise InputError(
             f"validation.fraction: found {fraction}, expected one that leaves some of {samples.items} samples to "
             "training and to validation"
@@ -166,7 +167,10 @@ def samples_for(model: Model, seq_len: int, seed: int, path: Path | None = None)
     if model.family == "vit":
         return _digits(model, seed) if path is None else _image_samples(model, seed, path)
     if path is not None and path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
+        try:
+            tokens = np.load(path, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: found {error}, expected a .npy of token numbers") from error
         require(tokens.ndim == 1 and tokens.dtype.kind in "iu", str(path), tokens.dtype, "one row of whole numbers")
         largest = int(tokens.max(initial=0))
         require(largest < model.vocab_size, f"{path}: largest token", largest, f"less than {model.vocab_size}")
@@ -201,10 +205,13 @@ def _digits(model: Model, seed: int) -> ImageSamples:
 
 
 def _image_samples(model: Model, seed: int, path: Path) -> ImageSamples:
-    with np.load(path) as file:
-        for key in ("images", "classes"):
-            require(key in file, str(path), sorted(file), "the arrays images and classes")
-        images, classes = file["images"].astype(np.float32), file["classes"]
+    try:
+        with np.load(path) as file:
+            for key in ("images", "classes"):
+                require(key in file, str(path), sorted(file), "the arrays images and classes")
+            images, classes = file["images"].astype(np.float32), file["classes"]
+    except (OSError, ValueError, BadZipFile, AttributeError) as error:
+        raise InputError(f"{path}: found {error}, expected an .npz with images and classes") from error
     shape = (model.channels, model.image_size, model.image_size)
     require(images.shape[1:] == shape, f"{path}: images", images.shape[1:], f"shape {shape}")
     require(len(images) == len(classes) > 0, f"{path}: classes", len(classes), f"{len(images)}, one for each image")

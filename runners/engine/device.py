@@ -10,10 +10,19 @@ from polygon.domain.errors import InputError
 from runners.engine.options import Options
 
 
+def check_devices(device: str, ranks: int) -> None:
+    """Raise `InputError` where so many ranks of this machine cannot each have the device that is asked for."""
+    # `is_available` would keep ranks that are forked later from using CUDA; the count asks the driver alone.
+    seen = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not seen:
+        raise InputError("--device: found 'cuda', expected cpu (torch sees no GPU here)")
+    if 0 < seen < ranks:
+        raise InputError(f"ranks: found {ranks} on {seen} GPUs, expected at most one a GPU (or --device cpu)")
+
+
 def choose_device(options: Options, local_rank: int) -> torch.device:
     """The device to compute on: a GPU where there is one, unless told otherwise."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device: found 'cuda', expected cpu (torch sees no GPU here)")
+    check_devices(options.device, 1)
     if options.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

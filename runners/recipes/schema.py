@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 from pydantic import Field
 
 from polygon.domain.errors import InputError, located, one_of
@@ -69,7 +69,7 @@ class ValidationPart(Strict):
 
     every: Count
     """Steps between two validations; the last step is followed by one too."""
-    fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    fraction: Positive = 0.1
     path: Name | None = None
     """As in `data`."""
     part: Literal["test"] | None = None
@@ -243,5 +243,8 @@ def _check_words(recipe: Recipe) -> None:
         raise InputError(f"backend: found {recipe.backend!r}, expected {one_of(recipe.backend, BACKENDS)}")
     if recipe.data.kind not in DATA_KINDS:
         raise InputError(f"data.kind: found {recipe.data.kind!r}, expected {one_of(recipe.data.kind, DATA_KINDS)}")
+    for name, part in (("data", recipe.data), ("validation", recipe.validation)):
+        if part is not None and part.part == "test" and DATA_KINDS[recipe.data.kind] != "images":
+            raise InputError(f"{name}.part: found 'test' with {recipe.data.kind!r}, expected a set of images")
     if (recipe.plan is not None) != (recipe.backend == "plan"):
         raise InputError(f"plan: found {recipe.plan!r}, expected a plan file with backend plan, and only with it")

@@ -94,6 +94,17 @@ def test_prepared_once_and_mapped(tmp_path):
     assert len(list(tmp_path.glob("chats-*"))) == 2
 
 
+def test_a_damaged_cache_is_prepared_anew(tmp_path):
+    """Arrays that a full disk cut, or that are missing, are written again."""
+    whole = samples_in(tmp_path / "cache", tmp_path)
+    expected = whole.batch(range(3))[0]
+    [place] = (tmp_path / "cache").glob("chats-*")
+    for spoil in (lambda p: p.write_bytes(p.read_bytes()[:-100]), lambda p: p.write_bytes(b""), lambda p: p.unlink()):
+        spoil(place / "tokens.npy")
+        again = samples_in(tmp_path / "cache", tmp_path)
+        assert (again.batch(range(3))[0] == expected).all()
+
+
 def test_files_of_examples(tmp_path):
     """JSON, JSON lines and folders of them are read, in MetaMathQA's names and the usual others."""
     rows = [{"query": "1 + 1?", "response": "2", "type": "GSM_SV"}, {"query": "2 + 2?", "response": "4", "type": "x"}]

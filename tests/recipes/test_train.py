@@ -5,6 +5,7 @@ import subprocess
 import sys
 from base64 import urlsafe_b64encode
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -80,10 +81,24 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
         ("data.kind=engels", "data.kind: found 'engels', expected 'english' (nearest)"),
         ("plan=p.json", "plan: found 'p.json', expected a plan file with backend plan"),
         ("steps", "--set: found 'steps', expected KEY=VALUE"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate: found nan, expected a number > 0"),
+        ("data.path=nowhere.json", "data.path: found 'nowhere.json', expected a file or folder"),
+        ("data.path=cut.parquet", "expected a readable file of examples"),
+        ("data.cache=/proc/x", "data.cache: /proc/x: cannot be made: No such file or directory"),
+        ("data.kind=digits", "found 'digits', expected english"),
+        ("data.part=test", "data.part: found 'test' with 'instructions', expected a set of images"),
+        ("validation={every: 2, part: test}", "validation.part: found 'test' with 'instructions'"),
+        ("validation={every: 2, fraction: 1.5}", "validation.fraction: found 1.5"),
+        ("validation={every: 2, path: x.json}", "data.tokenizer: found none, expected one for both"),
+        ("checkpoint={folder: /proc/x}", "checkpoint.folder: /proc/x: cannot be made: No such file or directory"),
+        ("model.weights=nowhere", "nowhere: found no model.safetensors"),
     ],
 )
-def test_mistakes_are_one_line(setting, message, capsys):
-    """A mistake ends with exit code 2 and one line that names the place."""
-    assert main([TINY, "--set", setting]) == 2
+def test_mistakes_are_one_line(setting, message, tmp_path, capsys):
+    """A mistake ends with exit code 2 and one line that names the place, before any rank starts."""
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(Path(TINY).read_text())
+    assert main([str(recipe), "--set", setting, "-o", str(tmp_path / "out"), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.strip().splitlines()) == 1 and out == ""

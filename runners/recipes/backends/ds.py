@@ -26,7 +26,7 @@ def world_size(job: Job) -> int:
     from runners.recipes.replicas.zero import check_zero
 
     check_replicated(job)
-    check_zero(job.recipe, on_gpu=job.device != "cpu" and torch.cuda.is_available())
+    check_zero(job.recipe, on_gpu=job.device != "cpu" and torch.cuda.device_count() > 0)
     return job.recipe.parallel.dp
 
 

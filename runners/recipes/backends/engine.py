@@ -14,6 +14,7 @@ from polygon.formats import cluster_from_data
 from polygon.grid3d.plans import plan_of
 from runners.engine.layout import check_runnable
 from runners.engine.options import Options
+from runners.engine.pretrained import Pretrained
 from runners.engine.summary import summarise, write_trace
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import training_and_validation
@@ -24,7 +25,10 @@ from runners.recipes.schema import MetricsPart, Recipe
 
 def world_size(job: Job) -> int:
     """Ranks of the plan."""
-    return problem_and_plan(job)[1].world_size
+    problem, plan = problem_and_plan(job)
+    if job.recipe.model.weights is not None:
+        Pretrained(beside(job.folder, job.recipe.model.weights), problem.model)
+    return plan.world_size
 
 
 def problem_and_plan(job: Job) -> tuple[Problem, Plan]:

@@ -8,12 +8,14 @@ ranks read.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, located
 from polygon.domain.model import Model
+from polygon.files import make_folder
 from runners.recipes.schema import DATA_KINDS, DataPart, Recipe
 
 if TYPE_CHECKING:
@@ -24,6 +26,21 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     """Samples of a recipe; raises `InputError` where the data cannot be read or does not fit the model."""
     module = import_module(f"{__name__}.{DATA_KINDS[part.kind]}")
     return module.make_samples(part, model, seq_len, seed, folder)
+
+
+def cache_folder(part: DataPart) -> Path:
+    """Where prepared data is kept, made where it is missing; raises `InputError` where it cannot be written."""
+    cache = Path(part.cache or "~/.cache/polygon").expanduser()
+    return writable_folder("data.cache", cache)
+
+
+def writable_folder(what: str, folder: Path) -> Path:
+    """A folder, made where it is missing; raises `InputError` where it cannot be written."""
+    with located(f"{what}: "):
+        make_folder(folder)
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"{folder}: found a folder that may not be written to")
+    return folder
 
 
 def training_and_validation(

@@ -24,6 +24,7 @@ import numpy as np
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
+from runners.recipes.data import cache_folder
 from runners.recipes.models import beside
 from runners.recipes.schema import DataPart
 
@@ -51,8 +52,7 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     require(model.family == "vit", "data.kind", part.kind, "text for a language model")
     source = beside(folder, part.path) if part.path is not None else _in_hub_cache(part.kind)
     require(source.is_dir(), "data.path", str(source), "a folder of images")
-    cache = Path(part.cache).expanduser() if part.cache else Path("~/.cache/polygon").expanduser()
-    images, classes = decoded(source, model, cache, part.part)
+    images, classes = decoded(source, model, cache_folder(part), part.part)
     if part.samples is not None:
         images, classes = images[: part.samples], classes[: part.samples]
     largest = int(classes.max())
@@ -82,8 +82,16 @@ def decoded(source: Path, model: Model, cache: Path, part: str = "train") -> tup
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (target / "classes.npy").exists():
                 _decode(_read(source, part), model, target)
+            try:
+                return _arrays(target)
+            except (OSError, ValueError, EOFError):  # cut by a full disk, or by a copy that was broken off
+                _decode(_read(source, part), model, target)
+                return _arrays(target)
     except OSError as error:
         raise InputError(f"data.cache: {target}: {error.strerror}, expected a folder that can be written") from None
+
+
+def _arrays(target: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.load(target / "images.npy", mmap_mode="r"), np.load(target / "classes.npy")
 
 
@@ -232,7 +240,10 @@ def _named_images(source: Path, part: str) -> Iterator[str] | None:
     if (source / "meta" / f"{part}.txt").is_file():
         return iter((source / "meta" / f"{part}.txt").read_text().split())
     if (source / "meta" / f"{part}.json").is_file():
-        by_class = json.loads((source / "meta" / f"{part}.json").read_text())
+        try:
+            by_class = json.loads((source / "meta" / f"{part}.json").read_text())
+        except ValueError as error:
+            raise InputError(f"{source}/meta/{part}.json: {error}, expected JSON") from None
         return (name for names in by_class.values() for name in names)
     return None
 
@@ -265,7 +276,10 @@ def _parquet(tables: list[Path]) -> _Rows:
     images: list[bytes] = []
     classes: list[int] = []
     for path in tables:
-        table = parquet.read_table(path)
+        try:
+            table = parquet.read_table(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: {error}, expected a readable Parquet file") from None
         image = next((name for name in ("image", "img") if name in table.column_names), None)
         label = next((name for name in ("label", "fine_label", "labels") if name in table.column_names), None)
         if image is None or label is None:

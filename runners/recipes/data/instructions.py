@@ -26,6 +26,7 @@ import torch
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from runners.engine.data import IGNORED, Shuffled
+from runners.recipes.data import cache_folder
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import Tokenizing, tokenizing_for
 from runners.recipes.models import beside
@@ -96,20 +97,33 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     if model.family == "vit":
         raise InputError(f"data.kind: found 'instructions' with {model.name}, expected a language model")
     examples = read_examples(part, folder)
-    cache = Path(part.cache).expanduser() if part.cache is not None else Path("~/.cache/polygon").expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder(part)
     digest = hashlib.sha256(json.dumps(examples).encode()).hexdigest()
     with one_at_a_time(cache / "lock"):
         tokenizing = tokenizing_for(part, folder, cache, digest, examples, model.vocab_size)
         place = cache / f"chats-{hashlib.sha256(f'{digest} {tokenizing.digest}'.encode()).hexdigest()[:16]}"
-        if not place.exists():
+        if not place.exists() or _damaged(place):
+            shutil.rmtree(place, ignore_errors=True)
             write_whole(place, lambda into: prepare(examples, tokenizing, into))
-    arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in ("tokens", "starts", "answers")}
-    largest = int(np.load(place / "largest.npy"))
+    arrays = _arrays(place)
+    largest = int(arrays.pop("largest"))
     require(largest < model.vocab_size, "data.tokenizer: largest token", largest, f"less than {model.vocab_size}")
     shortest = int(arrays["answers"].min())
     require(shortest <= seq_len, "batch.seq_len", seq_len, f"at least {shortest}, the shortest question")
     return InstructionSamples(**arrays, seq_len=seq_len, seed=seed)
+
+
+def _arrays(place: Path) -> dict[str, np.ndarray]:
+    return {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in ("tokens", "starts", "answers", "largest")}
+
+
+def _damaged(place: Path) -> bool:
+    """Whether arrays are missing or cut, as a full disk or a copy that was broken off leaves them."""
+    try:
+        arrays = _arrays(place)
+    except (OSError, ValueError, EOFError):
+        return True
+    return len(arrays["tokens"]) != arrays["starts"][-1] or len(arrays["answers"]) + 1 != len(arrays["starts"])
 
 
 def read_examples(part: DataPart, folder: Path) -> list[tuple[str, str]]:
@@ -153,7 +167,7 @@ def _rows_of_path(path: Path) -> Iterator[Any]:
                 yield from content
         except ImportError:
             raise InputError(f"{file}: found Parquet without pyarrow, expected it installed") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:  # of text, JSON and Arrow
             raise InputError(f"{file}: {error}, expected a readable file of examples") from None
 
 
