@@ -15,10 +15,12 @@ import argparse
 import io
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NoReturn
 
 from polygon.domain.errors import InputError, located
@@ -310,6 +312,23 @@ def emit(data: Any, text: str, *, as_json: bool) -> None:
 
         text = format_json(data)
     write(text if text.endswith("\n") else text + "\n")
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """For work that asks from time to time: the first Ctrl-C is an answer, the second a KeyboardInterrupt."""
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Talk:

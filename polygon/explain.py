@@ -84,12 +84,13 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) ->
     began = time.perf_counter()
     limit_s = args.time_limit or math.inf
 
-    def left(part: float) -> Callable[[], float]:
-        return lambda: part * limit_s - (time.perf_counter() - began)
-
     changes = link_changes(problem.cluster, args.link, args.more_gbps) if args.link else None
     explainer = Explainer(problem, plan, tables, seed=args.seed)
-    with talk.progress("explaining", 1.0) as show:
+    with talk.progress("explaining", 1.0) as show, cli.interruptible() as interrupted:
+
+        def left(part: float) -> Callable[[], float]:
+            return lambda: 0.0 if interrupted() else part * limit_s - (time.perf_counter() - began)
+
         why = explainer.explain(count=args.count, seconds_left=left(0.5), tell=lambda text, part: show(part / 2, text))
         what = sensitivities(
             problem,
@@ -103,7 +104,7 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) ->
         )
     left_out = len(why.left_out) + what.left_out
     if left_out:
-        talk.say(f"no time for {left_out} questions")
+        talk.say(f"{'interrupted: ' if interrupted() else ''}no time for {left_out} questions")
     return SimpleNamespace(bill=explainer.bill, why=why, what=what)
 
 

@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     if groups is None:
         return cli.infeasible(reason)
+    if reason:
+        talk.say(reason)
     from dataclasses import replace
 
     groups = replace(groups, seed=args.seed)

@@ -82,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
                 tell=tell,
                 tables=tables,
             )
+    if found.interrupted and found.plan is None:
+        raise KeyboardInterrupt
     if found.interrupted:
         talk.say("interrupted: this is the best so far")
     if found.plan is None:

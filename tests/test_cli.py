@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,18 @@ def test_interrupt_exits_as_shells_expect(capsys):
 
     assert cli.run(wait) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_first_interrupt_is_an_answer_and_the_second_ends():
+    """Work that asks is told once; who cannot wait presses again."""
+    with cli.interruptible() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_infeasible_is_a_result(capsys):

@@ -188,6 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     if result.interrupted:
         talk.say("interrupted: these are the configurations so far")
     best = result.top(args.top)
+    if not best and result.interrupted:
+        raise KeyboardInterrupt
     if not best:
         return cli.infeasible(result.why_none(devices))
     if path != "-":

@@ -93,7 +93,12 @@ def find_groups(
     -------
     groups : Groups or None
     reason : str
-        Why there are none.
+        Why there are none, or why better ones may have been missed.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If it came before any grouping was found; later it keeps the best so far.
     """
     effort = effort or Effort()
     decoder = Decoder(problem, tables=tables, objective=objective)
@@ -104,7 +109,7 @@ def find_groups(
     counts = [stages] if stages else [s for s in (1, 2, 3, 4, 5, 6, 8) if s <= limit]
     best: tuple[float, np.ndarray, int] | None = None
     budget = max(400, effort.fluid_evaluations // (2 * len(counts)))
-    last_reason = ""
+    last_reason, interrupted = "", False
     for i, count in enumerate(counts):
         size = _likely_size(decoder, count)
         candidates = GroupCandidates(decoder, count, size)
@@ -119,8 +124,11 @@ def find_groups(
             last_reason = _why_not(decoder, [Allocation(workers=x, micro_batch_size=size) for x in starts[:8]])
         if tell:
             tell(f"ants, {count} stages", (i + 1) / len(counts), best[0] if best else math.inf)
-        if result.stopped_by == "interrupt":
+        interrupted = result.stopped_by == "interrupt"
+        if interrupted:
             break
+    if best is None and interrupted:
+        raise KeyboardInterrupt
     if best is None:
         return None, last_reason or "no grouping fits"
     value, x, size = best
@@ -145,7 +153,7 @@ def find_groups(
             "model": "fluid",
         },
         solver="ants",
-    ), ""
+    ), "interrupted: these are the best so far" if interrupted else ""
 
 
 def _likely_size(decoder: Decoder, stages: int) -> int:
@@ -237,13 +245,18 @@ def find_plan(
         callback=told("memetic search", effort.fluid_evaluations),
     )
     evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
+    interrupted = interrupted or fluid.stopped_by == "interrupt"
     if not candidates.elite:
         return Found(
-            plan=None, value_s=math.inf, reason=_why_not(decoder, starts), evaluations=evaluations, seconds=seconds
+            plan=None,
+            value_s=math.inf,
+            reason=_why_not(decoder, starts),
+            evaluations=evaluations,
+            seconds=seconds,
+            interrupted=interrupted,
         )
     exact = ExactCandidates(decoder, candidates.space.groups)
     left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
-    interrupted = interrupted or fluid.stopped_by == "interrupt"
     count = 6 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,

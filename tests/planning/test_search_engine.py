@@ -99,6 +99,19 @@ def test_regions_without_links_are_not_joined():
     assert len({problem.cluster.pools[w.pool].region for stage in plan.stages for w in stage.workers}) == 1
 
 
+def test_an_interrupted_search_keeps_a_plan_that_can_be_run():
+    """Ctrl-C at the first sign of life: a plan, and that it may not be the best."""
+
+    def interrupt(phase, part, best):
+        raise KeyboardInterrupt
+
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+    found = find_plan(problem, np.random.default_rng(0), effort=FAST, tell=interrupt)
+    assert found.interrupted
+    assert violations(problem, found.plan) == []
+
+
 def test_forbidden_region_is_left_out():
     """Constraints hold in the found plan; forbidding everything leaves nothing."""
     cluster = cluster_of([[("a100-40gb", 2, 1)], [("a100-40gb", 2, 1)]])
