@@ -1,10 +1,17 @@
-"""How numba compiles kernels that only other kernels call."""
+"""How numba compiles the kernels of the search: as little as will do, for every user waits for it once.
+
+Half of the time went into what these kernels do without: reference counts of arrays (so they allocate nothing: callers
+hand in room to work in), checks of divisions, and ways to call them from C.
+"""
 
 from __future__ import annotations
 
 from numba import njit
 
-inner = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # type: ignore[call-overload]
-"""For functions of a bank that only kernels call; called from Python they crash. What Python would need to call them,
-the checks of divisions, and whole-array expressions (each brings its own functions along) made up more than half of the
-time that compiling took."""
+kernel = njit(cache=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)  # type: ignore[call-overload]
+"""For functions that Python calls."""
+
+inner = njit(  # type: ignore[call-overload]
+    cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False
+)
+"""For functions that only kernels call; called from Python they crash."""

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from polygon.cost.collectives import ring_pass_s
 from polygon.cost.transfers import LinkTable, Placement, by_link, codec_s, packed_bytes
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Plan
+from polygon.kernels import inner, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class ReductionCost:
         )
 
 
-@njit(cache=True)
+@kernel
 def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -> float:
     """Ring all-reduce of `n_bytes` among equals: 2 (p-1) (a + n / (p b)); 0 for one (Patarasuk and Yuan 2009)."""
     if members <= 1:
@@ -70,49 +71,66 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
     return 2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s)
 
 
-@njit(cache=True)
-def across_regions_s(piece_s: np.ndarray) -> tuple[float, bool]:
-    """All-reduce between regions, the faster of direct exchange and ring.
+class LevelsRoom(NamedTuple):
+    """Room in which `levels_s` works."""
 
-    Parameters
-    ----------
-    piece_s : ndarray, shape (regions, regions)
-        Seconds for one region's part (1 / regions of the buffer) from region to region; the diagonal is not used.
+    first: np.ndarray
+    nodes: np.ndarray
+    """(regions,) first pool of each region in the list of pools, and its nodes."""
+    visited: np.ndarray
+    """(regions,) whether the ring has passed."""
+    piece_s: np.ndarray
+    """(regions, regions) seconds for one region's part from region to region."""
+
+
+def levels_room(pools: int, regions: int) -> LevelsRoom:
+    """Room for stages of so many pools in so many regions."""
+    most = min(pools, regions)
+    return LevelsRoom(
+        first=np.zeros(most, dtype=np.int64),
+        nodes=np.zeros(most, dtype=np.int64),
+        visited=np.zeros(most, dtype=np.int64),
+        piece_s=np.zeros((most, most)),
+    )
+
+
+@inner
+def across_regions_s(n: int, room: LevelsRoom) -> tuple[float, bool]:
+    """All-reduce between the first n regions of `piece_s`, the faster of direct exchange and ring.
 
     Returns
     -------
     tuple of float and bool
         Seconds and whether the direct exchange is the faster; the ring visits the nearest region next.
     """
-    n = piece_s.shape[0]
-    if n == 1:
-        return 0.0, True
+    piece_s, visited = room.piece_s, room.visited
     worst = 0.0
     for a in range(n):
+        visited[a] = 0
         for b in range(n):
             if a != b and piece_s[a, b] > worst:
                 worst = piece_s[a, b]
-    visited = np.zeros(n, dtype=np.bool_)
-    visited[0] = True
+    visited[0] = 1
     here, hop = 0, 0.0
     for _ in range(n - 1):
         nearest, best = -1, np.inf
         for b in range(n):
-            if not visited[b]:
+            if visited[b] == 0:
                 cost = max(piece_s[here, b], piece_s[b, here])
                 if nearest < 0 or cost < best:
                     nearest, best = b, cost
         hop = max(hop, best)
-        visited[nearest] = True
+        visited[nearest] = 1
         here = nearest
     hop = max(hop, max(piece_s[here, 0], piece_s[0, here]))
     direct, ring = 2 * worst, 2 * (n - 1) * hop
     return (direct, True) if direct <= ring else (ring, False)
 
 
-@njit(cache=True)
+@kernel
 def levels_s(
     n_bytes: float,
+    count: int,
     pools: np.ndarray,
     nodes: np.ndarray,
     members: np.ndarray,
@@ -124,6 +142,7 @@ def levels_s(
     node_latency_s: np.ndarray,
     node_bytes_per_s: np.ndarray,
     capacity_bytes_per_s: np.ndarray,
+    room: LevelsRoom,
 ) -> tuple[float, float, float, bool]:
     """Seconds inside nodes, inside regions and across regions, and whether regions exchange directly.
 
@@ -131,7 +150,9 @@ def levels_s(
     ----------
     n_bytes : float
         Gradient bytes that a worker holds.
-    pools, nodes, members : ndarray, shape (n,)
+    count : int
+        How many of the pools.
+    pools, nodes, members : ndarray, shape (at least count,)
         The pools that hold workers of the stage (those of a region side by side), how many of their nodes do, and how
         many workers per node.
     wire_bytes : ndarray, shape (regions, regions)
@@ -139,14 +160,10 @@ def levels_s(
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions at the same time.
     """
-    count = pools.shape[0]
     node_s = 0.0
     for i in range(count):
         p = pools[i]
         node_s = max(node_s, ring_s(n_bytes, members[i], node_latency_s[p], node_bytes_per_s[p]))
-    regions = np.empty(count, dtype=np.int64)
-    lent = np.zeros(count, dtype=np.int64)
-    stands = np.empty(count, dtype=np.int64)
     found = 0
     region_s = 0.0
     i = 0
@@ -163,27 +180,24 @@ def levels_s(
                     latency = max(latency, latency_s[pools[j], pools[k]])
                     rate = min(rate, bytes_per_s[pools[j], pools[k]])
         region_s = max(region_s, ring_s(n_bytes, total, latency, rate))
-        # Which pool stands for a region does not matter: links between regions are the same for all its pools.
-        regions[found], lent[found], stands[found] = r, total, pools[i]
+        room.first[found], room.nodes[found] = i, total
         found += 1
         i = end
     if found == 1:
         return node_s, region_s, 0.0, True
-    parallel = lent[0]
+    parallel = room.nodes[0]
     for a in range(found):
-        parallel = min(parallel, lent[a])
-    piece = np.zeros((found, found))
+        parallel = min(parallel, room.nodes[a])
     for a in range(found):
         for b in range(found):
             if a != b:
-                ra, rb = regions[a], regions[b]
-                rate = min(
-                    bytes_per_s[stands[a], stands[b]] * parallel,
-                    capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]),
-                )
+                # Which pool stands for a region does not matter: links between regions are the same for all its pools.
+                pa, pb = pools[room.first[a]], pools[room.first[b]]
+                ra, rb = pool_region[pa], pool_region[pb]
+                rate = min(bytes_per_s[pa, pb] * parallel, capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]))
                 n = wire_bytes[ra, rb] / found
-                piece[a, b] = latency_s[stands[a], stands[b]] + n / rate if rate > 0 else np.inf
-    across_s, direct = across_regions_s(piece)
+                room.piece_s[a, b] = latency_s[pa, pb] + n / rate if rate > 0 else np.inf
+    across_s, direct = across_regions_s(found, room)
     return node_s, region_s, across_s, direct
 
 
@@ -229,7 +243,8 @@ def stage_reduction(
         wire, part = wire * len(regions) / 2, n_values
         sent = wire * lanes
     node_s, region_s, across_s, direct = levels_s(
-        n_values * batch.gradient_bytes,
+        float(n_values * batch.gradient_bytes),
+        len(pools),
         pools,
         nodes,
         members,
@@ -241,6 +256,7 @@ def stage_reduction(
         links.node_latency_s,
         links.node_bytes_per_s,
         links.capacity_bytes_per_s,
+        levels_room(len(pools), len(pools)),
     )
     return ReductionCost(
         node_s=node_s,

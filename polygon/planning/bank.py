@@ -65,6 +65,8 @@ class Bank(NamedTuple):
     """(d, d) packed over plain gradient bytes."""
     local_steps: int
     """Most steps between two meetings of regions that hold a whole pipeline each; 1: they meet in every step."""
+    stands: np.ndarray
+    """(d,) any pool of each region: links between regions are the same for all of them."""
     pool_region: np.ndarray
     """(p,) and the links as in `LinkTable`."""
     latency_s: np.ndarray
@@ -146,6 +148,8 @@ def build_bank(
     gradients = gradient_mode(tables, may.weight_gradients)
     ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))
     ratio /= block * batch.gradient_bytes
+    stands = np.zeros(regions, dtype=np.int64)
+    stands[links.region] = np.arange(len(links.region))
     million = 1_000_000
     return Bank(
         pool=np.array([p for p, _ in classes], dtype=np.int64),
@@ -172,6 +176,7 @@ def build_bank(
         activation_codec_s=packing_s,
         gradient_ratio=np.where(far, ratio, 1.0),
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
+        stands=stands,
         pool_region=links.region,
         latency_s=links.latency_s,
         bytes_per_s=links.bytes_per_s,

@@ -23,7 +23,7 @@ from polygon.parity import Allowed, allowed
 from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
 from polygon.planning.dealing import deal_devices
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FITS, NO_LINK, REASONS, fluid_step_s
+from polygon.planning.fluid import FITS, NO_LINK, REASONS, Work, fluid_step_s, work_for
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.packing import activation_modes, gradient_mode, settled
 from polygon.planning.routing import build_routes
@@ -85,9 +85,13 @@ class Decoder:
             self._bills = FluidBills(problem, self.classes)
             self._widest = max(problem.cluster.pools[p].devices // t for p, t in self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
+            self._work = lru_cache(maxsize=None)(self._room)
 
     def _build_bank(self, micro_batch_size: int, may: Allowed) -> Bank:
         return build_bank(self.tables, self.classes, micro_batch_size, may, min(self._widest, 256))
+
+    def _room(self, rows: int) -> Work:
+        return work_for(rows, len(self.classes), len(self.problem.cluster.regions))
 
     def bank(self, micro_batch_size: int) -> Bank:
         """Arrays of the problem at a micro-batch size."""
@@ -103,8 +107,8 @@ class Decoder:
         """Fluid step time [s], and why it is inf (`polygon.planning.fluid`)."""
         allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
-        scratch = _scratch(rows)
-        return fluid_step_s(self.bank(allocation.micro_batch_size), allocation.workers, *scratch)
+        bank = self.bank(allocation.micro_batch_size)
+        return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows))
 
     def legal(self, allocation: Allocation) -> Allocation:
         """The allocation without the workers that the constraints keep out of their stages."""
@@ -120,8 +124,8 @@ class Decoder:
         """What an allocation's step costs, by the fluid step time."""
         allocation = self.legal(allocation)
         bank = self.bank(allocation.micro_batch_size)
-        bounds, options, out = _scratch(allocation.workers.shape[0])
-        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out)
+        bounds, options, out = _out(allocation.workers.shape[0])
+        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
         if not math.isfinite(step_s):
             return priced(self.problem, step_s, 0.0, 0.0, np.zeros(len(self.problem.cluster.regions)))
         return self._bills.bill(bank, allocation.workers, bounds, options, out, step_s)
@@ -167,9 +171,9 @@ class Decoder:
 
     def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
-        bounds, options, out = _scratch(allocation.workers.shape[0])
+        bounds, options, out = _out(allocation.workers.shape[0])
         bank = self._bank(allocation.micro_batch_size, may)
-        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out)
+        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
         if why != FITS or not math.isfinite(value):
             return Infeasible(reason=REASONS.get(why, "the step would never end"))
         stages = self._stages(allocation, bounds, options, int(out[0]))
@@ -245,7 +249,8 @@ class Decoder:
         if locked:
             count = len(problem.cluster.regions)
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
-            share = lock_shares(np.array(rates), True)
+            share = np.zeros((len(rates), count))
+            lock_shares(np.array(rates), len(rates), True, share)
         routes = build_routes(seconds, regions, self._message_s(micro_batch_size, may), micro_batches, share)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
@@ -346,7 +351,7 @@ def useful_streams(latency_s: float, bytes_per_s: float) -> int:
     return max(1, min(MAX_STREAMS, math.ceil(bytes_per_s / one)))
 
 
-def _scratch(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _out(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Room for what `fluid_step_s` hands back."""
     return (
         np.zeros(rows + 1, dtype=np.int64),

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from polygon.cost.reduction import levels_s, ring_s
+from polygon.cost.reduction import LevelsRoom, levels_s, ring_s
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.parity import allowed
 from polygon.planning.bank import Bank
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import fluid_step_s
+from polygon.planning.fluid import Work, fluid_step_s, work_for
 from polygon.planning.layer_split import whole_makespan_s
-from polygon.planning.stage_lists import gather_stages
+from polygon.planning.stage_lists import Stages
 
 SLACK = 1e-5
 """Relative precision of `whole_makespan_s`, and more."""
@@ -93,17 +93,17 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
 
 
 @njit(cache=True)
-def all_busy(bank: Bank, classes: np.ndarray, counts: np.ndarray, members: np.ndarray, seconds: np.ndarray) -> bool:
+def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
     """Whether every worker of every stage certainly gets a micro-batch, with regions keeping their share or not."""
-    n = members.shape[0]
     rates = np.zeros((n, bank.activation_wire.shape[0]))
     slowest = np.zeros_like(rates)
     for s in range(n):
-        for i in range(members[s]):
-            r = bank.region[classes[s, i]]
-            rates[s, r] += counts[s, i] / seconds[s, i]
+        for i in range(stages.members[s]):
+            r = bank.region[stages.classes[s, i]]
+            rates[s, r] += stages.counts[s, i] / seconds[s, i]
             slowest[s, r] = max(slowest[s, r], seconds[s, i])
-    share = lock_shares(rates, True)
+    share = np.zeros_like(rates)
+    lock_shares(rates, n, True, share)
     for s in range(n):
         if bank.micro_batches / rates[s].sum() < slowest[s].max():
             return False
@@ -138,11 +138,14 @@ def reduction_floor_s(
     alone = np.ones(used, dtype=np.int64)
     arguments = (bank.pool_region, bank.latency_s, bank.bytes_per_s, bank.node_latency_s, bank.node_bytes_per_s)
     wire = ones * (n_bytes * limits.gradient_ratio)
+    room = LevelsRoom(
+        np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used, np.int64), np.zeros((used, used))
+    )
     _, inside_s, _, _ = levels_s(
-        n_bytes, pools[:used], fewest[:used], alone, wire, ones, *arguments, bank.capacity_bytes_per_s
+        n_bytes, used, pools, fewest, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, room
     )
     _, _, across_s, _ = levels_s(
-        n_bytes, pools[:used], most[:used], alone, wire, ones, *arguments, bank.capacity_bytes_per_s
+        n_bytes, used, pools, most, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, room
     )
     if used == 1 and fewest[0] == 1:
         p = pools[0]
@@ -153,22 +156,23 @@ def reduction_floor_s(
 
 
 @njit(cache=True)
-def floor_s(bank: Bank, limits: Limits, x: np.ndarray) -> float:
+def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
     """Seconds that no plan decoded from an allocation can beat; inf where it has none.
 
     Parameters
     ----------
     x : ndarray of int64, shape (stages, classes)
         Without empty rows.
+    work : Work
+        Of `work_for` the shape of x.
     """
     n, layers = x.shape[0], bank.parameters.shape[1] - 1
     bounds, options = np.zeros(n + 1, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64))
+    value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64), work)
     if not np.isfinite(value):
         return np.inf
-    classes, counts = np.zeros_like(x), np.zeros_like(x)
-    members = np.zeros(n, dtype=np.int64)
-    gather_stages(x, classes, counts, members)
+    stages = work.stages
+    classes, counts, members = stages.classes, stages.counts, stages.members
     forward, backward = np.zeros(x.shape), np.zeros(x.shape)
     for s in range(n):
         a, b, r = bounds[s], bounds[s + 1], bank.option_recompute[options[s]]
@@ -177,7 +181,7 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray) -> float:
             forward[s, i] = bank.forward_s[c, r, b] - bank.forward_s[c, r, a]
             backward[s, i] = bank.backward_s[c, r, b] - bank.backward_s[c, r, a]
     seconds = forward + backward
-    busy = all_busy(bank, classes, counts, members, seconds)
+    busy = all_busy(bank, stages, n, seconds)
     agree = 0.0
     if busy and limits.local_steps == 1:
         for s in range(n):
@@ -226,7 +230,11 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray) -> float:
 
 
 @njit(cache=True)
+def _floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray, work: Work) -> None:
+    for k in range(xs.shape[0]):
+        out[k] = floor_s(bank, limits, xs[k].astype(np.int64), work)
+
+
 def floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray) -> None:
     """`floor_s` of many allocations of equally many stages, shape (allocations, stages, classes); fills `out`."""
-    for k in range(xs.shape[0]):
-        out[k] = floor_s(bank, limits, xs[k].astype(np.int64))
+    _floors_s(bank, limits, xs, out, work_for(xs.shape[1], xs.shape[2], len(bank.stands)))

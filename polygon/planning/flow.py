@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-from polygon.kernels import inner
+import numpy as np
+
+from polygon.kernels import inner, kernel
 from polygon.planning.bank import Bank
 from polygon.planning.stage_lists import Stages
 
 
+class Places(NamedTuple):
+    """What every region lends to every stage, and room for the flow between two of them.
+
+    Arrays of shape (rows, regions); `supply` and `demand` (regions,), `flow` (regions, regions).
+    """
+
+    nodes: np.ndarray
+    workers: np.ndarray
+    pool: np.ndarray
+    """One of the region's pools in the stage."""
+    rates: np.ndarray
+    """Micro-batches per second; 0 where a region has no workers in a stage."""
+    share: np.ndarray
+    """Parts of the micro-batches; each row sums to one."""
+    supply: np.ndarray
+    demand: np.ndarray
+    flow: np.ndarray
+
+
+def places_for(rows: int, regions: int) -> Places:
+    """Room for allocations of so many rows."""
+    shape = (rows, regions)
+    return Places(
+        nodes=np.zeros(shape, dtype=np.int64),
+        workers=np.zeros(shape, dtype=np.int64),
+        pool=np.zeros(shape, dtype=np.int64),
+        rates=np.zeros(shape),
+        share=np.zeros(shape),
+        supply=np.zeros(regions),
+        demand=np.zeros(regions),
+        flow=np.zeros((regions, regions)),
+    )
+
+
 @inner
-def region_means(
-    bank: Bank,
-    classes: np.ndarray,
-    counts: np.ndarray,
-    members: int,
-    nodes: np.ndarray,
-    workers: np.ndarray,
-    pool: np.ndarray,
-) -> None:
-    """Nodes and workers that each region lends to a stage, and one of its pools; (regions,) each, in as 0, 0, -1."""
-    for i in range(members):
-        c = classes[i]
-        per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
-        nodes[bank.region[c]] += (counts[i] + per_node - 1) // per_node
-        workers[bank.region[c]] += counts[i]
-        pool[bank.region[c]] = bank.pool[c]
+def find_places(bank: Bank, stages: Stages, n: int, places: Places) -> None:
+    """Fill in what every region lends to the first n stages, all but the shares."""
+    for s in range(n):
+        for r in range(places.nodes.shape[1]):
+            places.nodes[s, r], places.workers[s, r], places.pool[s, r], places.rates[s, r] = 0, 0, 0, 0.0
+        for i in range(stages.members[s]):
+            c, count = stages.classes[s, i], stages.counts[s, i]
+            r = bank.region[c]
+            per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
+            places.nodes[s, r] += (count + per_node - 1) // per_node
+            places.workers[s, r] += count
+            places.pool[s, r] = bank.pool[c]
+            places.rates[s, r] += count / stages.seconds[s, i]
 
 
-@njit(cache=True)
-def lock_shares(rates: np.ndarray, locked: bool) -> np.ndarray:
+@kernel
+def lock_shares(rates: np.ndarray, stages: int, locked: bool, share: np.ndarray) -> None:
     """Parts of the micro-batches by region: by speed, or (locked) the same along stages with the same regions.
 
     Parameters
     ----------
-    rates : ndarray, shape (stages, regions)
+    rates : ndarray, shape (at least stages, regions)
         Micro-batches per second of a region's workers in a stage; 0 where it has none.
-
-    Returns
-    -------
-    ndarray, shape (stages, regions)
-        Locked, in a run of stages that all have the same regions, every region takes micro-batches in proportion to its
-        slowest stage of the run; then no micro-batch of the run has to leave its region.
+    share : ndarray, shape as `rates`
+        Out. Locked, in a run of stages that all have the same regions, every region takes micro-batches in proportion
+        to its slowest stage of the run; then no micro-batch of the run has to leave its region.
     """
-    stages, regions = rates.shape
-    share = np.zeros((stages, regions))
+    regions = rates.shape[1]
     first = 0
     while first < stages:
         last = first + 1
@@ -68,11 +96,10 @@ def lock_shares(rates: np.ndarray, locked: bool) -> np.ndarray:
             for s in range(first + 1, last):
                 share[s, r] = share[first, r]
         first = last
-    return share
 
 
 @inner
-def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.ndarray, flow: np.ndarray) -> bool:
+def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, flow: np.ndarray) -> bool:
     """Send micro-batches from the regions of one stage to those of the next; False where a link is missing.
 
     What can stay in its region stays; the rest goes over the quickest links first.
@@ -81,8 +108,6 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.nda
     ----------
     supply, demand : ndarray, shape (regions,)
         Parts of the micro-batches; each sums to one. Changed.
-    stands : ndarray of int, shape (regions,)
-        Any pool of each region.
     flow : ndarray, shape (regions, regions)
         Out.
     """
@@ -104,10 +129,11 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.nda
             for b in range(n):
                 if demand[b] <= 1e-12 or a == b:
                     continue
-                rate = bank.bytes_per_s[stands[a], stands[b]]
+                pa, pb = bank.stands[a], bank.stands[b]
+                rate = bank.bytes_per_s[pa, pb]
                 if rate <= 0:
                     continue
-                cost = bank.latency_s[stands[a], stands[b]] + bank.activation_wire[a, b] / rate
+                cost = bank.latency_s[pa, pb] + bank.activation_wire[a, b] / rate
                 if cost < best:
                     best, source, target = cost, a, b
         if source < 0:
@@ -121,37 +147,34 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, stands: np.nda
 
 
 @inner
-def boundary_s(bank: Bank, stages: Stages, s: int, share: np.ndarray, stands: np.ndarray) -> tuple[float, float]:
+def boundary_s(bank: Bank, places: Places, s: int) -> tuple[float, float]:
     """Seconds of the slowest message from stage s to s + 1, and the time in which the fullest link carries them all.
 
     Workers take micro-batches in a fixed order, so all wait for the slowest way. The workers of a node share its links.
-    Both are inf where a link is missing. `share` has shape (stages, regions).
+    Both are inf where a link is missing.
     """
     regions = bank.activation_wire.shape[0]
-    nodes, next_nodes = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
-    workers, next_workers = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
-    pool, next_pool = np.zeros(regions, dtype=np.int64), np.zeros(regions, dtype=np.int64)
-    t = s + 1
-    region_means(bank, stages.classes[s], stages.counts[s], stages.members[s], nodes, workers, pool)
-    region_means(bank, stages.classes[t], stages.counts[t], stages.members[t], next_nodes, next_workers, next_pool)
-    flow, supply, demand = np.zeros((regions, regions)), np.zeros(regions), np.zeros(regions)
+    flow = places.flow
     for r in range(regions):
-        supply[r], demand[r] = share[s, r], share[t, r]
-    if not transport(bank, supply, demand, stands, flow):
+        places.supply[r], places.demand[r] = places.share[s, r], places.share[s + 1, r]
+    if not transport(bank, places.supply, places.demand, flow):
         return np.inf, np.inf
     message, fullest = 0.0, 0.0
     for a in range(regions):
         for b in range(regions):
             if flow[a, b] <= 0:
                 continue
-            pa, pb = (pool[a], next_pool[b]) if a == b else (stands[a], stands[b])
+            pa, pb = bank.stands[a], bank.stands[b]
+            if a == b:
+                pa, pb = places.pool[s, a], places.pool[s + 1, b]
             rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
             card = bank.card_bytes_per_s[pa]
-            together = min(rate * nodes[a] * next_nodes[b], card * nodes[a])
-            alone = min(rate, card) * nodes[a] / workers[a]
+            nodes, workers = places.nodes[s, a], places.workers[s, a]
+            together = min(rate * nodes * places.nodes[s + 1, b], card * nodes)
+            alone = min(rate, card) * nodes / workers
             if a != b:
                 together = min(together, bank.capacity_bytes_per_s[a, b])
-                alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers[a])
+                alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers)
             n_bytes = bank.activation_wire[a, b]
             fullest = max(fullest, flow[a, b] * bank.micro_batches * n_bytes / together)
             codec = 0.0 if a == b else bank.activation_codec_s[a, b]

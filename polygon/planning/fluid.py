@@ -17,15 +17,16 @@ stage with the fastest recomputation and ZeRO option that fits its memory. The e
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-from polygon.cost.reduction import levels_s
-from polygon.kernels import inner
+import numpy as np
+
+from polygon.cost.reduction import LevelsRoom, levels_room, levels_s
+from polygon.kernels import inner, kernel
 from polygon.planning.bank import Bank
-from polygon.planning.flow import boundary_s, lock_shares
-from polygon.planning.layer_split import in_flight_estimate, room_in_flight, split_layers, whole_makespan_s
-from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds
+from polygon.planning.flow import Places, boundary_s, find_places, lock_shares, places_for
+from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers
+from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
 
 FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
 REASONS = {
@@ -36,9 +37,46 @@ REASONS = {
 }
 
 
-@njit(cache=True, error_model="numpy")
+class Work(NamedTuple):
+    """Room in which `fluid_step_s` works; of what it leaves there, only the lists by class of `stages` are of use."""
+
+    stages: Stages
+    places: Places
+    trial: np.ndarray
+    """(rows + 1,)."""
+    passing: np.ndarray
+    message: np.ndarray
+    """(rows,) seconds of a stage's slowest worker, and of the slowest way to the next stage, for a micro-batch."""
+    pools: np.ndarray
+    nodes: np.ndarray
+    on_node: np.ndarray
+    """(classes,) of one stage, as in `levels_s`."""
+    wire_bytes: np.ndarray
+    pair_share: np.ndarray
+    """(regions, regions), as in `levels_s`."""
+    levels: LevelsRoom
+
+
+def work_for(rows: int, classes: int, regions: int) -> Work:
+    """Room for allocations of a shape."""
+    return Work(
+        stages=stages_for(rows, classes),
+        places=places_for(rows, regions),
+        trial=np.zeros(rows + 1, dtype=np.int64),
+        passing=np.zeros(rows),
+        message=np.zeros(rows),
+        pools=np.zeros(classes, dtype=np.int64),
+        nodes=np.zeros(classes, dtype=np.int64),
+        on_node=np.zeros(classes, dtype=np.int64),
+        wire_bytes=np.zeros((regions, regions)),
+        pair_share=np.zeros((regions, regions)),
+        levels=levels_room(classes, regions),
+    )
+
+
+@kernel
 def fluid_step_s(
-    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray
+    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray, work: Work
 ) -> tuple[float, int]:
     """Seconds per step of an allocation, and why not if it is inf.
 
@@ -51,38 +89,16 @@ def fluid_step_s(
         Out: the layer split and the memory options.
     stages_out : ndarray of int64, shape (3,)
         Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
+    work : Work
+        Of `work_for` the shape of x.
     """
-    rows, columns = x.shape
-    widest = 1
-    for s in range(rows):
-        k = 0
-        for c in range(columns):
-            if x[s, c] > 0:
-                k += 1
-        widest = max(widest, k)
-    classes = np.zeros((rows, widest), dtype=np.int64)
-    counts = np.zeros((rows, widest), dtype=np.int64)
-    members = np.zeros(rows, dtype=np.int64)
-    n = gather_stages(x, classes, counts, members)
+    stages = work.stages
+    n = gather_stages(x, stages)
     stages_out[0] = n
     layers = bank.parameters.shape[1] - 1
     if n == 0 or n > layers:
         return np.inf, NO_STAGE
-    stages = Stages(
-        classes[:n],
-        counts[:n],
-        members[:n],
-        np.zeros((n, widest)),
-        np.zeros((n, widest), dtype=np.int64),
-        np.zeros((n, widest), dtype=np.int64),
-        np.zeros((n, widest), dtype=np.int64),
-        np.zeros(n, dtype=np.int64),
-        np.zeros((n, widest)),
-        bounds[: n + 1],
-        options[:n],
-    )
-    merge_kinds(bank, stages)
-    held = np.zeros((n, widest))
+    merge_kinds(bank, stages, n)
     window = 0
     for s in range(n - 1, -1, -1):
         width = 0
@@ -91,98 +107,65 @@ def fluid_step_s(
         if width > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
         window = min(bank.micro_batches, window + width)
-        in_flight_estimate(bank, stages.kinds[s], stages.kind_counts[s], stages.kind_members[s], window, held[s])
-    slowest = split_layers(
-        bank,
-        stages.kinds,
-        stages.kind_counts,
-        stages.kind_shards,
-        stages.kind_members,
-        held,
-        stages.bounds,
-        stages.options,
-        stages.kind_seconds,
-    )
-    if not np.isfinite(slowest):
+        in_flight_estimate(bank, stages, s, window)
+    if split_layers(bank, stages, n, work.trial, bounds, options) == np.inf:
         return np.inf, NO_MEMORY
+    ways = 1
     for s in range(n):
         for i in range(stages.members[s]):
             at = 0
             while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
                 at += 1
             stages.seconds[s, i] = stages.kind_seconds[s, at]
-    ways = 1
-    for s in range(n):
-        for i in range(stages.members[s]):
             if n > 1 and bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]:
                 ways = 2
+    find_places(bank, stages, n, work.places)
     best = np.inf
-    passing, message = np.zeros(n), np.zeros(n)
     for way in range(ways):
-        end = _pipeline_s(bank, stages, way == 1, passing, message)
-        value, steps = _with_reductions(bank, stages, passing, message, end, bank.local_steps if way + 1 == ways else 1)
+        end = _pipeline_s(bank, work, n, bounds, options, way == 1)
+        local_steps = bank.local_steps if way + 1 == ways else 1
+        value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps)
         if value < best or way == 0:
             best = value
             stages_out[1], stages_out[2] = way, steps
-    return best, FITS if np.isfinite(best) else NO_LINK
+    return best, FITS if best < np.inf else NO_LINK
 
 
 @inner
-def _pipeline_s(bank: Bank, stages: Stages, locked: bool, passing: np.ndarray, message: np.ndarray) -> float:
-    """When stage 0 ends its last backward; inf where a link is missing.
+def _pipeline_s(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool) -> float:
+    """When stage 0 of n ends its last backward; inf where a link is missing. Fills `passing` and `message`.
 
     Parameters
     ----------
     locked : bool
         See `lock_shares`.
-    passing, message : ndarray, shape (stages,)
-        Out: seconds of the slowest worker, and of the slowest way to the next stage, for a micro-batch.
     """
-    n = stages.members.shape[0]
+    stages, places = work.stages, work.places
     micro_batches = bank.micro_batches
-    rates = np.zeros((n, bank.activation_wire.shape[0]))
-    for s in range(n):
-        for i in range(stages.members[s]):
-            rates[s, bank.region[stages.classes[s, i]]] += stages.counts[s, i] / stages.seconds[s, i]
-    share = lock_shares(rates, locked)
-    stands = np.zeros(bank.activation_wire.shape[0], dtype=np.int64)
-    for p in range(bank.pool_region.shape[0]):
-        stands[bank.pool_region[p]] = p
+    lock_shares(places.rates, n, locked, places.share)
     bottleneck, link_bound = 0.0, 0.0
     for s in range(n):
-        passing[s], message[s] = 0.0, 0.0
+        slowest, fastest = 0.0, np.inf
         for i in range(stages.kind_members[s]):
-            passing[s] = max(passing[s], stages.kind_seconds[s, i])
-        makespan = whole_makespan_s(
-            stages.kind_counts[s], stages.kind_seconds[s], stages.kind_members[s], micro_batches
-        )
-        if locked:
-            for r in range(rates.shape[1]):
-                if share[s, r] > 0:
-                    makespan = max(makespan, micro_batches * share[s, r] / rates[s, r])
-        fastest = np.inf
-        for i in range(stages.kind_members[s]):
+            slowest = max(slowest, stages.kind_seconds[s, i])
             fastest = min(fastest, stages.kind_seconds[s, i])
+        makespan = kinds_makespan_s(bank, stages, s)
+        if locked:
+            for r in range(places.rates.shape[1]):
+                if places.share[s, r] > 0:
+                    makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
         bottleneck = max(bottleneck, makespan - fastest)
+        message = 0.0
         if s + 1 < n:
-            message[s], fullest = boundary_s(bank, stages, s, share, stands)
-            if not np.isfinite(message[s]):
+            message, fullest = boundary_s(bank, places, s)
+            if message == np.inf:
                 return np.inf
             link_bound = max(link_bound, fullest)
+        work.passing[s], work.message[s] = slowest, message
     fill = 0.0
     for s in range(n - 1, -1, -1):
-        fill += passing[s] + 2 * message[s]
-        room = room_in_flight(
-            bank,
-            stages.kinds[s],
-            stages.kind_counts[s],
-            stages.kind_shards[s],
-            stages.kind_members[s],
-            stages.kind_seconds[s],
-            stages.bounds[s],
-            stages.bounds[s + 1],
-            stages.options[s],
-        )
+        fill += work.passing[s] + 2 * work.message[s]
+        room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options[s])
         if room < micro_batches:
             # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
             bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
@@ -191,85 +174,88 @@ def _pipeline_s(bank: Bank, stages: Stages, locked: bool, passing: np.ndarray, m
 
 @inner
 def _with_reductions(
-    bank: Bank, stages: Stages, passing: np.ndarray, message: np.ndarray, end: float, local_steps: int
+    bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, end: float, local_steps: int
 ) -> tuple[float, int]:
-    """When the last stage has reduced and updated (inf without a link), and the local steps.
+    """When the last of n stages has reduced and updated (inf without a link), and the local steps.
 
     `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
     itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
     weights in a stage; the shorter of both counts.
     """
+    stages, workers = work.stages, work.places.workers
     regions = bank.activation_wire.shape[0]
     layers = bank.parameters.shape[1] - 1
-    n = stages.members.shape[0]
-    present = np.zeros((n, regions))
+    for a in range(regions):
+        for b in range(regions):
+            together = 0.0
+            for s in range(n):
+                if workers[s, a] > 0 and workers[s, b] > 0:
+                    together += 1.0
+            work.pair_share[a, b] = together
     for s in range(n):
-        for i in range(stages.members[s]):
-            present[s, bank.region[stages.classes[s, i]]] = 1.0
-    pair_share = np.zeros((regions, regions))
-    for s in range(n):
-        for a in range(regions):
-            for b in range(regions):
-                pair_share[a, b] += present[s, a] * present[s, b]
-        if bank.option_zero[stages.options[s]] == 3:
+        if bank.option_zero[options[s]] == 3:
             local_steps = 1
         for i in range(stages.members[s]):
             if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
                 local_steps = 1
         for r in range(regions):
-            if present[s, r] != present[0, r]:
+            if (workers[s, r] > 0) != (workers[0, r] > 0):
                 local_steps = 1
     step, early, local_step, outer = 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         m = stages.members[s]
         n_values, update = 0.0, 0.0
-        pools, nodes, on_node = np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64), np.empty(m, dtype=np.int64)
         for i in range(m):
-            c = stages.classes[s, i]
-            here = bank.parameters[c, stages.bounds[s + 1]] - bank.parameters[c, stages.bounds[s]]
-            if s > 0 and stages.bounds[s + 1] == layers:
+            c, count = stages.classes[s, i], stages.counts[s, i]
+            here = bank.parameters[c, bounds[s + 1]] - bank.parameters[c, bounds[s]]
+            if s > 0 and bounds[s + 1] == layers:
                 here += bank.tied[c]
             n_values = max(n_values, here * bank.tp[c])
-            shards = stages.counts[s, i] if bank.option_zero[stages.options[s]] > 0 else 1
+            shards = count if bank.option_zero[options[s]] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
-            pools[i] = bank.pool[c]
             per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
-            nodes[i] = (stages.counts[s, i] + per_node - 1) // per_node
-            on_node[i] = min(stages.counts[s, i], per_node)
-        reduction, inner = 0.0, 0.0
+            work.pools[i] = bank.pool[c]
+            work.nodes[i] = (count + per_node - 1) // per_node
+            work.on_node[i] = min(count, per_node)
+        reduction, inside = 0.0, 0.0
         if m > 1 or stages.counts[s, 0] > 1:
             n_bytes = n_values * bank.gradient_bytes
+            for a in range(regions):
+                for b in range(regions):
+                    work.wire_bytes[a, b] = n_bytes * bank.gradient_ratio[a, b]
             node_s, region_s, across_s, _ = levels_s(
                 n_bytes,
-                pools,
-                nodes,
-                on_node,
-                n_bytes * bank.gradient_ratio,
-                pair_share,
+                m,
+                work.pools,
+                work.nodes,
+                work.on_node,
+                work.wire_bytes,
+                work.pair_share,
                 bank.pool_region,
                 bank.latency_s,
                 bank.bytes_per_s,
                 bank.node_latency_s,
                 bank.node_bytes_per_s,
                 bank.capacity_bytes_per_s,
+                work.levels,
             )
-            reduction, inner = node_s + region_s + across_s, node_s + region_s
-            if not np.isfinite(reduction):
+            reduction, inside = node_s + region_s + across_s, node_s + region_s
+            if not reduction < np.inf:
                 return np.inf, 1
         tied = 0.0
         if bank.tied_values > 0 and n > 1 and (s == 0 or s == n - 1):
-            tied = _tied_s(bank, stages)
-            if not np.isfinite(tied):
+            tied = _tied_s(bank, stages, n - 1)
+            if tied == np.inf:
                 return np.inf, 1
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.
-        backward = passing[s] * 2 / 3
-        depth = stages.bounds[s + 1] - stages.bounds[s]
+        backward = work.passing[s] * 2 / 3
+        depth = bounds[s + 1] - bounds[s]
         exposed = max(reduction / depth, reduction - backward * (depth - 1) / depth)
         step = max(step, end - early + exposed + tied + update)
-        exposed = max(inner / depth, inner - backward * (depth - 1) / depth)
+        exposed = max(inside / depth, inside - backward * (depth - 1) / depth)
         local_step = max(local_step, end - early + exposed + tied + update)
         outer = max(outer, reduction)
-        early += backward + message[s]
+        early += backward + work.message[s]
     local_step += outer / local_steps
     if local_steps > 1 and local_step < step:
         return local_step, local_steps
@@ -277,9 +263,8 @@ def _with_reductions(
 
 
 @inner
-def _tied_s(bank: Bank, stages: Stages) -> float:
+def _tied_s(bank: Bank, stages: Stages, last: int) -> float:
     """Seconds to exchange the gradient of tied embeddings between first and last stage, over their best link."""
-    last = stages.members.shape[0] - 1
     best = np.inf
     for i in range(stages.members[0]):
         for j in range(stages.members[last]):

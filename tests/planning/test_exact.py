@@ -13,6 +13,7 @@ from polygon.planning.decode import Decoder
 from polygon.planning.engine import Effort, find_plan, most_stages
 from polygon.planning.exact import AllAllocations, find_optimum
 from polygon.planning.floors import floor_s, limits_of
+from polygon.planning.fluid import work_for
 from polygon.planning.violations import violations
 from tests.drawn_problems import small_problem
 from tests.linked_regions import cluster_of, small_gpt
@@ -44,13 +45,15 @@ def test_no_plan_beats_its_allocations_floor(seed, wild):
         x = everything.random(rng)
         rows = x.workers[x.workers.any(axis=1)]
         size = x.micro_batch_size
-        floor = floor_s(decoder.bank(size), limits_of(decoder, size), rows) if len(rows) else 0.0
+        work = work_for(*rows.shape, len(problem.cluster.regions))
+        floor = floor_s(decoder.bank(size), limits_of(decoder, size), rows, work) if len(rows) else 0.0
         for relax in (False, True):
             plan = decoder.decode(x, relax=relax)
             if isinstance(plan, Plan):
                 assert decoder.step_times(plan).step_s >= floor
     size = everything.sizes[0]
-    arguments = decoder.bank(size), limits_of(decoder, size), np.ones((1, len(decoder.classes)), dtype=np.int64)
+    x = np.ones((1, len(decoder.classes)), dtype=np.int64)
+    arguments = decoder.bank(size), limits_of(decoder, size), x, work_for(*x.shape, len(problem.cluster.regions))
     assert floor_s(*arguments) == floor_s.py_func(*arguments)
 
 
