@@ -16,7 +16,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss
 from polygon.export.hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
-from polygon.export.scripts import run_name, start_all_script, torchrun_script
+from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
 RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=1, zero_alone=1)
 
@@ -92,12 +92,14 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
     words = model_arguments(problem) + parallel_arguments(uniform, problem.model, problem.batch.global_batch)
-    files = {"hosts.txt": hosts_text(rows), "arguments.txt": "\n".join(_pairs(words)) + "\n"}
+    files = {"hosts.txt": hosts_text(rows), "arguments.txt": "\n".join(pairs(words)) + "\n"}
+    # Its tensor parallelism insists on this before Blackwell.
+    exported = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if uniform.tp > 1 else []
     for index, seat in enumerate(rows):
         program = ["pretrain_gpt.py", *words, "--mock-data", "--train-iters", "100", "--lr", "3e-4"]
         files[run_name(seat)] = torchrun_script(
             "Runs Megatron-LM; MEGATRON_ROOT is its checkout. Replace --mock-data by your --data-path.",
-            rows, index, program, "MEGATRON_ROOT",
+            rows, index, program, "MEGATRON_ROOT", exported=exported,
         )  # fmt: skip
     files["start-all.sh"] = start_all_script(rows)
     lost = losses(problem, plan, tables, RULES, uniform, "megatron")
@@ -114,13 +116,3 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
         start="MEGATRON_ROOT=/path/to/Megatron-LM bash start-all.sh",
         notes=("ranks are tensor, then data, then pipeline parallel: Megatron-LM's default order tp-cp-ep-dp-pp",),
     )
-
-
-def _pairs(words: Sequence[str]) -> list[str]:
-    lines: list[str] = []
-    for word in words:
-        if word.startswith("--") or not lines:
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return lines

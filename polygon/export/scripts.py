@@ -20,17 +20,35 @@ def quoted(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
+def pairs(words: Sequence[str]) -> list[str]:
+    """Arguments as lines: an option and its values on each."""
+    return [" ".join(line) for line in _options(words)]
+
+
 def folded(words: Sequence[str]) -> str:
-    """Arguments as a command over several lines: an option and its value on each."""
+    """Arguments as a command over several lines: an option and its values on each."""
+    return " \\\n    ".join(quoted(line) for line in _options(words))
+
+
+def _options(words: Sequence[str]) -> list[list[str]]:
     lines: list[list[str]] = [[]]
     for word in words:
         if word.startswith("-") and lines[-1]:
             lines.append([])
         lines[-1].append(word)
-    return " \\\n    ".join(quoted(line) for line in lines)
+    return lines
 
 
-def torchrun_script(comment: str, rows: Sequence[Seat], index: int, program: Sequence[str], root: str = "") -> str:
+def torchrun_script(
+    comment: str,
+    rows: Sequence[Seat],
+    index: int,
+    program: Sequence[str],
+    root: str = "",
+    *,
+    last: str = "",
+    exported: Sequence[str] = (),
+) -> str:
     """What starts one host's ranks by torchrun, with static rendezvous so that ranks follow the order of hosts.
 
     Parameters
@@ -39,6 +57,10 @@ def torchrun_script(comment: str, rows: Sequence[Seat], index: int, program: Seq
         Script and its arguments, seen from the folder of the script.
     root : str
         Environment variable that names the folder to run in; empty: the script's own.
+    last : str
+        A word that must follow whatever else is given to the program.
+    exported : sequence of str
+        Further variables for the program, `NAME=value`.
     """
     seat = rows[index]
     words = ["torchrun", "--nnodes", str(len(rows)), "--node-rank", str(index), "--nproc-per-node"]
@@ -48,12 +70,12 @@ def torchrun_script(comment: str, rows: Sequence[Seat], index: int, program: Seq
     lines.append('here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"')
     lines.append(f'cd "${{{root}:-$here}}"' if root else 'cd "$here"')
     lines.append(f'export CUDA_VISIBLE_DEVICES="${{CUDA_VISIBLE_DEVICES-{",".join(map(str, seat.devices))}}}"')
-    lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    lines += [f"export {setting}" for setting in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *exported)]
     master = rows[0].host.address or rows[0].host.name
     command = (
         folded(words) + f' "${{POLYGON_MASTER:-{master}}}" \\\n    --master-port "${{POLYGON_PORT:-{PORT}}}" \\\n    '
     )
-    lines.append(f'exec {command}{program[0]} \\\n    {folded(program[1:])} "$@"')
+    lines.append(f'exec {command}{program[0]} \\\n    {folded(program[1:])} "$@"{" " * bool(last)}{last}')
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,11 @@
 """torchtitan: command-line flags of its `ParallelismConfig` and torchrun scripts for every host.
 
-Source: torchtitan/config/configs.py (its configurations are Python, so flags are what can be written from outside).
+Source: torchtitan 0.3 torchtitan/config/configs.py (its configurations are Python, so flags are what can be written
+from outside); which recomputation is a subcommand, after which no flag may follow.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from polygon.cost.step_times import step_times
@@ -15,7 +15,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss
 from polygon.export.hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
-from polygon.export.scripts import run_name, start_all_script, torchrun_script
+from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
 RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=3, zero_alone=3)
 
@@ -26,12 +26,12 @@ def module_names(plan: Plan, model: Model) -> list[list[str]]:
     for stage in plan.stages:
         names = ["tok_embeddings"] if stage.first_layer == 0 else []
         names += [f"layers.{b - 1}" for b in range(max(1, stage.first_layer), min(stage.last_layer, model.blocks + 1))]
-        parts.append(names + (["norm", "output"] if stage.last_layer == model.layers else []))
+        parts.append(names + (["norm", "lm_head"] if stage.last_layer == model.layers else []))
     return parts
 
 
 def flags(problem: Problem, uniform: Uniform) -> list[str]:
-    """Degrees, schedule, stages, batch and recomputation as torchtitan's flags."""
+    """Degrees, schedule, stages and batch as torchtitan's flags."""
     plan = uniform.plan
     stage = plan.stages[0]
     shard = uniform.dp if stage.zero else 1
@@ -46,14 +46,13 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
     }
     words = [f"--{key}={value}" for key, value in names.items()]
     if uniform.pp > 1:
-        modules = json.dumps(module_names(plan, problem.model), separators=(",", ":"))
         words += ["--parallelism.pipeline_parallel_schedule=1F1B"]
         words += [f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"]
-        words += [f"--parallelism.module_fqns_per_model_part={modules}"]
+        words += ["--parallelism.module_fqns_per_model_part"]  # a word a stage
+        words += [",".join(names) for names in module_names(plan, problem.model)]
+        words += ["--training.disable_cuda_graphs"]  # it refuses them with pipelines
     if stage.zero in (1, 2):
         words.append("--parallelism.fsdp_reshard_after_forward=never")
-    mode = {"none": "none", "selective": "selective", "full": "full"}[stage.recompute]
-    words.append(f"--activation_checkpoint.mode={mode}")
     return words
 
 
@@ -64,12 +63,13 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
     words = flags(problem, uniform)
-    files = {"hosts.txt": hosts_text(rows), "flags.txt": "\n".join(words) + "\n"}
+    recompute = f"activation-checkpoint:{uniform.plan.stages[0].recompute}"
+    files = {"hosts.txt": hosts_text(rows), "flags.txt": "\n".join([*pairs(words), recompute]) + "\n"}
     for index, seat in enumerate(rows):
         # torchrun takes "-m MODULE" where a script would stand.
         text = torchrun_script(
             "Runs torchtitan; TORCHTITAN_ROOT is its checkout. TITAN_MODULE and TITAN_CONFIG name the model.",
-            rows, index, ["-m torchtitan.train", "--module", *words], "TORCHTITAN_ROOT",
+            rows, index, ["-m torchtitan.train", "--module", *words], "TORCHTITAN_ROOT", last=recompute,
         )  # fmt: skip
         names = (
             '--module "${TITAN_MODULE:-llama3}" \\\n    --config "${TITAN_CONFIG:?name a configuration of your model}"'

@@ -79,9 +79,32 @@ def test_torchtitan_modules_are_the_stages():
             continue
         parts = module_names(uniform.plan, problem.model)
         names = [name for part in parts for name in part]
-        assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(problem.model.blocks)), "norm", "output"]
+        assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(problem.model.blocks)), "norm", "lm_head"]
         for stage, part in zip(uniform.plan.stages, parts, strict=True):
-            assert len(part) == stage.last_layer - stage.first_layer + ("output" in part)
+            assert len(part) == stage.last_layer - stage.first_layer + ("lm_head" in part)
+
+
+def test_what_torchtitan_and_megatron_insist_on():
+    """The kind of recomputation is torchtitan's last word, its stages a word each; Megatron's variable."""
+    seen = set()
+    for problem, plan, tables in drawn(16):
+        scripts = {
+            target: next(text for name, text in files.items() if name.startswith("run-"))
+            for target in ("torchtitan", "megatron")
+            if (result := export(problem, plan, target, tables=tables)) and (files := result.files)
+        }
+        for target, text in scripts.items():
+            tensor = "tensor-model-parallel-size 1" not in text
+            seen.add((target, tensor))
+            if target == "torchtitan":
+                assert re.search(r'"\$@" activation-checkpoint:(none|selective|full)$', text.strip())
+                assert ("pipeline_parallel_schedule" in text) == ("disable_cuda_graphs" in text)
+                stages = re.findall(r"module_fqns_per_model_part (.*) \\\n", text)
+                degree = int(re.search(r"pipeline_parallel_degree=(\d+)", text)[1])
+                assert (len(stages[0].split()) if stages else 1) == degree
+            else:
+                assert ("export CUDA_DEVICE_MAX_CONNECTIONS=1" in text) == tensor
+    assert {("megatron", True), ("megatron", False)} <= seen
 
 
 def test_ranks_of_torchrun_scripts_are_the_plans_ranks(tmp_path):
