@@ -88,4 +88,4 @@ def test_tokens_for_experts_of_the_same_node_stay_off_the_network():
 
     inside, two, eight = exposed(8), exposed(4), exposed(1)
     assert two / eight == pytest.approx(4 / 7, rel=0.05)  # four and seven of eight messages over a card of 50 GB/s
-    assert inside < 0.25 * two
+    assert 0.2 * two < inside < 0.3 * two  # seven messages over a fabric eight times as fast
