@@ -44,7 +44,3 @@ class Result(Generic[S]):
         if not (math.isfinite(self.value) and math.isfinite(self.bound)) or self.value == 0:
             return math.inf
         return max(0.0, (self.value - self.bound) / abs(self.value))
-
-    def to_target(self, target: float) -> Improvement | None:
-        """First improvement that is at most a target; None if none was."""
-        return next((step for step in self.history if step.value <= target), None)

@@ -89,19 +89,6 @@ class Target(_Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Gap(_Rule):
-    """Stop when (value - bound) / value is small enough."""
-
-    limit: float
-
-    def reason(self, progress: Progress) -> str | None:
-        """Speaks when the gap to the bound is at most the limit."""
-        if not math.isfinite(progress.value) or not math.isfinite(progress.bound):
-            return None
-        return "gap" if progress.value - progress.bound <= self.limit * abs(progress.value) else None
-
-
-@dataclass(frozen=True, slots=True)
 class NoImprovement(_Rule):
     """Stop after so many evaluations without a better solution (counted once something feasible is known)."""
 

@@ -190,12 +190,8 @@ class SumGroup:
 
         return Pending(arrive, advance=advance)
 
-    def sum_near_(self, vector: torch.Tensor) -> None:
-        """Replace the vector by its sum over the members in this rank's region."""
-        self.begin_near(vector)()
-
     def begin_near(self, vector: torch.Tensor) -> Pending:
-        """Start what `sum_near_` does; the call of the result ends it."""
+        """Start to replace the vector by its sum over the members in this rank's region; the result's call ends it."""
         if self._near is None:
             return Pending(lambda: None)
         work = self._near.allreduce([vector], AllreduceOptions())

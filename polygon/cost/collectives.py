@@ -346,54 +346,6 @@ def hierarchical_pass_s(
     return ring_pass_s(n_bytes, per_node, *intra) + across(n_bytes / per_node, nodes, *inter)
 
 
-def hierarchical_all_reduce_s(
-    n_bytes: Number,
-    per_node: Number,
-    nodes: Number,
-    intra: tuple[Number, Number],
-    inter: tuple[Number, Number],
-    *,
-    logarithmic: bool = False,
-) -> Number:
-    r"""Reduce-scatter inside the node, all-reduce of a g-th between nodes, all-gather inside the node.
-
-    .. math:: T = 2 (g - 1) (\alpha_1 + M / (g B_1)) + 2 (N - 1) (\alpha_2 + M / (g N B_2))
-
-    References
-    ----------
-    Cho et al., BlueConnect, MLSys 2019.
-    """
-    return 2 * hierarchical_pass_s(n_bytes, per_node, nodes, intra, inter, logarithmic=logarithmic)
-
-
-def grouped_all_reduce_s(
-    n_bytes: float,
-    group_sizes: np.ndarray,
-    intra_latency_s: np.ndarray,
-    intra_bytes_per_s: np.ndarray,
-    inter_latency_s: np.ndarray,
-    inter_bytes_per_s: np.ndarray,
-) -> float:
-    r"""Two-level all-reduce over unequal groups (nodes, regions): inside, a ring between the groups, inside.
-
-    .. math:: T = 2 \max_r (g_r - 1)(\alpha_r + M / (g_r b_r)) + 2 (R - 1) \max_r (a_r + M / (R B_r))
-
-    Parameters
-    ----------
-    group_sizes : ndarray of int, shape (R,)
-    intra_latency_s, intra_bytes_per_s : ndarray, shape (R,)
-        Between two ranks of group r.
-    inter_latency_s, inter_bytes_per_s : ndarray, shape (R,)
-        From group r to the next in the ring, what the whole group gets (the sum over its ranks).
-
-    References
-    ----------
-    `hierarchical_all_reduce_s`, with every phase as slow as its slowest group.
-    """
-    inside = ring_pass_s(n_bytes, np.asarray(group_sizes), np.asarray(intra_latency_s), np.asarray(intra_bytes_per_s))
-    return 2 * float(np.max(inside)) + ring_all_reduce_s(n_bytes, inter_latency_s, inter_bytes_per_s)
-
-
 def flat_ring_bytes_per_s(per_node: int, nodes: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> float:
     """Bandwidth of a ring that enters and leaves every node once, its node crossing spread over all of its cards."""
     if nodes == 1:

@@ -12,7 +12,6 @@ compute, so it serves here to compare searches, not to predict.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 
 from polygon.domain.errors import InputError, require
-from polygon.domain.plan import Plan
 from polygon.rivals import dtfm_kernels as kernels
 from solvers.problem import Problem
 from solvers.search import Search, Solver
@@ -239,25 +237,3 @@ class PathAnnealing(Solver):
             )  # fmt: skip
             search.record(best.copy(), search.problem.evaluate(best), evaluations=steps)
             done += steps
-
-
-def plan_cost_s(plan: Plan, scenario: Scenario) -> float:
-    """What DT-FM's formula charges for a plan's groups of devices [s].
-
-    The plan must use every device of the scenario, one per worker, in stages of equal width; layers, shares and
-    schedule do not enter the formula.
-
-    Raises
-    ------
-    InputError
-        The plan is not of that shape.
-    """
-    stages = [[device for worker in stage.workers for device in worker.devices] for stage in plan.stages]
-    found = (len(stages), sorted({len(devices) for devices in stages}), sorted(itertools.chain(*stages)))
-    expected = (scenario.stages, [scenario.width], list(range(len(scenario.kind))))
-    if found != expected:
-        raise InputError(
-            f"plan: found stages of widths {[len(devices) for devices in stages]}, expected {scenario.stages} stages "
-            f"of {scenario.width} devices that use every device once (DT-FM's formula knows no other)"
-        )
-    return DtfmProblem(scenario).evaluate(scenario.kind[np.concatenate(stages)])
