@@ -39,6 +39,11 @@ class Row:
         return self.level if low <= model.parameters <= high else PARITY_LEVELS[-1]
 
 
+NOTHING_SHOWN = Row(
+    level=PARITY_LEVELS[-1], ratio=1.0, shown="nobody has shown that it keeps the loss", source="no source"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
     """Memory traffic of a packing, bytes per number."""
@@ -110,13 +115,16 @@ def at_parity(problem: Problem, level: str) -> Problem:
 
 
 def level_needed(problem: Problem, traffic: str, kind: Any) -> str:
-    """The first level that allows a kind for a problem's model; local steps take the row of as many steps or more."""
+    """The first level that allows a kind for a problem's model; local steps take the row of as many steps or more.
+
+    A kind without a row (powersgd of activations) has nothing to show and needs the last level.
+    """
     known = rows(traffic)
     if traffic == "local_steps":
         if kind > max(known):
             return PARITY_LEVELS[-1]
         kind = min(steps for steps in known if steps >= kind)
-    return known[kind].level_for(problem.model)
+    return known[kind].level_for(problem.model) if kind in known else PARITY_LEVELS[-1]
 
 
 def assumptions(problem: Problem, plan: Plan) -> list[str]:
@@ -126,7 +134,8 @@ def assumptions(problem: Problem, plan: Plan) -> list[str]:
         for kind in dict.fromkeys(getattr(use, traffic) for use in plan.links):
             if kind != "none":
                 label = f"{kind} {traffic.replace('_', ' ')}"
-                lines.append(_line(label, level_needed(problem, traffic, kind), rows(traffic)[kind]))
+                row = rows(traffic).get(kind, NOTHING_SHOWN)
+                lines.append(_line(label, level_needed(problem, traffic, kind), row))
     if plan.local_steps > 1:
         known = rows("local_steps")
         nearest = min((steps for steps in known if steps >= plan.local_steps), default=max(known))

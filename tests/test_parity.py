@@ -9,6 +9,7 @@ from polygon.cost.transfers import matrix_values, packed_bytes
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Constraints, Problem
+from tests.exported_plans import wide
 from tests.small_problems import small_cluster
 
 ALL = (*parity.TRAFFIC, "local_steps")
@@ -73,6 +74,15 @@ def test_a_steps_row_stands_for_fewer_steps_too():
     assert parity.level_needed(problem, "local_steps", 1) == "exact"
     assert parity.level_needed(problem, "local_steps", 5000) == "any"
     assert parity.level_needed(problem_of("gpt2"), "local_steps", 200) == "known"
+
+
+def test_what_no_row_speaks_of_needs_the_last_level():
+    """PowerSGD of activations can be written in a plan: it is named as what nobody has shown, not a fault."""
+    problem, plan = wide()
+    assert parity.level_needed(problem, "activations", "powersgd") == PARITY_LEVELS[-1]
+    links = tuple(replace(use, activations="powersgd", activation_gradients="powersgd") for use in plan.links)
+    lines = parity.assumptions(problem, replace(plan, links=links))
+    assert sum("powersgd" in line and "nobody has shown" in line for line in lines) == 2
 
 
 def test_lists_in_the_constraints_take_the_ledgers_place():

@@ -35,6 +35,8 @@ from polygon.planning.spans import wanted_spans
 from polygon.schema import Strict
 
 Packing = Literal["none", "bf16", "int8", "int4", "topk", "powersgd"]
+ActivationPacking = Literal["none", "bf16", "int8", "int4", "topk"]
+"""PowerSGD is of weight matrices."""
 Algorithm = Literal["hierarchical", "ring", "tree", "sharded-server", "central-server"]
 Factor = Annotated[float, Ge(0.01), Le(100)]
 
@@ -44,7 +46,7 @@ class LinkChange(Strict):
 
     source: str
     target: str
-    activations: Packing | None = None
+    activations: ActivationPacking | None = None
     weight_gradients: Packing | None = None
     bandwidth_factor: Factor = 1.0
     latency_factor: Factor = 1.0
@@ -55,7 +57,7 @@ class Changes(Strict):
 
     accumulation: Annotated[int, Ge(1), Le(64)] = 1
     """So many times the micro-batches between two updates: the global batch grows with it."""
-    activations: Packing | None = None
+    activations: ActivationPacking | None = None
     """Of activations and their gradients between regions, on all links."""
     weight_gradients: Packing | None = None
     prefetch: Annotated[float, Ge(0), Le(4)] | None = None

@@ -1,7 +1,7 @@
 // Communication: volumes and times, the toggles that price the plan again at once, formulas, advice, sensitivities.
 
 import { post, type Data } from "./api";
-import { axis, draw, frame, ink, palette, tooltip } from "./charts";
+import { axis, draw, frame, ink, isDark, palette, tooltip } from "./charts";
 import { escape, h, into, table } from "./dom";
 import { bytes, digits, gib, percent, roundBytes, seconds, signed } from "./format";
 import { maybe, t, type Key } from "./strings";
@@ -50,6 +50,7 @@ function controls(root: HTMLElement): HTMLElement {
   const c = state.changes;
   const n = (name: string, fallback: number): number => (c[name] === undefined ? fallback : Number(c[name]));
   const packing = PACKINGS.map((p): [string, string] => [p, p]);
+  const ofActivations = packing.filter(([p]) => p !== "powersgd");
   const used = state.planned.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const links = (c.links as Data[]) ?? [];
   const speeds: Record<string, number> = { ...((c.device_factors as Record<string, number>) ?? {}) };
@@ -68,7 +69,7 @@ function controls(root: HTMLElement): HTMLElement {
   return h("div", {}, h("div", { class: "fields", id: "controls" },
     slider("accumulation", "accumulation", [1, 2, 4, 8, 16], n("accumulation", 1), 1, times),
     select("link", "link", [["", t("allLinks")], ...used.map((l: Data, i: number): [string, string] => [String(i), `${l.source} → ${l.target}`])], state.linkIndex, (v) => { state.linkIndex = v; communication(root); }),
-    select("packActivations", "activations", [["", t("asPlanned")], ...packing], String((here as Data).activations ?? ""), (v) => single("activations", v)),
+    select("packActivations", "activations", [["", t("asPlanned")], ...ofActivations], String((here as Data).activations ?? ""), (v) => single("activations", v)),
     select("packGradients", "weight_gradients", [["", t("asPlanned")], ...packing], String((here as Data).weight_gradients ?? ""), (v) => single("weight_gradients", v)),
     slider("prefetch", "prefetch", [-1, 0, 0.25, 0.5, 1, 2, 4], n("prefetch", -1), -1, (v) => (v < 0 ? t("asPlanned") : times(v))),
     slider("localSteps", "local_steps", [1, 2, 4, 8, 16, 32, 64, 128], n("local_steps", state.planned.local_steps), state.planned.local_steps, digits),
@@ -129,7 +130,7 @@ function drawHeat(v: Data): void {
     tooltip: { ...tooltip(), formatter: (p: Data) => { const l = cells[p.dataIndex][3]; return `${escape(l.source)} → ${escape(l.target)}<br>${t("activations")} ${bytes(l.activation_bytes)} (${l.activations})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${l.weight_gradients})<br>${t("busyLink")} ${percent(l.busy)}`; } },
     grid: { left: 90, right: 20, top: 10, bottom: 92 },
     xAxis: { type: "category", data: names, name: t("to"), ...axis({ axisLabel: { color: colors.soft, rotate: 40, interval: 0, hideOverlap: false } }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { color: colors.soft, interval: 0 } }) },
-    visualMap: { min: 0, max: most, show: true, text: [roundBytes(most), "0 B"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 100, formatter: roundBytes, textStyle: { color: colors.soft }, inRange: { color: [colors.land, palette[0], "#0b2a5c"] } },
+    visualMap: { min: 0, max: most, show: true, text: [roundBytes(most), "0 B"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 100, formatter: roundBytes, textStyle: { color: colors.soft }, inRange: { color: [colors.land, palette[0], isDark() ? "#cfe2ff" : "#0b2a5c"] } },
     series: [{ type: "heatmap", data: cells.map((c: Data) => c.slice(0, 3)), itemStyle: { borderColor: colors.panel, borderWidth: 1 } }],
   });
 }

@@ -43,9 +43,10 @@ function showExport(data: Data): void {
 async function write(): Promise<void> {
   const place = document.getElementById("deploy-result")!;
   try {
-    const result = await post(`/api/plans/${state.planId}/deploy`, { name: (document.getElementById("deploy-name") as HTMLInputElement).value, target: state.target, hosts: (document.getElementById("deploy-hosts") as HTMLTextAreaElement).value });
+    const hosts = (document.getElementById("deploy-hosts") as HTMLTextAreaElement).value;
+    const result = await post(`/api/plans/${state.planId}/deploy`, { name: (document.getElementById("deploy-name") as HTMLInputElement).value, target: state.target, hosts });
     const right = result.checks.every((c: Data) => c.passed);
-    place.replaceChildren(h("p", {}, `${t("start")}: `, h("code", {}, `cd deployments/${result.name} && ${result.start}`)), h("p", { class: right ? "good" : "error" }, `deployments/${result.name}/ · ${result.files.length} ${t("files")} · ${t("checks")}: ${right ? t("passed") : t("wrong")}`), table(t("checks"), [t("checks"), ""], result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])));
+    place.replaceChildren(h("div", {}, h("p", {}, `${t("start")}: `, h("code", {}, `cd deployments/${result.name} && ${result.start}`)), !hosts.trim() && h("p", { class: "error" }, t("madeUpHosts")), h("p", { class: right ? "good" : "error" }, `deployments/${result.name}/ · ${t("files")}: ${result.files.length} · ${t("checks")}: ${right ? t("passed") : t("wrong")}`), table(t("checks"), [t("checks"), ""], result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`]))));
     void list();
   } catch (e) { place.replaceChildren(h("p", { class: "error", role: "alert" }, (e as Error).message)); }
 }

@@ -74,7 +74,7 @@ function drawAlternatives(data: Data): void {
     tooltip: { ...tooltip(), formatter: (p: Data) => `${maybe(p.data.key)}<br>${t("step")} ${seconds(p.value[0])}<br>${t("cost")} ${digits(p.value[1])}` },
     grid: { left: 64, right: 72, top: 30, bottom: 48 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 28, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
-    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 18 : 11, itemStyle: { color: p.best ? palette[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 2 } })), label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => (p.data.key === "other" ? "" : maybe(p.data.key)) }, labelLayout: { moveOverlap: "shiftY" } }],
+    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 18 : 11, itemStyle: { color: p.best ? palette[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 2 } })), label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => (p.data.key === "other" ? "" : maybe(p.data.key)) }, labelLayout: { hideOverlap: true } }],
   });
   document.getElementById("alternatives")?.replaceChildren(table(t("alternatives"), [t("name"), t("step"), t("tokens"), t("cost"), t("devices"), t("stagesCount"), ...AXES.map((a) => maybe(`axis_${a}`))], list.map((a: Data) => [maybe(a.key), seconds(a.step_s), digits(a.tokens_per_s), digits(a.usd_per_step), a.devices, a.stages, ...AXES.map((x) => digits(a.axes[x], 2))]), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]));
 }
@@ -106,7 +106,7 @@ function answers(a: Data): HTMLElement[] {
   const felt = [...a.sensitivities].sort((x: Data, y: Data) => x.replanned - y.replanned);
   return [
     ...ideas(t("differentPlans"), a.different_plans), ...ideas(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive)), ...ideas(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive)),
-    ...(felt.length === 0 ? [] : [h("h3", {}, t("betterCluster")), table(t("betterCluster"), [t("change"), t("samePlan"), t("replanned"), t("worth")], felt.map((s: Data) => [s.text, change(s.same_plan), change(s.replanned), digits(s.usd_per_hour)]), [1, 2, 3]),
+    ...(felt.length === 0 ? [] : [h("h3", {}, t("betterCluster")), table(t("betterCluster"), [t("change"), t("samePlan"), t("replanned"), t("worth")], felt.map((s: Data) => [s.text, change(s.same_plan), change(s.replanned), signed(s.usd_per_hour, digits)]), [1, 2, 3]),
       h("p", { class: "soft" }, t("searchedHint", { step: seconds(a.searched_step_s) }))]),
   ];
 }
