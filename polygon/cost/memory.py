@@ -18,6 +18,10 @@ OUTER_BYTES = 8.0
 FUSED_BYTES_PER_ELEMENT, UNFUSED_FACTOR = 10.0, 1.9
 """Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit (Galvatron)."""
 
+ROUTED_COPIES = 2
+"""Of a token, for each expert that it goes to, kept for backward: the expert's input in its order, and the result that
+is weighted (so the experts of `runners`, and Megatron-LM's token dispatcher)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
@@ -109,6 +113,9 @@ def _layer_memory(
             whole = tokens * (outside + inside)
             if not fused:
                 whole *= UNFUSED_FACTOR
+            if kind == "moe":
+                # Rows sorted by expert as they arrive there, and the results before they are weighted.
+                whole += tokens * ROUTED_COPIES * model.experts_per_token * e * h / shard
             if recompute == "selective" and keep_operators:
                 # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
                 # attention's, and the input of the block.
@@ -155,8 +162,8 @@ def layer_memory(
     """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
 
     Per block and token, with element size e: 4 e h outside of the tensor-parallel part (inputs of norms and of
-    attention and MLP), e (2 q + 2 kv + 2 f) inside it; full recomputation keeps the block's input alone. While the loss
-    is computed, `logit_bytes` are held per logit beside it.
+    attention and MLP), e (2 q + 2 kv + 2 f) inside it, and 2 e h for each routed expert that the token goes to; full
+    recomputation keeps the block's input alone. While the loss is computed, `logit_bytes` are held per logit beside it.
 
     References
     ----------

@@ -20,8 +20,8 @@ LARGE = sorted(set(FOLDER.glob("llm-*.yaml")) - set(SMALL))
 
 
 def test_small_recipes_agree_with_one_process(tmp_path):
-    """Every small language recipe trains; losses are those of one process to 1e-5, peaks as predicted to 30 %."""
-    command = [sys.executable, "-m", "runners.train", "--table", *map(str, SMALL), "--json", "--steps", "3"]
+    """Every small language recipe trains; losses are those of one process to 1e-5, peaks as predicted to 20 %."""
+    command = [sys.executable, "-m", "runners.train", "--table", *map(str, SMALL), "--json", "--steps", "2"]
     done = subprocess.run(
         [*command, "--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)],
         capture_output=True, text=True, timeout=600,
@@ -30,8 +30,8 @@ def test_small_recipes_agree_with_one_process(tmp_path):
     rows = json.loads(done.stdout)
     assert [row["recipe"] for row in rows] == [path.stem for path in SMALL] and len(rows) >= 7
     for row in rows:
-        assert row["steps"] == 3 and row["largest_difference"] < 1e-5
-        assert row["measured_peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.3)
+        assert row["steps"] == 2 and row["largest_difference"] < 1e-5
+        assert row["measured_peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.2)
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

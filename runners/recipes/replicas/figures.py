@@ -28,6 +28,15 @@ def mfu(recipe: Recipe, model: Model, batch: Batch, step_s: float) -> float:
     return model_flops_per_step(model, batch) * (LORA_FLOP_SHARE if recipe.lora else 1.0) / (step_s * peak)
 
 
+def _activations(recipe: Recipe, model: Model, batch: Batch) -> float:
+    targets = None if recipe.lora is None else recipe.lora.targets
+    return predicted_activations(
+        *(model, batch, recipe.batch.micro_batch, recipe.memory.recompute),
+        autocast=recipe.backend == "ddp",
+        targets=targets,
+    )
+
+
 def summary(job: Job) -> dict[str, Any]:
     """Figures of the run; also writes one line a step to `run.jsonl`."""
     recipe = job.recipe
@@ -53,7 +62,7 @@ def summary(job: Job) -> dict[str, Any]:
         model, batch, zero=recipe.parallel.zero, shards=ranks, hierarchical=recipe.zero_plus.hierarchical,
         trained=run["trained"] if recipe.lora else None, added=run["parameters"] - model.parameters,
     )  # fmt: skip
-    activations = predicted_activations(model, batch, recipe.batch.micro_batch, recipe.memory.recompute)
+    activations = _activations(recipe, model, batch)
     return {
         "steps": len(steps),
         "first_loss": steps[0]["loss"],
@@ -90,7 +99,7 @@ def needs(job: Job) -> list[dict[str, Any]]:
         trained=added + head if recipe.lora else None, added=added,
     )  # fmt: skip
     on_host = {"none": 0.0, "optimizer": state.optimizer, "parameters": state.optimizer + state.weights}
-    activations = predicted_activations(model, batch, recipe.batch.micro_batch, recipe.memory.recompute)
+    activations = _activations(recipe, model, batch)
     device = device_by_name(recipe.hardware.device)
     return [
         {

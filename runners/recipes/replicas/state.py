@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -91,8 +91,46 @@ def predicted_state(
     return StateBytes(weights=weights, gradients=parts.gradients * share, optimizer=optimizer * share)
 
 
-def predicted_activations(model: Model, batch: Batch, micro_batch_size: int, recompute: str) -> float:
-    """Most bytes of activations and of what only one layer's computation needs, for one micro-batch in flight."""
-    layers = layer_memory(model, batch, micro_batch_size=micro_batch_size, recompute=recompute, fused=False)
+def predicted_activations(
+    model: Model,
+    batch: Batch,
+    micro_batch_size: int,
+    recompute: str,
+    *,
+    autocast: bool = False,
+    targets: Collection[str] | None = None,
+) -> float:
+    """Most bytes of activations and of what only one layer's computation needs, for one micro-batch in flight.
+
+    torch keeps of a plain block's operations what fused ones keep; gates, rotary positions and repeated heads add
+    copies. Autocast (ZeRO 0 alone) keeps its 16-bit copies of trained weights until the step ends.
+
+    Parameters
+    ----------
+    targets : collection of str, optional
+        Linear layers of a block beside which low-rank additions are trained, by the last part of their names; None:
+        all weights are trained.
+    """
+    plain = model.learned_positions and not model.gated_mlp
+    layers = layer_memory(model, batch, micro_batch_size=micro_batch_size, recompute=recompute, fused=plain)
     parts = stage_memory(layers, 0, model.layers, in_flight=1, zero=0, shards=1, batch=batch, context_bytes=0)
-    return parts.activations + parts.transient
+    if targets is None:
+        copies = 2 * model.parameters if autocast and batch.element_bytes < 4 else 0
+        return parts.activations + parts.transient + copies
+    share = _kept_share(model, targets)
+    # Of a recomputed block the input is kept all the same.
+    return parts.activations * (1.0 if recompute == "full" else share) + parts.transient * share
+
+
+def _kept_share(model: Model, targets: Collection[str]) -> float:
+    """Part of a block's activations that is kept where its weights are frozen.
+
+    A frozen product needs its weights for the gradient of its input, not the input itself. Norms, attention and the
+    activation function need theirs all the same.
+    """
+    h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    per_width = 3 if model.gated_mlp else 2
+    inputs = h * (not {"query", "key", "value"} & set(targets)) + h * (not {"up", "gate"} & set(targets))
+    inputs += model.ffn_size * ("down" not in targets)
+    whole = 4 * h + 2 * q + 2 * kv + per_width * model.ffn_size
+    return (whole - inputs) / whole
