@@ -40,7 +40,7 @@ export async function configure(root: HTMLElement, onOpen: () => void): Promise<
   };
   root.replaceChildren();
   redraw();
-  into("earlier", get("/api/jobs"), (rows) => { past = rows; showEarlier(); });
+  loadEarlier();
   if (state.missing) { wrong(state.missing); state.missing = ""; }
   if (job) void attempt(wait);
 }
@@ -204,6 +204,7 @@ async function wait(): Promise<void> {
   const row = await follow(job, status());
   if (!row || row.state === "queued" || row.state === "running") return;
   job = "";
+  loadEarlier();
   if (row.state === "infeasible" || row.state === "failed") return wrong(`${t(row.state)}: ${row.error}`);
   if (!row.has_plan) return wrong(t("stoppedEarly"));
   filled = row.id;
@@ -211,6 +212,9 @@ async function wait(): Promise<void> {
   opened();
 }
 
+function loadEarlier(): void {
+  into("earlier", get("/api/jobs"), (rows) => { past = rows; showEarlier(); });
+}
 function showEarlier(): void {
   const open = (row: Data): HTMLElement => h("button", { class: "small", type: "button", "aria-label": `${t("open")} ${row.name}`, onclick: () => void attempt(async () => { await openPlan(row.id); opened(); }) }, t("open"));
   document.getElementById("earlier")?.replaceChildren(past.length === 0 ? h("p", { class: "soft" }, t("noneYet")) : table(t("earlier"), [t("name"), t("made"), t("state"), t("step"), ""],

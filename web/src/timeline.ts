@@ -1,7 +1,7 @@
 // Timeline: the predicted step, with waiting named, and a measured trace beside it.
 
 import { get, post, download, type Data } from "./api";
-import { axis, draw, frame, ink, palette, tooltip } from "./charts";
+import { axis, draw, frame, ink, isDark, palette, tooltip } from "./charts";
 import { escape, h, into, table, upload } from "./dom";
 import { percent, roundSeconds, seconds } from "./format";
 import { cards, legend } from "./map";
@@ -9,13 +9,14 @@ import { t } from "./strings";
 import { state } from "./state";
 
 const KINDS: Record<string, string> = { F: palette[0], B: palette[2], exposed: "#c2571a", reduce: "#e0a07c", bubble: "#c3cbd6", update: palette[3], send: "#7d8896" };
+const colorOf = (kind: string): string => (kind === "bubble" && isDark() ? "#46566b" : KINDS[kind] ?? palette[4]);
 // Part of a row's height, and how far below its middle: what lies beside the work is thin.
 const TALL: Record<string, [number, number]> = { send: [0.16, 0.42], reduce: [0.16, 0.42], bubble: [0.35, 0] };
 export function timeline(root: HTMLElement): void {
   const v = state.shown;
   root.replaceChildren(h("div", { class: "grid" },
     h("section", { class: "panel" }, h("h2", {}, t("gantt")),
-      h("div", { class: "legend" }, legend(KINDS.F, t("forward")), legend(KINDS.B, t("backward")), legend(KINDS.bubble, t("bubble")), legend(KINDS.exposed, t("exposed")), legend(KINDS.reduce, t("reduce")), legend(KINDS.update, t("update")), legend(KINDS.send, t("send")), h("label", {}, h("input", { type: "checkbox", id: "sends", checked: state.showSends, onchange: (e: Event) => { state.showSends = (e.target as HTMLInputElement).checked; timeline(root); } }), ` ${t("showSends")}`)),
+      h("div", { class: "legend" }, legend(KINDS.F, t("forward")), legend(KINDS.B, t("backward")), legend(colorOf("bubble"), t("bubble")), legend(KINDS.exposed, t("exposed")), legend(KINDS.reduce, t("reduce")), legend(KINDS.update, t("update")), legend(KINDS.send, t("send")), h("label", {}, h("input", { type: "checkbox", id: "sends", checked: state.showSends, onchange: (e: Event) => { state.showSends = (e.target as HTMLInputElement).checked; timeline(root); } }), ` ${t("showSends")}`)),
       cards([["step", seconds(v.estimate.step_s)], ["bubbleShare", "…"], ["exposedShare", "…"], ["exposedTime", seconds(v.traffic.exposed_s)], ["efficiency", percent(v.traffic.efficiency)]]),
       h("div", { id: "gantt-place" }), h("p", { class: "soft" }, t("ganttHint")), h("p", { class: "soft", id: "left-out" }),
       h("div", { class: "row" }, h("button", { type: "button", onclick: async () => download("predicted-trace.json", JSON.stringify(await get(`/api/plans/${state.planId}/trace`)), "application/json") }, t("perfetto")),
@@ -50,7 +51,9 @@ const drawn = (trace: Data): Data[] => (Array.isArray(trace?.traceEvents) ? trac
 const MEASURED = new Map([["compute", ""], ["reduce", "reduce"], ["exposed", "exposed"], ["update", "update"], ["send", "send"]]);
 function place(data: Data): Data[] {
   const row = new Map<string, number>(data.workers.map((w: Data, i: number) => [`${w.stage}/${w.worker}`, i]));
-  return data.intervals.filter((i: Data) => state.showSends || i[2] !== "send").map(([s, w, kind, name, a, b]: Data) => [row.get(`${s}/${w}`), a, b, kind === "compute" ? name[0] : kind, name]);
+  // Bubbles first: what is thinner than a pixel must not be covered by them.
+  const shown = data.intervals.filter((i: Data) => state.showSends || i[2] !== "send").sort((a: Data, b: Data) => Number(b[2] === "bubble") - Number(a[2] === "bubble"));
+  return shown.map(([s, w, kind, name, a, b]: Data) => [row.get(`${s}/${w}`), a, b, kind === "compute" ? name[0] : kind, name]);
 }
 function drawMeasured(): void {
   const events = drawn(state.measured);
@@ -77,7 +80,7 @@ function gantt(name: string, parent: string, label: string, rows: string[], inte
       const kind = data[params.dataIndex][3], [part, below] = TALL[kind] ?? [0.7, 0], row = api.size([0, 1])[1], tall = row * part;
       const x = Math.max(low[0], params.coordSys.x), end = Math.min(high[0], params.coordSys.x + params.coordSys.width);
       if (end < x) return undefined;
-      return { type: "rect", shape: { x, y: low[1] - tall / 2 + row * below, width: Math.max(0.6, end - x), height: tall }, style: { fill: KINDS[kind] ?? palette[4], stroke: colors.panel, lineWidth: end - x > 4 ? 0.5 : 0 } };
+      return { type: "rect", shape: { x, y: low[1] - tall / 2 + row * below, width: Math.max(0.6, end - x), height: tall }, style: { fill: colorOf(kind), stroke: colors.panel, lineWidth: end - x > 4 ? 0.5 : 0 } };
     } }],
   });
 }
