@@ -240,18 +240,18 @@ KNOWN_KEYS = {
 """Of deepspeed.ai/docs/config-json; the parser lets unknown ones pass."""
 
 
-def test_deepspeeds_own_parser_takes_200_configs():
-    """Configurations of 200 drawn plans, read by the installed DeepSpeed with the right number of replicas."""
+def test_deepspeeds_own_parser_takes_every_config():
+    """Configurations of 60 drawn plans, read by the installed DeepSpeed with the right number of replicas."""
     configs = []
-    for problem, plan, tables in drawn(240):
+    for problem, plan, tables in drawn(75):
         uniform = find_uniform(problem, plan, tables, DEEPSPEED)
         if uniform is not None:
             configs.append((uniform.dp, ds_config(problem, uniform)))
-    configs = configs[:200]
-    assert len(configs) == 200
+    configs = configs[:60]
+    assert len(configs) == 60
     assert all(set(config) <= KNOWN_KEYS for _, config in configs)
     read = read_by_deepspeed(configs)
-    assert len(read) == 200
+    assert len(read) == 60
     for (_, config), parsed in zip(configs, read, strict=True):
         assert parsed["train_batch_size"] == config["train_batch_size"], config
         assert parsed["stage"] == config["zero_optimization"]["stage"], config

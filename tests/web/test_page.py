@@ -144,6 +144,7 @@ def test_errors_appear_at_the_field(page, server):
     page.goto("about:blank")
     page.goto(server.url)
     page.get_by_label("Shipped cluster").select_option("one-node")
+    page.wait_for_function("document.querySelector(\"[data-path='regions[0].name']\")?.value === 'lab'")
     field = page.locator("[data-path='regions[0].nodes[0].count']")
     field.fill("0")
     page.locator("#calculate").click()
