@@ -10,8 +10,9 @@ from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.spans import PACES, TIGHT_PACES, Pace, Pacing, by_stage, cut_spans
+from polygon.planning.spans import PACES, TIGHT_PACES, Pace, Pacing, by_stage, cut_spans, wanted_spans
 from tests.linked_regions import cluster_of, small_gpt
+from tests.small_problems import small_cluster, small_model, small_plan
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,22 @@ def test_every_pace_fits_memory_and_is_timed_as_the_plan_is(pacing, pace):
     assert not over_memory(slower, tables, times.place).any()
     assert paced.timed(windows).step_s == pytest.approx(times.step_s, rel=1e-12)
     assert pace not in PACES or times.step_s >= step_times(plan, tables).step_s * (1 - 1e-12)
+
+
+def test_wanted_spans_of_a_plan_by_hand():
+    """Shares of 4, 3 and 1 of four micro-batches; a message under way for L of a step of T lets 4 L / T more pass."""
+    cluster = small_cluster(1, 2)
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=16, seq_len=16))
+    plan = small_plan(cluster, [(0, 3), (3, 6)], [[0], [1, 2]], [[0, 0], [0, 1], [0, 0], [0, 0]], micro_batch_size=4)
+    times = step_times(plan, CostTables(problem))
+    busy = wanted_spans(times, messages=False)
+    assert busy == pytest.approx([1, 4 / 3, 4])
+    schedule = times.schedule
+    both_s = schedule.forward_s + schedule.backward_s
+    step_s = max(4 * both_s[0], 3 * both_s[1], both_s[2])
+    away_s = schedule.down_busy_s + schedule.down_latency_s + schedule.up_busy_s + schedule.up_latency_s
+    expected = min(4, 1 + 4 * away_s.max() / step_s)
+    assert wanted_spans(times, messages=True) == pytest.approx([expected, 4 / 3, 4])
 
 
 def test_a_span_that_was_cut_down_cannot_be_longer(pacing):
