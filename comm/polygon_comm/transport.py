@@ -126,6 +126,9 @@ class Wires:
     shapes : mapping of peer to LinkShape
         Ways on which messages to a peer are made as late as a link would (see `polygon_comm.shaped`). Both sides must
         name the same peers.
+    warm_bytes : mapping of peer to int
+        How much is sent over every stream to a peer, and taken from it, before anything else: TCP then knows how fast
+        the way is. Both sides must name the same.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Wires:
         device: torch.device,
         near: frozenset[int] = frozenset(),
         shapes: Mapping[int, LinkShape] | None = None,
+        warm_bytes: Mapping[int, int] | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
@@ -153,6 +157,9 @@ class Wires:
         # Both sides open their pairs in the same order, so that opening never waits in a circle.
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
             self._open(low, high, near=device.type == "cuda" and (high if low == rank else low) in near)
+        real = {peer: n for peer, n in (warm_bytes or {}).items() if peer in self._gloo and peer not in self._shapes}
+        for stream in range(max((self.streams[peer] for peer in real), default=0)):
+            self._warm(stream, {peer: n for peer, n in real.items() if stream < self.streams[peer]})
 
     def _open(self, low: int, high: int, *, near: bool) -> None:
         peer, place = (high, 0) if low == self.rank else (low, 1)
@@ -169,6 +176,26 @@ class Wires:
             # The communicator is made by the first message; make it now, when nobody can wait for anything else.
             token = torch.zeros(1, dtype=torch.uint8, device=self.device)
             (group.send if self.rank == source else group.recv)([token], 1 - place, 0).wait()
+
+    def _warm(self, stream: int, n_bytes: Mapping[int, int]) -> None:
+        """Send and take zeros over one stream, to and from all peers at once.
+
+        A sender that paces itself (bbr) takes a link for as fast as the largest message in a round trip was, until
+        something large has passed: at 40 ms and 100 Mbit/s a message of 64 KiB arrives after 40 ms, and after 26 once
+        1 MiB has passed. One stream after the other, since a message may take any of them alone.
+        """
+        works = []
+        for peer, n in n_bytes.items():
+            place, tag = int(peer > self.rank), stream * (self.streams[peer] + 1)
+            taken, given = torch.empty(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+            group = self._gloo[peer]
+            works.append((peer, taken, group.recv([taken], place, tag)))
+            works.append((peer, given, group.send([given], place, tag)))
+        for peer, _, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(peer, "meeting", error) from error
 
     def _chunks(self, peer: int, tag: int, payload: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         streams = self.streams[peer]

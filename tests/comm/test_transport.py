@@ -1,0 +1,55 @@
+"""Laws of messages between ranks, on real ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from polygon_comm.transport import Wires
+from torch.distributed import TCPStore
+
+from runners.engine.layout import MOST_WARM_BYTES, Layout
+from tests.real_ranks import run_ranks
+from tests.small_problems import routed_problem
+
+RANKS, MESSAGES = 3, 12
+
+
+def talking_rank(rank, port, warm_bytes):
+    """What this rank got of messages of growing size from all others, and the bytes that count as sent before them."""
+    store = TCPStore("127.0.0.1", port, RANKS, rank == 0, wait_for_workers=False)
+    others = [peer for peer in range(RANKS) if peer != rank]
+    streams = {peer: 1 + (peer + rank) % 3 for peer in others}
+    warm = {peer: warm_bytes for peer in others if peer + rank != 2}
+    wires = Wires(store, rank, streams, address="127.0.0.1", timeout_s=30, device=torch.device("cpu"), warm_bytes=warm)
+    before = sum(wires.sent_bytes.values())
+    sizes = [1 << (8 + m) for m in range(MESSAGES)]
+    receipts = [(peer, m, wires.post_receive(peer, m, sizes[m])) for peer in others for m in range(MESSAGES)]
+    sendings = [
+        wires.send(peer, m, torch.full((sizes[m],), 10 * rank + m, dtype=torch.uint8))
+        for peer in others
+        for m in range(MESSAGES)
+    ]
+    wrong = [(peer, m) for peer, m, receipt in receipts if bool((receipt.wait() != 10 * peer + m).any())]
+    for sending in sendings:
+        sending.wait()
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(RANKS)])
+    return before, wrong
+
+
+@pytest.mark.parametrize("warm_bytes", [0, 1, 100_000])
+def test_messages_arrive_as_they_were_sent(warm_bytes):
+    """Over one to three streams, whatever went over them first; that counts as nothing sent."""
+    assert run_ranks(talking_rank, RANKS, warm_bytes) == [(0, [])] * RANKS
+
+
+def test_streams_to_other_regions_are_warmed_by_four_times_what_the_link_holds():
+    """10 ms each way at 10 MB/s: 800 kB; a wider link: the limit. Not to ranks of the same region."""
+    problem, plan = routed_problem(4)
+    for bytes_per_s, expected in ((1e7, 800_000), (1e12, MOST_WARM_BYTES)):
+        cluster = replace(problem.cluster, bytes_per_s=np.full((2, 2), bytes_per_s))
+        layout = Layout(replace(problem, cluster=cluster), plan)
+        for rank in range(4):
+            far = [peer for peer in layout.streams(rank) if (peer < 2) != (rank < 2)]
+            assert layout.warm_bytes(rank) == dict.fromkeys(far, expected)
