@@ -29,9 +29,9 @@ from runners.launch import run
 
 
 def step_s(folder: Path) -> float:
-    """Median step of a run's first rank."""
+    """Mean step of a run's first rank."""
     seconds = [line["seconds"] for line in log_lines(folder, 0) if line["type"] == "step"]
-    return float(np.median(seconds[LEFT_OUT:]))
+    return float(np.mean(seconds[LEFT_OUT:]))
 
 
 def both(problem: Problem, plan: Plan, lab: Lab) -> tuple[float, float]:

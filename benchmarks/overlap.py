@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.lab_prediction import BATCH, MODEL, NETWORKS, Network, cluster_of, plans_for
 from polygon.cost.tables import CostTables
-from polygon.domain.plan import LinkUse, Plan, Problem
+from polygon.domain.plan import Plan, Problem
 from runners.engine.emulation import backward_shares
 from runners.engine.ideal import IdealRun, Speed
 from runners.engine.metrics import StepFigures
@@ -56,11 +56,8 @@ class Way:
 def ways(problem: Problem) -> list[Way]:
     """The plans of `lab_prediction`, data parallel with packed gradients, and local updates."""
     plans = plans_for(problem, CostTables(problem))
-    n = len(problem.cluster.regions)
-    packed = tuple(
-        LinkUse(source=a, target=b, weight_gradients="int8", streams=2) for a in range(n) for b in range(n) if a != b
-    )
-    data_parallel = replace(plans["data parallel"], links=packed)
+    plain = plans["data parallel"]
+    data_parallel = replace(plain, links=tuple(replace(use, weight_gradients="int8") for use in plain.links))
     local = replace(data_parallel, local_steps=LOCAL_STEPS)
     first = {"synchronous_steps": LEFT_OUT}
     return [

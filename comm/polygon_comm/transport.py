@@ -23,7 +23,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
-MIN_CHUNK_BYTES = 1 << 16
+MIN_CHUNK_BYTES = 1 << 14
+"""Messages are cut into no smaller chunks; each stream has learned its part of the link, so they are cut at all."""
 
 
 class PeerLostError(Exception):
@@ -157,9 +158,7 @@ class Wires:
         # Both sides open their pairs in the same order, so that opening never waits in a circle.
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
             self._open(low, high, near=device.type == "cuda" and (high if low == rank else low) in near)
-        real = {peer: n for peer, n in (warm_bytes or {}).items() if peer in self._gloo and peer not in self._shapes}
-        for stream in range(max((self.streams[peer] for peer in real), default=0)):
-            self._warm(stream, {peer: n for peer, n in real.items() if stream < self.streams[peer]})
+        self._warm(warm_bytes or {})
 
     def _open(self, low: int, high: int, *, near: bool) -> None:
         peer, place = (high, 0) if low == self.rank else (low, 1)
@@ -177,20 +176,21 @@ class Wires:
             token = torch.zeros(1, dtype=torch.uint8, device=self.device)
             (group.send if self.rank == source else group.recv)([token], 1 - place, 0).wait()
 
-    def _warm(self, stream: int, n_bytes: Mapping[int, int]) -> None:
-        """Send and take zeros over one stream, to and from all peers at once.
+    def _warm(self, n_bytes: Mapping[int, int]) -> None:
+        """Send zeros over all streams to all peers at once, and take theirs.
 
         A sender that paces itself (bbr) takes a link for as fast as the largest message in a round trip was, until
         something large has passed: at 40 ms and 100 Mbit/s a message of 64 KiB arrives after 40 ms, and after 26 once
-        1 MiB has passed. One stream after the other, since a message may take any of them alone.
+        1 MiB has passed. Streams that are warmed one after the other each take the whole link for theirs, and lose
+        packets when all send.
         """
         works = []
         for peer, n in n_bytes.items():
-            place, tag = int(peer > self.rank), stream * (self.streams[peer] + 1)
-            taken, given = torch.empty(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
-            group = self._gloo[peer]
-            works.append((peer, taken, group.recv([taken], place, tag)))
-            works.append((peer, given, group.send([given], place, tag)))
+            place, streams = int(peer > self.rank), self.streams[peer]
+            for stream in range(streams) if peer in self._gloo and peer not in self._shapes else ():
+                taken, given = torch.empty(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+                works.append((peer, taken, self._gloo[peer].recv([taken], place, stream * (streams + 1))))
+                works.append((peer, given, self._gloo[peer].send([given], place, stream * (streams + 1))))
         for peer, _, work in works:
             try:
                 work.wait()
