@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon import catalogue
-from polygon.cost.compute import layer_times, model_flops_per_step, update_s
+from polygon.cost.compute import Kernels, layer_times, model_flops_per_step, update_s
 from polygon.cost.network import Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model
@@ -68,6 +68,29 @@ def test_flops_of_gpt3():
     batch = Batch(global_batch=4, seq_len=2048)
     expected = 72 * 4 * 2048 * 96 * 12288**2 * (1 + 2048 / (12 * 12288) + 51200 / (12 * 96 * 12288))
     assert model_flops_per_step(model, batch) == pytest.approx(expected)
+
+
+def test_dropout_and_determinism_slow_fused_attention_by_what_is_published():
+    """Of fused attention's f and b seconds: dropout adds f / 4 and b / 2, determinism 0.3 b, both 0.95 b."""
+
+    def seconds(**switches: bool) -> tuple[float, float]:
+        times = layer_times(
+            gpt(), Batch(global_batch=1, seq_len=32768), A100, NVLINK, kernels=Kernels(attention="flash2", **switches)
+        )
+        return times.forward_s[1], times.backward_s[1]
+
+    forward_s, backward_s = seconds()
+    dropped, fixed = seconds(attention_dropout=True), seconds(deterministic=True)
+    both = seconds(attention_dropout=True, deterministic=True)
+    attention_s = (fixed[1] - backward_s) / 0.3
+    assert 0.3 * backward_s < attention_s < backward_s
+    assert fixed[0] == forward_s and both[0] == dropped[0]
+    assert dropped[1] - backward_s == pytest.approx(0.5 * attention_s)
+    assert both[1] - backward_s == pytest.approx(0.95 * attention_s)
+    # 2 tokens seq_len heads head_dim FLOP forward, two and a half times that backward.
+    flops = 2 * 32768**2 * 1024
+    assert attention_s > 2.5 * flops / 312e12
+    assert (dropped[0] - forward_s) / 0.25 > flops / 312e12
 
 
 def test_optimizer_is_memory_bound():
