@@ -61,6 +61,6 @@ def test_numbers_that_do_not_go_together(numbers, message):
 def test_bad_arguments_exit_2(tmp_path, capsys):
     """Through the command: one line on stderr, exit 2."""
     assert cli.run(main, ["--regions", "3", "--types", "1", "--devices", "2"]) == 2
-    with pytest.raises(SystemExit, match="^2$"):  # a folder that is not there is refused with the arguments
+    with pytest.raises(SystemExit, match=r"^2$"):  # a folder that is not there is refused with the arguments
         cli.run(main, ["--regions", "3", "--types", "1", "--devices", "9", "-o", str(tmp_path / "no" / "x")])
     assert capsys.readouterr().err.count("\n") == 2
