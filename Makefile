@@ -43,7 +43,7 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy polygon solvers runners comm/polygon_comm
+	$(BIN)/mypy polygon solvers runners comm/polygon_comm benchmarks
 
 validate: $(VENV)/test.installed
 	@mkdir -p out

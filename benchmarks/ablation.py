@@ -49,7 +49,7 @@ def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
         forget()
 
 
-def efficiencies(**values: float) -> dict[str, kernels.Efficiency]:
+def efficiencies(**values: Any) -> dict[str, kernels.Efficiency]:
     """Every architecture with some numbers replaced."""
     return {name: replace(e, **values) for name, e in kernels.EFFICIENCY.items()}
 
@@ -163,7 +163,7 @@ def main() -> None:
 def line(title: str, estimates: list[tuple[Any, Any]]) -> str:
     """One row of the table."""
     rows = [row for run, estimate in estimates for row in rows_of(run, estimate) if row.quantity == "time"]
-    test, fitted = (by_dataset(rows, lambda row, c=c: row.calibration == c) for c in (False, True))
+    test, fitted = by_dataset(rows, lambda row: not row.calibration), by_dataset(rows, lambda row: row.calibration)
     worst = max((name for name in test if name != "overall"), key=lambda name: test[name]["time"].mean_abs_pct)
     mean, most = test["overall"]["time"].mean_abs_pct, test[worst]["time"].mean_abs_pct
     return f"| {title} | {mean:.1f} % | {most:.1f} % ({worst}) | {fitted['overall']['time'].mean_abs_pct:.1f} % |"

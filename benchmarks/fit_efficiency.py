@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -73,7 +74,8 @@ def apply(values: dict[tuple[str, str], float]) -> None:
     """Put coefficients into the model and forget what was computed with others."""
     for (architecture, name), value in values.items():
         if architecture:
-            kernels.EFFICIENCY[architecture] = replace(kernels.EFFICIENCY[architecture], **{name: value})
+            changed: dict[str, Any] = {name: value}
+            kernels.EFFICIENCY[architecture] = replace(kernels.EFFICIENCY[architecture], **changed)
         else:
             setattr(layout if name == "SHARD_COPIES" else compute, name, value)
     kernels._silicon.cache_clear()
@@ -131,7 +133,7 @@ def calibration_runs() -> list[MeasuredRun]:
 def residuals(runs: list[MeasuredRun], layers: dict, x: np.ndarray) -> np.ndarray:
     """Logarithm of predicted over measured, runs first, then single layers."""
     apply(dict(zip(START, x, strict=True)))
-    of_runs = [np.log(estimate_uniform(r.model, r.batch, r.pool, r.config).step_s / r.step_s) for r in runs]
+    of_runs = [np.log(estimate_uniform(r.model, r.batch, r.pool, r.config).step_s / r.step_s) for r in runs if r.step_s]
     single = table_4(layers["korthikanti_table4"]["rows_ms"])
     single += galvatron(layers["galvatron_llama2_7b"]["computation_ms"])
     return np.array(of_runs + [np.log(p / m) for _, p, m in single])

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from polygon.cost.kernels import architecture_of
 from polygon.domain.cluster import Device, Link
+from polygon.kernel_options import kernel
 
 REFERENCE_BYTES_PER_S = 300e9
 """Link rate of the device that the tables below were measured on (A100, NVLink 3, NVSwitch)."""
@@ -102,7 +102,7 @@ _RATES = np.array([ALL_REDUCE_NVSWITCH[max(n, 2)] for n in range(9)])
 _MESH = np.array([ALL_REDUCE_MESH[max(n, 2)] for n in range(9)])
 
 
-@njit(cache=True)
+@kernel
 def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float, mesh: bool) -> float:
     """See `intra_node_all_reduce_s`."""
     if members < 2 or n_bytes <= 0:
@@ -126,7 +126,7 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
     return factor * scaled / (rate * 1e9) + slow_link_s
 
 
-@njit(cache=True)
+@kernel
 def ring_kernel(
     n_bytes: float,
     members: int,

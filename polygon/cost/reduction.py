@@ -29,7 +29,7 @@ from polygon.cost.collectives import ring_pass_s
 from polygon.cost.transfers import LinkTable, Placement, by_link, codec_s, packed_bytes
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Plan
-from polygon.kernels import inner, kernel
+from polygon.kernel_options import inner, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

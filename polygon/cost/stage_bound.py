@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from polygon.kernel_options import kernel
+
 
 class Pipeline(NamedTuple):
     """What stages cost at best, for one micro-batch size.
@@ -36,7 +38,7 @@ class Pipeline(NamedTuple):
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
 
 
-@njit(cache=True)
+@kernel
 def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, left_s: float) -> float:
     """Least compute of workers that do all micro-batches of layers [first, last) in so much time; inf if none can.
 
@@ -52,7 +54,7 @@ def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, le
     return each * pipeline.micro_batches
 
 
-@njit(cache=True)
+@kernel
 def stage_capacity(
     pipeline: Pipeline, sharded: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
 ) -> float:

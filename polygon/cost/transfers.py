@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
-from numba import njit
 
 from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
+from polygon.kernel_options import kernel
 from polygon.parity import codec
 
 BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
@@ -186,7 +186,6 @@ class Placement:
         )
 
 
-@njit(cache=True)
 def number_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """Number the different values of `keys` (>= 0) in order of appearance and count them, by hashing.
 
@@ -198,13 +197,33 @@ def number_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         How often each entry's value occurs; 1 for negative entries.
     different : int
     """
-    size = 2
-    while size < 2 * keys.shape[0]:
-        size *= 2
-    table = np.full(size, -1, dtype=np.int64)
-    number_of = np.zeros(size, dtype=np.int64)
-    tally = np.zeros(keys.shape[0])
-    numbers = np.full(keys.shape[0], -1, dtype=np.int64)
+    size = 1 << max(1, (2 * len(keys) - 1).bit_length())
+    table, number_of = np.full(size, -1, dtype=np.int64), np.empty(size, dtype=np.int64)
+    numbers, tally, counts = np.full(len(keys), -1, dtype=np.int64), np.zeros(len(keys)), np.ones(len(keys))
+    return numbers, counts, fill_numbers(keys, table, number_of, tally, numbers, counts)
+
+
+@kernel
+def fill_numbers(
+    keys: np.ndarray,
+    table: np.ndarray,
+    number_of: np.ndarray,
+    tally: np.ndarray,
+    numbers: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """The hashing of `number_keys`: returns how many values differ.
+
+    Parameters
+    ----------
+    table, number_of : ndarray of int64, shape (a power of two,)
+        Room; `table` full of -1.
+    tally : ndarray, shape (n,)
+        Room, zeros.
+    numbers, counts : ndarray, shape (n,)
+        In as -1 and 1, out.
+    """
+    size = table.shape[0]
     different = 0
     for i in range(keys.shape[0]):
         key = keys[i]
@@ -219,11 +238,10 @@ def number_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
             different += 1
         numbers[i] = number_of[slot]
         tally[numbers[i]] += 1
-    counts = np.ones(keys.shape[0])
     for i in range(keys.shape[0]):
         if numbers[i] >= 0:
             counts[i] = tally[numbers[i]]
-    return numbers, counts, different
+    return different
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -49,7 +49,7 @@ def stage_spans(stages: Sequence[Stage], spans: Sequence[int]) -> tuple[tuple[in
 def windows(plan: Plan) -> np.ndarray:
     """Window of every micro-batch in every stage, shape (micro_batches, stages)."""
     columns = [np.asarray(row, dtype=np.int64)[plan.routes[:, s]] for s, row in enumerate(plan.spans)]
-    return np.cumsum(np.stack(columns, axis=1)[:, ::-1], axis=1)[:, ::-1]
+    return np.ascontiguousarray(np.cumsum(np.stack(columns, axis=1)[:, ::-1], axis=1)[:, ::-1])
 
 
 def topological_order(plan: Plan) -> np.ndarray:

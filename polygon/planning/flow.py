@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.kernels import inner, kernel
+from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
 from polygon.planning.stage_lists import Stages
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.reduction import LevelsRoom, levels_room, levels_s
-from polygon.kernels import inner, kernel
+from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
 from polygon.planning.flow import Places, boundary_s, find_places, lock_shares, places_for
 from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.kernels import inner, kernel
+from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
 from polygon.planning.stage_lists import Stages
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
+
+from polygon.kernel_options import kernel
 
 
 def apportion(seconds: np.ndarray, micro_batches: int) -> np.ndarray:
@@ -52,7 +53,6 @@ def spread(shares: np.ndarray) -> np.ndarray:
     return owners[np.lexsort((owners, wanted))]
 
 
-@njit(cache=True)
 def deal_regions(before: np.ndarray, flow: np.ndarray) -> np.ndarray:
     """Region of every micro-batch in a stage, given its region in the stage before and the flow between them.
 
@@ -68,29 +68,34 @@ def deal_regions(before: np.ndarray, flow: np.ndarray) -> np.ndarray:
         Every source region deals its micro-batches to targets evenly, and targets as a whole are served evenly: the
         target whose two arrears together are greatest is next.
     """
+    n = len(flow)
+    after = np.empty(len(before), dtype=np.int64)
+    deal(before, flow, flow.sum(axis=1), np.zeros((n, n)), np.zeros((3, n)), after)
+    return after
+
+
+@kernel
+def deal(
+    before: np.ndarray, flow: np.ndarray, total: np.ndarray, given: np.ndarray, room: np.ndarray, after: np.ndarray
+) -> None:
+    """The dealing of `deal_regions`: fills `after`; `total`: row sums of flow; zeros in `given` and `room`, (3, n)."""
     n = flow.shape[0]
-    given = np.zeros((n, n))
-    seen = np.zeros(n)
-    wanted = np.zeros(n)
-    served = np.zeros(n)
+    seen, wanted, served = room[0], room[1], room[2]
     for a in range(n):
         for b in range(n):
             wanted[b] += flow[a, b] / before.shape[0]
-    after = np.empty(before.shape[0], dtype=np.int64)
     for m in range(before.shape[0]):
         a = before[m]
         seen[a] += 1
-        total = flow[a].sum()
         best, lag = -1, -np.inf
         for b in range(n):
             if given[a, b] < flow[a, b]:
-                behind = seen[a] * flow[a, b] / total - given[a, b] + (m + 1) * wanted[b] - served[b]
+                behind = seen[a] * flow[a, b] / total[a] - given[a, b] + (m + 1) * wanted[b] - served[b]
                 if behind > lag + 1e-12:
                     best, lag = b, behind
         after[m] = best
         given[a, best] += 1
         served[best] += 1
-    return after
 
 
 def region_flow(supply: np.ndarray, demand: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:

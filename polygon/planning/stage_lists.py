@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.kernels import inner
+from polygon.kernel_options import inner
 from polygon.planning.bank import Bank
 
 
