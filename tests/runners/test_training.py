@@ -11,6 +11,7 @@ from polygon.domain.plan import Problem, Worker
 from runners.dist_runner import end_process
 from runners.engine.data import samples_for
 from runners.engine.layers import build_layers
+from runners.engine.layout import Layout
 from runners.engine.options import Options
 from runners.engine.run import train
 from tests.real_ranks import run_ranks
@@ -83,6 +84,23 @@ def test_loss_is_the_same_under_every_plan(reference, ranks):
     problem, plan = routed_problem(ranks, streams=2 if ranks == 4 else 1)
     for losses in run_ranks(run_rank, ranks, problem, plan, OPTIONS):
         assert losses == pytest.approx(reference, rel=1e-5)
+
+
+def test_overlap_changes_no_number(reference):
+    """Eight ranks that communicate only while they do not compute (no lookahead) get on, with the same losses."""
+    options = replace(OPTIONS, steps=4, lookahead=0)
+    for losses in run_ranks(run_rank, 8, *routed_problem(8), options):
+        assert losses == pytest.approx(reference[:4], rel=1e-5)
+
+
+def test_every_rank_finds_the_norm_in_whole_gradients(reference):
+    """Data parallel over regions of unequal widths and shares, where no norm is exchanged: clipped by the same one."""
+    problem, _ = routed_problem(4)
+    problem = replace(problem, cluster=small_cluster(1, 2))
+    plan = small_plan(problem.cluster, [(0, 6)], [[0, 1, 2]], [[0], [1], [0], [2], [0], [1], [0], [0]])
+    assert Layout(problem, plan).gradient_everywhere
+    found = run_ranks(run_rank, 3, problem, plan, OPTIONS)
+    assert found[0] == pytest.approx(reference, rel=1e-5) and found[0] == found[1] == found[2]
 
 
 def test_llama_and_experts_train_the_same_under_a_plan():

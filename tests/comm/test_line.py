@@ -1,0 +1,74 @@
+"""Sums on their way: the order of their parts, how many there may be, what happens to one that fails."""
+
+import threading
+
+import pytest
+from polygon_comm.line import BYTES_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
+
+
+@pytest.fixture
+def line():
+    """A line whose threads are ended."""
+    made = SumLine()
+    yield made
+    made.close()
+
+
+def noting(notes, name, arrive=lambda: None):
+    """Begins a sum that notes what is done with it."""
+
+    def begin():
+        notes.append(f"begin {name}")
+        return Pending(
+            arrive, advance=lambda: notes.append(f"advance {name}"), finish=lambda: notes.append(f"end {name}")
+        )
+
+    return begin
+
+
+def test_each_part_keeps_its_order_and_none_waits_for_another(line):
+    """While the first sum has not arrived, the second begins and advances; ends come in the order of begins."""
+    notes, arrived, second = [], threading.Event(), threading.Event()
+    line.add(noting(notes, "a", lambda: arrived.wait(60)))
+    line.add(noting(notes, "b"))
+    # What is submitted waits for all sums: an exchange begins after both, and says that they have.
+    end = line.exchange(lambda: second.set() or Pending(lambda: None))
+    assert second.wait(60)
+    assert "begin b" in notes and "end a" not in notes and "end b" not in notes
+    arrived.set()
+    line.wait()
+    end()
+    for part in ("begin", "advance", "end"):
+        assert [note for note in notes if note.startswith(part)] == [f"{part} a", f"{part} b"]
+
+
+def test_large_sums_wait_until_there_is_room(line):
+    """Of sums as large as all that may be under way, so many begin as always may; the next one when one has ended."""
+    notes, arrived = [], threading.Event()
+    for number in range(SUMS_UNDER_WAY):
+        line.add(noting(notes, number, lambda: arrived.wait(60)), BYTES_UNDER_WAY)
+    begun = threading.Event()
+    line.add(lambda: begun.set() or Pending(lambda: None), BYTES_UNDER_WAY)
+    assert not begun.wait(0.2)
+    arrived.set()
+    line.wait()
+    assert begun.is_set()
+
+
+def test_what_goes_wrong_is_raised_where_it_is_waited_for(line):
+    """Of a begin, an arrival and an exchange; later sums still come."""
+    notes = []
+
+    def fail():
+        raise RuntimeError("lost")
+
+    line.add(fail)
+    line.add(noting(notes, "b"))
+    with pytest.raises(RuntimeError, match="lost"):
+        line.wait()
+    line.add(lambda: Pending(fail))
+    with pytest.raises(RuntimeError, match="lost"):
+        line.submit(lambda: notes.append("after")).result()
+    with pytest.raises(RuntimeError, match="lost"):
+        line.exchange(fail)()
+    assert "end b" in notes and "after" not in notes
