@@ -184,14 +184,15 @@ class Wires:
         1 MiB has passed. Streams that are warmed one after the other each take the whole link for theirs, and lose
         packets when all send.
         """
+        # All are zeros: the same memory serves every stream.
+        taken, given = (torch.zeros(max(n_bytes.values(), default=0), dtype=torch.uint8) for _ in range(2))
         works = []
         for peer, n in n_bytes.items():
             place, streams = int(peer > self.rank), self.streams[peer]
             for stream in range(streams) if peer in self._gloo and peer not in self._shapes else ():
-                taken, given = torch.empty(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
-                works.append((peer, taken, self._gloo[peer].recv([taken], place, stream * (streams + 1))))
-                works.append((peer, given, self._gloo[peer].send([given], place, stream * (streams + 1))))
-        for peer, _, work in works:
+                works.append((peer, self._gloo[peer].recv([taken[:n]], place, stream * (streams + 1))))
+                works.append((peer, self._gloo[peer].send([given[:n]], place, stream * (streams + 1))))
+        for peer, work in works:
             try:
                 work.wait()
             except RuntimeError as error:
