@@ -1,7 +1,7 @@
 """How numba compiles the kernels of the search: as little as will do, for every user waits for it once.
 
-Half of the time went into what these kernels do without: reference counts of arrays (so they allocate nothing: callers
-hand in room to work in), checks of divisions, and ways to call them from C.
+These kernels do without reference counts of arrays (so they allocate nothing: callers hand in room to work in), checks
+of divisions, and ways to call them from C; together a fifth of the time that compiling took.
 """
 
 from __future__ import annotations
