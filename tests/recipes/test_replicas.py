@@ -29,8 +29,9 @@ from runners.train import be_rank, main
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.real_ranks import preload, run_ranks
 
-if find_spec("deepspeed") is not None:
-    preload("deepspeed")
+for module in ("sklearn.datasets", "peft", "deepspeed"):
+    if find_spec(module.partition(".")[0]) is not None:
+        preload(module)
 
 RECIPES = Path("instances/recipes")
 STEPS = 4
