@@ -9,6 +9,7 @@ import numpy as np
 
 from polygon.cost.reduction import ReductionCost, stage_reduction
 from polygon.cost.schedule import ScheduleTimes, backward_order
+from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, matrix_values, packed_bytes, price_messages
 from polygon.domain.plan import Plan
@@ -31,6 +32,9 @@ class StepTimes:
     """Shape (workers,)."""
     layers: tuple[int, ...]
     """Of every stage."""
+    shared_cards_s: np.ndarray
+    shared_pairs_s: np.ndarray
+    """Seconds that each stage's reduction keeps links busy which others use too (`shared_links.busy_on_shared`)."""
 
     def reduction_span_s(self, stage: int) -> tuple[float, float]:
         """When a stage begins and ends to reduce its gradients.
@@ -46,11 +50,18 @@ class StepTimes:
         return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
 
     @cached_property
+    def reduced_s(self) -> np.ndarray:
+        """When each stage has reduced its gradients, links shared with other stages considered, shape (stages,)."""
+        begin_s, end_s = np.array([self.reduction_span_s(s) for s in range(len(self.reductions))]).T
+        outer = any(cost.outer_s for cost in self.reductions)
+        for busy_s in (self.shared_cards_s,) if outer else (self.shared_cards_s, self.shared_pairs_s):
+            end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
+        return end_s
+
+    @cached_property
     def done_s(self) -> np.ndarray:
         """When each worker has reduced and updated, shape (workers,)."""
-        done = np.empty_like(self.ends_s)
-        for s in range(len(self.reductions)):
-            done[self.place.stage == s] = self.reduction_span_s(s)[1]
+        done = self.reduced_s[self.place.stage]
         if self.tied_s:
             ends = (self.place.stage == 0) | (self.place.stage == len(self.reductions) - 1)
             done[ends] = done[ends].max() + self.tied_s
@@ -58,6 +69,8 @@ class StepTimes:
             done[:] = done.max() + self.norm_s
         done += self.update_s
         outer_s = max(cost.outer_s for cost in self.reductions)
+        if outer_s and len(self.shared_pairs_s):
+            outer_s = max(outer_s, float(self.shared_pairs_s.sum(axis=1).max()))
         return done.max() + np.full_like(done, outer_s) if outer_s else done
 
     @property
@@ -150,7 +163,7 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     schedule = schedule_times(plan, tables, place, messages)
     ends_s, _ = schedule.simulate()
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
-    reductions = []
+    reductions, n_bytes = [], []
     updates = np.empty(len(place.stage))
     for s, stage in enumerate(plan.stages):
         degrees = set(place.tp[place.members(s)].tolist())
@@ -159,12 +172,14 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
             plan, s, n_values, problem.batch, tables.links, place, shared, matrix_values(problem.model)
         )
         reductions.append(cost.with_local_steps(plan.local_steps))
+        n_bytes.append(float(n_values * problem.batch.gradient_bytes))
         mine = place.members(s)
         shards = place.shards[s] if stage.zero else np.ones(stage.width, dtype=np.int64)
         kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
         updates[mine] = np.array([tables.update_s(p, held_parameters(plan, tables, s, tp) / k) for p, tp, k in kinds])[
             kind
         ]
+    shared_cards_s, shared_pairs_s = busy_on_shared(plan, place, tables.links, reductions, n_bytes)
     return StepTimes(
         schedule=schedule,
         messages=messages,
@@ -175,6 +190,8 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         norm_s=gradient_norm_s(plan, tables, place),
         update_s=updates,
         layers=tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
+        shared_cards_s=shared_cards_s,
+        shared_pairs_s=shared_pairs_s,
     )
 
 

@@ -1,0 +1,112 @@
+"""Links that the reductions of several stages share, and what that makes them wait.
+
+Stages that have devices on the same nodes send their gradients over the same node pairs. However they take turns, a
+link passes their bytes at its rate: of stages that begin to use it at b_1 <= b_2 <= ... and keep it busy for w_1, w_2
+and so on, the last ends no earlier than max_j (b_j + w_j + w_{j+1} + ...). `stage_reduction` prices each stage
+by itself, with its latencies; here is what it cannot know.
+
+Considered are node pairs between regions, and a node's card within its region; not that both use the same card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polygon.cost.reduction import ReductionCost, group_packing
+from polygon.cost.transfers import LinkTable, Placement
+from polygon.domain.plan import Plan
+
+
+def busy_on_shared(
+    plan: Plan, place: Placement, links: LinkTable, reductions: Sequence[ReductionCost], n_bytes: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How long each stage's reduction keeps the links busy that it shares with another stage's.
+
+    Parameters
+    ----------
+    reductions : sequence of ReductionCost
+        Of every stage; with local steps as a mean over the steps.
+    n_bytes : sequence of float
+        Gradient bytes that a worker of each stage holds.
+
+    Returns
+    -------
+    tuple of ndarray, shape (links, stages) each
+        Seconds on the cards of nodes within regions, and on node pairs between regions; no rows without sharing.
+    """
+    stages = len(plan.stages)
+    hosted = np.unique(place.node * stages + place.stage) // stages
+    several = np.flatnonzero(np.bincount(hosted) > 1)
+    if not len(several):
+        return np.zeros((0, stages)), np.zeros((0, stages))
+    cards, pairs = _Rows(stages), _Rows(stages)
+    most = int(place.node.max()) + 1
+    for s in range(stages):
+        mine = place.members(s)
+        _, first = np.unique(place.node[mine], return_index=True)
+        first = np.sort(first)
+        nodes, region, pool = place.node[mine][first], place.region[mine][first], place.pool[mine][first]
+        regions, where, count = np.unique(region, return_inverse=True, return_counts=True)
+        members = count[where]
+        rate = links.bytes_per_s[pool, pool]
+        busy = np.isin(nodes, several) & (members > 1)
+        cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * n_bytes[s] / rate[busy])
+        lanes = 1 if group_packing(plan, regions) == "powersgd" else int(count.min())
+        leaders = {int(r): nodes[region == r][:lanes] for r in regions}
+        for a, b, sent in reductions[s].across_bytes:
+            rate_ab = links.cluster.bytes_per_s[a, b]
+            both = np.isin(leaders[a], several) & np.isin(leaders[b], several) & (rate_ab > 0)
+            seconds = sent / lanes / rate_ab if rate_ab > 0 else np.inf
+            pairs.add(s, leaders[a][both] * most + leaders[b][both], np.full(both.sum(), seconds))
+    return cards.shared(), pairs.shared()
+
+
+def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:
+    """When stages that share links can have ended at the earliest, shape (stages,).
+
+    Parameters
+    ----------
+    begin_s : ndarray, shape (stages,)
+        When each stage begins to reduce.
+    busy_s : ndarray, shape (links, stages)
+        Seconds that each stage keeps each link busy.
+
+    Returns
+    -------
+    ndarray, shape (stages,)
+        -inf for a stage that shares nothing. All that share a link are taken to end together.
+    """
+    if not len(busy_s):
+        return np.full(len(begin_s), -np.inf)
+    order = np.argsort(begin_s)
+    rest = busy_s[:, order][:, ::-1].cumsum(axis=1)[:, ::-1]
+    uses = busy_s > 0
+    link_s = np.where(uses[:, order], begin_s[order] + rest, -np.inf).max(axis=1)
+    return np.where(uses, link_s[:, None], -np.inf).max(axis=0)
+
+
+class _Rows:
+    """Seconds by link and stage, collected stage by stage."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._links: list[np.ndarray] = []
+        self._stage: list[np.ndarray] = []
+        self._seconds: list[np.ndarray] = []
+
+    def add(self, stage: int, links: np.ndarray, seconds: np.ndarray) -> None:
+        """A stage's seconds on some links."""
+        self._links.append(links)
+        self._stage.append(np.full(len(links), stage))
+        self._seconds.append(seconds)
+
+    def shared(self) -> np.ndarray:
+        """Shape (links that several stages use, stages)."""
+        if not self._links:
+            return np.zeros((0, self._stages))
+        links, row = np.unique(np.concatenate(self._links), return_inverse=True)
+        table = np.zeros((len(links), self._stages))
+        table[row, np.concatenate(self._stage)] = np.concatenate(self._seconds)
+        return table[(table > 0).sum(axis=1) > 1]

@@ -1,0 +1,82 @@
+"""Reductions of several stages over the same links."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polygon.cost.shared_links import last_end_s
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
+from tests.linked_regions import cluster_of, small_gpt
+
+
+def two_stages(nodes, per_node, local_steps=1):
+    """Both stages have a device in each of two regions; so many nodes a region, so many devices a node."""
+    cluster = cluster_of([[("t4", nodes, per_node)]] * 2)
+    problem = Problem(
+        cluster=cluster, model=small_gpt(tied_embeddings=False), batch=Batch(global_batch=8, seq_len=256, precision="fp32"),
+    )  # fmt: skip
+    layers = problem.model.layers
+    stages = tuple(
+        Stage(
+            first_layer=s * layers // 2,
+            last_layer=(s + 1) * layers // 2,
+            workers=tuple(Worker(pool=r, devices=(2 * r + s,)) for r in range(2)),
+        )
+        for s in range(2)
+    )
+    plan = Plan(
+        stages=stages,
+        routes=np.array([[m % 2] * 2 for m in range(8)]),
+        micro_batch_size=1,
+        spans=stage_spans(stages, (2, 1)),
+        local_steps=local_steps,
+    )
+    return step_times(plan, CostTables(problem))
+
+
+def test_stages_on_one_node_pair_take_turns():
+    """On the same nodes both end when the link has passed both gradients; on nodes of their own each by itself."""
+    apart, together = two_stages(2, 1), two_stages(1, 2)
+    assert len(apart.shared_pairs_s) == 0
+    spans = [apart.reduction_span_s(s) for s in range(2)]
+    assert apart.reduced_s.tolist() == [end for _, end in spans]
+    busy_s = together.shared_pairs_s
+    assert busy_s.shape == (2, 2)  # both directions
+    sent = [[n_bytes for *_, n_bytes in cost.across_bytes] for cost in together.reductions]
+    assert busy_s == pytest.approx(np.array(sent).T / 1e8)
+    begin_s = np.array([together.reduction_span_s(s)[0] for s in range(2)])
+    first = begin_s.argmin()
+    floor_s = max(begin_s[first] + busy_s[0].sum(), begin_s[1 - first] + busy_s[0, 1 - first])
+    alone_s = [together.reduction_span_s(s)[1] for s in range(2)]
+    assert together.reduced_s == pytest.approx(np.maximum(alone_s, floor_s))
+    assert together.step_s > apart.step_s
+
+
+def test_regions_that_meet_share_too():
+    """With local steps all stages meet after the update, so that a link passes the sum of their bytes."""
+    together = two_stages(1, 2, local_steps=4)
+    outer_s = together.step_s - (together.reduced_s[together.place.stage] + together.update_s).max()
+    alone_s = max(cost.outer_s for cost in together.reductions)
+    assert outer_s == pytest.approx(together.shared_pairs_s.sum(axis=1).max())
+    assert outer_s > alone_s
+    assert two_stages(1, 2).shared_pairs_s == pytest.approx(4 * together.shared_pairs_s)
+
+
+@given(
+    begin_s=st.lists(st.floats(0, 10), min_size=1, max_size=6),
+    busy_s=st.lists(st.floats(0.1, 5), min_size=6, max_size=6),
+)
+def test_a_link_that_never_rests_ends_then(begin_s, busy_s):
+    """One link ends as any server does that works whenever there is work, in whatever order: here first come."""
+    clock_s = 0.0
+    for begin, busy in sorted(zip(begin_s, busy_s, strict=False)):
+        clock_s = max(clock_s, begin) + busy
+    count = len(begin_s)
+    ends_s = last_end_s(np.array(begin_s), np.array([busy_s[:count]]))
+    assert ends_s == pytest.approx(np.full(count, clock_s))
+    assert np.isneginf(last_end_s(np.array(begin_s), np.zeros((0, count)))).all()
