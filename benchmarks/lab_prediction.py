@@ -64,6 +64,7 @@ class Network:
     """Device type of every host, region by region."""
     latency_ms: tuple[tuple[float, ...], ...]
     mbit_per_s: tuple[tuple[float, ...], ...]
+    devices_per_host: int = 1
     real: bool = False
 
 
@@ -98,6 +99,13 @@ NETWORKS = (
         mbit_per_s=symmetric(4, {(0, 1): 500, (0, 2): 150, (0, 3): 100, (1, 2): 150, (1, 3): 100, (2, 3): 200}),
     ),
     Network(
+        name="hosts of two, emulated",
+        hosts=(("slow",), ("slow",)),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 50}),
+        devices_per_host=2,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -120,7 +128,13 @@ def cluster_of(network: Network) -> Cluster:
     regions = []
     for r, hosts in enumerate(network.hosts):
         groups = tuple(
-            NodeGroup(device=name, nodes=hosts.count(name), devices_per_node=1, intra_node=LAN, inter_node=LAN)
+            NodeGroup(
+                device=name,
+                nodes=hosts.count(name),
+                devices_per_node=network.devices_per_host,
+                intra_node=LAN,
+                inter_node=LAN,
+            )
             for name in sorted(set(hosts))
         )
         regions.append(Region(name=f"R{r}", node_groups=groups, intra_region=LAN))
@@ -182,6 +196,12 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
         chain = list(pairwise(cut))
         one_each = [[d] for d in everyone]
         plans["pipeline of devices"] = plan_of(cluster, chain, one_each, size=1, compression="none", spans=2)
+    if problem.cluster.pools[0].devices_per_node > 1:
+        cut = np.linspace(0, MODEL.layers, len(by_region[0]) + 1).round().astype(int).tolist()
+        of_place = [list(devices) for devices in zip(*by_region, strict=True)]
+        plans["a pipeline in every region"] = plan_of(
+            cluster, list(pairwise(cut)), of_place, size=1, compression="none", spans=2
+        )
     plans["data parallel"] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="none", spans=1)
     return plans
 

@@ -17,9 +17,8 @@ from tests.linked_regions import cluster_of, small_gpt
 def two_stages(nodes, per_node, local_steps=1):
     """Both stages have a device in each of two regions; so many nodes a region, so many devices a node."""
     cluster = cluster_of([[("t4", nodes, per_node)]] * 2)
-    problem = Problem(
-        cluster=cluster, model=small_gpt(tied_embeddings=False), batch=Batch(global_batch=8, seq_len=256, precision="fp32"),
-    )  # fmt: skip
+    batch = Batch(global_batch=8, seq_len=256, precision="fp32")
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
     layers = problem.model.layers
     stages = tuple(
         Stage(
