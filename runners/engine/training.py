@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from polygon_comm.exchange import ExchangeGroup
-from polygon_comm.line import Pending
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.sharding import PartExchange
@@ -18,6 +16,7 @@ from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires
 from torch.distributed import PrefixStore, Store
 
+from runners.engine.agreement import Agreement, Scalars
 from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of, region_file
 from runners.engine.collector import Collector
 from runners.engine.data import Samples, Shuffled, count_targets, samples_for
@@ -26,9 +25,7 @@ from runners.engine.emulation import Pace, backward_shares, least_seconds
 from runners.engine.gradients import Bucket
 from runners.engine.layout import Layout
 from runners.engine.log import RunLog
-from runners.engine.meeting import (
-    plan_digest,
-)
+from runners.engine.meeting import plan_digest
 from runners.engine.metrics import StepFigures
 from runners.engine.options import Options
 from runners.engine.own_model import OwnModel
@@ -39,18 +36,6 @@ from runners.engine.watch import Watch
 from runners.engine.worker import StageWorker, WorkerGroups
 
 G = TypeVar("G", bound=TensorGroup)
-SCALARS = 4
-"""Numbers that `Training._scalars` sums over all ranks."""
-
-
-class Scalars(NamedTuple):
-    """What ranks tell one another about a step."""
-
-    loss: float
-    """Mean over the targets; NaN where no rank asked computed any."""
-    norm: float
-    """Of the gradient as accumulated (times the loss scale)."""
-    stop: bool
 
 
 class Training:
@@ -126,6 +111,7 @@ class Training:
         self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer.line)
         self.progress = Progress(seed=options.seed)
         self.stop_requested = threading.Event()
+        self._agreement = Agreement(rank, self.worker, self._all, self.stop_requested)
         self.checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
             self.checkpoints = Checkpoints(
@@ -246,75 +232,11 @@ class Training:
         self.log.write("note", text=text)
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _counts(self, bucket: Bucket) -> bool:
-        """Whether what this rank holds of a bucket's gradient counts in the norm; of equal copies one does."""
-        if bucket.parts:
-            return True
-        if bucket.zero < 2:
-            return bucket.leads if not self.alone else bucket.group is not None and bucket.group.near_place == 0
-        # Within its region a split gradient is there once; the first region's counts, or each one's own.
-        assert bucket.group is not None
-        return self.rank in (bucket.group.near_ranks if self.alone else bucket.group.members.regions[0])
-
     def _expect(self) -> None:
         """Let the others send early what is summed in the step."""
         if not self.alone and self.options.lookahead:
             self.worker.reducer.expect()
-            self.worker.reducer.line.submit(lambda: self._all.expect(SCALARS, torch.float64, "scalars"))
-
-    def _square(self, bucket: Bucket) -> float:
-        """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""
-        # Slices add up; of what is whole on every device of a worker, the first counts.
-        counted = [place[:2] for name, place in bucket.places.items() if name in bucket.dims]
-        if self.worker.place == 0:
-            counted = [(0, bucket.size)]
-        square = 0.0
-        for a, b in counted:
-            for start, end in bucket.owned_by(self.rank):
-                mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
-                square += torch.linalg.vector_norm(mine).item() ** 2
-        return square
-
-    def _begin_scalars(self, squares: float, *, near: bool) -> tuple[torch.Tensor, Pending]:
-        """Start to sum what ranks tell one another, over all or those of this region."""
-        worker = self.worker
-        part = float(worker.is_last and worker.place == 0)
-        fraction = part * len(worker.actions) / 2 / self.layout.plan.micro_batches / self.layout.context
-        stop = float(self.stop_requested.is_set())
-        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
-        values = values.to(self.wires.device)
-        return values, self._all.begin_near(values) if near else self._all.begin(values, "scalars")
-
-    def _read(self, values: torch.Tensor) -> Scalars:
-        loss, samples, square, stops = values.tolist()
-        return Scalars(loss * self.worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
-
-    def _scalars(self, *, near: bool) -> Scalars:
-        """Loss, gradient norm and wish to stop, over all ranks or those of this region, once gradients are summed."""
-        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket))
-        values, pending = self._begin_scalars(squares, near=near)
-        pending()
-        return self._read(values)
-
-    def _reduce(self) -> Scalars:
-        """Wait for the sums of gradients and for what ranks tell one another."""
-        reducer = self.worker.reducer
-        # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
-        if not self.layout.gradient_everywhere:
-            waiting = reducer.line.submit(lambda: self._scalars(near=self.alone))
-            reducer.wait()
-            return waiting.result()
-        told: list[torch.Tensor] = []
-
-        def begin() -> Pending:
-            values, pending = self._begin_scalars(0.0, near=self.alone)
-            told.append(values)
-            return pending
-
-        # Everybody finds the norm in what it has: what ranks tell one another travels with the last gradients.
-        reducer.line.add(begin)
-        reducer.wait()
-        return self._read(told[0])._replace(norm=sum(self._square(bucket) for bucket in self.buckets) ** 0.5)
+            self._agreement.expect()
 
     def step(self, *, meet: bool = False, validate: bool = False) -> tuple[dict[str, Any], bool]:
         """One optimizer step: what was measured, and whether to go on.
@@ -333,7 +255,7 @@ class Training:
         worker.run_schedule(step)
         schedule_end_s = time.time()
         with self.log.interval("exposed", "wait for reduction"):
-            scalars = self._reduce()
+            scalars = self._agreement.reduce(alone=self.alone)
         reduced_s = time.time()
         with self.log.interval("update", "update"):
             applied = self.update.apply(scalars.norm, step)
@@ -412,7 +334,7 @@ class Training:
                 return near
             self.rounds.meet()
             self.update.take_weights()
-            return self.worker.reducer.line.submit(lambda: self._scalars(near=False)).result()
+            return self._agreement.meet(alone=self.alone)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state between two steps; `passing`: most that were there besides.

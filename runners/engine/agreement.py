@@ -1,0 +1,114 @@
+"""What ranks tell one another about a step: its loss, the gradient's norm, and whether somebody wants to stop."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import NamedTuple
+
+import torch
+from polygon_comm.line import Pending
+from polygon_comm.reduction import SumGroup
+
+from runners.engine.gradients import Bucket
+from runners.engine.worker import StageWorker
+
+NUMBERS = 4
+"""How many are summed: loss, part of the samples, squared norm, wishes to stop."""
+
+
+class Scalars(NamedTuple):
+    """What all know of a step, or all of a region."""
+
+    loss: float
+    """Mean over the targets; NaN where no rank asked computed any."""
+    norm: float
+    """Of the gradient as accumulated (times the loss scale)."""
+    stop: bool
+
+
+class Agreement:
+    """How a rank comes to know what all ranks, or those of its region, have to say about a step.
+
+    Parameters
+    ----------
+    everyone : SumGroup
+        Of all ranks.
+    stop_requested : Event
+        Whether this rank wants to stop.
+    """
+
+    def __init__(self, rank: int, worker: StageWorker, everyone: SumGroup, stop_requested: threading.Event) -> None:
+        self.rank, self.worker, self._everyone, self._stop = rank, worker, everyone, stop_requested
+        self.buckets = worker.reducer.buckets
+
+    def expect(self) -> None:
+        """Let the others send early."""
+        self.worker.reducer.line.submit(lambda: self._everyone.expect(NUMBERS, torch.float64, "scalars"))
+
+    def reduce(self, *, alone: bool) -> Scalars:
+        """Wait for the sums of gradients and for what ranks tell one another; `alone`: those of this region."""
+        reducer = self.worker.reducer
+        # Between two outer steps regions do not wait for one another: each clips by its own norm, shows its own loss.
+        if not self.worker.layout.gradient_everywhere:
+            waiting = reducer.line.submit(lambda: self._sum(near=alone, alone=alone))
+            reducer.wait()
+            return waiting.result()
+        told: list[torch.Tensor] = []
+
+        def begin() -> Pending:
+            values, pending = self._begin(0.0, near=alone)
+            told.append(values)
+            return pending
+
+        # Everybody finds the norm in what it has: what ranks tell one another travels with the last gradients.
+        reducer.line.add(begin)
+        reducer.wait()
+        return self._read(told[0])._replace(norm=sum(self._square(bucket) for bucket in self.buckets) ** 0.5)
+
+    def meet(self, *, alone: bool) -> Scalars:
+        """Of all ranks, once gradients are summed; `alone`: each region's by itself."""
+        return self.worker.reducer.line.submit(lambda: self._sum(near=False, alone=alone)).result()
+
+    def _sum(self, *, near: bool, alone: bool) -> Scalars:
+        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket, alone=alone))
+        values, pending = self._begin(squares, near=near)
+        pending()
+        return self._read(values)
+
+    def _begin(self, squares: float, *, near: bool) -> tuple[torch.Tensor, Pending]:
+        """Start to sum, over all or those of this region."""
+        worker = self.worker
+        part = float(worker.is_last and worker.place == 0)
+        fraction = part * len(worker.actions) / 2 / worker.layout.plan.micro_batches / worker.layout.context
+        stop = float(self._stop.is_set())
+        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
+        values = values.to(worker.wires.device)
+        return values, self._everyone.begin_near(values) if near else self._everyone.begin(values, "scalars")
+
+    def _read(self, values: torch.Tensor) -> Scalars:
+        loss, samples, square, stops = values.tolist()
+        return Scalars(loss * self.worker.loss_scale / samples if samples else math.nan, square**0.5, stops > 0)
+
+    def _counts(self, bucket: Bucket, *, alone: bool) -> bool:
+        """Whether what this rank holds of a bucket's gradient counts in the norm; of equal copies one does."""
+        if bucket.parts:
+            return True
+        if bucket.zero < 2:
+            return bucket.leads if not alone else bucket.group is not None and bucket.group.near_place == 0
+        # Within its region a split gradient is there once; the first region's counts, or each one's own.
+        assert bucket.group is not None
+        return self.rank in (bucket.group.near_ranks if alone else bucket.group.members.regions[0])
+
+    def _square(self, bucket: Bucket) -> float:
+        """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""
+        # Slices add up; of what is whole on every device of a worker, the first counts.
+        counted = [place[:2] for name, place in bucket.places.items() if name in bucket.dims]
+        if self.worker.place == 0:
+            counted = [(0, bucket.size)]
+        square = 0.0
+        for a, b in counted:
+            for start, end in bucket.owned_by(self.rank):
+                mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
+                square += torch.linalg.vector_norm(mine).item() ** 2
+        return square
