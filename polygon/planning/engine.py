@@ -13,7 +13,8 @@ import numpy as np
 from polygon.cost.bill import Bill, excesses
 from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
+from polygon.parity import at_parity
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, value_of
@@ -194,8 +195,21 @@ def find_plan(
     ----------
     known : sequence of Allocation
         Solutions found before; the result is no worse than the best of them.
+
+    Notes
+    -----
+    Above the default level of parity the next gentler one is searched first and its best plan kept: the fluid objective
+    knows nothing of the time that packing takes and may lead to worse ones.
     """
     effort = effort or Effort()
+    gentle: list[Allocation] = []
+    if gentler := _gentler(problem):
+        half = replace(effort, time_limit_s=effort.time_limit_s / 2)
+        before = find_plan(gentler, rng, groups=groups, effort=half, tell=tell, objective=objective, known=known)
+        if before.interrupted:
+            return before
+        gentle, effort = [x for _, x in before.bills[:1]], half
+        known = [*known, *gentle]
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason="every region or device type is forbidden")
@@ -265,12 +279,18 @@ def find_plan(
         start=[*known, *candidates.elite[: max(1, count // 3)]],
         callback=told("exact simulation", effort.exact_evaluations),
     )
-    plan = decoder.decode(result.solution) if result.solution is not None else Infeasible(reason="")
-    if isinstance(plan, Infeasible):
+    # Exact candidates have the packings that suit a message alone; only here are others tried as well.
+    value, plan, chosen = math.inf, None, None
+    for x in ([] if result.solution is None else [result.solution]) + gentle:
+        outcome = decoder.decode(x)
+        if isinstance(outcome, Plan) and decoder.plan_value(outcome) < value:
+            value, plan, chosen = decoder.plan_value(outcome), outcome, x
+    if plan is None or chosen is None:
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
-    bills = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
-    if result.value >= OVER_LIMIT:
+    others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+    bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
+    if value >= OVER_LIMIT:
         reason = "no plan keeps the limits; of the nearest one " + "; ".join(
             text for _, text in excesses(problem, bills[0][0])
         )
@@ -284,12 +304,20 @@ def find_plan(
         )
     return Found(
         plan=replace(plan, solver="memetic"),
-        value_s=decoder.plan_value(plan),
+        value_s=value,
         evaluations=evaluations + result.evaluations,
         seconds=seconds + result.seconds,
         interrupted=interrupted or result.stopped_by == "interrupt",
         bills=tuple(bills),
     )
+
+
+def _gentler(problem: Problem) -> Problem | None:
+    """The problem at the next gentler level of parity, if its own is above the default one and it lists no packings."""
+    limits, level = problem.constraints, PARITY_LEVELS.index(problem.constraints.parity)
+    if limits.compressions or limits.local_steps or level <= PARITY_LEVELS.index(Constraints().parity):
+        return None
+    return at_parity(problem, PARITY_LEVELS[level - 1])
 
 
 def _starts(

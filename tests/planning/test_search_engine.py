@@ -1,5 +1,8 @@
 """Plans that the search makes, and the bound that none may beat."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +13,7 @@ from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Problem
+from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.engine import Effort, find_groups, find_plan, most_stages
@@ -216,3 +219,14 @@ def test_a_time_limit_of_nothing_still_gives_a_plan():
     found = find_plan(problem, np.random.default_rng(0), effort=Effort(time_limit_s=1e-6))
     assert found.plan is not None
     assert violations(problem, found.plan) == []
+
+
+@settings(max_examples=4, deadline=None)
+@given(problem=problems())
+def test_what_may_be_packed_more_tightly_is_never_slower_for_it(problem):
+    """Levels of parity above the default one: each search is no worse than the one before."""
+    values = []
+    for level in PARITY_LEVELS[PARITY_LEVELS.index(Constraints().parity) :]:
+        other = replace(problem, constraints=Constraints(parity=level))
+        values.append(find_plan(other, np.random.default_rng(3), effort=FAST).value_s)
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(values))
