@@ -89,7 +89,7 @@ class CostTables:
         return CostTables(problem, self._profiles, self.calibration)
 
     def with_other_links(self, problem: Problem) -> CostTables:
-        """Tables of a problem that differs in links between regions, prices or global batch alone: same layers."""
+        """Tables of a problem with the same layers: other links between regions, prices, global batch, packings."""
         other = self.for_problem(problem)
         other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
         other._places, other.plan_memory = self._places, self.plan_memory

@@ -205,7 +205,10 @@ def find_plan(
     gentle: list[Allocation] = []
     if gentler := _gentler(problem):
         half = replace(effort, time_limit_s=effort.time_limit_s / 2)
-        before = find_plan(gentler, rng, groups=groups, effort=half, tell=tell, objective=objective, known=known)
+        before = find_plan(
+            gentler, rng, groups=groups, effort=half, tell=tell, objective=objective, known=known,
+            tables=tables and tables.with_other_links(gentler),
+        )  # fmt: skip
         if before.interrupted:
             return before
         gentle, effort = [x for _, x in before.bills[:1]], half
@@ -283,8 +286,8 @@ def find_plan(
     value, plan, chosen = math.inf, None, None
     for x in ([] if result.solution is None else [result.solution]) + gentle:
         outcome = decoder.decode(x)
-        if isinstance(outcome, Plan) and decoder.plan_value(outcome) < value:
-            value, plan, chosen = decoder.plan_value(outcome), outcome, x
+        if isinstance(outcome, Plan) and (found := decoder.plan_value(outcome)) < value:
+            value, plan, chosen = found, outcome, x
     if plan is None or chosen is None:
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)

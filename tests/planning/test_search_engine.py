@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.bounds import lower_bound_s
+from polygon.cost.calibration import Calibration
 from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
+from polygon.planning import engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.engine import Effort, find_groups, find_plan, most_stages
@@ -230,3 +232,25 @@ def test_what_may_be_packed_more_tightly_is_never_slower_for_it(problem):
         other = replace(problem, constraints=Constraints(parity=level))
         values.append(find_plan(other, np.random.default_rng(3), effort=FAST).value_s)
     assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(values))
+
+
+def test_gentler_levels_are_searched_with_the_same_measurements(monkeypatch):
+    """Profiles decide which degrees a worker may have, so a search without them would speak of other workers."""
+    problem = Problem(
+        cluster=cluster_of([[("a100-40gb", 2, 4)], [("t4", 1, 4)]]),
+        model=small_gpt(),
+        batch=Batch(global_batch=8, seq_len=512),
+        constraints=Constraints(parity="any"),
+    )
+    tables = CostTables(problem, calibration=Calibration(compute={"t4": 3.0}))
+    seen = []
+    plain = engine.Decoder
+
+    def decoder(*args, **kwargs):
+        made = plain(*args, **kwargs)
+        seen.append((made.problem.constraints.parity, made.tables.calibration))
+        return made
+
+    monkeypatch.setattr(engine, "Decoder", decoder)
+    find_plan(problem, np.random.default_rng(0), effort=FAST, tables=tables)
+    assert seen == [(level, tables.calibration) for level in ("safe", "known", "any")]
