@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,26 +77,28 @@ class Layout:
             for device in worker.devices
         }
 
+    def _far_peers(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Ranks in other regions that a rank exchanges messages with: peer, the rank's region, the peer's region."""
+        here = self.region_of[rank]
+        for peer in self.streams(rank):
+            if self.region_of[peer] != here:
+                yield peer, here, self.region_of[peer]
+
     def link_shapes(self, rank: int) -> dict[int, LinkShape]:
         """The cluster's links from a rank to the ranks in other regions that it exchanges messages with."""
-        cluster, region_of = self.problem.cluster, self.region_of
-        found = {}
-        for peer in self.streams(rank):
-            a, b = region_of[rank], region_of[peer]
-            if a != b:
-                found[peer] = LinkShape(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b]))
-        return found
+        cluster = self.problem.cluster
+        return {
+            peer: LinkShape(float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b]))
+            for peer, a, b in self._far_peers(rank)
+        }
 
     def warm_bytes(self, rank: int) -> dict[int, int]:
         """What ranks in other regions are sent first over every stream: four times what a link has under way."""
-        cluster, region_of = self.problem.cluster, self.region_of
-        found = {}
-        for peer in self.streams(rank):
-            a, b = region_of[rank], region_of[peer]
-            if a != b:
-                both = [cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a]]
-                round_trip_s = cluster.latency_s[a, b] + cluster.latency_s[b, a]
-                found[peer] = max(1, int(min(MOST_WARM_BYTES, 4 * round_trip_s * max(both))))
+        cluster, found = self.problem.cluster, {}
+        for peer, a, b in self._far_peers(rank):
+            most_per_s = max(cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a])
+            round_trip_s = cluster.latency_s[a, b] + cluster.latency_s[b, a]
+            found[peer] = max(1, int(min(MOST_WARM_BYTES, 4 * round_trip_s * most_per_s)))
         return found
 
     def region_name(self, rank: int) -> str:
