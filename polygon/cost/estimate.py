@@ -274,6 +274,6 @@ def _limit(terms: dict[str, float], times: StepTimes, problem: Problem) -> str:
         names = [problem.cluster.regions[place.region[w]].name for w in ends]
         return f"transfer from {names[0]} to {names[1]}"
     if largest == "reduction":
-        s = int(np.argmax([reduction.total_s for reduction in times.reductions]))
+        s = int(np.argmax(times.whole_reductions_s))
         return f"gradient reduction of stage {s}"
     return {"pipeline": "pipeline filling and imbalance of stages", "update": "optimizer update"}.get(largest, largest)

@@ -50,11 +50,26 @@ class StepTimes:
         return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
 
     @cached_property
+    def outer_s(self) -> np.ndarray:
+        """Seconds after the update, the mean per step, that each stage needs where regions take local steps, else 0."""
+        alone_s = np.array([cost.outer_s for cost in self.reductions])
+        if not alone_s.any():
+            return alone_s
+        return np.maximum(alone_s, last_end_s(np.zeros_like(alone_s), self.shared_pairs_s))
+
+    @property
+    def whole_reductions_s(self) -> np.ndarray:
+        """Seconds that each stage's reduction takes, hidden part and waiting for shared links included: (stages,)."""
+        alone_s = np.array([cost.total_s for cost in self.reductions]) + self.outer_s
+        ends_s = np.array([self.reduction_span_s(s)[1] for s in range(len(self.reductions))])
+        waits = self.reduced_s > ends_s
+        return alone_s + np.subtract(self.reduced_s, ends_s, out=np.zeros_like(ends_s), where=waits)
+
+    @cached_property
     def reduced_s(self) -> np.ndarray:
         """When each stage has reduced its gradients, links shared with other stages considered, shape (stages,)."""
         begin_s, end_s = np.array([self.reduction_span_s(s) for s in range(len(self.reductions))]).T
-        outer = any(cost.outer_s for cost in self.reductions)
-        for busy_s in (self.shared_cards_s,) if outer else (self.shared_cards_s, self.shared_pairs_s):
+        for busy_s in (self.shared_cards_s,) if self.outer_s.any() else (self.shared_cards_s, self.shared_pairs_s):
             end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
         return end_s
 
@@ -68,10 +83,7 @@ class StepTimes:
         if self.norm_s:
             done[:] = done.max() + self.norm_s
         done += self.update_s
-        outer_s = max(cost.outer_s for cost in self.reductions)
-        if outer_s and len(self.shared_pairs_s):
-            outer_s = max(outer_s, float(self.shared_pairs_s.sum(axis=1).max()))
-        return done.max() + np.full_like(done, outer_s) if outer_s else done
+        return np.full_like(done, done.max() + self.outer_s.max()) if self.outer_s.any() else done
 
     @property
     def step_s(self) -> float:

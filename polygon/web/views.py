@@ -198,7 +198,7 @@ def formulas(priced: Priced, shown: dict[str, Any]) -> list[dict[str, str]]:
         ("dp_bytes", "sum over stages 2 (w-1) P g / H",
          f"({reduced or 0}) x {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
         ("tp_bytes", "4 x 2 (t-1) b L h e per block and micro-batch", size(shown["tp_bytes"])),
-        ("dp_s", "slowest stage: inside nodes + inside regions + across",
+        ("dp_s", "slowest stage: inside nodes + inside regions + across + waiting for shared links",
          f"{max(priced.reductions_s, default=0.0):.4g} + tied {times.tied_s:.4g} = {shown['dp_s']:.4g} s"),
         ("pp_s", "busiest sender: sum of bytes / rate", f"{shown['pp_s']:.4g} s"),
         ("hidden", "1 - exposed / all",

@@ -123,7 +123,7 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     return Priced(
         problem=changed, plan=other, tables=tables, times=times,
         estimate=estimate(changed, other, tables, times, bound=bound),
-        reductions_s=tuple(cost.total_s + cost.outer_s for cost in times.reductions),
+        reductions_s=tuple(times.whole_reductions_s.tolist()),
     )  # fmt: skip
 
 

@@ -54,6 +54,9 @@ def test_stages_on_one_node_pair_take_turns():
     alone_s = [together.reduction_span_s(s)[1] for s in range(2)]
     assert together.reduced_s == pytest.approx(np.maximum(alone_s, floor_s))
     assert together.step_s > apart.step_s
+    waited_s = together.whole_reductions_s - [cost.total_s for cost in together.reductions]
+    assert waited_s == pytest.approx(together.reduced_s - alone_s)
+    assert apart.whole_reductions_s == pytest.approx([cost.total_s for cost in apart.reductions])
 
 
 def test_regions_that_meet_share_too():
