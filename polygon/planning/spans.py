@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from polygon.cost.estimate import StepTimes, alike, step_times
 from polygon.cost.memory import stage_memory
 from polygon.cost.schedule import backward_order
+from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
 

@@ -12,7 +12,7 @@ from fastapi import Body, FastAPI, HTTPException, Response
 from pydantic import Field
 
 from polygon.convert_plan import plan_from_spec
-from polygon.cost.estimate import step_times
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
