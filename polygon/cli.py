@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -315,20 +315,34 @@ def emit(data: Any, text: str, *, as_json: bool) -> None:
 
 
 @contextmanager
+def handled_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """`handler` answers these signals inside the block; afterwards whoever answered before does again."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def stop_signals() -> list[int]:
+    """Signals that ask work to end: SIGTERM, and SIGINT where the parent has not set it to be ignored."""
+    return [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+
+
+@contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """For work that asks from time to time: the first Ctrl-C is an answer, the second a KeyboardInterrupt."""
     came = False
+    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with handled_signals([signal.SIGINT], note):
         yield lambda: came
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Talk:

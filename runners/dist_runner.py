@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
+from polygon.cli import handled_signals, stop_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
@@ -118,6 +120,7 @@ def run_rank(
     from runners.engine.training import Training
 
     received: list[int] = []
+    handlers = ExitStack()
 
     def listen(training: Training) -> None:
         before_steps()
@@ -126,25 +129,24 @@ def run_rank(
             received.append(number)
             training.stop_requested.set()
 
-        signal.signal(signal.SIGTERM, stop)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, stop)
+        handlers.enter_context(handled_signals(stop_signals(), stop))
 
     report = print_progress if rank == 0 else (lambda result: None)
-    finished = train(
-        problem,
-        plan,
-        rank,
-        host,
-        port,
-        options,
-        on_loss=end_process,
-        report=report,
-        on_start=listen,
-        listen_fd=listen_fd,
-        samples=samples,
-        validation=validation,
-    )
+    with handlers:
+        finished = train(
+            problem,
+            plan,
+            rank,
+            host,
+            port,
+            options,
+            on_loss=end_process,
+            report=report,
+            on_start=listen,
+            listen_fd=listen_fd,
+            samples=samples,
+            validation=validation,
+        )
     return 0 if finished else 128 + (received or [signal.SIGTERM])[0]
 
 

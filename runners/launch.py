@@ -26,6 +26,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
+from polygon.cli import handled_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from polygon.files import make_folder, write_plan
@@ -202,14 +203,12 @@ class LocalRanks(ABC):
         # Imported before forking: a second each for torch and for what its optimizers import on their first step.
         import torch._dynamo  # noqa: F401
 
-        before = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self.start()
-            return self.watch()
-        finally:
-            self._signal_all(signal.SIGKILL)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handled_signals((signal.SIGINT, signal.SIGTERM), self.interrupt):
+            try:
+                self.start()
+                return self.watch()
+            finally:
+                self._signal_all(signal.SIGKILL)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from polygon.cli import handled_signals
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan
@@ -60,10 +61,11 @@ def play(args: argparse.Namespace, command: Sequence[str]) -> int:
     tcp = linux.TcpSettings(
         window_bytes=window_bytes, congestion=args.congestion, slow_start_after_idle=not args.no_idle_slow_start
     )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
     try:
-        with Lab(network, tcp=tcp, backend=args.backend, cluster_name=cluster.name) as lab:
+        with (
+            handled_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _stop),
+            Lab(network, tcp=tcp, backend=args.backend, cluster_name=cluster.name) as lab,
+        ):
             _say(f"{lab.name}: {len(network.hosts)} hosts, {lab.backend}")
             if not lab.real_time:
                 _say("no real-time priority (needs root or CAP_SYS_NICE): delays grow when the cores are busy")

@@ -17,6 +17,7 @@ from torch import distributed
 from torch.distributed import Store
 from torch.profiler import record_function
 
+from polygon.cli import handled_signals, stop_signals
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from runners.engine.checkpoint import Progress
@@ -106,13 +107,8 @@ def _stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    heard = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
-    try:
+    with handled_signals(stop_signals(), note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _whole_model(job: Job, model: Model, device: torch.device, *, reentrant: bool) -> WholeModel:
