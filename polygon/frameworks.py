@@ -6,7 +6,7 @@ import re
 
 from polygon.cost.compute import Kernels
 
-EAGER = ("llm-foundry", "sailor", "vtrain", "titan", "fsdp", "pytorch", "huggingface", "transformers", "internevo")
+EAGER = ("llm-foundry", "sailor", "titan", "fsdp", "pytorch", "huggingface", "transformers", "internevo")
 """Frameworks that run element-wise work as separate operations, unless a note says that they compile (InternEvo: its
 blocks add, drop out and norm fp32 copies one after the other, internlm/model/modeling_internlm.py)."""
 
@@ -39,7 +39,8 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
     name, text = framework.lower(), f"{overlap} {notes}".lower()
     year = int(date[:4]) if date[:4].isdigit() else 2024
     megatron = any(word in name for word in ("megatron", "vtrain", "bigscience"))
-    flash = "flash" in text or not (megatron and (year < 2023 or "deepspeed" in name))
+    # vTrain measured what its own model is: scores in memory, and fused kernels (its src/model/gpt_modeling.py).
+    flash = "flash" in text or not (megatron and (year < 2023 or "deepspeed" in name or "vtrain" in name))
     if "userbuffers" in text or "async tp" in text:
         tp_overlap = "pipelined"
     elif "weight-gradient gemm" in text:
