@@ -55,14 +55,18 @@ def catalogue() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _templates() -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of English sentences and their Chinese templates, as they are tried.
+def _templates() -> list[tuple[str, re.Pattern[str], str]]:
+    """Patterns of English sentences and their Chinese templates, as they are tried; each with its longest literal part,
+    without which it need not be.
 
-    Lines of the validator first, as these hold other sentences; then those with most words of their own.
+    Lines of validator and ledger first, as these hold other sentences; then sentences in several parts, so that no
+    place takes in the parts that follow; then those with most words of their own.
     """
 
-    def order(pair: list[str]) -> tuple[bool, int]:
-        return not pair[0].startswith(("{where}: ", "found ")), -len(PLACE.sub("", pair[0]))
+    def order(pair: list[str]) -> tuple[bool, bool, int]:
+        line = any(part in pair[0] for part in ("found <found>", "not JSON: ", "not YAML: ", " [<source>]"))
+        own = PLACE.sub("", pair[0])
+        return not line, "; " not in own, -len(own)
 
     rows = []
     for english, chinese in sorted(catalogue()["server"], key=order):
@@ -70,14 +74,16 @@ def _templates() -> list[tuple[re.Pattern[str], str]]:
         for place in PLACE.finditer(english):
             pattern += re.escape(english[last : place.start()]) + f"(?P<{place[0][1:-1]}>.+?)"
             last = place.end()
-        rows.append((re.compile(pattern + re.escape(english[last:]), re.DOTALL), chinese))
+        literal = max(PLACE.split(english), key=len)
+        rows.append((literal, re.compile(pattern + re.escape(english[last:]), re.DOTALL), chinese))
     return rows
 
 
+@lru_cache(maxsize=5000)
 def in_chinese(text: str) -> str | None:
     """The Chinese of a sentence of the server; None where no template fits."""
-    for pattern, chinese in _templates():
-        match = pattern.fullmatch(text)
+    for literal, pattern, chinese in _templates():
+        match = pattern.fullmatch(text) if literal in text else None
         if match:
 
             def part(place: re.Match[str], found: re.Match[str] = match) -> str:

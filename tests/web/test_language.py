@@ -1,12 +1,17 @@
 """One catalogue of words: the server speaks the language that it is asked for, and knows its own sentences."""
 
+import ast
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from polygon.domain.errors import InputError
 from polygon.export.targets import TARGETS, export
+from polygon.parity import NOTHING_SHOWN, TRAFFIC, rows
 from polygon.planning.engine import Effort, find_plan
 from polygon.planning.explain import Explainer
 from polygon.planning.whatif import usual_changes
@@ -16,6 +21,9 @@ from polygon.web.language import PLACE, catalogue, in_chinese, in_language, pref
 from polygon.web.views import view
 from polygon.web.whatif import Changes, price
 from tests.exported_plans import drawn, planned, wide
+
+PHRASE = re.compile(r"[a-z]{3,} [a-z]{3,}")
+"""Two English words in a row: no name of a model, a device, a unit or an option has them."""
 
 
 @pytest.mark.parametrize(
@@ -117,8 +125,47 @@ def test_every_sentence_of_the_server_has_a_chinese_one():
     assert len(seen) > 60
     unknown = {text for text in seen if in_chinese(text) is None}
     assert unknown == set()
-    phrases = {text for text in seen if re.search(r"[a-z]{2,} [a-z]{2,}", in_chinese(text)) and "python -m" not in text}
+    phrases = {text for text in seen if PHRASE.search(in_chinese(text)) and "python -m" not in text}
     assert phrases == set()
+
+
+def test_every_row_of_the_parity_ledger_has_a_chinese_one():
+    """Evidence and caveats of every kind, and that of none; papers keep their names."""
+    known = [row for traffic in (*TRAFFIC, "local_steps") for row in rows(traffic).values() if row.shown]
+    for row in [*known, NOTHING_SHOWN]:
+        for text in (row.shown, f"{row.shown}; {row.caveat}" if row.caveat else row.shown):
+            chinese = in_chinese(f"int8 activations (safe): {text} [{row.source}]")
+            assert chinese is not None and not PHRASE.search(chinese.split(" [")[0]), chinese
+    assert in_chinese(NOTHING_SHOWN.source) and in_chinese("none for this scheme")
+
+
+def written(module: Path):
+    """What a module can say of bad input: texts of errors, of what was found and of what is expected."""
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(str(v.value) if isinstance(v, ast.Constant) else "7" for v in node.values)
+        return str(node.value) if isinstance(node, ast.Constant) else ""
+
+    tree = ast.parse(module.read_text("utf-8"))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        position = {"require": 3, "_refuse": 1, "HTTPException": 1, "InputError": 0, "Phrase": 0}.get(name)
+        if position is not None and len(call.args) > position:
+            yield text(call.args[position])
+        elif name == "append" and module.stem == "violations":
+            yield text(call.args[0])
+
+
+def test_what_the_code_of_the_server_can_say_of_bad_input_has_a_chinese_one():
+    """Read from the source of every module that the server loads, so that a new line without one is found."""
+    list_modules = "import sys, polygon.web.app as app; print(*(m.__file__ for k, m in sys.modules.items()\n"
+    list_modules += "if k.startswith('polygon.') and m.__file__), sep='\\n')"
+    modules = subprocess.run([sys.executable, "-c", list_modules], capture_output=True, text=True, check=True).stdout
+    said = {line for module in modules.split() if Path(module).name != "cli.py" for line in written(Path(module))}
+    assert len(said) > 150
+    said = {line for line in said if PHRASE.search(line)}
+    assert {line for line in said if in_chinese(line) is None or PHRASE.search(in_chinese(line))} == set()
 
 
 def test_formulas_are_translated_where_they_have_words():
