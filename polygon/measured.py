@@ -230,6 +230,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         sequence_parallel=bool(row.get("sequence_parallel")),
         overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0)),
         gathers_per_layer=12 if "deepspeed" in framework.lower() and "zero" in framework.lower() else 1,
+        owned_matrices=_weight_matrices(model) if "internevo" in framework.lower() else 0,
         p2p_overlap="p2p" in str(row.get("overlap") or "").lower(),
         stage_layers=_stage_layers(str(row.get("notes") or "")),
         kernels=kernels,
@@ -259,6 +260,17 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         device_label=str(row["gpu_type"]),
         profiled_precision=precision in ("fp32", "tf32"),
     )
+
+
+def _weight_matrices(model: Model) -> int:
+    """Weight matrices of a model: what InternEvo deals out to the ranks of ZeRO, each whole to one of them.
+
+    Its HybridZeroOptimizer sums gradients on all data-parallel ranks (no destination rank), gives every parameter to one
+    rank and broadcasts rank by rank (internlm/solver/optimizer/hybrid_zero_optim.py `_partition_param_list`,
+    `broadcast_params`); biases and norms go with the matrix before them (internlm/core/communication/utils.py
+    `ParamAsyncBcastHandler`).
+    """
+    return model.blocks * (2 + (3 if model.gated_mlp else 2)) + 2
 
 
 def _context_bytes(kind: str, framework: str, zero: int) -> float:

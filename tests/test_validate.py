@@ -204,6 +204,12 @@ def test_torchtitan_keeps_weights_whole_in_a_pipeline():
     assert published_run(collected("torchtitan", pp=8)).config.zero == 1
 
 
+def test_internevo_deals_out_whole_matrices():
+    """Five matrices a block of InternLM-7B, embedding and head; other programs divide every one."""
+    assert published_run(collected("internevo_7b")).config.owned_matrices == 32 * 5 + 2
+    assert published_run(collected("torchtitan")).config.owned_matrices == 0
+
+
 def test_what_nvidia_smi_counts():
     """Context, DeepSpeed's two buckets and what the allocator keeps; an allocator's own figure has none of them."""
     run = published_run(collected("bigscience_1b3"))

@@ -37,6 +37,9 @@ class ParallelConfig:
     """What hides data-parallel traffic: nothing; the last backward; that and the first forward (sharded gathers)."""
     gathers_per_layer: int = 1
     """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
+    owned_matrices: int = 0
+    """Weight matrices that ZeRO-1 or 2 deals out whole: gradients are then summed on every rank, and each owner
+    broadcasts its matrices (InternEvo). 0: every weight is divided."""
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
     stage_layers: tuple[int, ...] = ()
@@ -48,6 +51,7 @@ class ParallelConfig:
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "a whole number >= 1")
         require(self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
+        require(self.owned_matrices >= 0, "owned_matrices", self.owned_matrices, "a whole number >= 0")
         require(self.schedule in SCHEDULES, "schedule", self.schedule, " or ".join(SCHEDULES))
         require(self.overlap in OVERLAPS, "overlap", self.overlap, ", ".join(OVERLAPS))
         require(self.interleave == 1 or self.pp > 1, "interleave", self.interleave, "1 where pp is 1")

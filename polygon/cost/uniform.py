@@ -151,6 +151,7 @@ def estimate_uniform(
         config.zero,
         OVERLAPS.index(config.overlap),
         config.gathers_per_layer,
+        config.owned_matrices,
         float(per_weight),
         float(per_gradient),
         layout.copies_s,
@@ -215,7 +216,7 @@ def estimate_many(
     number: dict[int, int] = {}
     layouts: list[Layout] = []
     interleaves: list[int] = []
-    integers = np.empty((len(configs), 10), dtype=np.int64)
+    integers = np.empty((len(configs), 11), dtype=np.int64)
     per_node = pool.devices_per_node
     for i, config in enumerate(configs):
         micro_batches = _micro_batches(batch, config)
@@ -237,6 +238,7 @@ def estimate_many(
             exposed_sends(config, micro_batches),
             config.schedule == "gpipe",
             config.shard_width,
+            config.owned_matrices,
         )
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
     held_gradient = per_gradient * (1 + _gradient_copies(batch, configs[0]))

@@ -104,6 +104,7 @@ def terms_kernel(
     zero: int,
     overlap: int,
     pieces: int,
+    owned: int,
     weight_bytes: float,
     gradient_bytes: float,
     copies_s: float,
@@ -125,6 +126,8 @@ def terms_kernel(
         Data-parallel ranks, how many of them on a node, and over how many ZeRO divides (the rest hold copies).
     network : ndarray, shape (6,)
         See `wire_kernel`.
+    owned : int
+        Weight matrices that ZeRO-1 or 2 deals out whole; 0: it divides every one.
     copies_s : float
         ZeRO-3's passes over its gathered copies, per micro-batch.
     update_base_s, update_parameter_s : float
@@ -140,6 +143,11 @@ def terms_kernel(
     gradient, weight = parameters * gradient_bytes, parameters * weight_bytes
     if zero == 0:
         reduce_s, gather_s = wire_kernel(gradient, members, per_node, network, 2), 0.0
+    elif owned > 0 and zero < 3:
+        # All ranks sum; then one broadcast an owner, which passes every rank of the ring like a gathering does.
+        owners = min(shards, owned)
+        reduce_s = wire_kernel(gradient, members, per_node, network, 2)
+        gather_s = owners * wire_kernel(weight / owners, shards, near, network, 1)
     else:
         # Inside the shards, then what a shard holds between the copies of it.
         reduce_s = 0.0 if zero == 3 else wire_kernel(gradient, shards, near, network, 1)
@@ -212,8 +220,8 @@ def many_kernel(
 
     Parameters
     ----------
-    integers : ndarray of int, shape (n, 10)
-        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not, shards.
+    integers : ndarray of int, shape (n, 11)
+        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not, shards, owned matrices.
     starts, kind_starts : ndarray, shape (layouts + 1,)
         Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient,
         sharded) and its kinds in `kinds`.
@@ -245,6 +253,7 @@ def many_kernel(
             integers[i, 4],
             integers[i, 5],
             integers[i, 6],
+            integers[i, 10],
             machine[0],
             machine[1],
             copies_s,

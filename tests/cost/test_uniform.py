@@ -62,6 +62,7 @@ configs = st.builds(
     micro_batch_size=st.sampled_from([1, 2, 4]),
     zero=st.integers(0, 3),
     recompute=st.sampled_from(["none", "full"]),
+    owned_matrices=st.sampled_from([0, 82]),
 )
 
 
@@ -83,6 +84,22 @@ def test_a_faster_network_is_never_slower(config: ParallelConfig, factor: float)
     slow = estimate_uniform(MODEL, BATCH, pool(), config)
     fast = estimate_uniform(MODEL, BATCH, pool(node_bytes_per_s=200e9 * factor), config)
     assert fast.step_s <= slow.step_s * (1 + 1e-12)
+
+
+def test_weights_dealt_out_whole_cost_latency_that_grows_with_the_ranks():
+    """Owners broadcast one after another: twice the ranks double every ring, and each is slower than one gathering."""
+    seconds = []
+    for nodes in (32, 64, 128):
+        batch = replace(BATCH, global_batch=nodes * 8)
+        spread = ParallelConfig(dp=nodes * 8, zero=1, overlap="none")
+        whole = replace(spread, owned_matrices=98)
+        divided_s, owned_s = (
+            estimate_uniform(MODEL, batch, pool(nodes), config).terms["data-parallel"].seconds
+            for config in (spread, whole)
+        )
+        seconds.append(owned_s - divided_s)
+    assert 0 < seconds[0] < seconds[1] < seconds[2]
+    assert seconds[2] > 98 * 1024 * 6e-6 / 2
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -109,8 +126,9 @@ def test_many_at_once_equal_one_by_one(many: list[ParallelConfig]):
     zero=st.integers(0, 3),
     overlap=st.integers(0, 2),
     members=st.sampled_from([1, 2, 16]),
+    owned=st.sampled_from([0, 5]),
 )
-def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int, members: int):
+def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int, members: int, owned: int):
     """Compiled and interpreted kernels agree."""
     stages = np.array(stage_s)
     kinds = np.array([[1, 0.01, 0.02, 1e6], [4, 0.02, 0.04, 4e6]])
@@ -130,6 +148,7 @@ def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int,
         zero,
         overlap,
         1,
+        owned,
         2.0,
         4.0,
         1e-3,
