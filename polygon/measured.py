@@ -265,8 +265,8 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
 def _weight_matrices(model: Model) -> int:
     """Weight matrices of a model: what InternEvo deals out to the ranks of ZeRO, each whole to one of them.
 
-    Its HybridZeroOptimizer sums gradients on all data-parallel ranks (no destination rank), gives every parameter to one
-    rank and broadcasts rank by rank (internlm/solver/optimizer/hybrid_zero_optim.py `_partition_param_list`,
+    Its HybridZeroOptimizer sums gradients on all data-parallel ranks (no destination rank), gives every parameter to
+    one rank and broadcasts rank by rank (internlm/solver/optimizer/hybrid_zero_optim.py `_partition_param_list`,
     `broadcast_params`); biases and norms go with the matrix before them (internlm/core/communication/utils.py
     `ParamAsyncBcastHandler`).
     """
