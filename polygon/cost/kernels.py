@@ -65,6 +65,16 @@ AMPERE = Efficiency(
     source="calibrated",
     relative_error=0.09,
 )
+CDNA = replace(
+    AMPERE,
+    gemm=0.504,
+    memory=0.7,
+    flash_forward=0.35,
+    flash_backward=0.25,
+    flops_per_multiprocessor=3.5e12,
+    source="spec",
+    relative_error=0.35,
+)
 EFFICIENCY = {
     "volta": replace(AMPERE, flops_per_multiprocessor=1.56e12, source="spec", relative_error=0.25),
     "turing": replace(AMPERE, flops_per_multiprocessor=1.63e12, source="spec", relative_error=0.25),
@@ -85,6 +95,7 @@ EFFICIENCY = {
     ),
     "blackwell": replace(
         AMPERE,
+        gemm=0.718,
         memory=0.69,
         flash_forward=0.50,
         flash_backward=0.42,
@@ -92,19 +103,14 @@ EFFICIENCY = {
         source="spec",
         relative_error=0.25,
     ),
-    "cdna": replace(
-        AMPERE,
-        gemm=0.6,
-        memory=0.7,
-        flash_forward=0.35,
-        flash_backward=0.25,
-        flops_per_multiprocessor=3.5e12,
-        source="spec",
-        relative_error=0.35,
-    ),
+    "rtx blackwell": replace(AMPERE, flops_per_multiprocessor=1.23e12, source="spec", relative_error=0.25),
+    "cdna2": replace(CDNA, gemm=0.687),
+    "cdna": CDNA,
     "": replace(AMPERE, flops_per_multiprocessor=2.5e12, source="spec", relative_error=0.35),
 }
-"""By architecture; the empty name is any other. Only Ampere and Hopper have been fitted."""
+"""By architecture (the first that a name starts with); the empty name is any other. Only Ampere and Hopper have been
+fitted to training runs. Products of Blackwell and CDNA reach the same share of the best product measured on them
+(benchmarks/matmul_ceilings.py)."""
 
 
 class Silicon(NamedTuple):
