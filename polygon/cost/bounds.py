@@ -9,8 +9,9 @@
   through the stages before, whatever takes longer. More compute than one worker has means a reduction between two;
   more than a node has, between nodes; more than a region has, between regions. The compute that all stages need to end
   in time is minimised by dynamic programming (`polygon.cost.stage_bound`); the devices have only so much.
-- **Regions.** A plan that uses several regions agrees on the gradient's norm over the longest link between them, and
-  sends some message or gradient from one to another; a plan that does not has fewer devices. The least over all sets
+- **Regions.** A plan that uses several regions passes the longest link between them at the end of a step, to agree on
+  the gradient's norm or, if it has one stage, to sum the gradient; it also sends some message or gradient from one to
+  another. A plan that does not has fewer devices. The least over all sets
   of regions (`polygon.cost.region_sets`), joined with the three above.
 
 All of this for every micro-batch size, of which the least counts. The bound holds for plans whose micro-batch sizes and
@@ -264,8 +265,8 @@ class _Traffic:
         capacity = self._region_capacity(device_capacity)
         return region_sets(capacity, cluster.latency_s, cluster.bytes_per_s > 0, fewest)
 
-    def across(self, device_capacity: np.ndarray) -> list[tuple[float, np.ndarray]]:
-        """Tiers of several regions: most compute, and seconds of the reduction of layers [a, b), shape (n, n + 1)."""
+    def across(self, device_capacity: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
+        """Tiers of several regions: most compute, latency and all seconds (by layers [a, b)) of a reduction."""
         used = np.sort(self._region_capacity(device_capacity))[::-1]
         total = np.cumsum(used)
         sets = self.sets(device_capacity, 2)
@@ -273,11 +274,12 @@ class _Traffic:
         for part in np.array_split(np.arange(len(sets)), min(len(sets), MOST_SPREADS) or 1):
             if len(part):
                 fewest = max(2, int(np.searchsorted(total, before * (1 + 1e-9), side="right")) + 1)
-                seconds = across_s(
-                    self.distances, sets[part[0]].spread_s, fewest, self._hop, self.gradient_bytes, self.wire_bytes
+                spread_s, whole = sets[part[0]].spread_s, "powersgd" in self._gradient_modes
+                latency_s, seconds = across_s(
+                    self.distances, spread_s, fewest, self._hop, self.gradient_bytes, self.wire_bytes, whole=whole
                 )
                 before = sets[part[-1]].capacity
-                tiers.append((before, seconds))
+                tiers.append((before, latency_s, seconds))
         return tiers
 
     def message_s(self, micro_batch_size: int) -> tuple[float, float]:
@@ -319,21 +321,24 @@ class _Stages:
         tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
         across = traffic.across(size.device_capacity)
         reduction_s = [tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers]
-        reduction_s += [seconds for _, seconds in across]
+        reduction_s += [seconds for *_, seconds in across]
         whole_s = np.array(reduction_s)
+        latency_s = np.array([0.0] * len(tiers) + [latency_s for _, latency_s, _ in across])[:, None, None]
         layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
         # Layers are reduced one after another while backward of the last micro-batch still runs.
         backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
         # Where gradients or weights are sharded, backward has their traffic too and may hide any reduction.
-        tier_s = np.array([whole_s / layers] * 2)
+        tier_s = np.array([latency_s + (whole_s - latency_s) / layers] * 2)
         tier_s[0] = np.maximum(tier_s[0], whole_s - backward_s * (layers - 1) / layers)
+        self.near_s = np.maximum(tier_s - latency_s, 0.0)
+        """Of each tier without the latency between regions."""
         if traffic.local_steps > 1:
             # Regions that meet only every so many steps do it after the update.
             met_s = whole_s[len(tiers) :] / traffic.local_steps
             tier_s[:, len(tiers) :] = np.minimum(tier_s[:, len(tiers) :], met_s)
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
         self.least_across_s = min(
-            (float(seconds[one_layer].min()) / traffic.local_steps for _, seconds in across), default=np.inf
+            (float(seconds[one_layer].min()) / traffic.local_steps for *_, seconds in across), default=np.inf
         )
         self.pipeline = Pipeline(
             micro_batches=float(size.micro_batches),
@@ -342,33 +347,39 @@ class _Stages:
             class_s=size.fitting_s,
             class_capacity=capacity,
             tier_s=tier_s,
-            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(most for most, _ in across)]),
+            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(most for most, *_ in across)]),
             message_s=message_s if np.isfinite(message_s) else 0.0,
             tied_s=traffic.tied_s,
             unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
         )
 
-    def least_s(self, capacity: float, known_s: float) -> float:
-        """Least time in which devices of so much compute can end a step, if it is less than `known_s` (else that)."""
+    def least_s(self, capacity: float, known_s: float, *, only: Pipeline | None = None) -> float:
+        """Least time in which devices of so much compute can end a step, if it is less than `known_s` (else that).
+
+        `only`: of a single stage, with these tiers.
+        """
+
+        def ends(time_s: float) -> bool:
+            if only is not None:
+                return least_capacity(only, time_s, 1, capacity) < np.inf
+            return least_capacity(self.pipeline, time_s, MOST_STAGES, capacity) < np.inf
+
         low_s = max(self.size.path_s, self.size.compute_s, self.size.work / capacity)
-        if low_s >= known_s or not self._ends(known_s if np.isfinite(known_s) else 1e6 * low_s, capacity):
+        if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s
-        if self._ends(low_s, capacity):
+        if ends(low_s):
             return low_s
         high_s = 2 * low_s
-        while high_s < known_s and not self._ends(high_s, capacity):
+        while high_s < known_s and not ends(high_s):
             low_s, high_s = high_s, 2 * high_s
         high_s = min(high_s, known_s)
         while high_s - low_s > TOLERANCE * low_s:
             middle_s = 0.5 * (low_s + high_s)
-            if self._ends(middle_s, capacity):
+            if ends(middle_s):
                 high_s = middle_s
             else:
                 low_s = middle_s
         return low_s
-
-    def _ends(self, time_s: float, capacity: float) -> bool:
-        return least_capacity(self.pipeline, time_s, MOST_STAGES, capacity) < np.inf
 
     def within_s(self, regions: RegionSet, local_steps: int, known_s: float) -> float:
         """Least time of a plan on regions so far apart and with so much compute; `known_s` if that is less."""
@@ -376,7 +387,12 @@ class _Stages:
             return self.least_s(regions.capacity, known_s)
         agree_s = regions.spread_s if local_steps == 1 else 0.0
         passing_s = min(self.size.path_s + 2 * self.crossing_s, self.least_across_s)
-        return max(self.least_s(regions.capacity, known_s - agree_s), passing_s) + agree_s
+        several_s = max(self.least_s(regions.capacity, known_s - agree_s), passing_s)
+        if local_steps > 1:
+            return several_s + agree_s
+        # Devices that all have the whole gradient do not wait for its norm, but the sums of one stage take a round.
+        single = self.pipeline._replace(tier_s=self.near_s)
+        return min(several_s, self.least_s(regions.capacity, several_s, only=single)) + agree_s
 
 
 def _least_sum(sums: np.ndarray) -> np.ndarray:

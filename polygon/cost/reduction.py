@@ -9,9 +9,9 @@ With n bytes per worker, g workers in a node, N nodes in a region, R regions:
 
     T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
-A node's workers share its network card, so the second level moves the node's whole n. `across` is the faster of a
-ring over the regions and a direct exchange (reduce-scatter and all-gather, every pair of regions at once); packing and
-unpacking of what crosses are added to it.
+A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
+does: two regions send one another their whole gradients (one latency), more of them exchange parts and then the sums of
+the parts, every pair of regions at once (two latencies); packing and unpacking of what crosses are added to it.
 
 With local steps regions meet every H steps: the first two levels run in every step, and after each H-th update all
 three once more, for the outer gradient (`with_local_steps`).
@@ -29,7 +29,7 @@ from polygon.cost.collectives import ring_pass_s
 from polygon.cost.transfers import LinkTable, Placement, by_link, codec_s, packed_bytes
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Plan
-from polygon.kernel_options import inner, kernel
+from polygon.kernel_options import kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class ReductionCost:
     node_s: float
     region_s: float
     across_s: float
+    latency_s: float = 0.0
+    """Part of `across_s` that is latency: however little is reduced, it takes no less."""
     across_bytes: tuple[tuple[int, int, float], ...] = ()
     """Rows (source region, target region, bytes), per step."""
     outer_s: float = 0.0
@@ -56,6 +58,7 @@ class ReductionCost:
         return replace(
             self,
             across_s=0.0,
+            latency_s=0.0,
             across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
             outer_s=self.total_s / steps,
         )
@@ -77,54 +80,18 @@ class LevelsRoom(NamedTuple):
     first: np.ndarray
     nodes: np.ndarray
     """(regions,) first pool of each region in the list of pools, and its nodes."""
-    visited: np.ndarray
-    """(regions,) whether the ring has passed."""
-    piece_s: np.ndarray
-    """(regions, regions) seconds for one region's part from region to region."""
 
 
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
-    return LevelsRoom(
-        first=np.zeros(most, dtype=np.int64),
-        nodes=np.zeros(most, dtype=np.int64),
-        visited=np.zeros(most, dtype=np.int64),
-        piece_s=np.zeros((most, most)),
-    )
+    return LevelsRoom(first=np.zeros(most, dtype=np.int64), nodes=np.zeros(most, dtype=np.int64))
 
 
-@inner
-def across_regions_s(n: int, room: LevelsRoom) -> tuple[float, bool]:
-    """All-reduce between the first n regions of `piece_s`, the faster of direct exchange and ring.
-
-    Returns
-    -------
-    tuple of float and bool
-        Seconds and whether the direct exchange is the faster; the ring visits the nearest region next.
-    """
-    piece_s, visited = room.piece_s, room.visited
-    worst = 0.0
-    for a in range(n):
-        visited[a] = 0
-        for b in range(n):
-            if a != b and piece_s[a, b] > worst:
-                worst = piece_s[a, b]
-    visited[0] = 1
-    here, hop = 0, 0.0
-    for _ in range(n - 1):
-        nearest, best = -1, np.inf
-        for b in range(n):
-            if visited[b] == 0:
-                cost = max(piece_s[here, b], piece_s[b, here])
-                if nearest < 0 or cost < best:
-                    nearest, best = b, cost
-        hop = max(hop, best)
-        visited[nearest] = 1
-        here = nearest
-    hop = max(hop, max(piece_s[here, 0], piece_s[0, here]))
-    direct, ring = 2 * worst, 2 * (n - 1) * hop
-    return (direct, True) if direct <= ring else (ring, False)
+@kernel
+def exchange_rounds(regions: int, whole: bool) -> int:
+    """Rounds of messages in which regions sum: one where they send whole gradients (two regions, or `whole`)."""
+    return 1 if regions == 2 or whole else 2
 
 
 @kernel
@@ -142,9 +109,10 @@ def levels_s(
     node_latency_s: np.ndarray,
     node_bytes_per_s: np.ndarray,
     capacity_bytes_per_s: np.ndarray,
+    whole: bool,
     room: LevelsRoom,
-) -> tuple[float, float, float, bool]:
-    """Seconds inside nodes, inside regions and across regions, and whether regions exchange directly.
+) -> tuple[float, float, float, float]:
+    """Seconds inside nodes, inside regions and across regions, and the part of the last that is latency.
 
     Parameters
     ----------
@@ -159,6 +127,8 @@ def levels_s(
         Bytes of the gradient once packed for the way from region to region.
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions at the same time.
+    whole : bool
+        Whether regions send each other whole gradients in one round (`exchange_rounds`).
     """
     node_s = 0.0
     for i in range(count):
@@ -184,10 +154,12 @@ def levels_s(
         found += 1
         i = end
     if found == 1:
-        return node_s, region_s, 0.0, True
+        return node_s, region_s, 0.0, 0.0
     parallel = room.nodes[0]
     for a in range(found):
         parallel = min(parallel, room.nodes[a])
+    rounds = exchange_rounds(found, whole)
+    across_s, far_s = 0.0, 0.0
     for a in range(found):
         for b in range(found):
             if a != b:
@@ -195,10 +167,10 @@ def levels_s(
                 pa, pb = pools[room.first[a]], pools[room.first[b]]
                 ra, rb = pool_region[pa], pool_region[pb]
                 rate = min(bytes_per_s[pa, pb] * parallel, capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]))
-                n = wire_bytes[ra, rb] / found
-                room.piece_s[a, b] = latency_s[pa, pb] + n / rate if rate > 0 else np.inf
-    across_s, direct = across_regions_s(found, room)
-    return node_s, region_s, across_s, direct
+                far_s = max(far_s, rounds * latency_s[pa, pb])
+                n = 2 * wire_bytes[ra, rb] / found
+                across_s = max(across_s, rounds * latency_s[pa, pb] + n / rate if rate > 0 else np.inf)
+    return node_s, region_s, across_s, far_s
 
 
 def gradient_wire_bytes(
@@ -242,7 +214,7 @@ def stage_reduction(
         # Factors of whole matrices: one node of each region sends them whole to every other region.
         wire, part = wire * len(regions) / 2, n_values
         sent = wire * lanes
-    node_s, region_s, across_s, direct = levels_s(
+    node_s, region_s, across_s, latency_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
         pools,
@@ -256,13 +228,15 @@ def stage_reduction(
         links.node_latency_s,
         links.node_bytes_per_s,
         links.capacity_bytes_per_s,
+        mode == "powersgd",
         levels_room(len(pools), len(pools)),
     )
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
         across_s=across_s + (packing_s(part, batch, mode, pools, links) if len(regions) > 1 else 0.0),
-        across_bytes=_across_bytes(regions, wire, direct),
+        latency_s=latency_s,
+        across_bytes=_across_bytes(regions, wire),
     )
 
 
@@ -278,12 +252,7 @@ def packing_s(n_values: float, batch: Batch, mode: str, pools: np.ndarray, links
     return 2 * sum(codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True))
 
 
-def _across_bytes(regions: np.ndarray, wire: np.ndarray, direct: bool) -> tuple[tuple[int, int, float], ...]:
+def _across_bytes(regions: np.ndarray, wire: np.ndarray) -> tuple[tuple[int, int, float], ...]:
     """Who sends how much to whom across regions."""
     n = len(regions)
-    if n == 1:
-        return ()
-    if direct:
-        return tuple((int(a), int(b), 2 * float(wire[a, b]) / n) for a in regions for b in regions if a != b)
-    after = np.roll(regions, -1)
-    return tuple((int(a), int(b), 2 * (n - 1) / n * float(wire[a, b])) for a, b in zip(regions, after, strict=True))
+    return tuple((int(a), int(b), 2 * float(wire[a, b]) / n) for a in regions for b in regions if a != b)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import CONTEXT_BYTES, state_bytes
+from polygon.cost.reduction import exchange_rounds
 from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.plan import RECOMPUTE
@@ -223,21 +224,25 @@ def across_s(
     hop: tuple[float, float],
     n_bytes: np.ndarray,
     wire_bytes: np.ndarray,
-) -> np.ndarray:
-    """Least seconds of a reduction over several regions, shape of `n_bytes`.
+    *,
+    whole: bool,
+) -> tuple[float, np.ndarray]:
+    """Least seconds of a reduction over several regions: of its latency, and of all of it, shape of `n_bytes`.
 
     Parameters
     ----------
     spread_s : float
-        Longest latency between two of the regions, at least: what a direct exchange takes twice.
+        Longest latency between two of the regions, at least: what every round takes.
     fewest : int
-        Regions, at least: a ring takes 2 (fewest - 1) hops.
+        Regions, at least.
     hop : tuple of float
         `best_hop`: where several nodes of a region send side by side, they have reduced among themselves before.
     n_bytes, wire_bytes : ndarray
         Gradient as it is inside a region and packed between regions.
+    whole : bool
+        Whether regions may send whole gradients in one round (`exchange_rounds`).
     """
-    fixed_s = min(2 * spread_s, 2 * (fewest - 1) * distances.latency_s)
+    fixed_s = exchange_rounds(fewest, whole) * spread_s
     best = np.full(n_bytes.shape, np.inf)
     for nodes, more in pairwise((1, *COUNTS, distances.lent + 1)):
         if nodes > distances.lent:
@@ -248,4 +253,4 @@ def across_s(
         if nodes > 1:
             seconds = seconds + 2 * (nodes - 1) * (hop[0] + n_bytes / (nodes * hop[1]))
         best = np.minimum(best, seconds)
-    return best
+    return fixed_s, best

@@ -39,15 +39,17 @@ class StepTimes:
     def reduction_span_s(self, stage: int) -> tuple[float, float]:
         """When a stage begins and ends to reduce its gradients.
 
-        Layers are reduced one after another while backward of the last micro-batch still runs. With n layers alike,
-        backward B of the last worker ending at e, and R for the whole reduction: from e - B (n - 1) / n to
-        max(e + R / n, e - B (n - 1) / n + R).
+        Layers are reduced one after another while backward of the last micro-batch still runs; several are under way
+        at once, but each passes the latency between regions. With n layers alike, backward B of the last worker ending
+        at e, and R for the whole reduction, L of it latency: from e - B (n - 1) / n to
+        max(e + L + (R - L) / n, e - B (n - 1) / n + R).
         """
         mine = np.flatnonzero(self.place.stage == stage)
         last = mine[self.ends_s[mine].argmax()]
-        end_s, whole_s, n = float(self.ends_s[last]), self.reductions[stage].total_s, self.layers[stage]
+        end_s, n = float(self.ends_s[last]), self.layers[stage]
+        whole_s, latency_s = self.reductions[stage].total_s, self.reductions[stage].latency_s
         begin_s = end_s - float(self.schedule.backward_s[last]) * (n - 1) / n
-        return begin_s, max(end_s + whole_s / n, begin_s + whole_s)
+        return begin_s, max(end_s + latency_s + (whole_s - latency_s) / n, begin_s + whole_s)
 
     @cached_property
     def outer_s(self) -> np.ndarray:
@@ -210,10 +212,11 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
 def gradient_norm_s(plan: Plan, tables: CostTables, place: Placement) -> float:
     """Seconds to agree on the gradient's norm before the update: the longest latency between the plan's regions.
 
-    A number or two, exchanged directly between the regions; with local updates regions do not wait for one another.
+    A number or two, exchanged directly between the regions. Nobody waits for them where every device finds the norm in
+    the gradient that it has, nor, with local updates, for other regions.
     """
     used = np.unique(place.region)
-    if plan.local_steps > 1 or len(used) == 1:
+    if plan.local_steps > 1 or len(used) == 1 or plan.gradient_everywhere:
         return 0.0
     latency_s = tables.problem.cluster.latency_s[np.ix_(used, used)]
     linked = tables.problem.cluster.bytes_per_s[np.ix_(used, used)] > 0

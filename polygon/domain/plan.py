@@ -208,6 +208,13 @@ class Plan:
         """Micro-batches per step, over all workers."""
         return int(self.routes.shape[0])
 
+    @property
+    def gradient_everywhere(self) -> bool:
+        """Whether every device has the whole model's gradient once it is summed, and so its norm."""
+        first = self.stages[0]
+        whole = len(self.stages) == 1 and all(worker.tp == 1 for worker in first.workers)
+        return whole and self.reduction == "all-reduce" and first.zero < 2
+
     def shares(self, stage: int) -> np.ndarray:
         """Micro-batches that each worker of a stage takes per step, shape (width,)."""
         return np.bincount(self.routes[:, stage], minlength=self.stages[stage].width)

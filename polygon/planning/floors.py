@@ -4,7 +4,8 @@ The layer split and the memory options of an allocation do not depend on these (
 every stage: its first micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and
 then the last one goes back through the stages before, or gradients are reduced, whatever takes longer. Where it is
 certain that no worker is left without a micro-batch (such a worker is dropped), the reduction is at least that between
-the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm.
+the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm where not every worker
+has the whole gradient.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Limits(NamedTuple):
     """(c, c) least seconds to exchange the gradient of tied embeddings; zeros if they are not tied."""
     update_s_per_parameter: np.ndarray
     """(c,) without the start of kernels."""
+    whole: bool
+    """Whether a packing may be chosen under which regions send one another whole gradients in one round."""
     agree_s: np.ndarray
     """(d, d) latency of linked pairs of regions, 0 of others."""
     local_steps: int
@@ -87,6 +90,7 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
         update_s_per_parameter=np.array(
             [(tables.update_s(p, 2e6) - tables.update_s(p, 1e6)) / 1e6 for p, _ in classes]
         ),
+        whole="powersgd" in packings,
         agree_s=np.where(cluster.bytes_per_s > 0, cluster.latency_s, 0.0) * (1 - np.eye(len(cluster.regions))),
         local_steps=max(may.local_steps),
     )
@@ -116,10 +120,13 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
 @njit(cache=True)
 def reduction_floor_s(
     bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float
-) -> tuple[float, float]:
-    """Least seconds of a stage's reduction inside regions and between them, if all of its workers take part."""
+) -> tuple[float, float, float]:
+    """Least seconds of a stage's reduction inside regions, between them, and the latency in the latter.
+
+    All of its workers take part.
+    """
     if members == 1 and counts[0] == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     n_bytes = values * bank.gradient_bytes
     pools, fewest, most = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
     used = 0
@@ -138,21 +145,19 @@ def reduction_floor_s(
     alone = np.ones(used, dtype=np.int64)
     arguments = (bank.pool_region, bank.latency_s, bank.bytes_per_s, bank.node_latency_s, bank.node_bytes_per_s)
     wire = ones * (n_bytes * limits.gradient_ratio)
-    room = LevelsRoom(
-        np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used, np.int64), np.zeros((used, used))
-    )
+    room = LevelsRoom(np.empty(used, np.int64), np.empty(used, np.int64))
     _, inside_s, _, _ = levels_s(
-        n_bytes, used, pools, fewest, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, room
+        n_bytes, used, pools, fewest, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, limits.whole, room
     )
-    _, _, across_s, _ = levels_s(
-        n_bytes, used, pools, most, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, room
+    _, _, across_s, far_s = levels_s(
+        n_bytes, used, pools, most, alone, wire, ones, *arguments, bank.capacity_bytes_per_s, limits.whole, room
     )
     if used == 1 and fewest[0] == 1:
         p = pools[0]
         inside_s = ring_s(n_bytes, 2, bank.node_latency_s[p], bank.node_bytes_per_s[p])
         if bank.nodes[classes[0]] > 1:
             inside_s = min(inside_s, ring_s(n_bytes, 2, bank.latency_s[p, p], bank.bytes_per_s[p, p]))
-    return inside_s, across_s
+    return inside_s, across_s, far_s
 
 
 @njit(cache=True)
@@ -183,7 +188,10 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
     seconds = forward + backward
     busy = all_busy(bank, stages, n, seconds)
     agree = 0.0
-    if busy and limits.local_steps == 1:
+    everywhere = n == 1 and bank.option_zero[options[0]] < 2
+    for i in range(members[0]):
+        everywhere = everywhere and bank.tp[classes[0, i]] == 1
+    if busy and limits.local_steps == 1 and not everywhere:
         for s in range(n):
             for t in range(n):
                 for i in range(members[s]):
@@ -214,9 +222,11 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
             values = max(values, here * bank.tp[c]) if busy else 0.0
             shards = counts[s, i] if bank.option_zero[options[s]] > 0 else 1
             update = min(update, here / shards * limits.update_s_per_parameter[c])
-        inside, across = reduction_floor_s(bank, limits, classes[s], counts[s], k, values) if busy else (0.0, 0.0)
+        inside, across, far = 0.0, 0.0, 0.0
+        if busy:
+            inside, across, far = reduction_floor_s(bank, limits, classes[s], counts[s], k, values)
         hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
-        reduced = (inside + across) / (b - a)
+        reduced = far + (inside + across - far) / (b - a)
         if bank.option_zero[options[s]] < 2:  # else backward has traffic of its own and may hide all the rest
             reduced = max(reduced, inside + across - hidden)
         if across > 0 and limits.local_steps > 1:

@@ -217,13 +217,13 @@ def _with_reductions(
             work.pools[i] = bank.pool[c]
             work.nodes[i] = (count + per_node - 1) // per_node
             work.on_node[i] = min(count, per_node)
-        reduction, inside = 0.0, 0.0
+        reduction, inside, far = 0.0, 0.0, 0.0
         if m > 1 or stages.counts[s, 0] > 1:
             n_bytes = n_values * bank.gradient_bytes
             for a in range(regions):
                 for b in range(regions):
                     work.wire_bytes[a, b] = n_bytes * bank.gradient_ratio[a, b]
-            node_s, region_s, across_s, _ = levels_s(
+            node_s, region_s, across_s, far = levels_s(
                 n_bytes,
                 m,
                 work.pools,
@@ -237,6 +237,7 @@ def _with_reductions(
                 bank.node_latency_s,
                 bank.node_bytes_per_s,
                 bank.capacity_bytes_per_s,
+                False,
                 work.levels,
             )
             reduction, inside = node_s + region_s + across_s, node_s + region_s
@@ -250,16 +251,35 @@ def _with_reductions(
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.
         backward = work.passing[s] * 2 / 3
         depth = bounds[s + 1] - bounds[s]
-        exposed = max(reduction / depth, reduction - backward * (depth - 1) / depth)
+        exposed = max(far + (reduction - far) / depth, reduction - backward * (depth - 1) / depth)
         step = max(step, end - early + exposed + tied + update)
         exposed = max(inside / depth, inside - backward * (depth - 1) / depth)
         local_step = max(local_step, end - early + exposed + tied + update)
         outer = max(outer, reduction)
         early += backward + work.message[s]
+    step += _norm_s(bank, work, n, options)
     local_step += outer / local_steps
     if local_steps > 1 and local_step < step:
         return local_step, local_steps
     return step, 1
+
+
+@inner
+def _norm_s(bank: Bank, work: Work, n: int, options: np.ndarray) -> float:
+    """Seconds to agree on the gradient's norm, as `step_times.gradient_norm_s` prices it."""
+    stages, workers = work.stages, work.places.workers
+    everywhere = n == 1 and bank.option_zero[options[0]] < 2
+    for i in range(stages.members[0]):
+        everywhere = everywhere and bank.tp[stages.classes[0, i]] == 1
+    if everywhere:
+        return 0.0
+    longest = 0.0
+    for a in range(workers.shape[1]):
+        for b in range(workers.shape[1]):
+            linked = a != b and bank.bytes_per_s[bank.stands[a], bank.stands[b]] > 0
+            if linked and workers[:n, a].sum() > 0 and workers[:n, b].sum() > 0:
+                longest = max(longest, bank.latency_s[bank.stands[a], bank.stands[b]])
+    return longest
 
 
 @inner

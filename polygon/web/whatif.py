@@ -251,7 +251,7 @@ def _reduction(
         return plain
     if changes.algorithm != "hierarchical":
         total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
-        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, outer_s=0.0)
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0)
     assert changes.chunk_mb is not None
     place = times.place
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))

@@ -156,8 +156,7 @@ class Layout:
     @property
     def gradient_everywhere(self) -> bool:
         """Whether every rank has the whole model's gradient once it is summed, and so its norm."""
-        whole = len(self.plan.stages) == 1 and all(worker.tp == 1 for worker in self.plan.stages[0].workers)
-        return whole and self.expert == 1 and self.plan.reduction == "all-reduce" and self.zero_of([0]) < 2
+        return self.expert == 1 and self.plan.gradient_everywhere
 
     def owners(self, rank: int) -> set[int]:
         """Ranks in the same region with which a rank splits gradients or weights (ZeRO-2 and 3)."""

@@ -1,0 +1,99 @@
+"""Ends of steps: what sums between regions and the gradient's norm cost, and who waits for them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
+from tests.linked_regions import cluster_of, small_gpt
+
+LATENCY_S = 0.05
+
+
+def far_problem(regions, bytes_per_s=1e8):
+    """So many regions with two T4, one a node, and no tied embeddings."""
+    cluster = cluster_of([[("t4", 2, 1)]] * regions, latency_s=LATENCY_S, bytes_per_s=bytes_per_s)
+    batch = Batch(global_batch=12, seq_len=256, precision="fp32")
+    return Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+
+
+def replicas(problem, tp=1, **changes):
+    """The whole model in every region, on `tp` of its devices."""
+    regions, layers = len(problem.cluster.regions), problem.model.layers
+    workers = tuple(Worker(pool=r, devices=tuple(range(2 * r, 2 * r + tp))) for r in range(regions))
+    stages = (Stage(first_layer=0, last_layer=layers, workers=workers, **changes),)
+    routes = np.arange(12)[:, None] % regions
+    return Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (regions,)))
+
+
+def packed(plan, regions, mode):
+    links = tuple(
+        LinkUse(source=a, target=b, activations="none", activation_gradients="none", weight_gradients=mode)
+        for a in range(regions)
+        for b in range(regions)
+        if a != b
+    )
+    return replace(plan, links=links)
+
+
+def in_two(plan, problem):
+    """The same workers, one stage each."""
+    layers = problem.model.layers
+    stages = tuple(
+        Stage(first_layer=s * layers // 2, last_layer=(s + 1) * layers // 2, workers=(worker,))
+        for s, worker in enumerate(plan.stages[0].workers)
+    )
+    return replace(plan, stages=stages, routes=np.zeros((12, 2), dtype=np.int64), spans=stage_spans(stages, (2, 1)))
+
+
+def test_the_norm_is_waited_for_where_nobody_has_the_whole_gradient():
+    """Replicas find it in what they hold; stages, slices and split gradients send it over the longest link."""
+    problem = far_problem(2)
+    tables, plan = CostTables(problem), replicas(problem)
+    assert plan.gradient_everywhere
+    assert step_times(plan, tables).norm_s == 0
+    assert step_times(replicas(problem, zero=1), tables).norm_s == 0
+    for other in (replicas(problem, tp=2), replicas(problem, zero=2), in_two(plan, problem)):
+        assert not other.gradient_everywhere
+        times = step_times(other, tables)
+        assert times.norm_s == LATENCY_S
+        before_s = times.reduced_s.max() + LATENCY_S
+        assert times.step_s == pytest.approx(before_s + times.update_s.max())
+
+
+@pytest.mark.parametrize(("regions", "mode", "rounds"), [(2, "none", 1), (3, "none", 2), (3, "powersgd", 1)])
+def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
+    """Two regions send each other all of it, more of them exchange parts and sums, low-rank factors go whole."""
+    problem = far_problem(regions)
+    cost = step_times(packed(replicas(problem), regions, mode), CostTables(problem)).reductions[0]
+    assert cost.latency_s == rounds * LATENCY_S
+    sent = {n_bytes for *_, n_bytes in cost.across_bytes}
+    assert len(sent) == 1
+    assert len(cost.across_bytes) == regions * (regions - 1)
+    if mode == "none":
+        parameters = sum(problem.model.layer_parameters(layer) for layer in range(problem.model.layers))
+        assert sent.pop() == pytest.approx(2 * 4 * parameters / regions)
+        assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
+
+
+@settings(deadline=None, max_examples=15)
+@given(regions=st.integers(2, 4), rate=st.sampled_from([1e7, 1e8, 1e9, 1e12]))
+def test_the_last_layer_passes_the_latency(regions, rate):
+    """However fast the links, the last layer's sum takes its rounds; it never takes longer than all sums after one
+    another, and over slow links the step ends when the link has passed everything."""
+    problem = far_problem(regions, rate)
+    times = step_times(replicas(problem), CostTables(problem))
+    cost, end_s = times.reductions[0], times.ends_s.max()
+    begin_s, reduced_s = times.reduction_span_s(0)
+    assert reduced_s >= end_s + cost.latency_s
+    assert reduced_s <= end_s + cost.total_s * (1 + 1e-9)
+    assert reduced_s >= begin_s + cost.total_s * (1 - 1e-9)
+    if rate == 1e12:
+        assert reduced_s == pytest.approx(end_s + cost.latency_s, rel=1e-3)
