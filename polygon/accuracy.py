@@ -21,6 +21,9 @@ NETWORK = Link(latency_s=5e-6, bytes_per_s=25e9)
 """What a staged run's devices get inside and between nodes where no curve was measured."""
 MEMORY_ERROR = 0.08
 """Half of a 90 % interval over the memory of a staged run: fragmentation and what frameworks keep beside the model."""
+CONTEXT_ERROR = 0.2
+"""The same over context, communication buffers and workspaces: figures for one cluster are no better on another (a
+judgement)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +136,9 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
         )
     if run.memory_bytes:
         peak = estimate.peak
-        total = peak.total_bytes * (run.memory_factor if isinstance(run, MeasuredRun) else 1.0)
-        error = run.memory_error if isinstance(run, MeasuredRun) else MEMORY_ERROR
+        factor, error = (run.memory_factor, run.memory_error) if isinstance(run, MeasuredRun) else (1.0, MEMORY_ERROR)
+        total = (peak.total_bytes - peak.context) * factor + peak.context
+        half = math.hypot(total * error, peak.context * CONTEXT_ERROR)
         parts = ("weights", "gradients", "optimizer", "activations", "transient", "context")
         rows.append(
             Row(
@@ -144,8 +148,8 @@ def rows_of(run: MeasuredRun | StagedRun, estimate: UniformEstimate | StagedEsti
                 calibration=run.calibration,
                 measured=run.memory_bytes,
                 predicted=total,
-                low=total * (1 - error),
-                high=total * (1 + error),
+                low=total - half,
+                high=total + half,
                 source="spec" if isinstance(estimate, UniformEstimate) else "profile",
                 owner=peak.owner,
                 terms={part: getattr(peak, part) for part in parts},
