@@ -60,6 +60,7 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
         attention_dropout="attention dropout 0.1" in text,
         deterministic="deterministic" in text,
         keeps_outputs="deepspeed" in name,
+        keeps_gathered="titan" in name,
         cached_casts=vendor,
         selective="operators" if "titan" in name else "attention",
         tp_overlap=tp_overlap,

@@ -54,6 +54,9 @@ class Kernels:
     (`operators`, torchtitan's per-operator checkpointing)."""
     keeps_outputs: bool = False
     """Whether a pipeline stage holds what it has sent until the backward of it (DeepSpeed; Megatron-LM frees it)."""
+    keeps_gathered: bool = False
+    """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does where nothing is
+    done about it (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
@@ -287,8 +290,8 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
         forward += host_f + EXPERT_CASTS[0] * casts
         backward += host_b + EXPERT_CASTS[1] * casts
     reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
-    # With sequence parallelism the backward gathers its saved inputs once more.
-    sent_f, sent_b = reduce_s, reduce_s * (1.5 if split.sequence_parallel else 1.0)
+    regathered = split.sequence_parallel and not kernels.keeps_gathered
+    sent_f, sent_b = reduce_s, reduce_s * (1.5 if regathered else 1.0)
     pipelined = kernels.tp_overlap == "pipelined"
     hidden_f = HIDING * min(sent_f, products_f) if pipelined else 0.0
     hidden_b = HIDING * min(sent_b, products_b if pipelined else products_b / 4)

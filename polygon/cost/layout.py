@@ -145,6 +145,7 @@ def config_memory(model: Model, batch: Batch, config: ParallelConfig) -> LayerMe
         cp=config.cp,
         ep=config.ep,
         keep_operators=config.kernels.selective == "operators",
+        keep_gathered=config.kernels.keeps_gathered,
         logit_bytes=LOGIT_BYTES[config.kernels.loss],
     )
 

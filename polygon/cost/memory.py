@@ -77,6 +77,7 @@ def _layer_memory(
     cp: int,
     ep: int,
     keep_operators: bool,
+    keep_gathered: bool,
     logit_bytes: int,
 ) -> LayerMemory:
     layers = model.layers
@@ -85,6 +86,7 @@ def _layer_memory(
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     e = max(element_bytes, 2)  # training in 8 bits keeps 16-bit activations, or 8-bit ones and their transposes
     shard = tp if sequence_parallel else 1
+    gathered = tokens * h * e if keep_gathered and shard > 1 else 0.0
     norm = h if model.rms_norm else 2 * h
     for layer in range(layers):
         kind = model.layer_kind(layer)
@@ -96,7 +98,7 @@ def _layer_memory(
             parameters[layer] = count if model.family == "vit" else (count - norm) / tp + norm
             rows = micro_batch_size if model.family == "vit" else tokens
             activations[layer] = 2 * e * tokens * h / shard
-            transient[layer] = rows * model.vocab_size / tp * (e + logit_bytes)
+            transient[layer] = rows * model.vocab_size / tp * (e + logit_bytes) + 2 * gathered
         else:
             experts = 0
             if kind == "moe":
@@ -121,6 +123,7 @@ def _layer_memory(
                 # attention's, and the input of the block.
                 kept = (2 * q + kv + width + (h if model.gated_mlp else 0)) / tp
                 whole = tokens * e * (h / shard + kept)
+            whole += 2 * gathered
             scores = tokens * seq_len * model.heads / tp * (2 * e + 1)
             if not flash_attention and recompute == "none":
                 whole += scores
@@ -157,6 +160,7 @@ def layer_memory(
     cp: int = 1,
     ep: int = 1,
     keep_operators: bool = False,
+    keep_gathered: bool = False,
     logit_bytes: int = 4,
 ) -> LayerMemory:
     """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
@@ -164,6 +168,7 @@ def layer_memory(
     Per block and token, with element size e: 4 e h outside of the tensor-parallel part (inputs of norms and of
     attention and MLP), e (2 q + 2 kv + 2 f) inside it, and 2 e h for each routed expert that the token goes to; full
     recomputation keeps the block's input alone. While the loss is computed, `logit_bytes` are held per logit beside it.
+    Sequence parallelism with `keep_gathered` holds the inputs of attention, MLP and head (with its gradient) whole.
 
     References
     ----------
@@ -184,6 +189,7 @@ def layer_memory(
         cp,
         ep,
         keep_operators,
+        keep_gathered,
         logit_bytes,
     )
 

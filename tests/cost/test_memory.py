@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon import catalogue
-from polygon.cost.compute import Kernels
+from polygon.cost.compute import Kernels, layer_times
 from polygon.cost.memory import layer_memory, stage_memory
 from polygon.cost.uniform import ParallelConfig, estimate_many, estimate_uniform
 from polygon.domain.cluster import Pool
@@ -98,6 +98,22 @@ def test_logits_are_held_as_the_loss_needs_them():
     """One fused kernel holds 6 bytes per 16-bit logit, torch's cross entropy 14."""
     fused, torch = (layer_memory(gpt(), BATCH, logit_bytes=n).transient_bytes[-1] for n in (4, 12))
     assert fused == 1024 * 51200 * 6 and torch == 1024 * 51200 * 14
+
+
+def test_gathered_inputs_are_kept_or_gathered_again():
+    """Sequence parallelism under autograd holds two inputs a block whole, and spends one gathering fewer on each."""
+    model, tp = gpt(), 4
+    split = {"tp": tp, "sequence_parallel": True}
+    shares, whole = (layer_memory(model, BATCH, **split, keep_gathered=kept) for kept in (False, True))
+    assert whole.activation_bytes[1] - shares.activation_bytes[1] == 2 * BATCH.seq_len * 1024 * 2
+    assert whole.transient_bytes[-1] - shares.transient_bytes[-1] == 2 * BATCH.seq_len * 1024 * 2
+    alone = (layer_memory(model, BATCH, tp=tp, keep_gathered=kept).activation_bytes[1] for kept in (False, True))
+    assert next(alone) == next(alone)
+    device, link = catalogue.device("a100-80gb"), catalogue.usual_link("a100-80gb")
+    again, kept = (
+        layer_times(model, BATCH, device, link, **split, kernels=Kernels(keeps_gathered=kept)) for kept in (False, True)
+    )
+    assert kept.backward_s[1] < again.backward_s[1] and kept.forward_s[1] == again.forward_s[1]
 
 
 def test_a_stage_that_keeps_what_it_sent_holds_one_tensor_more_for_each_micro_batch():
