@@ -55,8 +55,8 @@ class Kernels:
     keeps_outputs: bool = False
     """Whether a pipeline stage holds what it has sent until the backward of it (DeepSpeed; Megatron-LM frees it)."""
     keeps_gathered: bool = False
-    """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does where nothing is
-    done about it (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""
+    """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does by itself
+    (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
