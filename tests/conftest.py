@@ -1,22 +1,45 @@
-"""Settings for all tests: no law depends on the speed of the machine, and none leaves its signal handlers behind."""
+"""Settings for all tests: no law depends on the machine's speed or on luck, and none leaves anything behind."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("polygon", deadline=None)
+# The same examples in every run: who changes nothing sees no new failure. `--hypothesis-profile=explore` draws others.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("polygon", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("polygon")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Environment variables that pytest sets, and torch when it is imported."""
+
+
+def process_state() -> dict[str, Any]:
+    """What all tests of a process share, as far as tests and what they call are likely to change it."""
+    torch = sys.modules.get("torch")
+    return {
+        "signal handlers": [signal.getsignal(number) for number in SIGNALS],
+        "environment": {key: value for key, value in os.environ.items() if key not in SET_BY_OTHERS},
+        "current folder": Path.cwd(),
+        "torch": torch and (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()),
+    }
 
 
 @pytest.fixture(autouse=True)
-def signal_handlers_put_back() -> Iterator[None]:
-    """Whoever handles signals puts back what was there."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
+def nothing_left_behind() -> Iterator[None]:
+    """Whoever changes what all tests of a process share puts back what was there."""
+    before = process_state()
     yield
-    after = [signal.getsignal(number) for number in numbers]
-    for number, handler in zip(numbers, before, strict=True):
+    after = process_state()
+    if before["torch"] is None:  # imported by this test
+        after["torch"] = None
+    for number, handler in zip(SIGNALS, before["signal handlers"], strict=True):
         signal.signal(number, handler)
+    os.chdir(before["current folder"])
     assert after == before

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 READ = """
 import json, os, sys, warnings
 os.environ["DS_BUILD_OPS"] = "0"
@@ -34,7 +36,7 @@ def read_by_deepspeed(configs):
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (pip install -e .[deepspeed])")
     ran = subprocess.run(
-        [sys.executable, "-c", READ], input=json.dumps(configs), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", READ], input=json.dumps(configs), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return [json.loads(line.removeprefix("READ ")) for line in ran.stdout.splitlines() if line.startswith("READ ")]

@@ -6,9 +6,11 @@ The server is forked before any computation, so no rank inherits threads.
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import traceback
 from multiprocessing.connection import wait
+
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
@@ -20,13 +22,6 @@ def preload(module):
     """Let the server import a module as well, for tests whose ranks all need it; to be called before any test runs."""
     _PRELOADED.append(module)
     _CONTEXT.set_forkserver_preload(_PRELOADED)
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _enter(connection, function, rank, port, args):
@@ -51,7 +46,7 @@ def start_ranks(function, n_ranks, *args):
     return started
 
 
-def run_ranks(function, n_ranks, *args, timeout_s=120):
+def run_ranks(function, n_ranks, *args, timeout_s=PATIENCE_S):
     """What `function(rank, port, *args)` returns on every rank; raises what any of them raises."""
     started = start_ranks(function, n_ranks, *args)
     results = {}

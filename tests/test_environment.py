@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,7 +20,7 @@ def python(code, cwd, **environment):
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -64,7 +66,7 @@ assert init.main(["instances/two-campus.yaml", "--model", "opt-350m", "--global-
                   "-o", {str(tmp_path / "groups.json")!r}, "--quiet"]) == 0
 import comm
 assert hasattr(comm, "create_comm")
-''', timeout=100, output_hook=lambda m: out.append(m["content"]))
+''', timeout={PATIENCE_S}, output_hook=lambda m: out.append(m["content"]))
 client.stop_channels(); manager.shutdown_kernel(now=True)
 errors = [m for m in out if "ename" in m]
 assert not errors, errors

@@ -9,6 +9,7 @@ from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
 from runners.engine.layout import MOST_WARM_BYTES, Layout
+from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem
 
@@ -21,7 +22,9 @@ def talking_rank(rank, port, warm_bytes):
     others = [peer for peer in range(RANKS) if peer != rank]
     streams = {peer: 1 + (peer + rank) % 3 for peer in others}
     warm = {peer: warm_bytes for peer in others if peer + rank != 2}
-    wires = Wires(store, rank, streams, address="127.0.0.1", timeout_s=30, device=torch.device("cpu"), warm_bytes=warm)
+    wires = Wires(
+        store, rank, streams, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"), warm_bytes=warm
+    )
     before = sum(wires.sent_bytes.values())
     sizes = [1 << (8 + m) for m in range(MESSAGES)]
     receipts = [(peer, m, wires.post_receive(peer, m, sizes[m])) for peer in others for m in range(MESSAGES)]

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,6 +17,8 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.targets import export
 from polygon.formats import cluster_from_text
 from polygon.planning.decode import Allocation, Decoder
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 NODE = "nodes: [{device: t4, count: 1, devices_per_node: %d}]"
 ONE_HOST = "regions: [{name: here, " + NODE % 2 + "}]"
@@ -49,12 +50,9 @@ def test_two_ranks_of_deepspeed_train(tmp_path, text, model, workers):
     assert isinstance(plan, Plan)
     files.write_folder(tmp_path, export(problem, plan, "deepspeed").files)
     assert json.loads((tmp_path / "model.json").read_text())["stages"] == len(workers)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "POLYGON_MASTER": "127.0.0.1",
-        "POLYGON_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        "POLYGON_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     scripts = sorted(tmp_path.glob("run-*.sh"))
     assert len(scripts) == len(workers)
@@ -69,7 +67,7 @@ def test_two_ranks_of_deepspeed_train(tmp_path, text, model, workers):
         for script in scripts
     ]
     try:
-        said = [host.communicate(timeout=570) for host in hosts]
+        said = [host.communicate(timeout=PATIENCE_S) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +16,8 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.targets import export
 from polygon.formats import cluster_from_text
 from polygon.planning.decode import Allocation, Decoder
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,15 +33,12 @@ def test_two_ranks_started_from_the_exported_script_train(tmp_path):
     assert isinstance(plan, Plan) and plan.world_size == 2
     files.write_folder(tmp_path, export(problem, plan, "torchrun").files)
     (script,) = tmp_path.glob("run-*.sh")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "POLYGON_ROOT": str(ROOT),
-        "POLYGON_MASTER": "127.0.0.1", "POLYGON_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "POLYGON_MASTER": "127.0.0.1", "POLYGON_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     arguments = ["--rehearse", "--steps", "12", "--device", "cpu", "--log-dir", str(tmp_path / "log")]
-    run = subprocess.run([str(script), *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    run = subprocess.run([str(script), *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     losses = [float(value) for value in re.findall(r"loss[ =:\"]+([\d.]+)", run.stdout + run.stderr)]
     assert len(losses) >= 2 and losses[-1] < losses[0]

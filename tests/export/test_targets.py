@@ -28,6 +28,7 @@ from polygon.export.torchrun import by_rank
 from polygon.export.torchtitan import module_names
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.exported_plans import drawn, planned
+from tests.patience import PATIENCE_S
 
 SHELLCHECK_PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # noqa: PTH120
 HOSTILE = [
@@ -187,7 +188,7 @@ def test_hostile_region_and_cluster_names_are_harmless(target, tmp_path):
     for script in sorted(folder.glob("*.sh")):
         arguments = ["apply", "x"] if script.name == "shape.sh" else []
         subprocess.run(
-            ["bash", str(script), *arguments], cwd=folder, capture_output=True, timeout=20,
+            ["bash", str(script), *arguments], cwd=folder, capture_output=True, timeout=PATIENCE_S,
             env={"PATH": f"{stubs}:/usr/bin:/bin"},
         )  # fmt: skip
     assert not list(tmp_path.rglob("pwned"))

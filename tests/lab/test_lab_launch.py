@@ -13,6 +13,7 @@ import pytest
 from polygon.files import write_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
+from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 from tests.runners.test_training import run_rank
 from tests.small_problems import routed_problem
@@ -30,7 +31,7 @@ def test_plan_trains_in_the_lab(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "runners.lab_launch", tmp_path / "plan.json", "--steps", "3", "--learning-rate", "0.003",
          "--log-dir", tmp_path / "log", "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, stdin=subprocess.DEVNULL,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 hosts" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from polygon.files import write_plan
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import lab_network
+from tests.patience import PATIENCE_S
 from tests.small_problems import routed_problem
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
@@ -34,7 +35,7 @@ def test_a_cut_link_is_noticed_on_both_sides_and_training_resumes(tmp_path):
         ranks = [start(lab, rank, tmp_path / "plan.json", 29510, tmp_path, "--steps", "100000") for rank in range(2)]
         assert any(line.startswith("step     3") for line in ranks[0].stderr)
         lab.cut(lab.network.hosts[:1])
-        texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+        texts = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [1, 1], texts
         for other, text in ((1, texts[0]), (0, texts[1])):
             assert f"lost rank {other} (stage {other}, worker 0, region region-{other}): no sign of life for" in text

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import pytest
 
 from runners.probe import main
 from runners.probe_net.wire import steady_rate
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,17 +27,12 @@ def start(words, **environment):
     )  # fmt: skip
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_ranks_of_one_host_measure_each_other():
     """All ordered pairs, a report with rates and messages of every link; only rank 0 prints it."""
     url = f"tcp://127.0.0.1:{free_port()}"
     common = ["--dist-url", url, "--world-size", "2", "--streams", "1,2", "--sizes", "1000,100000", "--seconds", "0.25"]
     ranks = [start([*common, "--rank", str(rank), "--json"]) for rank in range(2)]
-    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     report = json.loads(outputs[0][0])
     assert {(link["source"], link["target"]) for link in report["links"]} == {(0, 1), (1, 0)}
@@ -50,7 +46,7 @@ def test_a_missing_rank_is_named():
     """Rank 0 does not wait for ever, and says who is missing."""
     words = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "3", "--rank", "0", "--timeout", "1"]
     rank = start(words)
-    _, error = rank.communicate(timeout=30)
+    _, error = rank.communicate(timeout=PATIENCE_S)
     assert rank.returncode == 2 and "found 1 of 3 ranks after 1 s, expected rank 1, 2 too" in error
 
 
@@ -116,7 +112,7 @@ def test_hosts_of_a_lab_find_link_window_and_small_buffer(alone, tmp_path):
         "relay",
     ]
     done = subprocess.run(
-        [*lab, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        [*lab, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

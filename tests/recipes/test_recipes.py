@@ -12,6 +12,7 @@ from runners.recipes.backends.engine import problem_and_plan
 from runners.recipes.needs import needs, stage_parameters
 from runners.recipes.schema import read_recipe
 from runners.train import main
+from tests.patience import PATIENCE_S
 from tests.small_problems import small_model
 
 FOLDER = Path("instances/recipes")
@@ -24,7 +25,7 @@ def test_small_recipes_agree_with_one_process(tmp_path):
     command = [sys.executable, "-m", "runners.train", "--table", *map(str, SMALL), "--json", "--steps", "2"]
     done = subprocess.run(
         [*command, "--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)

@@ -60,7 +60,7 @@ def run_rank(rank, port, job, ranks):
 def ran(job):
     """Summary and steps of a recipe that was run on its ranks."""
     ranks = backend_of(job).world_size(job)
-    run_ranks(run_rank, ranks, job, ranks, timeout_s=600)
+    run_ranks(run_rank, ranks, job, ranks)
     summary = backend_of(job).summary(job)
     return summary, [json.loads(line) for line in Path(summary["log"]).read_text().splitlines()]
 
@@ -205,7 +205,7 @@ def test_memory_falls_with_the_zero_stage_as_the_formula_says():
     ]
     for stage, expected in enumerate(by_hand, start=1):
         assert predicted_state(model, batch, zero=stage, shards=2).to_dict() == pytest.approx(expected.to_dict())
-    for measured in run_ranks(zero_states, 2, None, timeout_s=600):
+    for measured in run_ranks(zero_states, 2, None):
         for stage, (found, expected) in enumerate(zip(measured, by_hand, strict=True), start=1):
             # Of the parameter that the border between two partitions cuts, ZeRO-2 keeps the whole gradient.
             cut = 2 * model.hidden_size * model.ffn_size if stage == 2 else 0

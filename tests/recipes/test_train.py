@@ -11,7 +11,8 @@ import pytest
 
 from runners.analyze import main as analyze
 from runners.train import main
-from tests.real_ranks import free_port
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 TINY = "instances/recipes/llm-1d-tiny.yaml"
 
@@ -20,7 +21,7 @@ def train(*arguments, launcher=("-m", "runners.train")):
     """The figures that the finished command printed."""
     done = subprocess.run(
         [sys.executable, *launcher, TINY, "--steps", "2", "--json", *map(str, arguments)],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # DeepSpeed's launcher says things of its own on standard output.
@@ -42,11 +43,10 @@ def test_the_program_starts_its_ranks(alone):
 
 TWO_RANKS = urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
 LAUNCHERS = {
-    "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "-m", "runners.train"),
+    "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "--master-port={port}", "-m", "runners.train"),
     # What `deepspeed --num_gpus 2 runners/train.py` starts on each host; it adds --local_rank to the command.
     "deepspeed": (
-        "deepspeed.launcher.launch", f"--world_info={TWO_RANKS}",
-        f"--master_port={free_port()}", "runners/train.py",
+        "deepspeed.launcher.launch", f"--world_info={TWO_RANKS}", "--master_port={port}", "runners/train.py",
     ),
 }  # fmt: skip
 
@@ -56,7 +56,8 @@ def test_under_launchers_the_same_loss(alone, name, tmp_path):
     """As ranks of torchrun, or by path under DeepSpeed's launcher, the recipe has the losses of a run alone."""
     if name == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: its launcher is not tried")
-    under = train("-o", tmp_path, launcher=("-m", *LAUNCHERS[name]))
+    port = str(free_port())
+    under = train("-o", tmp_path, launcher=("-m", *(word.replace("{port}", port) for word in LAUNCHERS[name])))
     assert (under["steps"], under["ranks"]) == (2, 2)
     assert under["last_loss"] == pytest.approx(alone[1]["last_loss"], rel=1e-6)
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,8 @@ from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import log_lines
 from runners.engine.trackers import TRACKERS
-from tests.real_ranks import free_port
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S, eventually
 from tests.runners.test_training import tensor_parallel_plan
 from tests.small_problems import routed_problem, small_cluster
 
@@ -45,7 +45,7 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
         env=os.environ | {"WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_rehearsal_keeps_tensor_parallel_workers(tmp_path):
     write_plan(tmp_path / "plan.json", problem, tensor_parallel_plan(problem.cluster, ((0, 1),), ((2, 3), (4, 5))))
     words = ["--rehearse", "--max-ranks", "4", "--steps", "6", "--log-dir", tmp_path / "log", "--json"]
     done = subprocess.run(
-        [*COMMAND, tmp_path / "plan.json", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [*COMMAND, tmp_path / "plan.json", *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -126,12 +126,8 @@ def long_run(plan_file, tmp_path):
 
 
 def gone(pids):
-    """Whether all these processes end within ten seconds."""
-    for _ in range(100):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
+    """Whether all these processes end."""
+    return eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_killed_rank_stops_all_and_is_named(long_run):
@@ -140,7 +136,7 @@ def test_killed_rank_stops_all_and_is_named(long_run):
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
     talk = long_run.stderr.read()
-    assert long_run.wait(30) == 1
+    assert long_run.wait(PATIENCE_S) == 1
     assert gone(ranks)
     assert re.search(
         r"failed: rank 2 \(stage 1, worker 1, region region-1\): killed by SIGKILL; all ranks stopped", talk
@@ -152,7 +148,7 @@ def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run):
     ranks = ranks_of(long_run.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     talk = long_run.stderr.read()
-    assert long_run.wait(60) == 1
+    assert long_run.wait(PATIENCE_S) == 1
     assert gone(ranks)
     assert re.search(
         r"lost rank 1 \(stage 1, worker 0, region region-0\): no sign of life for \d+\.\d s; "
@@ -166,7 +162,7 @@ def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path):
     ranks = ranks_of(long_run.pid)
     long_run.send_signal(signal.SIGINT)
     talk = long_run.stderr.read()
-    assert long_run.wait(30) == 130
+    assert long_run.wait(PATIENCE_S) == 130
     assert "interrupted" in talk
     assert gone(ranks)
     [step] = steps_in(tmp_path / "checkpoints")
@@ -225,7 +221,7 @@ def test_what_this_machine_cannot_run_is_refused_before_it_starts(options, messa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     talk, error = done.stderr.splitlines()
@@ -250,7 +246,7 @@ def test_ranks_with_different_plans_refuse_to_start(tmp_path):
         )
         for rank, file in enumerate(files)
     ]
-    talk = [rank.communicate(timeout=60)[1] for rank in ranks]
+    talk = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert talk[0] == talk[1]
     assert re.fullmatch(

@@ -13,7 +13,8 @@ from runners.dist_runner import main as dist_runner
 from runners.engine.options import Options
 from runners.engine.own_model import OwnModel
 from runners.engine.run import train
-from tests.real_ranks import free_port, run_ranks
+from tests.free_ports import free_port
+from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
 
 CNN = """

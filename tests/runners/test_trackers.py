@@ -10,6 +10,7 @@ import pytest
 
 from polygon.domain.errors import InputError
 from runners.engine.trackers import open_trackers
+from tests.patience import PATIENCE_S
 
 STEPS = {0: {"loss": 5.5, "mfu": None}, 3: {"loss": 4.25, "mfu": 0.5}}
 
@@ -46,7 +47,7 @@ def records(path):
 
 def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
     """An offline run holds the settings and every number under its step."""
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -54,6 +55,7 @@ def test_wandb_keeps_an_offline_run(tmp_path, monkeypatch):
     with open_trackers(["wandb"], tmp_path, "a run", {"plan": "p.json"}) as trackers:
         for step, values in STEPS.items():
             trackers.scalars(step, values)
+    wandb.teardown()  # ends its service process, whose address would stay in the environment
     [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found, settings = {}, {}
     for payload in records(path):
@@ -88,7 +90,7 @@ except InputError as error:
     try:
         ran = subprocess.run(
             [sys.executable, "-c", code], stdin=inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment, text=True, timeout=100,
+            env=environment, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
     finally:
         os.close(inside)

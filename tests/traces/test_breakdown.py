@@ -13,6 +13,7 @@ from runners.analyze import main
 from runners.traces.breakdown import bubbles, by_kind, temporal
 from runners.traces.kineto import kind_of, read_traces
 from tests.kineto_traces import COMMUNICATION_STREAM, COMPUTE_STREAM, gpu_trace, two_ranks, write_traces
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -140,11 +141,11 @@ def test_a_profiled_pipeline_of_two_ranks(tmp_path):
         "metrics: {profile_steps: 2}\n"
     )
     command = [sys.executable, "-m", "runners.train", str(recipe), "-o", str(tmp_path / "run")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr
     command = [sys.executable, "-m", "runners.analyze", str(tmp_path / "run/profile"), "--json"]
     command += ["--plan", str(tmp_path / "run/plan.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)
     assert (said["ranks"], said["steps"]) == (2, 2)

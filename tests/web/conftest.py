@@ -20,6 +20,7 @@ pytest.importorskip("fastapi", reason="the web application's libraries are not i
 from polygon.convert_plan import plan_data
 from polygon.notation import format_json
 from tests.exported_plans import planned, wide
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,14 +37,14 @@ class Server:
         line = self.process.stderr.readline()
         found = re.search(r"http://[\d.]+:\d+", line)
         if not found:
-            _, rest = self.process.communicate(timeout=30)
+            _, rest = self.process.communicate(timeout=PATIENCE_S)
             raise RuntimeError(line + rest)
         self.url = found[0]
 
     def stop(self) -> None:
         """End it as a service manager would."""
         self.process.terminate()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=PATIENCE_S)
 
     def request(
         self, method: str, path: str, data: Any = None, headers: dict[str, str] | None = None
@@ -54,7 +55,7 @@ class Server:
             self.url + path, body, {"Content-Type": "application/json", **(headers or {})}, method=method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
                 status, got, text = answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             with error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import warnings
 
+from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
 
 
@@ -40,7 +41,7 @@ def fuzz(server: Server, plan: str, examples: int) -> collections.Counter[int]:
         def check(case) -> None:
             if "job" in (case.path_parameters or {}) and sum(statuses.values()) % 2:
                 case.path_parameters["job"] = plan
-            status = case.call(base_url=server.url, timeout=60).status_code
+            status = case.call(base_url=server.url, timeout=PATIENCE_S).status_code
             statuses[status] += 1
             assert status < 500, case.as_curl_command()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from polygon.web.answers import Answers, compact
+from tests.patience import PATIENCE_S
 
 
 def test_answers_are_json_whatever_the_planner_computes():
@@ -27,13 +28,13 @@ def test_equal_questions_at_the_same_time_are_worked_out_once():
 
     def work():
         calls.append(1)
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
         return "answer"
 
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(answers.get, "question", work) for _ in range(8)]
         go.set()
-        assert [future.result(timeout=30) for future in asked] == ["answer"] * 8
+        assert [future.result(timeout=PATIENCE_S) for future in asked] == ["answer"] * 8
     assert len(calls) == 1
 
 

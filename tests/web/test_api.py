@@ -8,7 +8,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from polygon.convert import cluster_data, problem_data
 from polygon.convert_plan import plan_data
 from tests.exported_plans import INSTANCES, planned
+from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import ROOT, Server
 
 
@@ -24,20 +24,17 @@ def body(**more):
     return {"problem": problem_data(problem) | {"model": "gpt3-1.3b"}, **more}
 
 
-def finished(server, job, seconds=120):
-    for _ in range(int(seconds / 0.1)):
-        row = server.request("GET", f"/api/jobs/{job}")[2]
-        if row["state"] not in ("queued", "running"):
-            return row
-        time.sleep(0.1)
-    raise AssertionError(row)
+def finished(server, job):
+    """The job once it has ended."""
+    assert eventually(lambda: server.request("GET", f"/api/jobs/{job}")[2]["state"] not in ("queued", "running"))
+    return server.request("GET", f"/api/jobs/{job}")[2]
 
 
 def test_a_search_ends_in_a_plan_that_can_be_read_again(server):
     """POST a problem, follow its events to the end, get the plan file, price it."""
     status, _, row = server.request("POST", "/api/jobs", body(seed=3))
     assert status == 202
-    with urllib.request.urlopen(f"{server.url}/api/jobs/{row['id']}/events", timeout=120) as stream:
+    with urllib.request.urlopen(f"{server.url}/api/jobs/{row['id']}/events", timeout=PATIENCE_S) as stream:
         events = [json.loads(line[6:]) for line in stream.read().decode().splitlines() if line.startswith("data: ")]
     assert events[-1]["state"] == "done"
     plan = server.request("GET", f"/api/plans/{row['id']}")[2]
@@ -49,10 +46,7 @@ def test_a_search_ends_in_a_plan_that_can_be_read_again(server):
 def test_a_search_can_be_stopped_and_keeps_its_best(server):
     """DELETE ends a long search early, in the state cancelled."""
     job = server.request("POST", "/api/jobs", body(effort="long"))[2]["id"]
-    for _ in range(300):
-        if server.request("GET", f"/api/jobs/{job}")[2]["note"]:
-            break
-        time.sleep(0.05)
+    assert eventually(lambda: server.request("GET", f"/api/jobs/{job}")[2]["note"])
     assert server.request("DELETE", f"/api/jobs/{job}")[0] == 200
     assert finished(server, job)["state"] == "cancelled"
 
@@ -132,6 +126,7 @@ def test_an_explanation_that_is_stopped_keeps_what_it_found(server, wide_plan):
     path = f"/api/plans/{wide_plan}/explanation"
     row = server.request("POST", path, {"time_limit_s": 600})[2]
     assert server.request("POST", path, {"time_limit_s": 600})[2]["created_s"] == row["created_s"]
+    assert eventually(lambda: server.request("GET", f"/api/jobs/{row['id']}")[2]["state"] == "running")
     server.request("DELETE", f"/api/jobs/{row['id']}")
     ended = finished(server, row["id"])
     answers = server.request("GET", path)[2]["answers"]
@@ -229,7 +224,7 @@ def test_other_sites_pages_are_refused(server):
 def test_sizes_are_limited(server):
     """A body beyond the limit is refused unread, announced or not."""
     for header in (("Content-Length", "9000000"), ("Transfer-Encoding", "chunked")):
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.putrequest("POST", "/api/plans")
             connection.putheader(*header)
@@ -285,5 +280,5 @@ def test_a_restart_in_the_middle_of_a_job_loses_nothing(tmp_path):
 def test_command_says_what_is_wrong_in_one_line(tmp_path):
     """A database that cannot be opened: exit 2, no traceback."""
     command = [sys.executable, "-m", "polygon.serve", "--port", "0", "--database", str(tmp_path / "no" / "x.sqlite")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1

@@ -4,11 +4,12 @@ import json
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import Server
 
 CHROMIUM = next(
@@ -27,14 +28,16 @@ SHOTS = Path(os.environ["POLYGON_SCREENSHOTS"]) if "POLYGON_SCREENSHOTS" in os.e
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield p.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=1000 * PATIENCE_S
+        )
 
 
 def new_page(browser, server, size="desktop", **options):
     width, height = SIZES[size]
     options = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce", "locale": "en-US"} | options
     page = browser.new_context(**options).new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(1000 * PATIENCE_S)
     page.outside = []
     page.faults = []
     page.on("request", lambda r: r.url.startswith((server.url, "data:", "blob:")) or page.outside.append(r.url))
@@ -102,7 +105,7 @@ def test_a_plan_from_the_form_to_the_map(page, server):
     ).wait_for()
     page.get_by_label("Global batch").fill("32")
     page.locator("#calculate").click()
-    page.locator("#tab-map[aria-selected=true]").wait_for(timeout=120_000)
+    page.locator("#tab-map[aria-selected=true]").wait_for()
     regions = chart_data(page, "map")[3]
     assert sorted(point["name"] for point in regions) == ["north", "south"]
     assert "plan=" in page.url and card(page, "step").endswith("s")
@@ -121,7 +124,7 @@ def test_the_form_says_what_the_open_plan_was_asked_for(page, server, wide_plan)
 
 def test_the_page_outlives_a_restart_of_the_server(browser, tmp_path):
     """While the server is away the page waits and says so; the search begins again, and its plan opens."""
-    first = Server(tmp_path)
+    first = Server(tmp_path, "--port", str(free_port()))
     page = new_page(browser, first)
     page.goto(first.url)
     page.get_by_label("Shipped cluster").select_option("two-campus")
@@ -134,7 +137,7 @@ def test_the_page_outlives_a_restart_of_the_server(browser, tmp_path):
     second = Server(tmp_path, "--port", first.url.rpartition(":")[2])
     page.locator("#status", has_text="simulation").or_(page.locator("#status", has_text="search:")).wait_for()
     page.locator("#cancel").click()
-    page.locator("#tab-map[aria-selected=true]").wait_for(timeout=120_000)
+    page.locator("#tab-map[aria-selected=true]").wait_for()
     page.context.close()
     second.stop()
 
@@ -185,7 +188,7 @@ def test_objective_and_constraints_reach_the_search(page, server):
         "stage_rules": [{"stage": 0, "only_regions": ["north"], "never_regions": []}],
         "egress_bytes_per_step": {"*": 5e9},
     }  # fmt: skip
-    page.locator("#tab-map[aria-selected=true]").wait_for(timeout=120_000)
+    page.locator("#tab-map[aria-selected=true]").wait_for()
     assert [point["region"]["used"] for point in chart_data(page, "map")[3] if point["name"] == "south"] == [0]
     page.reload()
 
@@ -196,7 +199,7 @@ def test_why_not_is_worked_out_on_the_page(page, server, plan_id):
     button = page.locator("#explain")
     if button.count():
         button.click()
-    page.locator("#why-not table").nth(2).wait_for(timeout=180_000)
+    page.locator("#why-not table").nth(2).wait_for()
     kept = server.request("GET", f"/api/plans/{plan_id}/explanation")[2]["answers"]
     rows = page.locator("#why-not tbody tr").count()
     assert rows == sum(len(kept[key]) for key in ("alternatives", "different_plans", "sensitivities"))
@@ -364,10 +367,7 @@ def test_names_from_input_are_text_not_markup(page, server):
     cluster["regions"][0]["name"] = evil
     problem = {"cluster": cluster, "model": "gpt3-1.3b", "batch": {"global_batch": 16, "seq_len": 512}}
     job = server.request("POST", "/api/jobs", {"problem": problem, "name": evil})[2]["id"]
-    for _ in range(600):
-        if server.request("GET", f"/api/jobs/{job}")[2]["state"] == "done":
-            break
-        time.sleep(0.1)
+    assert eventually(lambda: server.request("GET", f"/api/jobs/{job}")[2]["state"] == "done")
     for view in VIEWS:
         visit(page, server, job, view)
     assert page.evaluate("window.pwned") is None
