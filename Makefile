@@ -57,4 +57,3 @@ bench: $(VENV)/test.installed
 
 clean:
 	rm -rf $(VENV) out build *.egg-info
-	find polygon solvers -name '*.nb[ci]' -delete

@@ -1,23 +1,34 @@
 """How numba compiles the kernels of the search: as little as will do, for every user waits for it once.
 
-These kernels do without reference counts of arrays (so they allocate nothing: callers hand in room to work in), checks
-of divisions, and ways to call them from C; together a fifth of the time that compiling took.
+All but the general ones do without reference counts of arrays (so they allocate nothing: callers hand in room to work
+in), checks of divisions, and ways to call them from C; together a fifth of the time that compiling took.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 from numba.core import event
 
-kernel = njit(cache=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)  # type: ignore[call-overload]
+from polygon.kernel_stamp import stamped
+
+
+def _kept(**options: Any) -> Callable[[Callable], Any]:
+    """A decorator that compiles a function when it is first called, once for all processes to come."""
+    compiled = njit(cache=True, **options)
+    return lambda function: stamped(compiled(function))
+
+
+general = _kept()
+"""For functions that allocate arrays, or divide as Python does."""
+
+kernel = _kept(no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
 """For functions that Python calls."""
 
-inner = njit(  # type: ignore[call-overload]
-    cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False
-)
+inner = _kept(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
 """For functions that only kernels call; called from Python they crash."""
 
 

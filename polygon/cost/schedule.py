@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from polygon.domain.schedule import BACKWARD, FORWARD
+from polygon.kernel_options import general
 
 
-@njit(cache=True)
+@general
 def plain_step_s(
     forward_s: np.ndarray, backward_s: np.ndarray, transfer_s: np.ndarray, windows: np.ndarray, micro_batches: int
 ) -> float:
@@ -71,7 +71,7 @@ def plain_step_s(
     return makespan
 
 
-@njit(cache=True)
+@general
 def backward_order(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Backwards by key, those of later stages first.
 
@@ -109,7 +109,7 @@ def backward_order(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, first
 
 
-@njit(cache=True)
+@general
 def routed_ends_s(
     routes: np.ndarray,
     order: np.ndarray,

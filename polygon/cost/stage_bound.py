@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from polygon.kernel_options import kernel
+from polygon.kernel_options import general, kernel
 
 
 class Pipeline(NamedTuple):
@@ -79,7 +78,7 @@ def stage_capacity(
     return best
 
 
-@njit(cache=True)
+@general
 def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: float) -> float:
     """Least compute, over all ways to cut the layers into stages, of a pipeline that ends in time.
 

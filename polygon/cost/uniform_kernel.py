@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from polygon.cost.network import ring_kernel
+from polygon.kernel_options import general
 
 COMPUTE, TENSOR, BUBBLE, P2P, DATA, OPTIMIZER = range(6)
 """Places of the terms in what `terms_kernel` returns."""
@@ -20,13 +20,13 @@ ZERO3_HIDING = (0.0, 0.5, 1.0)
 """Part of a layer's compute that may hide the gathering of the next: overlap none, backward, full."""
 
 
-@njit(cache=True)
+@general
 def visible_kernel(communication_s: float, compute_s: float) -> float:
     """What overlapped communication adds to compute: the longer part, and the compute that it slows."""
     return max(communication_s - compute_s, 0.0) + CONTENTION * min(communication_s, compute_s)
 
 
-@njit(cache=True)
+@general
 def exposed_kernel(reduce_s: float, gather_s: float, backward_s: float, overlap: int) -> float:
     """What is seen of a reduction and a gathering beside the last backward (overlap: 0 none, 1 backward, 2 full)."""
     if overlap == 0:
@@ -37,7 +37,7 @@ def exposed_kernel(reduce_s: float, gather_s: float, backward_s: float, overlap:
     return exposed + gather_s
 
 
-@njit(cache=True)
+@general
 def wire_kernel(n_bytes: float, members: int, per_node: int, network: np.ndarray, passes: int) -> float:
     """`ring_kernel` in buckets; `network`: devices per node, fabric rate and latency, node rate and latency, mesh."""
     if members < 2 or n_bytes <= 0:
@@ -58,7 +58,7 @@ def wire_kernel(n_bytes: float, members: int, per_node: int, network: np.ndarray
     return buckets * one_s
 
 
-@njit(cache=True)
+@general
 def sharded_kernel(
     kinds: np.ndarray,
     micro_batches: int,
@@ -86,7 +86,7 @@ def sharded_kernel(
     return micro_batches * (seen_s + copies_s) + first_s
 
 
-@njit(cache=True)
+@general
 def terms_kernel(
     stage_s: np.ndarray,
     stage_communication_s: np.ndarray,
@@ -163,7 +163,7 @@ def terms_kernel(
     return out.sum()
 
 
-@njit(cache=True)
+@general
 def in_flight_kernel(gpipe: bool, stages: int, interleave: int, stage: int, micro_batches: int) -> float:
     """Most micro-batches whose activations a stage holds, in units of all of its layers."""
     if gpipe:
@@ -174,7 +174,7 @@ def in_flight_kernel(gpipe: bool, stages: int, interleave: int, stage: int, micr
     return min(micro_batches * interleave, chunks) / interleave
 
 
-@njit(cache=True)
+@general
 def peak_kernel(
     held: np.ndarray,
     largest: np.ndarray,
@@ -203,7 +203,7 @@ def peak_kernel(
     return peak
 
 
-@njit(cache=True)
+@general
 def many_kernel(
     integers: np.ndarray,
     starts: np.ndarray,

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from polygon.cost.reduction import LevelsRoom, levels_s, ring_s
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.kernel_options import general
 from polygon.parity import allowed
 from polygon.planning.bank import Bank
 from polygon.planning.decode import Decoder
@@ -96,7 +96,7 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     )
 
 
-@njit(cache=True)
+@general
 def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
     """Whether every worker of every stage certainly gets a micro-batch, with regions keeping their share or not."""
     rates = np.zeros((n, bank.activation_wire.shape[0]))
@@ -117,7 +117,7 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
     return True
 
 
-@njit(cache=True)
+@general
 def reduction_floor_s(
     bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float
 ) -> tuple[float, float, float]:
@@ -160,7 +160,7 @@ def reduction_floor_s(
     return inside_s, across_s, far_s
 
 
-@njit(cache=True)
+@general
 def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
     """Seconds that no plan decoded from an allocation can beat; inf where it has none.
 
@@ -239,7 +239,7 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
     return (floor + agree) * (1 - SLACK)
 
 
-@njit(cache=True)
+@general
 def _floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray, work: Work) -> None:
     for k in range(xs.shape[0]):
         out[k] = floor_s(bank, limits, xs[k].astype(np.int64), work)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from polygon.cost.memory import stage_memory
 from polygon.cost.schedule import backward_order
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
+from polygon.kernel_options import general
 
 
 class Pace(NamedTuple):
@@ -102,7 +102,7 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
     return result
 
 
-@njit(cache=True)
+@general
 def cut_spans(
     routes: np.ndarray,
     order: np.ndarray,

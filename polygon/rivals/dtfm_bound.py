@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from polygon.kernel_options import general
 from polygon.rivals.dtfm import Scenario
 
 MOST_STAGES_ENUMERATED = 200_000
@@ -216,7 +216,7 @@ def _lengths(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]
             yield (first, *rest)
 
 
-@njit(cache=True)
+@general
 def _lookup(left: np.ndarray, length: int, codes: np.ndarray, by_code: np.ndarray, radix: np.ndarray) -> int:
     """Which stage repeated `length` times gives exactly `left`; -1 if none."""
     code = 0
@@ -228,7 +228,7 @@ def _lookup(left: np.ndarray, length: int, codes: np.ndarray, by_code: np.ndarra
     return by_code[place] if place < len(codes) and codes[place] == code else -1
 
 
-@njit(cache=True)
+@general
 def _best_of(
     distinct: np.ndarray,
     once_s: np.ndarray,
@@ -306,7 +306,7 @@ def _table_segments(
     return _table(distinct, once_s, long_s, radix, total, states, stages)
 
 
-@njit(cache=True)
+@general
 def _table(
     distinct: np.ndarray,
     once_s: np.ndarray,

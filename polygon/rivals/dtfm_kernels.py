@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+
+from polygon.kernel_options import general
 
 
-@njit(cache=True)
+@general
 def bottleneck_s(a: np.ndarray, b: np.ndarray, hop_s: np.ndarray) -> float:
     """Least longest edge over all perfect matchings of two stages.
 
@@ -81,7 +82,7 @@ def bottleneck_s(a: np.ndarray, b: np.ndarray, hop_s: np.ndarray) -> float:
     return threshold
 
 
-@njit(cache=True)
+@general
 def stage_reduction_s(kind: np.ndarray, pair_s: np.ndarray) -> float:
     """Largest sum, over a stage's devices, of the pair times to all the others [s]."""
     worst = 0.0
@@ -94,7 +95,7 @@ def stage_reduction_s(kind: np.ndarray, pair_s: np.ndarray) -> float:
     return worst
 
 
-@njit(cache=True)
+@general
 def shortest_path(distance: np.ndarray) -> tuple[float, np.ndarray]:
     """Shortest Hamiltonian path with free ends (Held and Karp, 1962), and its order."""
     n = len(distance)
@@ -129,7 +130,7 @@ def shortest_path(distance: np.ndarray) -> tuple[float, np.ndarray]:
     return best, order
 
 
-@njit(cache=True)
+@general
 def total_s(kind: np.ndarray, stages: int, hop_s: np.ndarray, pair_s: np.ndarray) -> tuple[float, np.ndarray]:
     """DT-FM's cost of a placement [s] and the order of stages it is reached with."""
     width = len(kind) // stages
@@ -144,7 +145,7 @@ def total_s(kind: np.ndarray, stages: int, hop_s: np.ndarray, pair_s: np.ndarray
     return reduction + 2.0 * path, order
 
 
-@njit(cache=True)
+@general
 def islands(hop_s: np.ndarray) -> np.ndarray:
     """Which kinds are nearer to their own than to any other kind."""
     kinds = len(hop_s)
@@ -156,7 +157,7 @@ def islands(hop_s: np.ndarray) -> np.ndarray:
     return island
 
 
-@njit(cache=True)
+@general
 def _lonely(a: np.ndarray, b: np.ndarray, island: np.ndarray, counts: np.ndarray) -> int:
     """Devices of stage a without a partner of their own island in stage b; `counts` is scratch, all zero."""
     for i in range(len(b)):
@@ -172,7 +173,7 @@ def _lonely(a: np.ndarray, b: np.ndarray, island: np.ndarray, counts: np.ndarray
     return lonely
 
 
-@njit(cache=True)
+@general
 def _hop_energy(
     kind: np.ndarray, width: int, s: int, hop_s: np.ndarray, pull_s: float, island: np.ndarray, counts: np.ndarray
 ) -> float:
@@ -181,7 +182,7 @@ def _hop_energy(
     return 2.0 * bottleneck_s(a, b, hop_s) + pull_s * math.sqrt(_lonely(a, b, island, counts))
 
 
-@njit(cache=True)
+@general
 def path_energy(
     kind: np.ndarray,
     stages: int,
@@ -202,14 +203,14 @@ def path_energy(
     return reductions.max() + hops.sum()
 
 
-@njit(cache=True)
+@general
 def _exchange_stages(kind: np.ndarray, width: int, s: int, t: int) -> None:
     """Stages s and t change places in the path."""
     for i in range(width):
         kind[s * width + i], kind[t * width + i] = kind[t * width + i], kind[s * width + i]
 
 
-@njit(cache=True)
+@general
 def _find(kind: np.ndarray, first: int, end: int, wanted: int) -> int:
     """First place in [first, end) that holds a kind; -1 if none."""
     for i in range(first, end):
@@ -218,7 +219,7 @@ def _find(kind: np.ndarray, first: int, end: int, wanted: int) -> int:
     return -1
 
 
-@njit(cache=True)
+@general
 def _exchange_runs(
     kind: np.ndarray,
     width: int,
@@ -258,7 +259,7 @@ def _exchange_runs(
     return run
 
 
-@njit(cache=True)
+@general
 def anneal(
     kind: np.ndarray,
     stages: int,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from polygon.kernel_options import general
 from polygon.rivals.sailor_score import BUCKET_BYTES, RING_TENSOR_PARALLEL, STATE_BYTES, Measured, reserved_bytes
 
 Place = tuple[str, str]
@@ -142,7 +142,7 @@ def walk_order(measured: Measured, places: Sequence[Place], n_bytes: float = 2e7
     return best
 
 
-@njit(cache=True)
+@general
 def trim(bank: ScoreBank, x: np.ndarray, kept: np.ndarray) -> tuple[int, int, int]:
     """Make all stages equally wide: no more workers than the narrowest stage needs, the fastest of each.
 
@@ -187,7 +187,7 @@ def trim(bank: ScoreBank, x: np.ndarray, kept: np.ndarray) -> tuple[int, int, in
     return stages, width, rounds
 
 
-@njit(cache=True)
+@general
 def slowest_message_s(bank: ScoreBank, size: int, here: np.ndarray, there: np.ndarray) -> float:
     """Seconds of the slowest message when worker j of one stage sends to worker j of another of the same width."""
     i, j, slowest = 0, 0, 0.0
@@ -207,7 +207,7 @@ def slowest_message_s(bank: ScoreBank, size: int, here: np.ndarray, there: np.nd
         left_j -= both
 
 
-@njit(cache=True)
+@general
 def ring_s(bank: ScoreBank, a: int, b: int, n_bytes: float, members: int) -> float:
     """Flat ring in buckets, all of whose steps take as long as those from place a to place b; inf without a link."""
     c0, c1, c2 = bank.curve[a, b]
@@ -222,7 +222,7 @@ def ring_s(bank: ScoreBank, a: int, b: int, n_bytes: float, members: int) -> flo
     return seconds
 
 
-@njit(cache=True)
+@general
 def reduce_s(bank: ScoreBank, workers: np.ndarray, first: int, last: int, width: int) -> float:
     """All-reduce of layers [first, last) over a stage's workers, listed in the bank's order."""
     if width < 2:
@@ -247,7 +247,7 @@ def reduce_s(bank: ScoreBank, workers: np.ndarray, first: int, last: int, width:
     return seconds
 
 
-@njit(cache=True)
+@general
 def stage_s(bank: ScoreBank, workers: np.ndarray, first: int, last: int, in_flight: int) -> float:
     """Forward and backward of layers [first, last) on the slowest worker; inf where the memory of one is too small."""
     seconds = 0.0
@@ -261,7 +261,7 @@ def stage_s(bank: ScoreBank, workers: np.ndarray, first: int, last: int, in_flig
     return seconds
 
 
-@njit(cache=True)
+@general
 def step_s(bank: ScoreBank, kept: np.ndarray, stages: int, width: int, rounds: int, bounds: np.ndarray) -> float:
     """Sailor's score of equally wide stages with layers [bounds[s], bounds[s + 1])."""
     slowest, passing, update, reduction, onward_s = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -285,7 +285,7 @@ def step_s(bank: ScoreBank, kept: np.ndarray, stages: int, width: int, rounds: i
     return (rounds - 1) * slowest + passing + update + reduction
 
 
-@njit(cache=True)
+@general
 def even_split(bank: ScoreBank, kept: np.ndarray, stages: int, bounds: np.ndarray) -> bool:
     """Cut the layers so that the slowest stage computes least (goal bisected); False if no cut fits the memory."""
     layers = bank.seconds.shape[1] - 1
@@ -319,7 +319,7 @@ def even_split(bank: ScoreBank, kept: np.ndarray, stages: int, bounds: np.ndarra
     return True
 
 
-@njit(cache=True)
+@general
 def score_allocation_s(bank: ScoreBank, x: np.ndarray, kept: np.ndarray, bounds: np.ndarray) -> float:
     """Sailor's score of an allocation with the best layer split found; inf where it has none.
 
