@@ -137,7 +137,9 @@ class LoraPart(Strict):
     alpha: Positive = 16.0
     dropout: NotNegative = 0.0
     targets: tuple[Name, ...] = Field(("query", "value"), strict=False)
-    """Last parts of the names of the linear layers that get one."""
+    """Last parts of the names of the blocks' linear layers that get one."""
+    adapter: Name | None = None
+    """Folder of peft's files to start from; none: additions that change nothing yet."""
 
 
 class OptimizerPart(Strict):

@@ -57,7 +57,6 @@ def load_weights(layers: nn.ModuleDict, model: Model, folder: Path) -> list[str]
     InputError
         No file, a weight missing or of another shape.
     """
-    require(model.family == "vit", "model.weights", str(folder), "none (language models: drawn from the seed)")
     files = _read(folder)
 
     def find(*names: str) -> torch.Tensor:

@@ -18,9 +18,10 @@ from polygon.domain.model import Batch
 from runners.recipes.backends import Job, Place, backend_of
 from runners.recipes.memory import measured_peaks
 from runners.recipes.models import batch_of, model_of
+from runners.recipes.replicas.adapter import read_adapter, trained
 from runners.recipes.replicas.saving import WHOLE, EngineFiles, Home
 from runners.recipes.replicas.state import StateBytes, predicted_state
-from runners.recipes.replicas.whole import WholeModel, adapter, add_lora
+from runners.recipes.replicas.whole import WholeModel, add_lora
 from runners.recipes.replicas.zero import ZeroReplica, config_of
 from runners.recipes.schema import LoraPart, read_recipe
 from runners.recipes.table import on_one_process
@@ -108,8 +109,11 @@ def test_recipes_train_as_one_process_does(name, tmp_path, alone):
     assert [step["mfu"] * step["seconds"] for step in steps] == pytest.approx(
         [steps[0]["mfu"] * steps[0]["seconds"]] * STEPS
     )
-    # Of the parameter that the border between two partitions cuts, ZeRO-2 keeps the whole gradient.
     model = model_of(recipe.model, RECIPES)
+    if recipe.lora is not None:
+        left = read_adapter(model, recipe.lora, job.out / "adapter")
+        assert sum(tensor.numel() for tensor in left.values()) == summary["trained_parameters"]
+    # Of the parameter that the border between two partitions cuts, ZeRO-2 keeps the whole gradient.
     cut = 4 * model.hidden_size * model.ffn_size if recipe.parallel.zero == 2 else 0
     for part, n_bytes in summary["predicted_state_bytes"].items():
         assert summary["state_bytes"][part] == pytest.approx(n_bytes, rel=0.01, abs=cut), part
@@ -229,10 +233,10 @@ def test_lora_starts_as_the_model_and_trains_nothing_else():
     assert len(names) == 2 * model.blocks
     assert torch.equal(whole(images, classes), before)
     frozen = {name: p.detach().clone() for name, p in whole.named_parameters() if not p.requires_grad}
-    trained = [p for p in whole.parameters() if p.requires_grad]
+    parameters = [p for p in whole.parameters() if p.requires_grad]
     head = model.hidden_size * model.vocab_size + model.vocab_size
-    assert sum(p.numel() for p in trained) == 2 * model.blocks * 4 * 2 * model.hidden_size + head
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    assert sum(p.numel() for p in parameters) == 2 * model.blocks * 4 * 2 * model.hidden_size + head
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
     for _ in range(5):
         optimizer.zero_grad()
         loss = whole(images, classes)
@@ -240,7 +244,7 @@ def test_lora_starts_as_the_model_and_trains_nothing_else():
         optimizer.step()
     assert whole(images, classes) < before
     assert all(torch.equal(p, frozen[name]) for name, p in whole.named_parameters() if name in frozen)
-    assert sum(tensor.numel() for tensor in adapter(whole).values()) == sum(p.numel() for p in trained)
+    assert sum(tensor.numel() for tensor in trained(whole).values()) == sum(p.numel() for p in parameters)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

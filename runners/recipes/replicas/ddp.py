@@ -97,6 +97,10 @@ class DdpReplica:
         finally:
             self.module = wrapped.train()
 
+    def gathered(self) -> nullcontext[None]:
+        """See `runners.recipes.replicas.loop.Replica`: nothing is split."""
+        return nullcontext()
+
     def saved(self, home: Home) -> LayerFiles:
         """Checkpoints that the engine reads too."""
         return LayerFiles(home, self.whole, self._optimizer, self._part.name)

@@ -93,7 +93,7 @@ def needs(job: Job) -> list[dict[str, Any]]:
 
         linear = lora_layers(model, recipe.lora).values()
         added = recipe.lora.rank * sum(layer.in_features + layer.out_features for layer in linear)
-    head = model.hidden_size * model.vocab_size + (model.vocab_size if model.family == "vit" else 0)
+    head = (model.hidden_size + 1) * model.vocab_size if model.family == "vit" else 0
     state = predicted_state(
         model, batch, zero=recipe.parallel.zero, shards=recipe.parallel.dp, hierarchical=recipe.zero_plus.hierarchical,
         trained=added + head if recipe.lora else None, added=added,

@@ -27,22 +27,23 @@ from runners.engine.log import RunLog
 from runners.engine.meeting import open_store
 from runners.engine.metrics import VALIDATION
 from runners.engine.options import Options
+from runners.engine.pretrained import Pretrained
 from runners.engine.summary import format_validation
 from runners.engine.trackers import open_trackers
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
+from runners.recipes.replicas.adapter import FOLDER as ADAPTER_FOLDER
+from runners.recipes.replicas.adapter import load_adapter, read_adapter, save_adapter
 from runners.recipes.replicas.figures import mfu
 from runners.recipes.replicas.saving import Home, Saved
 from runners.recipes.replicas.state import StateBytes
-from runners.recipes.replicas.whole import WholeModel, adapter, add_lora, lora_layers
+from runners.recipes.replicas.whole import WholeModel, add_lora, lora_layers
 from runners.recipes.schema import Recipe
 from runners.recipes.weights import load_weights, weight_files
 from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
-ADAPTER_FILE = "adapter.safetensors"
-"""What a run with LoRA leaves: the low-rank additions and the head's projection."""
 TRACKED = ("loss", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
 
@@ -60,6 +61,9 @@ class Replica(Protocol):
 
     def validating(self) -> AbstractContextManager[object]:
         """Inside, `forward` is that of the model as it will be used, and leaves nothing for a backward."""
+
+    def gathered(self) -> AbstractContextManager[object]:
+        """Inside, every rank has all that is trained."""
 
     def saved(self, home: Home) -> Saved:
         """Its checkpoints."""
@@ -80,8 +84,11 @@ def check_replicated(job: Job) -> None:
     require(not model.experts, "model", f"{model.experts} experts", "a dense one (else backend engine)")
     if recipe.lora is not None:
         lora_layers(model, recipe.lora)
+        if recipe.lora.adapter is not None:
+            read_adapter(model, recipe.lora, beside(job.folder, recipe.lora.adapter))
     if recipe.model.weights is not None:
-        weight_files(beside(job.folder, recipe.model.weights))
+        folder = beside(job.folder, recipe.model.weights)
+        (weight_files(folder) if model.family == "vit" else Pretrained(folder, model))
 
 
 @contextmanager
@@ -113,11 +120,16 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _whole_model(job: Job, model: Model, device: torch.device, *, reentrant: bool) -> WholeModel:
     recipe = job.recipe
-    whole = WholeModel(model, recipe.seed, recipe.memory.recompute, reentrant=reentrant, device=device)
-    if recipe.model.weights is not None:
-        load_weights(whole.layers, model, beside(job.folder, recipe.model.weights))
+    weights = None if recipe.model.weights is None else beside(job.folder, recipe.model.weights)
+    pretrained = Pretrained(weights, model) if weights is not None and model.family != "vit" else None
+    way = recipe.memory.recompute
+    whole = WholeModel(model, recipe.seed, way, reentrant=reentrant, device=device, pretrained=pretrained)
+    if weights is not None and model.family == "vit":
+        load_weights(whole.layers, model, weights)
     if recipe.lora is not None:
         add_lora(whole, recipe.lora, recipe.seed)
+        if recipe.lora.adapter is not None:
+            load_adapter(whole, recipe.lora, beside(job.folder, recipe.lora.adapter))
     return whole
 
 
@@ -235,10 +247,11 @@ def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> in
         stopped = _run_steps(run, job, first, saved)
         if saved is not None:
             saved.close()
-        if recipe.lora is not None and recipe.parallel.zero < 3 and place.rank == 0:
-            from safetensors.torch import save_file
-
-            save_file(adapter(whole), job.out / ADAPTER_FILE)
+        if recipe.lora is not None:
+            base = None if recipe.model.weights is None else beside(job.folder, recipe.model.weights).resolve()
+            with replica.gathered():
+                if place.rank == 0:
+                    save_adapter(whole, recipe.lora, job.out / ADAPTER_FOLDER, base)
         del run, replica, saved
     return 128 + (stops or [signal.SIGTERM])[0] if stopped else 0
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
 from runners.engine.layers import Attention, Head, build_layers, empty_layer
+from runners.engine.pretrained import Pretrained
 from runners.recipes.schema import LoraPart
 
 
@@ -27,6 +28,8 @@ class WholeModel(nn.Module):
     reentrant : bool
         Which of torch's two ways of recomputation (DeepSpeed's ZeRO-3 needs the re-entrant one).
     device : torch.device, optional
+    pretrained : Pretrained, optional
+        First weights of a language model; none: drawn from the seed.
     """
 
     def __init__(
@@ -37,10 +40,11 @@ class WholeModel(nn.Module):
         *,
         reentrant: bool = False,
         device: torch.device | None = None,
+        pretrained: Pretrained | None = None,
     ) -> None:
         super().__init__()
         self.model, self.recompute, self.reentrant = model, recompute == "full", reentrant
-        self.layers = build_layers(model, range(model.layers), seed, device)
+        self.layers = build_layers(model, range(model.layers), seed, device, pretrained=pretrained)
         for module in self.modules():
             if isinstance(module, Attention):
                 module.recompute_core = recompute == "selective"
@@ -71,7 +75,7 @@ class WholeModel(nn.Module):
 
 
 def lora_layers(model: Model, part: LoraPart) -> dict[str, nn.Linear]:
-    """Linear layers that get an addition (without memory), by their names in `WholeModel`; never the head's.
+    """Linear layers of blocks that get an addition (without memory), by their names in `WholeModel`.
 
     Raises
     ------
@@ -82,7 +86,7 @@ def lora_layers(model: Model, part: LoraPart) -> dict[str, nn.Linear]:
         raise InputError("lora: found no peft, expected it (pip install peft)")
     known = {
         f"layers.{layer}.{name}": module
-        for layer in range(model.layers - 1)
+        for layer in range(1, model.layers - 1)
         for name, module in empty_layer(model, layer).named_modules()
         if isinstance(module, nn.Linear)
     }
@@ -96,7 +100,7 @@ def lora_layers(model: Model, part: LoraPart) -> dict[str, nn.Linear]:
 
 
 def add_lora(whole: WholeModel, part: LoraPart, seed: int) -> list[str]:
-    """Freeze the model and put low-rank additions beside its linear layers; the head's projection stays trained.
+    """Freeze the model and put low-rank additions beside its linear layers; a head for classes stays trained.
 
     Returns
     -------
@@ -113,15 +117,7 @@ def add_lora(whole: WholeModel, part: LoraPart, seed: int) -> list[str]:
     torch.manual_seed(seed)  # the same first additions on every rank
     inject_adapter_in_model(config, whole)
     torch.random.set_rng_state(state)
+    head = f"layers.{whole.model.layers - 1}.output." if whole.model.family == "vit" else None
     for name, parameter in whole.named_parameters():
-        parameter.requires_grad_("lora_" in name or name.startswith(f"{_head(whole)}.output."))
+        parameter.requires_grad_("lora_" in name or (head is not None and name.startswith(head)))
     return sorted(linear)
-
-
-def _head(whole: WholeModel) -> str:
-    return f"layers.{whole.model.layers - 1}"
-
-
-def adapter(whole: WholeModel) -> dict[str, torch.Tensor]:
-    """What was trained beside the frozen weights, by name."""
-    return {name: p.detach().cpu().contiguous() for name, p in whole.named_parameters() if p.requires_grad}

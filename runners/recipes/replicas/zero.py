@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -138,6 +138,14 @@ class ZeroReplica:
             yield
         finally:
             self.engine.train()
+
+    def gathered(self) -> AbstractContextManager[object]:
+        """See `runners.recipes.replicas.loop.Replica`."""
+        if self._stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([p for p in self.engine.module.parameters() if p.requires_grad])
 
     def saved(self, home: Home) -> EngineFiles:
         """DeepSpeed's own checkpoints."""
