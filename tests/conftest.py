@@ -1,12 +1,14 @@
-"""Settings for all tests: no law depends on the machine's speed or on luck, and none leaves anything behind."""
+"""Settings for all tests: no law depends on the machine's speed, on luck or on other tests, and none leaves traces."""
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -16,8 +18,8 @@ settings.register_profile("polygon", settings.get_profile("explore"), derandomiz
 settings.load_profile("polygon")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Environment variables that pytest sets, and torch when it is imported."""
+VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "NUMBA_", "OMP_", "POLYGON_", "RANK", "WANDB_", "WORLD_")
+"""How names of environment variables begin that we read or set, directly or through libraries."""
 
 
 def process_state() -> dict[str, Any]:
@@ -25,15 +27,24 @@ def process_state() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {
         "signal handlers": [signal.getsignal(number) for number in SIGNALS],
-        "environment": {key: value for key, value in os.environ.items() if key not in SET_BY_OTHERS},
+        "environment": {key: value for key, value in os.environ.items() if key.startswith(VARIABLES)},
         "current folder": Path.cwd(),
         "torch": torch and (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()),
     }
 
 
+def seed_generators() -> None:
+    """Let the global random generators begin as in every test."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - libraries draw from it
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Whoever changes what all tests of a process share puts back what was there."""
+    seed_generators()
     before = process_state()
     yield
     after = process_state()
