@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
@@ -12,8 +13,8 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval, chrome_trace
 
 
-def predicted_intervals(times: StepTimes) -> list[Interval]:
-    """Every forward, backward, message, reduction and update of one step."""
+def predicted_intervals(times: StepTimes, drawn: NDArray[np.bool_] | None = None) -> list[Interval]:
+    """Every forward, backward, message, reduction and update of one step; of some workers only, if told which."""
     schedule, place, messages = times.schedule, times.place, times.messages
     _, start_s = schedule.simulate(record=True)
     micro_batches, stages = schedule.routes.shape
@@ -22,6 +23,8 @@ def predicted_intervals(times: StepTimes) -> list[Interval]:
     for m in range(micro_batches):
         for s in range(stages):
             w = int(schedule.routes[m, s])
+            if drawn is not None and not drawn[w]:
+                continue
             for kind, letter, duration_s in ((0, "F", schedule.forward_s[w]), (1, "B", schedule.backward_s[w])):
                 begin_s = float(start_s[kind, m, s])
                 end_s = begin_s + float(duration_s)
@@ -36,6 +39,8 @@ def predicted_intervals(times: StepTimes) -> list[Interval]:
         mine = np.flatnonzero(place.stage == s)
         begin_s = times.reduction_span_s(s)[0]
         for w in mine.tolist():
+            if drawn is not None and not drawn[w]:
+                continue
             done_s = float(times.done_s[w])
             update_s = float(times.update_s[w])
             if reduction.total_s > 0:

@@ -255,7 +255,11 @@ def _shape(plan: Plan) -> list[tuple[int, int, int]]:
 
 def _structure(problem: Problem, plan: Plan, uniform: Uniform, rules: Rules) -> str:
     """The change of structure in words."""
-    widths = "/".join(str(stage.width) for stage in plan.stages)
+    widths = ", ".join(
+        f"{count} x {width}" if count > 1 else str(width)
+        for width, alike in itertools.groupby(stage.width for stage in plan.stages)
+        for count in [len(list(alike))]
+    )
     left_out = plan.world_size - uniform.plan.world_size
     words = [
         f"stages of their own width and degree ({widths} workers), re-arranged as {uniform.pp} stages"

@@ -32,6 +32,7 @@ from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs
 from polygon.web.language import Asked, in_language
 from polygon.web.search_routes import RESPONSES, JobId, answer
 from polygon.web.store import Store
+from polygon.web.timeline import timeline
 from polygon.web.whatif import Changes, price
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "skypilot", "tc"]
@@ -119,11 +120,11 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return await to_thread.run_sync(kept, job, "view", language, changes, work, limiter=pricing)
 
     @app.post("/api/plans/{job}/timeline", responses=RESPONSES)
-    def plan_timeline(job: JobId, changes: Changes, language: Asked) -> Any:
+    def plan_timeline(job: JobId, changes: Changes, language: Asked, messages: bool = False) -> Any:
         """Intervals of the predicted step, with changes applied."""
         return kept(
-            job, "timeline", language, changes,
-            lambda it: views.timeline(price(it.problem, it.plan, changes, it.tables)),
+            job, f"timeline {messages}", language, changes,
+            lambda it: timeline(price(it.problem, it.plan, changes, it.tables), messages=messages),
         )  # fmt: skip
 
     @app.post("/api/plans/{job}/advice", responses=RESPONSES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -17,15 +17,11 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.cluster import Region
 from polygon.domain.plan import Plan, Problem
-from polygon.export.chrome_trace import Interval
-from polygon.export.predicted import predicted_intervals
 from polygon.parity import assumptions
 from polygon.report import layer_span, size
 from polygon.web.whatif import NO_CHANGE, Changes, Priced, price, timed
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
-MOST_INTERVALS = 12_000
-"""Bars of a timeline that a page draws without effort."""
 
 
 @lru_cache(maxsize=10_000)
@@ -216,58 +212,6 @@ def _routes(plan: Plan, times: StepTimes) -> list[list[int]]:
     return [[int(times.place.region[w]) for w in row] for row in places]
 
 
-def timeline(priced: Priced) -> dict[str, Any]:
-    """Intervals of one step, those of compute first if there are more than a page can draw, bubbles last.
-
-    A worker's compute, bubble, exposed communication and update fill the step without a gap. Waiting for an action's
-    input is bubble until the input has left the worker that makes it, and exposed communication from then on; after the
-    last backward it is exposed communication until the update, bubble thereafter. The hidden part of a reduction
-    (`reduce`) and messages (`send`) lie beside them.
-    """
-    kinds = {"compute": 0, "exposed": 1, "update": 2, "reduce": 3, "send": 4, "bubble": 5}
-    step_s = priced.estimate.step_s
-    intervals = [i for i in _tiled(predicted_intervals(priced.times), step_s) if i.end_s > i.start_s]
-    intervals.sort(key=lambda i: (kinds[i.kind], i.start_s))
-    shown = intervals[:MOST_INTERVALS]
-    workers = [
-        {"stage": w.stage, "worker": w.worker,
-         "name": f"S{w.stage}.{w.worker} · {w.region} {w.device}" + (f"\u00d7{w.tp}" if w.tp > 1 else "")}
-        for w in priced.estimate.workers
-    ]  # fmt: skip
-    waits = {kind: sum(i.end_s - i.start_s for i in intervals if i.kind == kind) for kind in ("bubble", "exposed")}
-    return {
-        "workers": workers, "step_s": step_s, "left_out": sum(i.kind != "bubble" for i in intervals[MOST_INTERVALS:]),
-        "intervals": [[i.stage, i.worker, i.kind, i.name, i.start_s, i.end_s] for i in shown],
-        **{f"{kind}_share": total_s / (step_s * len(workers)) for kind, total_s in waits.items()},
-    }  # fmt: skip
-
-
-def _tiled(intervals: list[Interval], step_s: float) -> Iterator[Interval]:
-    """Predicted intervals with every worker's waiting named, and of its reduction only what is hidden."""
-    made_s = {(i.stage, i.name): i.end_s for i in intervals if i.kind == "compute"}
-    rows: dict[tuple[int, int], list[Interval]] = {}
-    for i in intervals:
-        rows.setdefault((i.stage, i.worker), []).append(i)
-    for (stage, worker), row in rows.items():
-        now_s = 0.0
-        for i in sorted((i for i in row if i.kind == "compute"), key=lambda i: i.start_s):
-            source = (stage - 1 if i.name[0] == "F" else stage + 1, i.name)
-            left_s = min(max(now_s, made_s.get(source, i.start_s)), i.start_s)
-            yield Interval(stage, worker, "bubble", f"bubble before {i.name}", now_s, left_s)
-            yield Interval(stage, worker, "exposed", f"{i.name} under way", left_s, i.start_s)
-            yield i
-            now_s = i.end_s
-        for i in row:
-            if i.kind == "update":
-                yield Interval(stage, worker, "exposed", "reduction", now_s, i.start_s)
-                yield Interval(stage, worker, "bubble", "others not done", i.end_s, step_s)
-                yield i
-            elif i.kind == "reduce":
-                yield i._replace(end_s=max(i.start_s, min(i.end_s, now_s)))
-            elif i.kind == "send":
-                yield i
-
-
 ADVICE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "balanced": [("prefetch", {"prefetch": 1.0}),
                  ("pack_gradients", {"weight_gradients": "int8"}), ("accumulate", {"accumulation": 2}),
@@ -323,7 +267,7 @@ def warm_up(problem: Problem, plan: Plan) -> None:
     """Load the compiled kernels that views need."""
     priced = price(problem, plan, NO_CHANGE)
     view(priced)
-    timeline(priced)
+    priced.times.schedule.simulate(record=True)
 
 
 def front(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

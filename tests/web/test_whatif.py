@@ -9,7 +9,8 @@ from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
-from polygon.web.views import advice, front, km_between, sensitivities, timeline
+from polygon.web.timeline import timeline
+from polygon.web.views import advice, front, km_between, sensitivities
 from polygon.web.whatif import Changes, flat_s, price
 from tests.exported_plans import wide
 
@@ -170,6 +171,19 @@ def test_timeline_names_every_moment_of_every_worker(case):
         rows.sort()
         assert rows[0][0] == 0 and rows[-1][1] == pytest.approx(shown["step_s"])
         assert all(a[1] == pytest.approx(b[0], abs=1e-9) for a, b in pairwise(rows))
+
+
+def test_workers_that_a_page_cannot_draw_are_left_out_whole(case, monkeypatch):
+    """The first worker of every stage is drawn from begin to end; shares of waiting are still those of all."""
+    whole = timeline(changed(case), messages=True)
+    monkeypatch.setattr("polygon.web.timeline.MOST_INTERVALS", 0)
+    part = timeline(changed(case))
+    stages = {worker["stage"] for worker in whole["workers"]}
+    assert [(w["stage"], w["worker"]) for w in part["workers"] if w["drawn"]] == [(s, 0) for s in sorted(stages)]
+    assert part["left_out"] == len(whole["workers"]) - len(stages) and whole["left_out"] == 0
+    first = sorted(row for row in whole["intervals"] if row[1] == 0 and row[2] != "send")
+    assert sorted(part["intervals"]) == first
+    assert part["bubble_share"] == whole["bubble_share"] and part["exposed_share"] == whole["exposed_share"]
 
 
 def test_free_links_leave_bubble_and_no_transfer_exposed(case):

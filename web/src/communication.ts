@@ -3,7 +3,7 @@
 import { post, type Data } from "./api";
 import { axis, draw, frame, ink, isDark, palette, tooltip } from "./charts";
 import { escape, h, into, table } from "./dom";
-import { bytes, digits, gib, percent, roundBytes, seconds, signed } from "./format";
+import { brief, bytes, digits, gib, percent, roundBytes, seconds, signed } from "./format";
 import { maybe, t, type Key } from "./strings";
 import { reprice, state } from "./state";
 
@@ -17,8 +17,8 @@ export function communication(root: HTMLElement): void {
     h("section", { class: "panel" }, h("div", { id: "comm-cards", "aria-live": "polite" })),
     h("section", { class: "panel half" }, h("h2", {}, t("volumes")), frame("volumes", t("volumes"), 280), h("div", { id: "comm-volumes" })),
     h("section", { class: "panel half" }, h("h2", {}, t("heat")), h("p", { class: "soft", id: "heat-none" }), frame("heat", t("heat"), 340)),
-    h("section", { class: "panel" }, h("h2", {}, t("advice")), h("div", { id: "advice" }, t("working"))),
-    h("section", { class: "panel" }, h("h2", {}, t("sensitivity")), h("div", { id: "sensitivities" }, t("working"))),
+    h("section", { class: "panel" }, h("h2", {}, t("advice")), h("div", { id: "advice" }, t("computing"))),
+    h("section", { class: "panel" }, h("h2", {}, t("sensitivity")), h("div", { id: "sensitivities" }, t("computing"))),
     h("section", { class: "panel" }, h("h2", {}, t("formulas")), h("div", { id: "formulas" }), h("p", { class: "soft" }, t("symbols")))));
   show();
 }
@@ -123,13 +123,14 @@ function drawHeat(v: Data): void {
   const index = new Map<string, number>(names.map((n: string, i: number) => [n, i]));
   const cells = v.links.map((l: Data) => [index.get(l.target), index.get(l.source), l.activation_bytes + l.gradient_bytes, l]);
   const most = Math.max(...cells.map((c: Data) => c[2]), 1);
+  const short = (name: string): string => brief(name, 14);
   const none = cells.every((c: Data) => c[2] === 0);
   document.getElementById("heat-none")!.textContent = none ? t("noTraffic") : "";
   document.getElementById("chart-heat")!.hidden = none;
   if (!none) draw("heat", {
     tooltip: { ...tooltip(), formatter: (p: Data) => { const l = cells[p.dataIndex][3]; return `${escape(l.source)} → ${escape(l.target)}<br>${t("activations")} ${bytes(l.activation_bytes)} (${l.activations})<br>${t("gradients")} ${bytes(l.gradient_bytes)} (${l.weight_gradients})<br>${t("busyLink")} ${percent(l.busy)}`; } },
     grid: { left: 90, right: 20, top: 10, bottom: 92 },
-    xAxis: { type: "category", data: names, name: t("to"), ...axis({ axisLabel: { color: colors.soft, rotate: 40, interval: 0, hideOverlap: false } }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { color: colors.soft, interval: 0 } }) },
+    xAxis: { type: "category", data: names, name: t("to"), ...axis({ axisLabel: { color: colors.soft, rotate: 40, interval: 0, hideOverlap: false, formatter: short } }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { color: colors.soft, interval: 0, formatter: short } }) },
     visualMap: { min: 0, max: most, show: true, text: [roundBytes(most), "0 B"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 100, formatter: roundBytes, textStyle: { color: colors.soft }, inRange: { color: [colors.land, palette[0], isDark() ? "#cfe2ff" : "#0b2a5c"] } },
     series: [{ type: "heatmap", data: cells.map((c: Data) => c.slice(0, 3)), itemStyle: { borderColor: colors.panel, borderWidth: 1 } }],
   });

@@ -133,7 +133,7 @@ function removeRegion(r: number): void {
 
 function regionTable(): HTMLElement {
   const rows: (HTMLElement | string)[][] = [];
-  const cell = (label: string, path: string, value: Data, set: (v: string) => void, wide = false): HTMLElement => h("input", { value: value ?? "", class: wide ? "wide" : undefined, "aria-label": label, "data-path": path, onchange: (e: Event) => set((e.target as HTMLInputElement).value) });
+  const cell = (label: string, path: string, value: Data, set: (v: string) => void, wide = false): HTMLElement => h("input", { value: value ?? "", title: wide ? value : undefined, class: wide ? "wide" : undefined, "aria-label": label, "data-path": path, onchange: (e: Event) => set((e.target as HTMLInputElement).value) });
   cluster.regions.forEach((region: Data, r: number) => region.nodes.forEach((node: Data, i: number) => {
     const at = `regions[${r}]`, where = `${region.name}: `;
     const place = (key: "latitude" | "longitude") => cell(where + t(key), `${at}.${key}`, region[key], (v) => { if (v.trim() === "") delete region[key]; else region[key] = number(v); mapChart(); });
@@ -218,5 +218,5 @@ function loadEarlier(): void {
 function showEarlier(): void {
   const open = (row: Data): HTMLElement => h("button", { class: "small", type: "button", "aria-label": `${t("open")} ${row.name}`, onclick: () => void attempt(async () => { await openPlan(row.id); opened(); }) }, t("open"));
   document.getElementById("earlier")?.replaceChildren(past.length === 0 ? h("p", { class: "soft" }, t("noneYet")) : table(t("earlier"), [t("name"), t("made"), t("state"), t("step"), ""],
-    past.slice(0, 12).map((row) => [row.name || row.id, moment(row.created_s, document.documentElement.lang), row.error ? `${maybe(row.state)}: ${row.error}` : maybe(`state_${row.state}`), row.has_plan ? row.note || "—" : "—", row.has_plan ? open(row) : ""]), [3]));
+    past.slice(0, 12).map((row) => [h("span", { class: "name" }, row.name || row.id), moment(row.created_s, document.documentElement.lang), row.error ? `${maybe(row.state)}: ${row.error}` : maybe(`state_${row.state}`), row.has_plan ? row.note || "—" : "—", row.has_plan ? open(row) : ""]), [3]));
 }

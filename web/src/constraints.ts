@@ -19,7 +19,7 @@ export function constraintFields(cluster: Data, redraw: () => void): HTMLElement
   const open = limits.stage_rules.length > 0 || Object.values(limits.egress).some((v) => v !== "");
   return h("div", {},
     h("div", { class: "fields" }, single("memory_headroom", t("headroom")), single("most_usd_per_step", t("maxCost")), single("most_usd_per_hour", t("maxCostHour")), single("most_step_s", t("maxStep")), single("most_stages", t("maxStages")),
-      choice(t("parity"), "constraints.parity", limits.parity, state.catalogue.parity_levels.map((p: string): [string, string] => [p, maybe(`parity_${p}`)]), (v) => (limits.parity = v))),
+      h("div", { class: "double" }, choice(t("parity"), "constraints.parity", limits.parity, state.catalogue.parity_levels.map((p: string): [string, string] => [p, maybe(`parity_${p}`)]), (v) => (limits.parity = v)))),
     list("compressions", t("packings"), state.catalogue.compressions),
     list("local_steps", t("localStepsAllowed"), state.catalogue.local_steps.map(String)),
     list("forbidden_regions", t("forbidden"), names(cluster)),

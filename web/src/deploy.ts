@@ -12,7 +12,7 @@ let file = "";
 export function deploy(root: HTMLElement): void {
   root.replaceChildren(h("div", { class: "grid" },
     h("section", { class: "panel" }, h("div", { class: "fields" }, h("label", {}, t("target"), h("select", { id: "target", onchange: (e: Event) => { state.target = (e.target as HTMLSelectElement).value; file = ""; deploy(root); } }, Object.entries(TARGETS).map(([x, name]) => h("option", { value: x, selected: x === state.target }, name))))),
-      h("div", { id: "losses", "aria-live": "polite" }, t("working"))),
+      h("div", { id: "losses", "aria-live": "polite" }, t("computing"))),
     h("section", { class: "panel" }, h("h2", {}, t("files")), h("div", { id: "files" })),
     h("section", { class: "panel half" }, h("h2", {}, t("deployTitle")),
       h("label", {}, t("deployName"), h("input", { id: "deploy-name", value: `${slug(state.shown.model)}-${state.target}` })),

@@ -6,12 +6,22 @@ export function digits(value: number, count = 3): string {
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
   return String(Number(value.toPrecision(count)));
 }
+// A long name without its middle, as names differ at their ends.
+export function brief(name: string, most: number): string {
+  return name.length <= most ? name : `${name.slice(0, Math.ceil((most - 1) * 0.6))}…${name.slice(-Math.floor((most - 1) * 0.4))}`;
+}
+// Equal neighbours once, with their number: 4 × 16, 8.
+export function runs(values: number[]): string {
+  const parts: [number, number][] = [];
+  for (const v of values) if (parts.length && parts[parts.length - 1][1] === v) parts[parts.length - 1][0]++; else parts.push([1, v]);
+  return parts.map(([n, v]) => (n > 1 ? `${n} × ${v}` : String(v))).join(", ");
+}
 // Always three digits, so that columns line up: 13.0, 9.88.
 function three(value: number): string {
   return Math.abs(value) >= 999.5 ? digits(value) : Number(value.toPrecision(3)).toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(Number(value.toPrecision(3)))))));
 }
 const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]] as const;
-const BYTES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]] as const;
+const BYTES = [["PB", 1e15], ["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]] as const;
 function scaled(value: number, units: readonly (readonly [string, number])[], write: (v: number) => string): string {
   if (!Number.isFinite(value)) return "∞";
   const size = Math.abs(value) * (1 + 1e-9);

@@ -3,7 +3,7 @@
 import type { Data } from "./api";
 import { draw, frame, ink, palette, still, tooltip } from "./charts";
 import { escape, h, table } from "./dom";
-import { bytes, digits, percent, seconds } from "./format";
+import { brief, bytes, digits, percent, seconds } from "./format";
 import { t, type Key } from "./strings";
 import { state } from "./state";
 import { arc } from "./world";
@@ -31,7 +31,7 @@ export function headline(): HTMLElement {
 
 export function places(regions: Data[]): { at: [number, number][]; real: boolean } {
   const real = regions.every((r) => Number.isFinite(r.latitude) && Number.isFinite(r.longitude));
-  return { real, at: regions.map((r, i) => (real ? [r.longitude, r.latitude] : [95 * Math.sin((2 * Math.PI * i) / regions.length), 55 * Math.cos((2 * Math.PI * i) / regions.length)])) };
+  return { real, at: regions.map((r, i) => (real ? [r.longitude, r.latitude] : regions.length === 1 ? [0, 0] : [-95 * Math.cos((2 * Math.PI * i) / regions.length), 55 * Math.sin((2 * Math.PI * i) / regions.length)])) };
 }
 
 let animate = !still();
@@ -40,7 +40,7 @@ export function trainingMap(root: HTMLElement): void {
   const { at, real } = places(v.regions);
   const busyLinks = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0).sort((a: Data, b: Data) => b.activation_bytes + b.gradient_bytes - a.activation_bytes - a.gradient_bytes);
   root.replaceChildren(h("div", { class: "grid" },
-    h("section", { class: "panel" }, h("h2", {}, t("mapTitle")), !real && h("p", { class: "soft" }, t("noPositions")),
+    h("section", { class: "panel" }, h("h2", {}, t("mapTitle")), !real && v.regions.length > 1 && h("p", { class: "soft" }, t("noPositions")),
       h("div", { class: "legend" }, legend(palette[0], t("ppTraffic")), legend(palette[1], `${t("dpTraffic")} – –`), legend(palette[3], t("tpTraffic")),
         h("label", {}, h("input", { type: "checkbox", id: "animate", checked: animate, onchange: (e: Event) => { animate = (e.target as HTMLInputElement).checked; drawMap(at, real); } }), ` ${t("animate")}`)),
       frame("map", `${t("mapTitle")}: ${v.regions.map((r: Data) => `${r.name} ${r.used}`).join(", ")}`, Math.max(300, Math.min(520, innerWidth * 0.5)))),
@@ -56,10 +56,12 @@ function drawMap(at: [number, number][], real: boolean): void {
   const v = state.shown, colors = ink();
   const index = new Map<string, number>(v.regions.map((r: Data, i: number) => [r.name, i]));
   const most = Math.max(...v.links.map((l: Data) => l.activation_bytes + l.gradient_bytes), 1);
+  // Many lines are drawn thin and pale, so that the map is seen behind them.
+  const crowd = Math.max(0.3, Math.min(1, 40 / v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0).length));
   const path = (a: number, b: number): [number, number][][] => (real ? arc(at[a], at[b]) : [[at[a], at[b]]]);
   const lines = (key: string, color: string, dashed: boolean): object => ({
     type: "lines", coordinateSystem: "geo", polyline: true, z: dashed ? 4 : 3,
-    data: v.links.filter((l: Data) => l[key] > 0).flatMap((l: Data) => path(index.get(l.source)!, index.get(l.target)!).map((coords) => ({ coords, link: l, lineStyle: { color, type: dashed ? [6, 5] : "solid", width: 1 + 4 * Math.sqrt(l[key] / most), opacity: 0.75 } }))),
+    data: v.links.filter((l: Data) => l[key] > 0).flatMap((l: Data) => path(index.get(l.source)!, index.get(l.target)!).map((coords) => ({ coords, link: l, lineStyle: { color, type: dashed ? [6, 5] : "solid", width: 1 + 4 * crowd * Math.sqrt(l[key] / most), opacity: 0.75 * crowd } }))),
   });
   const routes = v.routes.flatMap((route: number[]) => route.slice(1).flatMap((to, s) => (to === route[s] ? [] : path(route[s], to).map((coords) => ({ coords })))));
   const biggest = Math.max(...v.regions.map((r: Data) => r.used), 1);
@@ -71,7 +73,7 @@ function drawMap(at: [number, number][], real: boolean): void {
       lines("gradient_bytes", palette[1], true), lines("activation_bytes", palette[0], false),
       { type: "lines", coordinateSystem: "geo", polyline: true, silent: true, z: 5, data: animate ? routes : [], lineStyle: { opacity: 0, width: 1 }, effect: { show: animate, period: 4, symbolSize: 6, color: colors.text, trailLength: 0 } },
       { type: "scatter", coordinateSystem: "geo", z: 6, data: v.regions.map((r: Data, i: number) => ({ name: r.name, value: at[i], region: r, symbolSize: 12 + 22 * Math.sqrt(r.used / biggest), itemStyle: { color: r.used ? palette[2] : colors.soft, opacity: 0.9, borderColor: v.stages.some((s: Data) => s.workers.some((w: Data) => w.region === r.name && w.tp > 1)) ? palette[3] : colors.panel, borderWidth: 3 } })),
-        label: { show: true, position: "bottom", color: colors.text, formatter: (p: Data) => `${p.data.region.name}\n${p.data.region.used} / ${Object.values(p.data.region.devices as Record<string, number>).reduce((a, b) => a + b, 0)}`, textBorderColor: colors.panel, textBorderWidth: 3 }, labelLayout: { hideOverlap: true, moveOverlap: "shiftY" } },
+        label: { show: true, position: "bottom", color: colors.text, lineHeight: 15, formatter: (p: Data) => `${brief(p.data.region.name, innerWidth < 600 ? 16 : 32)}\n${p.data.region.used} / ${Object.values(p.data.region.devices as Record<string, number>).reduce((a, b) => a + b, 0)}`, textBorderColor: colors.panel, textBorderWidth: 3 }, labelLayout: { hideOverlap: true, moveOverlap: "shiftY" } },
     ],
   });
 }

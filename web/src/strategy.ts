@@ -3,7 +3,7 @@
 import { copy, get, download, post, type Data } from "./api";
 import { axis, draw, frame, ink, palette, tooltip } from "./charts";
 import { h, into, table } from "./dom";
-import { digits, gib, bytes, percent, seconds, signed } from "./format";
+import { digits, gib, bytes, percent, runs, seconds, signed } from "./format";
 import { follow, running } from "./jobs";
 import { cards, headline } from "./map";
 import { maybe, t } from "./strings";
@@ -20,12 +20,12 @@ function reasons(): string[] {
   return [
     t("reasonLimit", { what: e.limited_by }),
     t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) }),
-    t("reasonStages", { stages: v.stages.length, widths: v.stages.map((s: Data) => s.width).join(" / ") }),
-    ...(uneven.length ? [t("reasonShares", { ranges: uneven.slice(0, 8).map((r: number[]) => r.join("–")).join(", ") })] : []),
+    t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
+    ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r: number[]) => r.join("–")))].slice(0, 8).join(", ") })] : []),
     tp > 1 ? t("reasonTensor", { tp }) : t("reasonNoTensor"),
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
-    t("reasonHidden", { hidden: percent(v.traffic.hidden) }),
+    ...(v.traffic.total_s > 0 ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
     t("reasonMemory", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes), owner: full.memory_owner }),
   ];
 }
@@ -44,8 +44,8 @@ const AXES = ["computation", "communication", "memory", "scalability", "across"]
 export function strategy(root: HTMLElement): void {
   const v = state.shown;
   const rows = v.stages.flatMap((s: Data, i: number) => s.workers.map((w: Data, k: number) => [
-    k === 0 ? String(i) : "", k === 0 ? s.layers : "", w.region, w.tp > 1 ? `${w.workers} × ${w.tp} ${w.device}` : `${w.workers} × ${w.device}`, w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
-    h("div", {}, h("div", { class: "bar", "aria-hidden": "true" }, h("i", { class: w.peak_bytes > w.limit_bytes ? "full" : undefined, style: `width:${Math.min(100, (100 * w.peak_bytes) / w.limit_bytes)}%` })), `${gib(w.peak_bytes)} / ${gib(w.limit_bytes)}`),
+    k === 0 ? String(i) : "", k === 0 ? s.layers : "", w.region, h("span", { class: "whole" }, w.tp > 1 ? `${w.workers} × ${w.tp} ${w.device}` : `${w.workers} × ${w.device}`), w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
+    h("div", {}, h("div", { class: "bar", "aria-hidden": "true" }, h("i", { class: w.peak_bytes > w.limit_bytes ? "full" : undefined, style: `width:${Math.min(100, (100 * w.peak_bytes) / w.limit_bytes)}%` })), h("span", { class: "whole" }, `${gib(w.peak_bytes)} / ${gib(w.limit_bytes)}`)),
     k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : ""].filter(Boolean).join(", ") : "",
   ]));
   root.replaceChildren(h("div", { class: "grid" },
@@ -56,7 +56,7 @@ export function strategy(root: HTMLElement): void {
       h("h3", {}, t("assumed")), v.assumptions.length ? h("ul", { class: "plain", id: "assumed" }, v.assumptions.map((a: string) => h("li", {}, a))) : h("p", { class: "soft" }, t("nothingAssumed"))),
     h("section", { class: "panel half" }, h("h2", {}, t("radar")), frame("radar", t("radar"), 360), h("p", { class: "soft" }, t("axes")), h("p", { class: "soft" }, t("others"))),
     h("section", { class: "panel half" }, h("h2", {}, t("pareto")), frame("pareto", t("pareto"), 360), h("p", { class: "soft" }, t("paretoHint"))),
-    h("section", { class: "panel" }, h("h2", {}, t("alternatives")), h("div", { id: "alternatives", "aria-live": "polite" }, t("working"))),
+    h("section", { class: "panel" }, h("h2", {}, t("alternatives")), h("div", { id: "alternatives", "aria-live": "polite" }, t("computing"))),
     h("section", { class: "panel" }, h("h2", {}, t("whyNot")), h("p", { class: "soft" }, t("whyNotHint")), h("div", { id: "why-not", "aria-live": "polite" }))));
   const id = state.planId;
   into("why-not", get(`/api/plans/${id}/explanation`), (data) => { if (id === state.planId && state.view === "strategy") explanation(id, data); });
@@ -76,7 +76,9 @@ function drawAlternatives(data: Data): void {
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 28, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
     series: [{ type: "scatter", data: data.points.map((p: Data) => ({ key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 18 : 11, itemStyle: { color: p.best ? palette[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 2 } })), label: { show: true, position: "right", color: colors.text, formatter: (p: Data) => (p.data.key === "other" ? "" : maybe(p.data.key)) }, labelLayout: { hideOverlap: true } }],
   });
-  document.getElementById("alternatives")?.replaceChildren(table(t("alternatives"), [t("name"), t("step"), t("tokens"), t("cost"), t("devices"), t("stagesCount"), ...AXES.map((a) => maybe(`axis_${a}`))], list.map((a: Data) => [maybe(a.key), seconds(a.step_s), digits(a.tokens_per_s), digits(a.usd_per_step), a.devices, a.stages, ...AXES.map((x) => digits(a.axes[x], 2))]), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]));
+  const [own, ...rest] = list;
+  const faster = rest.filter((a: Data) => a.step_s < own.step_s * (1 - 1e-6)).sort((a: Data, b: Data) => a.step_s - b.step_s)[0];
+  document.getElementById("alternatives")?.replaceChildren(faster ? h("p", {}, t("fasterMet", { name: maybe(faster.key), step: seconds(faster.step_s) })) : "", table(t("alternatives"), [t("name"), t("step"), t("tokens"), t("cost"), t("devices"), t("stagesCount"), ...AXES.map((a) => maybe(`axis_${a}`))], list.map((a: Data) => [maybe(a.key), seconds(a.step_s), digits(a.tokens_per_s), digits(a.usd_per_step), a.devices, a.stages, ...AXES.map((x) => digits(a.axes[x], 2))]), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]));
 }
 
 // Why not otherwise: a job a plan; its answers as tables, and more time where there was none left.
