@@ -43,14 +43,17 @@ def plain_gloo(rank: int, address: str, port: int) -> float:
     return rate
 
 
-def transport(rank: int, address: str, port: int, streams: int) -> float:
-    """The runtime's own transport with so many streams."""
+def transport(rank: int, address: str, port: int, streams: int, bytes_per_s: float) -> float:
+    """The runtime's own transport with so many streams, told what the link carries."""
     import torch
     from polygon_comm.transport import Wires
     from torch.distributed import TCPStore
 
     store = TCPStore(address, port, 2, rank == 0, wait_for_workers=False)
-    wires = Wires(store, rank, {1 - rank: streams}, address=address, timeout_s=120, device=torch.device("cpu"))
+    wires = Wires(
+        store, rank, {1 - rank: streams}, address=address, timeout_s=120, device=torch.device("cpu"),
+        bytes_per_s={1 - rank: bytes_per_s},
+    )  # fmt: skip
     payload = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
 
     def post(n: int) -> list:
@@ -89,7 +92,7 @@ def main() -> None:
             row["plain_gloo"] = 8e-6 * got
             for streams in (1, 2, 4, 8):
                 port += 1
-                got = run_on_hosts(lab, hosts, transport, hosts[0].address, port, streams)[1]
+                got = run_on_hosts(lab, hosts, transport, hosts[0].address, port, streams, mbit * 1e6 / 8)[1]
                 row[f"streams_{streams}"] = 8e-6 * got
         rows.append(row)
         print("  ".join(f"{key} {value:.0f}" for key, value in row.items()), flush=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from polygon_comm.pacing import connections, listening_ports, open_descriptors, pace
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
 MIN_CHUNK_BYTES = 1 << 14
@@ -130,6 +131,8 @@ class Wires:
     warm_bytes : mapping of peer to int
         How much is sent over every stream to a peer, and taken from it, before anything else: TCP then knows how fast
         the way is. Both sides must name the same.
+    bytes_per_s : mapping of peer to float
+        What the link to a peer is said to carry: nothing is sent much faster (see `polygon_comm.pacing`).
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Wires:
         near: frozenset[int] = frozenset(),
         shapes: Mapping[int, LinkShape] | None = None,
         warm_bytes: Mapping[int, int] | None = None,
+        bytes_per_s: Mapping[int, float] | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
@@ -152,6 +156,9 @@ class Wires:
         self.store = store
         self._shapes = dict(shapes or {})
         self.sent_bytes: dict[int, int] = defaultdict(int)
+        self.connections: dict[int, list[int]] = {}
+        """File descriptors of the TCP connections to every peer on another machine, where the system tells."""
+        self._foreign_ports = listening_ports(open_descriptors())
         self.devices = gloo_devices(max([1, *streams.values()]), address)
         self._gloo: dict[int, Any] = {}
         self._nccl: dict[tuple[int, int], Any] = {}
@@ -159,13 +166,16 @@ class Wires:
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
             self._open(low, high, near=device.type == "cuda" and (high if low == rank else low) in near)
         self._warm(warm_bytes or {})
+        for peer, rate in (bytes_per_s or {}).items():
+            pace(self.connections.get(peer, ()), rate)
 
     def _open(self, low: int, high: int, *, near: bool) -> None:
         peer, place = (high, 0) if low == self.rank else (low, 1)
         prefix = f"pair/{low}/{high}"
         if not near:
-            devices = self.devices[: self.streams[peer]]
+            devices, before = self.devices[: self.streams[peer]], open_descriptors()
             group = gloo_group(PrefixStore(prefix, self.store), place, 2, devices, self.timeout_s)
+            self.connections[peer] = connections(open_descriptors() - before, self._foreign_ports)
             shape = self._shapes.get(peer)
             self._gloo[peer] = group if shape is None else ShapedGroup(group, {1 - place: shape})
             return

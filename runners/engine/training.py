@@ -62,7 +62,7 @@ class Training:
         device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
         device = choose_device(options, (device_number - pool.first_device) % pool.devices_per_node)
         here = layout.region_of[rank]
-        self._address = address
+        self._address, links = address, layout.link_shapes(rank)
         self.wires = Wires(
             PrefixStore("wires", store),
             rank,
@@ -71,8 +71,9 @@ class Training:
             timeout_s=options.timeout_s,
             device=device,
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
-            shapes=layout.link_shapes(rank) if options.emulate_links else None,
+            shapes=links if options.emulate_links else None,
             warm_bytes=layout.warm_bytes(rank),
+            bytes_per_s={peer: link.bytes_per_s for peer, link in links.items()},
         )
         groups = WorkerGroups(
             self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),

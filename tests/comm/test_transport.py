@@ -1,6 +1,10 @@
 """Laws of messages between ranks, on real ranks."""
 
+import os
+import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +49,35 @@ def talking_rank(rank, port, warm_bytes):
 def test_messages_arrive_as_they_were_sent(warm_bytes):
     """Over one to three streams, whatever went over them first; that counts as nothing sent."""
     assert run_ranks(talking_rank, RANKS, warm_bytes) == [(0, [])] * RANKS
+
+
+def paced_rank(rank, port):
+    """How many connections this rank finds to each other, on an address of its own, and what they may carry at most."""
+    store = TCPStore("127.0.0.1", port, RANKS, rank == 0, wait_for_workers=False)
+    streams = {peer: peer + rank for peer in range(RANKS) if peer != rank}
+    wires = Wires(
+        *(store, rank, streams), address=f"127.0.0.{10 + rank}", timeout_s=30, device=torch.device("cpu"),
+        bytes_per_s=dict.fromkeys(streams, 1e12),
+    )  # fmt: skip
+    most = {}
+    for peer, descriptors in wires.connections.items():
+        rates = []
+        for descriptor in descriptors:
+            with socket.socket(fileno=os.dup(descriptor)) as tcp:
+                rates.append(int.from_bytes(tcp.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder))
+        most[peer] = rates
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(RANKS)])
+    return most
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="pacing by socket option is Linux'")
+def test_a_pair_s_streams_share_its_link_s_rate():
+    """Every stream is found and nothing else; together they may carry 1.2 times what the link is said to."""
+    for rank, most in enumerate(run_ranks(paced_rank, RANKS)):
+        assert {peer: len(rates) for peer, rates in most.items()} == {p: p + rank for p in range(RANKS) if p != rank}
+        for peer, rates in most.items():
+            assert rates == [pytest.approx(1.2e12 / (peer + rank))] * (peer + rank)
 
 
 def test_streams_to_other_regions_are_warmed_by_four_times_what_the_link_holds():
