@@ -281,7 +281,8 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
         backward += stream_s(chip, CAST_BYTES * (given + weights), 8)
 
     host_f, host_b = HOST_S[kernels.fused]
-    forward, backward = max(forward, host_f), max(backward, host_b)
+    idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
+    forward, backward = forward + idle_f, backward + idle_b
     if moe:
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
@@ -293,10 +294,10 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     regathered = split.sequence_parallel and not kernels.keeps_gathered
     sent_f, sent_b = reduce_s, reduce_s * (1.5 if regathered else 1.0)
     pipelined = kernels.tp_overlap == "pipelined"
-    hidden_f = HIDING * min(sent_f, products_f) if pipelined else 0.0
-    hidden_b = HIDING * min(sent_b, products_b if pipelined else products_b / 4)
+    hidden_f = HIDING * min(sent_f, products_f + idle_f) if pipelined else 0.0
+    hidden_b = HIDING * min(sent_b, (products_b if pipelined else products_b / 4) + idle_b)
     exposed_f, exposed_b = sent_f - hidden_f, sent_b - (hidden_b if kernels.tp_overlap != "none" else 0.0)
-    ring_f, ring_b = _ring_attention_s(model, chip, split, attention_f, attention_b)
+    ring_f, ring_b = _ring_attention_s(model, chip, split, attention_f + idle_f, attention_b + idle_b)
     expert_s = 2 * _expert_exchange_s(model, chip, split) if moe else 0.0
     recomputed = forward + sent_f + ring_f + expert_s
     forward += exposed_f + ring_f + expert_s

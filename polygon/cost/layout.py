@@ -65,7 +65,7 @@ class Layout:
     """Shape (stages, 7): seconds of forward and backward, exposed communication in them, parameters, most parameters
     of a layer, bytes of activations per micro-batch in flight, transient bytes, parameters that ZeRO divides."""
     kinds: np.ndarray
-    """Shape (kinds, 4): layers of a kind, their forward and backward [s], their parameters."""
+    """Shape (kinds, 4): most layers of a kind on a stage, their forward and backward [s], their parameters."""
     backward_s: float
     parameters: float
     send_s: float
@@ -168,10 +168,10 @@ def lay_out(
             rows,
         ]
     )
-    by_kind: dict[str, int] = {}
     names = [model.layer_kind(layer) for layer in range(model.layers)]
-    for name in names:
-        by_kind[name] = by_kind.get(name, 0) + 1
+    by_kind = {
+        name: max(names[a:b].count(name) for a, b in itertools.pairwise(bounds)) for name in dict.fromkeys(names)
+    }
     first = [names.index(name) for name in by_kind]
     kinds = np.array(
         [
@@ -180,7 +180,7 @@ def lay_out(
         ]
     )
     per_weight, per_gradient, _ = state_bytes(batch)
-    copied = SHARD_COPIES * float(memory.parameters.sum()) * (per_weight + per_gradient)
+    copied = SHARD_COPIES * float(rows[:, 0].max()) * (per_weight + per_gradient)
     stride = config.devices // config.pp
     boundary = group_of(pool, 2, 2 if stride < pool.devices_per_node else 1)
     message = (

@@ -106,6 +106,9 @@ def exposed_sends(config: ParallelConfig, micro_batches: int) -> int:
     return 2 * config.interleave * micro_batches * (0 if config.p2p_overlap else 1) + 2 * (config.pp - 1)
 
 
-def exposed_data_parallel_s(reduce_s: float, gather_s: float, backward_s: float, overlap: str) -> float:
-    """What is seen of a gradient reduction and a gathering of weights beside the last backward (and first forward)."""
-    return exposed_kernel(reduce_s, gather_s, backward_s, OVERLAPS.index(overlap))
+def exposed_data_parallel_s(
+    reduce_s: float, gather_s: float, forward_s: float, backward_s: float, overlap: str
+) -> float:
+    """What is seen of a gradient reduction beside the last backward, and of a gathering of weights beside the first
+    forward."""
+    return exposed_kernel(reduce_s, gather_s, forward_s, backward_s, OVERLAPS.index(overlap))

@@ -27,13 +27,14 @@ def visible_kernel(communication_s: float, compute_s: float) -> float:
 
 
 @general
-def exposed_kernel(reduce_s: float, gather_s: float, backward_s: float, overlap: int) -> float:
-    """What is seen of a reduction and a gathering beside the last backward (overlap: 0 none, 1 backward, 2 full)."""
+def exposed_kernel(reduce_s: float, gather_s: float, forward_s: float, backward_s: float, overlap: int) -> float:
+    """What is seen of a reduction beside the last backward, and of a gathering beside the first forward (overlap: 0
+    none, 1 backward, 2 both)."""
     if overlap == 0:
         return reduce_s + gather_s
     exposed = visible_kernel(reduce_s, 0.9 * backward_s) + LAST_BUCKET * reduce_s
     if overlap == 2:
-        gather_s = visible_kernel(gather_s, 0.4 * backward_s)
+        gather_s = visible_kernel(gather_s, 0.8 * forward_s)
     return exposed + gather_s
 
 
@@ -121,7 +122,7 @@ def terms_kernel(
     backward_s, parameters : float
         Largest backward and most parameters of a stage.
     kinds : ndarray, shape (kinds, 4)
-        Per layer kind: how many, forward, backward [s], parameters (used by ZeRO-3).
+        Per layer kind: most on a stage, forward, backward [s], parameters (used by ZeRO-3).
     members, per_node, shards : int
         Data-parallel ranks, how many of them on a node, and over how many ZeRO divides (the rest hold copies).
     network : ndarray, shape (6,)
@@ -153,7 +154,7 @@ def terms_kernel(
         reduce_s = 0.0 if zero == 3 else wire_kernel(gradient, shards, near, network, 1)
         reduce_s += wire_kernel(gradient / shards, members // shards, max(1, per_node // shards), network, 2)
         gather_s = 0.0 if zero == 3 else wire_kernel(weight, shards, near, network, 1)
-    out[DATA] = exposed_kernel(reduce_s, gather_s, backward_s, overlap)
+    out[DATA] = exposed_kernel(reduce_s, gather_s, max(busiest - backward_s, 0.0), backward_s, overlap)
     if zero == 3 and shards > 1:
         hidden = ZERO3_HIDING[overlap]
         out[DATA] += sharded_kernel(

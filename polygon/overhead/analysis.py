@@ -216,9 +216,9 @@ def _scheduled(c: Configuration, messages: tuple[Traffic, ...], times: LayerTime
     reduce_s = sum(t.time_s for t in messages if t.dimension == "DP" and t.cell.op != "all_gather")
     gather_s = sum(t.time_s for t in messages if t.dimension == "DP" and t.cell.op == "all_gather")
     if "DP" in waits:
-        beside_s = compute_s if config.zero == 3 else float(stages[1, busiest])
+        forward_s, backward_s = stages[:, busiest] * (c.shape.micro_batches if config.zero == 3 else 1)
         overlap = "full" if config.zero == 3 and c.overlap != "none" else c.overlap
-        waits["DP"] = exposed_data_parallel_s(reduce_s, gather_s, beside_s, overlap)
+        waits["DP"] = exposed_data_parallel_s(reduce_s, gather_s, float(forward_s), float(backward_s), overlap)
     for t in messages:
         if t.dimension == "PP":
             waits["PP"] = t.cell.chosen.time_s * exposed_sends(config, c.shape.micro_batches)
