@@ -263,7 +263,7 @@ def run(
     from runners.engine.layout import Layout, check_runnable
     from runners.engine.summary import summarise, write_trace
 
-    check_runnable(problem, plan, options.context, options.expert)
+    check_runnable(problem, plan, options.context, options.expert, sequence_parallel=options.sequence_parallel)
     check_fits_here(problem, plan, options)
     launcher = make(problem, plan, options)
     assert options.log_dir is not None

@@ -176,7 +176,7 @@ def _check(job: Job, *, as_json: bool) -> int:
 
     if BACKENDS[job.recipe.backend] == "engine":
         problem, plan = engine.problem_and_plan(job)
-        rows = needs(problem, plan, cp=job.recipe.parallel.cp, ep=job.recipe.parallel.ep)
+        rows = needs(problem, plan, job.recipe.parallel)
     else:
         from runners.recipes.replicas.figures import needs as replicas_need
 

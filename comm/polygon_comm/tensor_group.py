@@ -58,6 +58,8 @@ class TensorGroup:
         self, store: Store, place: int, size: int, *, devices: list, timeout_s: float, device: torch.device
     ) -> None:
         self.place, self.size = place, size
+        self.by_tokens = False
+        """Whether each rank holds only its part of the tokens between the layers that are cut."""
         if device.type == "cuda":
             self._group = nccl_group(store, place, size, timeout_s)
         else:
@@ -69,6 +71,13 @@ class TensorGroup:
         options = AllreduceOptions()
         options.reduceOp = operation
         self._group.allreduce([total], options).wait()
+        return total
+
+    def total_part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's slice, along a dimension, of the sum over the group; without gradient."""
+        parts = [part.contiguous() for part in x.detach().chunk(self.size, dim)]
+        total = torch.empty_like(parts[0])
+        self._group.reduce_scatter([total], [parts]).wait()
         return total
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:

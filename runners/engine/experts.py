@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from polygon_comm.exchange import ExchangeGroup
+from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 
 from polygon.domain.model import Model
+from runners.engine.sequence import join, split
 
 EXPERT = ".mlp.experts."
 """In the names of the routed experts' parameters, before the expert's number."""
@@ -84,6 +86,8 @@ class Experts(nn.Module):
         """Ranks that share out the experts; None: all are here."""
         self.context: ExchangeGroup | None = None
         """Ranks that hold the other parts of the sequences."""
+        self.split_over: TensorGroup | None = None
+        """Ranks that split tokens between them outside of here."""
         self.balance = BalanceLoss()
         self.router = nn.Linear(model.hidden_size, model.experts, bias=False)
         self.experts = nn.ModuleDict({str(e): make(model, model.expert_ffn_size) for e in range(model.experts)})
@@ -97,6 +101,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleDict({str(e): self.experts[str(e)] for e in kept})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = join(x, self.split_over)
         scores = self.router(x)
         best, chosen = scores.topk(self.per_token, dim=-1)
         if self.balance.weight and torch.is_grad_enabled():
@@ -112,7 +117,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows).index_add(0, order // self.per_token, mixed.to(rows.dtype))
         for expert in self.shared:
             out = out + expert(rows)
-        return out.view_as(x)
+        return split(out.view_as(x), self.split_over)
 
     def _run(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows sorted by expert through the experts that are here.

@@ -22,6 +22,7 @@ from polygon.domain.model import Model
 from runners.engine.context import to_heads, to_tokens
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.pretrained import Pretrained
+from runners.engine.sequence import column_products, join, row_product, split, sum_gradients, sum_over
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -53,6 +54,8 @@ class TokenEmbedding(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.split_over: TensorGroup | None = None
+        """Ranks between which what leaves here is split by tokens."""
         self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.positions = nn.Embedding(model.max_seq_len, model.hidden_size) if model.learned_positions else None
         self.context: ExchangeGroup | None = None
@@ -60,16 +63,17 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp is None:
-            x = self.tokens(ids)
+            x = split(self.tokens(ids), self.split_over)
         else:
             rows = len(self.tokens.weight)
             local = ids - self.tp.place * rows
             here = (local >= 0) & (local < rows)
-            x = self.tp.sum(self.tokens(local.clamp(0, rows - 1)) * here[..., None])
+            found = self.tokens(local.clamp(0, rows - 1)) * here[..., None]
+            x = sum_over(found, self.tp, by_tokens=self.split_over is not None)
         if self.positions is None:
             return x
         first = 0 if self.context is None else self.context.place * ids.shape[1]
-        return x + self.positions.weight[first : first + ids.shape[1]]
+        return x + split(self.positions.weight[None, first : first + ids.shape[1]], self.split_over)
 
 
 class ImageEmbedding(nn.Module):
@@ -98,20 +102,14 @@ def rotate(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
 
 
-def _row_parallel(layer: nn.Linear, x: torch.Tensor, tp: TensorGroup | None) -> torch.Tensor:
-    """A linear layer whose inputs are spread over a group: the products are summed, the bias is added once."""
-    if tp is None:
-        return layer(x)
-    total = tp.sum(functional.linear(x, layer.weight))
-    return total if layer.bias is None else total + layer.bias.to(total.dtype)
-
-
 class Attention(nn.Module):
     """Multi-head attention, causal where the model is, with fewer key and value heads where it has them."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.by_tokens = False
+        """Whether between layers each rank of the group has its part of the tokens."""
         self.context: ExchangeGroup | None = None
         """Ranks that hold the other parts of the sequences."""
         self.recompute_core = False
@@ -141,13 +139,12 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.tp is None else self.tp.copy(x)
-        projected = self.query(x), self.key(x), self.value(x)
+        projected = column_products((self.query, self.key, self.value), x, self.tp, by_tokens=self.by_tokens)
         if self.recompute_core and torch.is_grad_enabled():
             mixed = checkpoint(self._core, *projected, use_reentrant=False)
         else:
             mixed = self._core(*projected)
-        return _row_parallel(self.output, mixed, self.tp)
+        return row_product(self.output, mixed, self.tp, by_tokens=self.by_tokens)
 
 
 class Mlp(nn.Module):
@@ -156,18 +153,17 @@ class Mlp(nn.Module):
     def __init__(self, model: Model, ffn_size: int) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.by_tokens = False
         self.gelu = "none" if model.family == "vit" else "tanh"
         self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
         self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
         self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.tp is None else self.tp.copy(x)
-        if self.gate is None:
-            inner = functional.gelu(self.up(x), approximate=self.gelu)
-        else:
-            inner = functional.silu(self.gate(x)) * self.up(x)
-        return _row_parallel(self.down, inner, self.tp)
+        first = (self.up,) if self.gate is None else (self.up, self.gate)
+        up, *gate = column_products(first, x, self.tp, by_tokens=self.by_tokens)
+        inner = functional.silu(gate[0]) * up if gate else functional.gelu(up, approximate=self.gelu)
+        return row_product(self.down, inner, self.tp, by_tokens=self.by_tokens)
 
 
 class Block(nn.Module):
@@ -201,6 +197,8 @@ class Head(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
+        self.split_over: TensorGroup | None = None
+        """Ranks between which what arrives here is split by tokens."""
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
@@ -210,8 +208,9 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.norm(x[:, 0] if self.pooled else x)
         if self.tp is not None:
-            return _spread_cross_entropy(self.output(self.tp.copy(x)).float(), targets, self.tp)
-        logits = self.output(x).float()
+            [spread] = column_products((self.output,), x, self.tp, by_tokens=self.split_over is not None)
+            return _spread_cross_entropy(spread.float(), targets, self.tp)
+        logits = self.output(join(x, self.split_over)).float()
         if self.correct is not None:
             self.correct += (logits.argmax(-1) == targets).sum()
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
@@ -268,6 +267,19 @@ def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup) ->
     for part in module.modules():
         if isinstance(part, Attention | Mlp) or (isinstance(part, TokenEmbedding | Head) and spread_vocabulary):
             part.tp = tp
+    if tp.by_tokens:
+        _split_tokens(module, tp)
+
+
+def _split_tokens(module: nn.Module, tp: TensorGroup) -> None:
+    """Let the parts of a layer know that between them tokens are split over a group; routed experts see all."""
+    routed = {inner for part in module.modules() if isinstance(part, Experts) for inner in part.modules()}
+    for part in module.modules():
+        if isinstance(part, Attention | Mlp) and part not in routed:
+            part.by_tokens = True
+        if isinstance(part, TokenEmbedding | Head | Experts):
+            part.split_over = tp
+    sum_gradients(module, tp)
 
 
 def attach_groups(

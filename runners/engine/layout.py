@@ -276,7 +276,9 @@ class Layout:
         return sorted((near | set(self.streams(rank)) | mates | {0}) - {rank})
 
 
-def check_runnable(problem: Problem, plan: Plan, context: int = 1, expert: int = 1) -> None:
+def check_runnable(
+    problem: Problem, plan: Plan, context: int = 1, expert: int = 1, *, sequence_parallel: bool = False
+) -> None:
     """Require what the runner can execute; `InputError` says what it cannot."""
     model = problem.model
     for s, stage in enumerate(plan.stages):
@@ -295,6 +297,8 @@ def check_runnable(problem: Problem, plan: Plan, context: int = 1, expert: int =
                     )
             if context > 1:
                 check_context(problem, tp, context, where)
+            if sequence_parallel:
+                check_sequence_parallel(problem, tp, context, where)
     if expert > 1:
         check_experts(Layout(problem, plan, context, expert))
     for use in plan.links:
@@ -332,6 +336,18 @@ def check_context(problem: Problem, tp: int, context: int, where: str) -> None:
     if kv_heads % context and context % kv_heads:
         raise InputError(
             f"{where}: found a cp degree of {context}, expected a divisor or multiple of its {kv_heads} kv heads"
+        )
+
+
+def check_sequence_parallel(problem: Problem, tp: int, context: int, where: str) -> None:
+    """Require tokens that the devices of a tensor-parallel group can split."""
+    model, tokens = problem.model, problem.batch.seq_len // context
+    if model.family == "vit":
+        raise InputError(f"{where}: found sequence parallelism with an image model, expected a language model")
+    if tokens % tp:
+        raise InputError(
+            f"batch.seq_len: found {tokens} tokens on a device, expected a multiple of the tp degree {tp} (with "
+            "sequence parallelism)"
         )
 
 

@@ -19,6 +19,8 @@ class Options:
     weight_decay: float = 0.1
     context: int = 1
     """Parts into which every sequence is cut, each for as many of a worker's devices."""
+    sequence_parallel: bool = False
+    """Whether the devices of a tensor-parallel group split the tokens between the layers that they cut."""
     expert: int = 1
     """Ranks that share out the experts of a layer."""
     balance: float = 0.0

@@ -86,7 +86,7 @@ def train(
         samples = samples or own.samples
         samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         own.measure(samples, plan.micro_batch_size)
-    check_runnable(problem, plan, options.context, options.expert)
+    check_runnable(problem, plan, options.context, options.expert, sequence_parallel=options.sequence_parallel)
     layout = Layout(problem, plan, options.context, options.expert)
     training: Training | None = None
     with contextlib.ExitStack() as opened:

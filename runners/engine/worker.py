@@ -45,6 +45,7 @@ from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.own_model import OwnModel
 from runners.engine.pretrained import Pretrained
+from runners.engine.sequence import TOKENS
 from runners.engine.sharding import ShardedBucket, Sharding
 
 COMPUTE_DTYPE = {
@@ -87,6 +88,10 @@ class StageWorker:
     ) -> None:
         self.on_action = on_action
         self.tp, self._tp_sums, self.context, self.experts = groups
+        self._by_tokens: TensorGroup | None = None
+        """Ranks between which activations are split by tokens."""
+        if self.tp is not None and options.sequence_parallel:
+            self.tp.by_tokens, self._by_tokens = True, self.tp
         self.layout, self.rank, self.wires, self.samples, self.log = layout, rank, wires, samples, log
         self.plan, model, batch = layout.plan, layout.problem.model, layout.problem.batch
         self.stage, self.worker, _ = self.plan.rank_places[rank]
@@ -267,10 +272,12 @@ class StageWorker:
             if self.tp is not None:
                 self.tp.broadcast_(received)
                 self.log.waited_s[str(action)] = start_s, time.time()
-        return received
+        return received if self._by_tokens is None else self._by_tokens.part(received, TOKENS).clone()
 
     def _send(self, step: int, kind: str, micro_batch: int, tensor: torch.Tensor) -> None:
         """Send what lets the action of that kind start on the neighbouring stage (a worker's first rank does)."""
+        if self._by_tokens is not None:
+            tensor = self._by_tokens.gather(tensor.detach(), TOKENS)
         if self.place:
             return
         peer = self.layout.peer(micro_batch, self.stage + (-1 if kind == "B" else 1), self.part)

@@ -8,19 +8,22 @@ from pathlib import Path
 from polygon.cost.memory import MemoryBreakdown, layer_memory, stage_memory
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import in_flight
+from runners.recipes.schema import ParallelPart
 
 MEASURED = "tensor-bytes-{}.json"
 
 
-def predicted_peaks(problem: Problem, plan: Plan, *, cp: int = 1, ep: int = 1) -> dict[int, MemoryBreakdown]:
+def predicted_peaks(problem: Problem, plan: Plan, parallel: ParallelPart | None = None) -> dict[int, MemoryBreakdown]:
     """Peak bytes of tensors on every rank, by `polygon.cost.memory`, without the context that only GPUs have.
 
     Parameters
     ----------
     problem, plan
-    cp, ep : int
-        Ranks of a worker that split every sequence; ranks that share out the experts.
+    parallel : ParallelPart, optional
+        How sequences and experts are split, which the plan does not say; None: not at all.
     """
+    parallel = parallel or ParallelPart()
+    cp = parallel.cp
     found: dict[int, MemoryBreakdown] = {}
     for s, stage in enumerate(plan.stages):
         held = in_flight(plan, s)
@@ -31,8 +34,9 @@ def predicted_peaks(problem: Problem, plan: Plan, *, cp: int = 1, ep: int = 1) -
                 tp=worker.tp // cp,
                 micro_batch_size=plan.micro_batch_size,
                 recompute=stage.recompute,
+                sequence_parallel=parallel.sequence,
                 cp=cp,
-                ep=ep,
+                ep=parallel.ep,
                 fused=False,  # the engine's layers are torch's, operation by operation
             )
             peak = stage_memory(

@@ -94,6 +94,8 @@ class ParallelPart(Strict):
     dp: Count = 1
     tp: Count = 1
     pp: Count = 1
+    sequence: bool = False
+    """Whether the tp ranks split the tokens wherever they do not split layers (Megatron's sequence parallelism)."""
     cp: Count = 1
     """Ranks that split every sequence."""
     ep: Count = 1

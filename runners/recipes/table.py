@@ -75,6 +75,7 @@ def degrees(recipe: Recipe) -> str:
         return "plan"
     named = ((name, getattr(recipe.parallel, name)) for name in ("dp", "tp", "pp", "cp", "ep"))
     words = [f"{name} {value}" for name, value in named if value > 1]
+    words += ["sequence"] if recipe.parallel.sequence else []
     return ", ".join(words + ([f"ZeRO-{recipe.parallel.zero}"] if recipe.parallel.zero else [])) or "none"
 
 

@@ -123,7 +123,9 @@ def agree(steps, expected):
     [
         ("dense", {"cp": 4}),
         ("dense", {"tp": 2, "cp": 2, "zero": 1}),
+        ("dense", {"tp": 2, "cp": 2, "zero": 3, "sequence": True}),
         ("moe", {"tp": 2, "cp": 2, "ep": 2}),
+        ("moe", {"tp": 2, "pp": 2, "sequence": True}),
         ("moe", {"dp": 2, "cp": 2, "ep": 4}),
         ("moe", {"dp": 2, "pp": 2, "ep": 2, "zero": 3}),
     ],
@@ -212,9 +214,13 @@ def test_pipeline_carries_each_token_once():
         ({"cp": 3}, "expected a multiple of the cp degree 3"),
         ({"cp": 8}, "expected a divisor of the 4 heads"),
         ({"dp": 2, "ep": 2}, "expected a divisor of the model's 0 experts"),
+        ({"sequence": True}, "parallel.sequence: found true with tp 1"),
+        ({"tp": 2, "cp": 2, "sequence": True}, "found 15 tokens on a device, expected a multiple of the tp degree 2"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(parallel, message):
     """Degrees that do not divide what they split are refused before anything starts."""
+    seq_len = 30 if "15 tokens" in message else 32
+    batch = {"global_batch": 8, "micro_batch": 2, "seq_len": seq_len}
     with pytest.raises(InputError, match=message):
-        problem_and_plan(job_of(DENSE, parallel))
+        problem_and_plan(job_of(DENSE, parallel, batch=batch))

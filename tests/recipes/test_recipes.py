@@ -41,7 +41,7 @@ def test_large_recipes_fit_their_devices(path, capsys):
     recipe = read_recipe(path)
     problem, plan = problem_and_plan(Job(recipe, FOLDER, Path()))
     parallel, model = recipe.parallel, problem.model
-    rows = needs(problem, plan, cp=parallel.cp, ep=parallel.ep)
+    rows = needs(problem, plan, parallel)
     assert sum(row["ranks"] for row in rows) == parallel.world_size
     if not model.experts:
         assert model.parameters == pytest.approx(3.086e9, rel=1e-3)

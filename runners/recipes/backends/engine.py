@@ -59,6 +59,8 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
             f"batch.global_batch: found {batch.global_batch}, expected a multiple of dp x micro_batch = "
             f"{parallel.dp * recipe.batch.micro_batch}"
         )
+    if parallel.sequence and parallel.tp == 1:
+        raise InputError("parallel.sequence: found true with tp 1, expected a tensor-parallel degree > 1")
     if parallel.pp > model.blocks:
         raise InputError(f"parallel.pp: found {parallel.pp}, expected at most the {model.blocks} blocks")
     problem = Problem(cluster=equal_devices(recipe), model=model, batch=batch)
@@ -72,7 +74,7 @@ def problem_and_plan(job: Job) -> tuple[Problem, Plan]:
         schedule=parallel.schedule,
     )
     plan = plan_of(problem, config)
-    check_runnable(problem, plan, parallel.cp, parallel.ep)
+    check_runnable(problem, plan, parallel.cp, parallel.ep, sequence_parallel=parallel.sequence)
     return problem, plan
 
 
@@ -101,6 +103,7 @@ def options_of(job: Job, log_dir: Path | None = None) -> Options:
         weights=None if recipe.model.weights is None else beside(job.folder, recipe.model.weights),
         context=recipe.parallel.cp,
         expert=recipe.parallel.ep,
+        sequence_parallel=recipe.parallel.sequence,
         offload_optimizer=recipe.memory.offload != "none",
         seed=recipe.seed,
         checkpoint_dir=None if saved is None else beside(job.folder, saved.folder),
@@ -144,8 +147,7 @@ def summary(job: Job) -> dict[str, Any]:
     """Figures of the run; also writes its timeline and one line a step over all ranks."""
     problem, plan = problem_and_plan(job)
     write_trace(problem, plan, job.out)
-    parallel = job.recipe.parallel
-    predicted = predicted_peaks(problem, plan, cp=parallel.cp, ep=parallel.ep)
+    predicted = predicted_peaks(problem, plan, job.recipe.parallel)
     return summarise(problem, plan, job.out) | {
         "predicted_peak_bytes": max(peak.total_bytes for peak in predicted.values())
     }

@@ -78,6 +78,7 @@ def check_replicated(job: Job) -> None:
     parallel = recipe.parallel
     for name in ("tp", "pp", "cp", "ep"):
         require(getattr(parallel, name) == 1, f"parallel.{name}", getattr(parallel, name), "1 (else backend engine)")
+    require(not parallel.sequence, "parallel.sequence", True, "false (else backend engine)")
     each = parallel.dp * recipe.batch.micro_batch
     found = recipe.batch.global_batch
     require(found % each == 0, "batch.global_batch", found, f"a multiple of dp x micro_batch = {each}")

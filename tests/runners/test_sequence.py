@@ -1,0 +1,101 @@
+"""Tokens split over a tensor-parallel group: the whole model's loss and gradients, and less kept for backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from polygon_comm.tensor_group import TensorGroup
+from polygon_comm.transport import gloo_devices
+from torch import distributed
+
+from runners.engine.layers import build_layers, layer_name, shard_dim
+from runners.recipes.tensor_bytes import TensorBytes
+from tests.real_ranks import run_ranks
+from tests.small_problems import small_model
+
+TOKENS, ROWS = 16, 3
+GPT = small_model(max_seq_len=TOKENS, heads=4, kv_heads=4)
+LLAMA = replace(GPT, family="llama", kv_heads=2, gated_mlp=True, rms_norm=True, learned_positions=False)
+MODELS = {
+    "biases and learned positions": GPT,
+    "a vocabulary that is not cut": replace(GPT, vocab_size=GPT.vocab_size + 1, tied_embeddings=False),
+    "gates and grouped heads": LLAMA,
+    "experts": replace(LLAMA, experts=4, experts_per_token=2, expert_ffn_size=32, shared_experts=1),
+}
+
+
+def drawn(model):
+    ids = torch.randint(model.vocab_size, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def forward(layers, model, ids, targets):
+    x = ids
+    for layer in range(model.layers - 1):
+        x = layers[str(layer)](x)
+    return layers[str(model.layers - 1)](x, targets)
+
+
+def tensor_group(rank, port, *, by_tokens):
+    store = distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
+    devices = gloo_devices(1, "127.0.0.1")
+    group = TensorGroup(store, rank, 2, devices=devices, timeout_s=60.0, device=torch.device("cpu"))
+    group.by_tokens = by_tokens
+    return group
+
+
+def differences(rank, port, precision):
+    """Of every model: relative difference of the loss, and the largest of a gradient, from the whole model's."""
+    found, group = {}, tensor_group(rank, port, by_tokens=True)
+    for name, model in MODELS.items():
+        layers = build_layers(model, range(model.layers), 0, tp=group)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            loss = forward(layers, model, *drawn(model))
+        loss.backward()
+        whole = build_layers(model, range(model.layers), 0)
+        expected = forward(whole, model, *drawn(model))
+        expected.backward()
+        off = []
+        for (key, parameter), wanted in zip(layers.named_parameters(), whole.parameters(), strict=True):
+            if key.endswith("key.bias"):
+                continue  # it changes no attention: its gradient is rounding alone
+            layer, _, part = key.partition(".")
+            dim = shard_dim(model, f"{layer_name(model, int(layer))}.{part}", 2)
+            gradient = parameter.grad if dim is None else group.gather(parameter.grad, dim)
+            off.append(float((gradient - wanted.grad).norm() / wanted.grad.norm()))
+        found[name] = abs(loss.item() / expected.item() - 1), max(off)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_loss_and_gradients_are_those_of_the_whole_model(precision, tolerance):
+    """Norms, biases, positions, routers, cut and whole vocabularies: every gradient on both ranks."""
+    for found in run_ranks(differences, 2, precision):
+        assert found.keys() == MODELS.keys()
+        for name, (loss, gradient) in found.items():
+            # Which expert a token goes to turns with the rounding of 16 bits.
+            assert loss < tolerance / 10 and (gradient < tolerance or (name, precision) == ("experts", "bf16"))
+
+
+def kept_bytes(rank, port, by_tokens):
+    """Bytes that live between forward and backward of a block, and its input's."""
+    model = replace(LLAMA, heads=2, kv_heads=2, head_dim=32)
+    group = tensor_group(rank, port, by_tokens=by_tokens)
+    block = build_layers(model, [1], 0, tp=group)["1"]
+    x = torch.randn(ROWS, TOKENS // (2 if by_tokens else 1), model.hidden_size, requires_grad=True)
+    with TensorBytes() as tensors:
+        out = block(x)
+        kept = tensors.alive_bytes
+    out.sum().backward()
+    return kept + x.nbytes
+
+
+def test_what_lies_between_the_products_is_kept_once():
+    """Two ranks split what norms and residual sums keep, and do not keep the gathered inputs of products.
+
+    By hand: the block's input, the sum in its middle and its result; of each norm the values before and after its
+    weight, and a factor a token.
+    """
+    [whole, _], [split, _] = (run_ranks(kept_bytes, 2, by_tokens) for by_tokens in (False, True))
+    tokens = ROWS * TOKENS * 4
+    assert whole - split == ((3 + 2 * 2) * LLAMA.hidden_size + 2) * tokens // 2
