@@ -31,7 +31,8 @@ class Bank(NamedTuple):
     tp: np.ndarray
     nodes: np.ndarray
     devices_per_node: np.ndarray
-    """(c,) ints; the last two of the class's pool."""
+    first_node: np.ndarray
+    """(c,) ints; the last three of the class's pool, whose nodes are numbered over the whole cluster."""
     kind: np.ndarray
     """(c,) first class that computes and stores alike (same device, node links and degree, whatever the pool)."""
     forward_s: np.ndarray
@@ -157,6 +158,7 @@ def build_bank(
         tp=np.array([t for _, t in classes], dtype=np.int64),
         nodes=np.array([pool.nodes for pool in pools], dtype=np.int64),
         devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
+        first_node=links.first_node[[p for p, _ in classes]],
         kind=_kinds(tables, classes),
         forward_s=forward,
         backward_s=backward,

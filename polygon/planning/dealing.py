@@ -1,22 +1,48 @@
-"""Which devices of a pool serve which stage: the workers of a stage on as few nodes as can be."""
+"""Which devices of a pool serve which stage: the workers of a stage on as few nodes as can be.
+
+Larger degrees go first, so that no worker straddles two nodes. Of one degree stages come in their order, which puts
+neighbours on one node; or the widest first, if otherwise a group that one node could hold would be on two.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-Group = tuple[int, int, int]
-"""Devices of a worker, stage, workers."""
+from polygon.kernel_options import kernel
+
 Place = tuple[int, int]
 """First device of a worker, counted from the pool's first, and how many it has."""
 
 
+class Dealing(NamedTuple):
+    """Room to deal out one pool: groups of equal workers of one stage go in, their places come out."""
+
+    tp: np.ndarray
+    stage: np.ndarray
+    count: np.ndarray
+    """(groups,) devices of a worker, stage and workers of every group."""
+    order: np.ndarray
+    """(groups,) in which groups are dealt."""
+    begun: np.ndarray
+    free: np.ndarray
+    """(nodes,) devices dealt and left, of every node."""
+    group: np.ndarray
+    first: np.ndarray
+    workers: np.ndarray
+    """(places,) group, first device and how many workers side by side from there."""
+
+
+def dealing_for(groups: int, nodes: int, degrees: int) -> Dealing:
+    """Room for so many groups on so many nodes: a place ends its group, or leaves no room for another of its degree."""
+    places = groups + nodes * degrees
+    return Dealing(*(np.zeros(n, dtype=np.int64) for n in (*[groups] * 4, *[nodes] * 2, *[places] * 3)))
+
+
 def deal_devices(counts: np.ndarray, degrees: Sequence[int], devices: int, per_node: int) -> list[list[Place]]:
     """Deal out the devices of one pool.
-
-    Larger degrees go first, so that no worker straddles two nodes. Of one degree stages come in their order, which puts
-    neighbours on one node; or the widest first, if otherwise a stage that one node could hold would be on two.
 
     Parameters
     ----------
@@ -32,39 +58,76 @@ def deal_devices(counts: np.ndarray, degrees: Sequence[int], devices: int, per_n
     list of list of tuple of int
         For every stage its workers, class by class.
     """
-    groups = [(tp, s, int(counts[s, c])) for c, tp in enumerate(degrees) for s in np.flatnonzero(counts[:, c]).tolist()]
-    in_order = _first_fit(groups, len(counts), devices, per_node)
-    if in_order is None:  # nodes that are no multiple of the degrees: a worker has to straddle two
-        return _first_fit(groups, len(counts), devices, devices) or []
-    if _cuts(in_order, per_node) == 0:
-        return in_order
-    widest = _first_fit(sorted(groups, key=lambda g: (-g[0], -g[2], g[1])), len(counts), devices, per_node)
-    return widest if widest is not None and _cuts(widest, per_node) < _cuts(in_order, per_node) else in_order
-
-
-def _first_fit(groups: Sequence[Group], stages: int, devices: int, per_node: int) -> list[list[Place]] | None:
-    """Every group on the first node that holds all of it, else on the emptiest nodes; None if a worker fits nowhere."""
-    first = np.arange(0, devices, per_node)
-    free = np.minimum(per_node, devices - first)
-    result: list[list[Place]] = [[] for _ in range(stages)]
-    for tp, s, count in groups:
-        left = count
-        while left:
-            holding = np.flatnonzero(free >= left * tp)
-            node = int(holding[0]) if len(holding) else int(free.argmax())
-            taken = min(left, int(free[node]) // tp)
-            if taken == 0:
-                return None
-            result[s] += [(int(first[node]) + k * tp, tp) for k in range(taken)]
-            first[node] += taken * tp
-            free[node] -= taken * tp
-            left -= taken
+    column, stage = np.nonzero(counts.T)
+    room = dealing_for(len(stage), -(-devices // per_node), len(degrees))
+    room.tp[:], room.stage[:], room.count[:] = np.asarray(degrees)[column], stage, counts[stage, column]
+    result: list[list[Place]] = [[] for _ in counts]
+    for k in range(deal(room, len(stage), devices, per_node)):
+        g = room.group[k]
+        tp, first = int(room.tp[g]), int(room.first[k])
+        result[room.stage[g]] += [(first + i * tp, tp) for i in range(room.workers[k])]
     return result
 
 
-def _cuts(dealt: Sequence[Sequence[Place]], per_node: int) -> int:
-    """Nodes that stages are on beyond the fewest that could hold each."""
-    return sum(
-        len({first // per_node for first, _ in workers}) - -(-sum(tp for _, tp in workers) // per_node)
-        for workers in dealt
-    )
+@kernel
+def deal(room: Dealing, groups: int, devices: int, per_node: int) -> int:
+    """Deal out a pool to groups given by falling degree, and of one degree by stage; returns the number of places."""
+    fewest = 0
+    for g in range(groups):
+        room.order[g] = g
+        fewest += (room.count[g] * room.tp[g] + per_node - 1) // per_node
+    in_order = first_fit(room, groups, devices, per_node)
+    if in_order <= fewest:
+        # No group is on more nodes than it needs; or (-1) nodes are no multiple of the degrees: workers straddle two.
+        return in_order if in_order >= 0 else first_fit(room, groups, devices, devices)
+    for i in range(1, groups):
+        j = i
+        while j > 0 and room.tp[j - 1] == room.tp[i] and room.count[room.order[j - 1]] < room.count[i]:
+            room.order[j] = room.order[j - 1]
+            j -= 1
+        room.order[j] = i
+    widest = first_fit(room, groups, devices, per_node)
+    if 0 <= widest < in_order:
+        return widest
+    for g in range(groups):
+        room.order[g] = g
+    return first_fit(room, groups, devices, per_node)
+
+
+@kernel
+def first_fit(room: Dealing, groups: int, devices: int, per_node: int) -> int:
+    """Every group on the first node that holds all of it, else on the emptiest nodes; places, -1 if a worker has none.
+
+    A group has one place on every node that it is on.
+    """
+    nodes = (devices + per_node - 1) // per_node
+    for node in range(nodes):
+        room.begun[node] = node * per_node
+        room.free[node] = min(per_node, devices - node * per_node)
+    fresh, places = 0, 0
+    for k in range(groups):
+        g = room.order[k]
+        tp, left = room.tp[g], room.count[g]
+        while left > 0:
+            chosen = -1
+            if left * tp <= per_node:
+                for node in range(min(fresh + 1, nodes)):
+                    if room.free[node] >= left * tp:
+                        chosen = node
+                        break
+            if chosen < 0:
+                # No node begun is as empty as a fresh one, but the last may be smaller.
+                chosen = min(fresh, nodes - 1)
+                for node in range(nodes if fresh >= nodes - 1 else 0):
+                    if room.free[node] > room.free[chosen] or (room.free[node] == room.free[chosen] and node < chosen):
+                        chosen = node
+            taken = min(left, room.free[chosen] // tp)
+            if taken == 0:
+                return -1
+            room.group[places], room.first[places], room.workers[places] = g, room.begun[chosen], taken
+            room.begun[chosen] += taken * tp
+            room.free[chosen] -= taken * tp
+            fresh = max(fresh, chosen + 1)
+            places += 1
+            left -= taken
+    return places

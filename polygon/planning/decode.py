@@ -91,7 +91,7 @@ class Decoder:
         return build_bank(self.tables, self.classes, micro_batch_size, may, min(self._widest, 256))
 
     def _room(self, rows: int) -> Work:
-        return work_for(rows, len(self.classes), len(self.problem.cluster.regions))
+        return work_for(self.bank(self.tables.micro_batch_sizes[0]), rows)
 
     def bank(self, micro_batch_size: int) -> Bank:
         """Arrays of the problem at a micro-batch size."""

@@ -169,7 +169,7 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: Work) -> float:
     x : ndarray of int64, shape (stages, classes)
         Without empty rows.
     work : Work
-        Of `work_for` the shape of x.
+        Of `work_for` the rows of x.
     """
     n, layers = x.shape[0], bank.parameters.shape[1] - 1
     bounds, options = np.zeros(n + 1, dtype=np.int64), np.zeros(n, dtype=np.int64)
@@ -247,4 +247,4 @@ def _floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray, work:
 
 def floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray) -> None:
     """`floor_s` of many allocations of equally many stages, shape (allocations, stages, classes); fills `out`."""
-    _floors_s(bank, limits, xs, out, work_for(xs.shape[1], xs.shape[2], len(bank.stands)))
+    _floors_s(bank, limits, xs, out, work_for(bank, xs.shape[1]))

@@ -47,15 +47,13 @@ def places_for(rows: int, regions: int) -> Places:
 
 @inner
 def find_places(bank: Bank, stages: Stages, n: int, places: Places) -> None:
-    """Fill in what every region lends to the first n stages, all but the shares."""
+    """Fill in what every region lends to the first n stages, all but nodes (`find_hosts`) and shares."""
     for s in range(n):
         for r in range(places.nodes.shape[1]):
-            places.nodes[s, r], places.workers[s, r], places.pool[s, r], places.rates[s, r] = 0, 0, 0, 0.0
+            places.workers[s, r], places.pool[s, r], places.rates[s, r] = 0, 0, 0.0
         for i in range(stages.members[s]):
             c, count = stages.classes[s, i], stages.counts[s, i]
             r = bank.region[c]
-            per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
-            places.nodes[s, r] += (count + per_node - 1) // per_node
             places.workers[s, r] += count
             places.pool[s, r] = bank.pool[c]
             places.rates[s, r] += count / stages.seconds[s, i]

@@ -25,6 +25,7 @@ from polygon.cost.reduction import LevelsRoom, levels_room, levels_s
 from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
 from polygon.planning.flow import Places, boundary_s, find_places, lock_shares, places_for
+from polygon.planning.hosts import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
 from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
 
@@ -37,19 +38,41 @@ REASONS = {
 }
 
 
+class Reductions(NamedTuple):
+    """What every stage has to do when its backward ends: arrays of shape (rows,)."""
+
+    whole: np.ndarray
+    inside: np.ndarray
+    far: np.ndarray
+    """Seconds to reduce without waiting for other stages, those of them inside regions, and the latency between
+    regions."""
+    update: np.ndarray
+    tied: np.ndarray
+    """Seconds of the update, and before it of the exchange of tied embeddings."""
+    n_bytes: np.ndarray
+    """Gradient bytes of a worker."""
+    lane_bytes: np.ndarray
+    lanes: np.ndarray
+    """As in `pairs_free_s`."""
+    begin: np.ndarray
+    tail: np.ndarray
+    zeros: np.ndarray
+    """When it begins, seconds from its end to that of the step, and zeros for the one or the other."""
+
+
 class Work(NamedTuple):
     """Room in which `fluid_step_s` works; of what it leaves there, only the lists by class of `stages` are of use."""
 
     stages: Stages
     places: Places
+    hosts: Hosts
     trial: np.ndarray
     """(rows + 1,)."""
     passing: np.ndarray
     message: np.ndarray
     """(rows,) seconds of a stage's slowest worker, and of the slowest way to the next stage, for a micro-batch."""
+    reduction: Reductions
     pools: np.ndarray
-    nodes: np.ndarray
-    on_node: np.ndarray
     """(classes,) of one stage, as in `levels_s`."""
     wire_bytes: np.ndarray
     pair_share: np.ndarray
@@ -57,17 +80,36 @@ class Work(NamedTuple):
     levels: LevelsRoom
 
 
-def work_for(rows: int, classes: int, regions: int) -> Work:
-    """Room for allocations of a shape."""
+def reductions_for(rows: int) -> Reductions:
+    """Room for allocations of so many rows."""
+    whole, inside, far, update, tied, n_bytes, lane_bytes, begin, tail, zeros = np.zeros((10, rows))
+    return Reductions(
+        whole=whole,
+        inside=inside,
+        far=far,
+        update=update,
+        tied=tied,
+        n_bytes=n_bytes,
+        lane_bytes=lane_bytes,
+        lanes=np.zeros(rows, dtype=np.int64),
+        begin=begin,
+        tail=tail,
+        zeros=zeros,
+    )
+
+
+def work_for(bank: Bank, rows: int) -> Work:
+    """Room for allocations of so many rows."""
+    classes, regions = len(bank.pool), len(bank.stands)
     return Work(
         stages=stages_for(rows, classes),
         places=places_for(rows, regions),
+        hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
         passing=np.zeros(rows),
         message=np.zeros(rows),
+        reduction=reductions_for(rows),
         pools=np.zeros(classes, dtype=np.int64),
-        nodes=np.zeros(classes, dtype=np.int64),
-        on_node=np.zeros(classes, dtype=np.int64),
         wire_bytes=np.zeros((regions, regions)),
         pair_share=np.zeros((regions, regions)),
         levels=levels_room(classes, regions),
@@ -90,7 +132,7 @@ def fluid_step_s(
     stages_out : ndarray of int64, shape (3,)
         Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
     work : Work
-        Of `work_for` the shape of x.
+        Of `work_for` the rows of x.
     """
     stages = work.stages
     n = gather_stages(x, stages)
@@ -120,11 +162,15 @@ def fluid_step_s(
             if n > 1 and bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]:
                 ways = 2
     find_places(bank, stages, n, work.places)
+    shared = find_hosts(bank, stages, n, work.places.nodes, work.hosts)
+    norm = _price_reductions(bank, work, n, bounds, options)
+    if norm == np.inf:
+        return np.inf, NO_LINK
     best = np.inf
     for way in range(ways):
         end = _pipeline_s(bank, work, n, bounds, options, way == 1)
         local_steps = bank.local_steps if way + 1 == ways else 1
-        value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps)
+        value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
         if value < best or way == 0:
             best = value
             stages_out[1], stages_out[2] = way, steps
@@ -173,35 +219,24 @@ def _pipeline_s(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.
 
 
 @inner
-def _with_reductions(
-    bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, end: float, local_steps: int
-) -> tuple[float, int]:
-    """When the last of n stages has reduced and updated (inf without a link), and the local steps.
+def _price_reductions(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray) -> float:
+    """Price the reductions and updates of n stages, each by itself: fills `reduction`.
 
-    `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
-    itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
-    weights in a stage; the shorter of both counts.
+    Returns the seconds in which all regions agree on the gradient's norm; inf where a link is missing.
     """
-    stages, workers = work.stages, work.places.workers
-    regions = bank.activation_wire.shape[0]
-    layers = bank.parameters.shape[1] - 1
+    stages, hosts, of = work.stages, work.hosts, work.reduction
+    nodes = work.places.nodes
+    regions, layers = nodes.shape[1], bank.parameters.shape[1] - 1
     for a in range(regions):
         for b in range(regions):
             together = 0.0
             for s in range(n):
-                if workers[s, a] > 0 and workers[s, b] > 0:
+                if nodes[s, a] > 0 and nodes[s, b] > 0:
                     together += 1.0
             work.pair_share[a, b] = together
-    for s in range(n):
-        if bank.option_zero[options[s]] == 3:
-            local_steps = 1
-        for i in range(stages.members[s]):
-            if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
-                local_steps = 1
-        for r in range(regions):
-            if (workers[s, r] > 0) != (workers[0, r] > 0):
-                local_steps = 1
-    step, early, local_step, outer = 0.0, 0.0, 0.0, 0.0
+    tied = 0.0
+    if bank.tied_values > 0 and n > 1:
+        tied = _tied_s(bank, stages, n - 1)
     for s in range(n):
         m = stages.members[s]
         n_values, update = 0.0, 0.0
@@ -213,22 +248,26 @@ def _with_reductions(
             n_values = max(n_values, here * bank.tp[c])
             shards = count if bank.option_zero[options[s]] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
-            per_node = max(1, bank.devices_per_node[c] // bank.tp[c])
             work.pools[i] = bank.pool[c]
-            work.nodes[i] = (count + per_node - 1) // per_node
-            work.on_node[i] = min(count, per_node)
-        reduction, inside, far = 0.0, 0.0, 0.0
+        of.n_bytes[s], of.update[s] = n_values * bank.gradient_bytes, update
+        of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
+        of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
         if m > 1 or stages.counts[s, 0] > 1:
-            n_bytes = n_values * bank.gradient_bytes
+            lent, lanes = 0, 0
             for a in range(regions):
+                if nodes[s, a] == 0:
+                    continue
+                lanes = nodes[s, a] if lent == 0 else min(lanes, nodes[s, a])
+                lent += 1
                 for b in range(regions):
-                    work.wire_bytes[a, b] = n_bytes * bank.gradient_ratio[a, b]
-            node_s, region_s, across_s, far = levels_s(
-                n_bytes,
+                    if nodes[s, b] > 0:
+                        work.wire_bytes[a, b] = of.n_bytes[s] * bank.gradient_ratio[a, b]
+            node_s, region_s, across_s, of.far[s] = levels_s(
+                of.n_bytes[s],
                 m,
                 work.pools,
-                work.nodes,
-                work.on_node,
+                hosts.member_nodes[s],
+                hosts.member_most[s],
                 work.wire_bytes,
                 work.pair_share,
                 bank.pool_region,
@@ -240,46 +279,92 @@ def _with_reductions(
                 False,
                 work.levels,
             )
-            reduction, inside = node_s + region_s + across_s, node_s + region_s
-            if not reduction < np.inf:
-                return np.inf, 1
-        tied = 0.0
-        if bank.tied_values > 0 and n > 1 and (s == 0 or s == n - 1):
-            tied = _tied_s(bank, stages, n - 1)
-            if tied == np.inf:
-                return np.inf, 1
-        # Backward is about two thirds of passing a stage; layers are reduced while it runs.
-        backward = work.passing[s] * 2 / 3
-        depth = bounds[s + 1] - bounds[s]
-        exposed = max(far + (reduction - far) / depth, reduction - backward * (depth - 1) / depth)
-        step = max(step, end - early + exposed + tied + update)
-        exposed = max(inside / depth, inside - backward * (depth - 1) / depth)
-        local_step = max(local_step, end - early + exposed + tied + update)
-        outer = max(outer, reduction)
-        early += backward + work.message[s]
-    step += _norm_s(bank, work, n, options)
-    local_step += outer / local_steps
-    if local_steps > 1 and local_step < step:
-        return local_step, local_steps
-    return step, 1
+            of.whole[s], of.inside[s] = node_s + region_s + across_s, node_s + region_s
+            of.lanes[s], of.lane_bytes[s] = lanes, 2 / lent * of.n_bytes[s] / lanes
+        if not of.whole[s] + of.tied[s] < np.inf:
+            return np.inf
+    return _norm_s(bank, work, n, options)
 
 
 @inner
 def _norm_s(bank: Bank, work: Work, n: int, options: np.ndarray) -> float:
     """Seconds to agree on the gradient's norm, as `step_times.gradient_norm_s` prices it."""
-    stages, workers = work.stages, work.places.workers
+    stages, used = work.stages, work.pair_share
     everywhere = n == 1 and bank.option_zero[options[0]] < 2
     for i in range(stages.members[0]):
         everywhere = everywhere and bank.tp[stages.classes[0, i]] == 1
     if everywhere:
         return 0.0
     longest = 0.0
-    for a in range(workers.shape[1]):
-        for b in range(workers.shape[1]):
-            linked = a != b and bank.bytes_per_s[bank.stands[a], bank.stands[b]] > 0
-            if linked and workers[:n, a].sum() > 0 and workers[:n, b].sum() > 0:
-                longest = max(longest, bank.latency_s[bank.stands[a], bank.stands[b]])
+    for a in range(used.shape[0]):
+        for b in range(used.shape[0]):
+            pa, pb = bank.stands[a], bank.stands[b]
+            if a != b and used[a, a] > 0 and used[b, b] > 0 and bank.bytes_per_s[pa, pb] > 0:
+                longest = max(longest, bank.latency_s[pa, pb])
     return longest
+
+
+@inner
+def _with_reductions(
+    bank: Bank,
+    work: Work,
+    n: int,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    end: float,
+    local_steps: int,
+    norm: float,
+    shared: bool,
+) -> tuple[float, int]:
+    """When the last of n stages has reduced and updated, and the local steps.
+
+    `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
+    itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
+    weights in a stage; the shorter of both counts.
+
+    Parameters
+    ----------
+    norm : float
+        Seconds in which all regions agree on the gradient's norm; without it no worker waits for other stages.
+    shared : bool
+        Whether any node serves several stages: then they wait for one another (`polygon.planning.hosts`).
+    """
+    stages, nodes, of = work.stages, work.places.nodes, work.reduction
+    for s in range(n):
+        if bank.option_zero[options[s]] == 3:
+            local_steps = 1
+        for i in range(stages.members[s]):
+            if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
+                local_steps = 1
+        for r in range(nodes.shape[1]):
+            if (nodes[s, r] > 0) != (nodes[0, r] > 0):
+                local_steps = 1
+    step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
+    for s in range(n):
+        # Backward is about two thirds of passing a stage; layers are reduced while it runs.
+        backward, depth = work.passing[s] * 2 / 3, bounds[s + 1] - bounds[s]
+        of.begin[s] = end - early - backward * (depth - 1) / depth
+        of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
+        whole = max(end - early + of.far[s] + (of.whole[s] - of.far[s]) / depth, of.begin[s] + of.whole[s])
+        step = max(step, whole + of.tail[s])
+        inside = max(end - early + of.inside[s] / depth, of.begin[s] + of.inside[s])
+        local_step = max(local_step, inside + of.tail[s])
+        outer = max(outer, of.whole[s])
+        update = max(update, of.update[s])
+        early += backward + work.message[s]
+    if shared:
+        free = cards_free_s(bank, work.hosts, n, nodes, of.n_bytes, of.begin, of.tail)
+        local_step, step = max(local_step, free), max(step, free)
+        args = bank, work.hosts, n, of.lane_bytes, of.lanes
+        step = pairs_free_s(*args, of.begin, of.tail, step)
+        if local_steps > 1:
+            outer = pairs_free_s(*args, of.zeros, of.zeros, outer)
+    if norm > 0:
+        step, local_step = step + norm + update, local_step + update
+    local_step += outer / local_steps
+    if local_steps > 1 and local_step < step:
+        return local_step, local_steps
+    return step, 1
 
 
 @inner

@@ -45,7 +45,7 @@ def test_no_plan_beats_its_allocations_floor(seed, wild):
         x = everything.random(rng)
         rows = x.workers[x.workers.any(axis=1)]
         size = x.micro_batch_size
-        work = work_for(*rows.shape, len(problem.cluster.regions))
+        work = work_for(decoder.bank(size), len(rows))
         floor = floor_s(decoder.bank(size), limits_of(decoder, size), rows, work) if len(rows) else 0.0
         for relax in (False, True):
             plan = decoder.decode(x, relax=relax)
@@ -53,7 +53,7 @@ def test_no_plan_beats_its_allocations_floor(seed, wild):
                 assert decoder.step_times(plan).step_s >= floor
     size = everything.sizes[0]
     x = np.ones((1, len(decoder.classes)), dtype=np.int64)
-    arguments = decoder.bank(size), limits_of(decoder, size), x, work_for(*x.shape, len(problem.cluster.regions))
+    arguments = decoder.bank(size), limits_of(decoder, size), x, work_for(decoder.bank(size), len(x))
     assert floor_s(*arguments) == floor_s.py_func(*arguments)
 
 
