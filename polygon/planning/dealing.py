@@ -22,7 +22,7 @@ class Dealing(NamedTuple):
 
     tp: np.ndarray
     stage: np.ndarray
-    count: np.ndarray
+    width: np.ndarray
     """(groups,) devices of a worker, stage and workers of every group."""
     order: np.ndarray
     """(groups,) in which groups are dealt."""
@@ -60,7 +60,7 @@ def deal_devices(counts: np.ndarray, degrees: Sequence[int], devices: int, per_n
     """
     column, stage = np.nonzero(counts.T)
     room = dealing_for(len(stage), -(-devices // per_node), len(degrees))
-    room.tp[:], room.stage[:], room.count[:] = np.asarray(degrees)[column], stage, counts[stage, column]
+    room.tp[:], room.stage[:], room.width[:] = np.asarray(degrees)[column], stage, counts[stage, column]
     result: list[list[Place]] = [[] for _ in counts]
     for k in range(deal(room, len(stage), devices, per_node)):
         g = room.group[k]
@@ -75,14 +75,14 @@ def deal(room: Dealing, groups: int, devices: int, per_node: int) -> int:
     fewest = 0
     for g in range(groups):
         room.order[g] = g
-        fewest += (room.count[g] * room.tp[g] + per_node - 1) // per_node
+        fewest += (room.width[g] * room.tp[g] + per_node - 1) // per_node
     in_order = first_fit(room, groups, devices, per_node)
     if in_order <= fewest:
         # No group is on more nodes than it needs; or (-1) nodes are no multiple of the degrees: workers straddle two.
         return in_order if in_order >= 0 else first_fit(room, groups, devices, devices)
     for i in range(1, groups):
         j = i
-        while j > 0 and room.tp[j - 1] == room.tp[i] and room.count[room.order[j - 1]] < room.count[i]:
+        while j > 0 and room.tp[j - 1] == room.tp[i] and room.width[room.order[j - 1]] < room.width[i]:
             room.order[j] = room.order[j - 1]
             j -= 1
         room.order[j] = i
@@ -107,7 +107,7 @@ def first_fit(room: Dealing, groups: int, devices: int, per_node: int) -> int:
     fresh, places = 0, 0
     for k in range(groups):
         g = room.order[k]
-        tp, left = room.tp[g], room.count[g]
+        tp, left = room.tp[g], room.width[g]
         while left > 0:
             chosen = -1
             if left * tp <= per_node:

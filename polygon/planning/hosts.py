@@ -109,10 +109,10 @@ def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hos
                 kind = stages.classes[s, at[s]]
                 j = groups
                 while j > 0 and room.tp[j - 1] < bank.tp[kind]:
-                    room.tp[j], room.stage[j], room.count[j] = room.tp[j - 1], room.stage[j - 1], room.count[j - 1]
+                    room.tp[j], room.stage[j], room.width[j] = room.tp[j - 1], room.stage[j - 1], room.width[j - 1]
                     hosts.member[j] = hosts.member[j - 1]
                     j -= 1
-                room.tp[j], room.stage[j], room.count[j] = bank.tp[kind], s, stages.counts[s, at[s]]
+                room.tp[j], room.stage[j], room.width[j] = bank.tp[kind], s, stages.counts[s, at[s]]
                 hosts.member[j] = at[s]
                 hosts.member_nodes[s, at[s]], hosts.member_most[s, at[s]] = 0, 0
                 groups += 1
