@@ -24,7 +24,7 @@ from polygon.schema import ClusterSpec, LinkSpec, NodeSpec, ProblemSpec, RegionS
 DEFAULT_INTRA_REGION = Link(latency_s=0.5 / MS, bytes_per_s=10 * GBPS)
 """Between nodes of a region where a file says nothing: 10 Gbit/s Ethernet, what most clouds give a node at least."""
 
-MOST_DEVICES = 10**7
+MOST_DEVICES, MOST_REGIONS = 10**7, 1000
 """More are taken for a slip of the pen."""
 
 # Clusters
@@ -38,6 +38,7 @@ def cluster_from_spec(spec: ClusterSpec, default_name: str = "cluster") -> Clust
     InputError
         For an unknown or repeated region or device, and for matrices of a wrong shape; the message says where.
     """
+    require(len(spec.regions) <= MOST_REGIONS, "regions", Phrase(f"{len(spec.regions)}"), f"at most {MOST_REGIONS}")
     own = {}
     for name, device in spec.devices.items():
         with located(f"devices.{name}."):

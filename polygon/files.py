@@ -28,16 +28,25 @@ PathLike = str | os.PathLike[str]
 S = TypeVar("S")
 
 
+MOST_BYTES = 2**30
+"""Of a file that is read; far more than anything of ours, and what a machine's memory bears."""
+
+
 def read_text(path: PathLike) -> str:
     """Text of a file (`-`: of standard input)."""
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as file:
+            data = bytearray()
+            while len(data) <= MOST_BYTES and (piece := file.read(2**24)):
+                data += piece
     except FileNotFoundError:
         raise InputError(f"{path}: found no such file, expected a file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: found a directory, expected a file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MOST_BYTES:
+        raise InputError(f"{path}: found more than {MOST_BYTES} bytes, expected at most so many")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

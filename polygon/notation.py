@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from polygon.domain.errors import InputError
 LINE_LENGTH = 120
 """A container that fits on a line of this length is written on one."""
 
-
 MOST_NESTING = 5000
 """Deeper YAML is refused; a shorter text cannot be that deep."""
+
+MOST_YAML = 2**24
+"""Characters; more YAML takes minutes and gigabytes to read, JSON neither."""
 
 
 def parse_json(text: str) -> Any:
@@ -37,8 +40,7 @@ def parse_json(text: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise InputError(f"found key {double!r} twice in one mapping, expected it once")
     return mapping
 
@@ -47,6 +49,8 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML (plain data only); InputError names the line and column of a fault."""
     import yaml
 
+    if len(text) > MOST_YAML:
+        raise InputError(f"found {len(text)} characters of YAML, expected at most {MOST_YAML}, or JSON")
     try:
         if len(text) > MOST_NESTING:
             _check_nesting(text)

@@ -46,6 +46,19 @@ def test_interrupt_exits_as_shells_expect(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
+def test_an_interrupt_while_a_command_is_imported_is_one_line(error, tmp_path):
+    """Ctrl-C in the first second ends by SIGINT as later, without a traceback; a fault of ours keeps its own."""
+    (tmp_path / "numpy.py").write_text(f"raise {error}")
+    command = [sys.executable, "-m", "polygon.init", "--help"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if error == "KeyboardInterrupt":
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
+    else:
+        assert done.returncode == 1 and done.stderr.startswith("Traceback")
+
+
 def test_first_interrupt_is_an_answer_and_the_second_ends():
     """Work that asks is told once; who cannot wait presses again."""
     with cli.interruptible() as interrupted:

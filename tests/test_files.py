@@ -21,7 +21,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.groups import Groups
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import COMPRESSIONS, RECOMPUTE, REDUCTIONS, Constraints, LinkUse, Plan, Problem, Stage, Worker
-from polygon.notation import format_json, format_yaml, parse_json, parse_yaml
+from polygon.notation import MOST_YAML, format_json, format_yaml, parse_json, parse_yaml
 from polygon.schema import ClusterSpec, GroupsSpec, PlanSpec, check
 
 positive = st.floats(1e-3, 1e15)
@@ -393,3 +393,21 @@ def test_reading_files_stays_cheap():
     program = "import sys, polygon.files; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert set(run.stdout.split()).isdisjoint({"scipy", "numba", "networkx", "torch", "rich", "yaml", "joblib"})
+
+
+def test_what_is_too_large_is_refused_early(tmp_path):
+    """An endless file, megabytes of YAML, thousands of regions, a hundred thousand keys of which one comes twice."""
+    with pytest.raises(InputError, match=r"/dev/zero: found more than \d+ bytes"):
+        files.read_yaml("/dev/zero")
+    many = tmp_path / "many.yaml"
+    many.write_text("- 1\n" * (MOST_YAML // 4 + 1))
+    with pytest.raises(InputError, match=r"many\.yaml: found 16777220 characters of YAML, expected at most 16777216"):
+        files.read_yaml(many)
+    many.write_text(
+        json.dumps({"regions": [{"name": f"r{i}", "nodes": [{"device": "t4", "count": 1}]} for i in range(1001)]})
+    )
+    with pytest.raises(InputError, match=r"many\.yaml: regions: found 1001, expected at most 1000"):
+        files.read_cluster(many)
+    pairs = "".join(f'"{i}": 1, ' for i in range(100_000))
+    with pytest.raises(InputError, match="found key '7' twice"):
+        parse_json("{" + pairs + '"7": 2}')
