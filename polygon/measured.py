@@ -29,6 +29,9 @@ BUCKET_BYTES = 2e9
 ALLOCATOR_ERROR, SEEN_FROM_OUTSIDE = 0.15, 0.25
 """Half of a 90 % interval over memory that an allocator reserved, and that nvidia-smi reports: caches, fragmentation
 and communication buffers are a program's own affair."""
+LIVE_PARAMETERS = 1e9
+"""Defaults of stage3_max_live_parameters and stage3_max_reuse_distance in DeepSpeed: no weights are fetched
+ahead while so many are held, and those that are not used again within so many are let go."""
 RESERVED = {"": 1.03, "deepspeed": 1 / (1 - 0.15)}
 """What torch's allocator reserves over what it has handed out at the peak, by what the framework's name holds.
 DeepSpeed's engines: 15 % of what is reserved lies idle in the mean over eight language models in training (GMLake,
@@ -209,7 +212,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         micro_batches = math.ceil(global_batch / (micro_batch * dp))
         global_batch = micro_batches * micro_batch * dp
     device = _as_measured(device_named(str(row["gpu_type"])), row, precision)
-    zero = int(row.get("zero_stage") or 0)
+    zero, recompute = int(row.get("zero_stage") or 0), _recompute(str(row.get("recompute") or "none"))
     if zero == 3 and degrees["pp"] > 1 and re.search("fsdp|titan", framework.lower()):
         # torchtitan: "For PP, do not reshard after forward to avoid per-microbatch all-gathers"; gradients are reduced
         # once a step, so that both are held whole and only the optimizer is divided.
@@ -228,10 +231,13 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         micro_batch_size=micro_batch,
         zero=zero,
         shards=_shards(row, dp * degrees["cp"]),
-        recompute=_recompute(str(row.get("recompute") or "none")),
+        recompute=recompute,
         sequence_parallel=bool(row.get("sequence_parallel")),
-        overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0)),
+        overlap=_overlap(f"{row.get('overlap') or 'none'} {framework}", int(row.get("zero_stage") or 0), model),
         gathers_per_layer=12 if "deepspeed" in framework.lower() and "zero" in framework.lower() else 1,
+        gathers_again=recompute == "full"
+        and "deepspeed" in framework.lower()
+        and 2 * model.layer_parameters(1) > LIVE_PARAMETERS,
         owned_matrices=_weight_matrices(model) if "internevo" in framework.lower() else 0,
         p2p_overlap="p2p" in str(row.get("overlap") or "").lower(),
         stage_layers=_stage_layers(str(row.get("notes") or "")),
@@ -419,10 +425,12 @@ def _recompute(text: str) -> str:
     return next((name for name in ("selective", "full") if name in lower), "none")
 
 
-def _overlap(text: str, zero: int) -> str:
+def _overlap(text: str, zero: int, model: Model) -> str:
     lower = text.lower()
+    if zero == 3 and "deepspeed" in lower:
+        return "none" if model.hidden_size * model.ffn_size > LIVE_PARAMETERS else "backward"
     if zero == 3:
-        return "backward" if "deepspeed" in lower else "full"
+        return "full"
     if "param" in lower:
         return "full"
     if re.search(r"no dp|none|not overlapped|no overlap", lower):

@@ -64,11 +64,12 @@ def test_promised_accuracy_on_tables_never_looked_at(capsys):
 
 
 def test_promised_accuracy_on_the_third_collection(capsys):
-    """What docs/prediction.md says of vTrain's runs: 9 % in the mean, 6 % in the median."""
-    found = report(capsys, str(MEASURED / "vtrain_runs.json"))
+    """9 % in the mean, 6 % in the median; which of ZeRO-3 and Megatron is faster is known."""
+    found = report(capsys, str(MEASURED / "megatron_runs.json"))
     time = found["overall"]["time"]
-    assert time["rows"] == 109 and not found["skipped"] and not found["calibration"]["datasets"]
+    assert time["rows"] == 121 and not found["skipped"] and not found["calibration"]["datasets"]
     assert time["mean_abs_pct"] <= 9 and time["median_abs_pct"] <= 6 and time["spearman"] >= 0.95
+    assert found["datasets"]["megatron_sc21_table2"]["time"]["regret_pct"] <= 2
 
 
 def test_every_row_is_predicted_or_skipped_with_its_reason(capsys, tmp_path):
@@ -202,6 +203,16 @@ def test_torchtitan_keeps_weights_whole_in_a_pipeline():
     """Fully sharded training that neither reshards nor reduces between micro-batches divides the optimizer alone."""
     assert published_run(collected("torchtitan", pp=1)).config.zero == 3
     assert published_run(collected("torchtitan", pp=8)).config.zero == 1
+
+
+def test_deepspeed_fetches_ahead_while_little_is_held():
+    """A matrix of 530 billion parameters is more than may be held; its layers, and those of 175 billion, are let go."""
+    rows = json.loads((MEASURED / "megatron_runs.json").read_text())["rows"]
+    rows = [row for row in rows if row["zero_stage"] == 3]
+    configs = {row["model_name"]: published_run(row).config for row in rows}
+    assert {name: config.overlap for name, config in configs.items()} == {"GPT-175B": "backward", "GPT-530B": "none"}
+    assert all(config.gathers_again for config in configs.values())
+    assert not published_run({**rows[0], "recompute": "none"}).config.gathers_again
 
 
 def test_internevo_deals_out_whole_matrices():

@@ -37,6 +37,8 @@ class ParallelConfig:
     """What hides data-parallel traffic: nothing; the last backward; that and the first forward (sharded gathers)."""
     gathers_per_layer: int = 1
     """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
+    gathers_again: bool = False
+    """Whether ZeRO-3 lets go of a recomputed layer before its backward, and gathers it once more."""
     owned_matrices: int = 0
     """Weight matrices that ZeRO-1 or 2 deals out whole: gradients are then summed on every rank, and each owner
     broadcasts its matrices (InternEvo). 0: every weight is divided."""

@@ -151,6 +151,7 @@ def estimate_uniform(
         config.zero,
         OVERLAPS.index(config.overlap),
         config.gathers_per_layer,
+        int(config.gathers_again),
         config.owned_matrices,
         float(per_weight),
         float(per_gradient),
@@ -216,7 +217,7 @@ def estimate_many(
     number: dict[int, int] = {}
     layouts: list[Layout] = []
     interleaves: list[int] = []
-    integers = np.empty((len(configs), 11), dtype=np.int64)
+    integers = np.empty((len(configs), 12), dtype=np.int64)
     per_node = pool.devices_per_node
     for i, config in enumerate(configs):
         micro_batches = _micro_batches(batch, config)
@@ -239,6 +240,7 @@ def estimate_many(
             config.schedule == "gpipe",
             config.shard_width,
             config.owned_matrices,
+            config.gathers_again,
         )
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
     held_gradient = per_gradient * (1 + _gradient_copies(batch, configs[0]))

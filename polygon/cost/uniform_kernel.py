@@ -68,18 +68,20 @@ def sharded_kernel(
     network: np.ndarray,
     hidden: float,
     pieces: int,
+    again: int,
     weight_bytes: float,
     gradient_bytes: float,
     copies_s: float,
 ) -> float:
-    """What ZeRO-3 shows of gathering weights and scattering gradients, layer by layer in every micro-batch."""
+    """What ZeRO-3 shows of gathering weights and scattering gradients, layer by layer in every micro-batch (`again`: a
+    further time in backward)."""
     first_s, seen_s = 0.0, 0.0
     for k in range(kinds.shape[0]):
         count, forward, backward, held = kinds[k]
         gather = pieces * wire_kernel(held * weight_bytes / pieces, members, per_node, network, 1)
         scatter = pieces * wire_kernel(held * gradient_bytes / pieces, members, per_node, network, 1)
         seen_s += count * visible_kernel(gather, hidden * forward)
-        seen_s += count * visible_kernel(gather + scatter, hidden * backward)
+        seen_s += count * visible_kernel((1 + again) * gather + scatter, hidden * backward)
         if k == 0:
             first_s += gather + scatter
         elif k == 1:
@@ -105,6 +107,7 @@ def terms_kernel(
     zero: int,
     overlap: int,
     pieces: int,
+    again: int,
     owned: int,
     weight_bytes: float,
     gradient_bytes: float,
@@ -158,7 +161,7 @@ def terms_kernel(
     if zero == 3 and shards > 1:
         hidden = ZERO3_HIDING[overlap]
         out[DATA] += sharded_kernel(
-            kinds, micro_batches, shards, near, network, hidden, pieces, weight_bytes, gradient_bytes, copies_s
+            kinds, micro_batches, shards, near, network, hidden, pieces, again, weight_bytes, gradient_bytes, copies_s
         )
     out[OPTIMIZER] = update_base_s + parameters / (shards if zero >= 1 else 1) * update_parameter_s
     return out.sum()
@@ -221,8 +224,9 @@ def many_kernel(
 
     Parameters
     ----------
-    integers : ndarray of int, shape (n, 11)
-        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not, shards, owned matrices.
+    integers : ndarray of int, shape (n, 12)
+        Layout, micro-batches, members, per node, zero, overlap, pieces, sends, GPipe or not, shards, owned matrices,
+        whether ZeRO-3 gathers again.
     starts, kind_starts : ndarray, shape (layouts + 1,)
         Where a layout's stages begin in `stages` (rows: time, communication, held, largest, activations, transient,
         sharded) and its kinds in `kinds`.
@@ -254,6 +258,7 @@ def many_kernel(
             integers[i, 4],
             integers[i, 5],
             integers[i, 6],
+            integers[i, 11],
             integers[i, 10],
             machine[0],
             machine[1],

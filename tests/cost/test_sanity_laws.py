@@ -91,6 +91,7 @@ def runs(draw: st.DrawFn) -> tuple[Model, Batch, Pool, ParallelConfig]:
         sequence_parallel=draw(st.booleans()),
         overlap=draw(ways(("none", "backward", "full"))),
         owned_matrices=draw(ways((0, 100))),
+        gathers_again=draw(st.booleans()),
         kernels=kernels,
     )
     batch = Batch(

@@ -127,8 +127,9 @@ def test_many_at_once_equal_one_by_one(many: list[ParallelConfig]):
     overlap=st.integers(0, 2),
     members=st.sampled_from([1, 2, 16]),
     owned=st.sampled_from([0, 5]),
+    again=st.sampled_from([0, 1]),
 )
-def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int, members: int, owned: int):
+def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int, members: int, owned: int, again: int):
     """Compiled and interpreted kernels agree."""
     stages = np.array(stage_s)
     kinds = np.array([[1, 0.01, 0.02, 1e6], [4, 0.02, 0.04, 4e6]])
@@ -148,6 +149,7 @@ def test_kernel_equals_its_python(stage_s: list[float], zero: int, overlap: int,
         zero,
         overlap,
         1,
+        again,
         owned,
         2.0,
         4.0,
