@@ -268,6 +268,8 @@ def run(
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
     make_folder(options.log_dir)
+    if options.checkpoint_dir is not None:
+        make_folder(options.checkpoint_dir)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

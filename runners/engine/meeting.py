@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from polygon_comm.transport import local_address
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.options import Options
+from runners.probe_net.diagnose import interface_addresses, machine
+
+ASK_AGAIN_S = 0.2
+"""Between two tries to reach a rank 0 that has not started yet."""
+QUIET_S = 5.0
+"""After so long one line says what is waited for."""
 
 
 class RunFailedError(PolygonError):
@@ -27,13 +39,72 @@ def open_store(host: str, port: int, rank: int, timeout_s: float, listen_fd: int
     timeout = timedelta(seconds=timeout_s)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeper = rank == 0 and not agent
+    if not keeper:
+        _reach(rank, host, port, timeout_s)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     try:
         store = TCPStore(host, port, None, keeper, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
         return PrefixStore(f"polygon/{start}", store)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            raise InputError(f"--dist-url: found port {port} in use by another program, expected a free one") from error
         raise RunFailedError(f"rank {rank}: no meeting point at tcp://{host}:{port}: {reason}") from error
+
+
+def _reach(rank: int, host: str, port: int, timeout_s: float) -> None:
+    """Return when somebody listens at the meeting point; torch's own wait says what went wrong in thirty lines."""
+    start_s, where, said = time.monotonic(), f"tcp://{host}:{port}", False
+    while True:
+        left_s = start_s + timeout_s - time.monotonic()
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, left_s)):
+                return
+        except OSError as caught:
+            error = caught
+        if isinstance(error, socket.gaierror):
+            reason = f"{error.strerror}: no host of that name"
+        elif isinstance(error, ConnectionRefusedError):
+            reason = f"{error.strerror}: rank 0 does not run there"
+        else:
+            reason = f"{error.strerror or 'no answer'}: a firewall, or another host: try nc -vz {host} {port}"
+        if left_s <= ASK_AGAIN_S and isinstance(error, socket.gaierror):
+            raise InputError(f"--dist-url: found host {host!r} ({reason}), expected that of rank 0")
+        if left_s <= ASK_AGAIN_S:
+            raise RunFailedError(f"rank {rank}: no meeting point at {where} in {timeout_s:g} s ({reason})")
+        if not said and time.monotonic() - start_s > QUIET_S:
+            said = True
+            print(f"rank {rank}: waiting for {where} ({reason})", file=sys.stderr, flush=True)  # noqa: T201
+        time.sleep(ASK_AGAIN_S)
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address for the other ranks: of GLOO_SOCKET_IFNAME's interface, else that on the way to rank 0."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not name:
+        return local_address(host, port)
+    interfaces = interface_addresses()
+    if name not in interfaces:
+        known = ", ".join(f"{key} ({address})" for key, address in interfaces.items())
+        raise InputError(f"GLOO_SOCKET_IFNAME: found {name!r}, expected an interface with an IPv4 address: {known}")
+    return interfaces[name]
+
+
+def unreachable(places: Mapping[int, tuple[str, str]]) -> str | None:
+    """What is wrong where a rank would give ranks on other machines an address that only its own machine can reach.
+
+    Parameters
+    ----------
+    places : mapping of rank to (address, machine)
+    """
+    for rank, (address, here) in places.items():
+        if ipaddress.ip_address(address).is_loopback and any(there != here for _, there in places.values()):
+            return (
+                f"rank {rank}: found its address {address}, which other machines cannot reach (its host name stands "
+                "for the loopback), expected the one of its network: set GLOO_SOCKET_IFNAME there to the interface's "
+                "name (ip -4 addr), or give --dist-url an address"
+            )
+    return None
 
 
 def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
@@ -64,7 +135,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def agree(store: Store, rank: int, world_size: int, run: str, code: str) -> None:
+def agree(store: Store, rank: int, world_size: int, run: str, code: str, address: str) -> None:
     """Wait for all ranks and require that they run the same thing; the same error on all of them if not.
 
     Parameters
@@ -73,10 +144,12 @@ def agree(store: Store, rank: int, world_size: int, run: str, code: str) -> None
     rank, world_size : int
     run, code : str
         Digests of what is run and of the program.
+    address : str
+        Of this machine, for the others.
     """
     digests = {"plan and options": run, "program": code}
     try:
-        store.set(f"digest/{rank}", json.dumps(digests))
+        store.set(f"digest/{rank}", json.dumps(digests | {"place": (address, machine())}))
         if rank == 0:
             store.set("verdict", _verdict(store, world_size, digests))
         verdict = store.get("verdict").decode()
@@ -93,6 +166,7 @@ def agree(store: Store, rank: int, world_size: int, run: str, code: str) -> None
 
 
 def _verdict(store: Store, world_size: int, digests: dict[str, str]) -> str:
+    places = {}
     for other in range(world_size):
         try:
             found = json.loads(store.get(f"digest/{other}"))
@@ -101,7 +175,8 @@ def _verdict(store: Store, world_size: int, digests: dict[str, str]) -> str:
         for what, digest in digests.items():
             if found[what] != digest:
                 return f"{what} of rank {other}: found digest {found[what]}, expected {digest} as on rank 0"
-    return "ok"
+        places[other] = tuple(found["place"])
+    return unreachable(places) or "ok"
 
 
 def leave_together(store: Store, rank: int, world_size: int) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polygon_comm.transport import PeerLostError, local_address
+from polygon_comm.transport import PeerLostError
 from torch.profiler import record_function
 
 from polygon.domain.plan import Plan, Problem
+from polygon.files import make_folder
 from runners.engine.data import Samples, Shuffled, samples_for
 from runners.engine.layout import Layout, check_runnable
 from runners.engine.meeting import (
@@ -19,6 +20,7 @@ from runners.engine.meeting import (
     code_digest,
     leave_together,
     open_store,
+    own_address,
     run_digest,
 )
 from runners.engine.options import Options
@@ -88,6 +90,8 @@ def train(
         own.measure(samples, plan.micro_batch_size)
     check_runnable(problem, plan, options.context, options.expert, sequence_parallel=options.sequence_parallel)
     layout = Layout(problem, plan, options.context, options.expert)
+    if options.checkpoint_dir is not None:
+        make_folder(options.checkpoint_dir)
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name
@@ -95,8 +99,8 @@ def train(
             open_trackers(options.track if rank == 0 else (), options.log_dir or Path(), run, options.shared())
         )
         store = open_store(host, port, rank, options.timeout_s, listen_fd)
-        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code)
-        address = local_address(host, port)
+        address = own_address(host, port)
+        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code, address)
         watch = Watch(
             rank,
             layout.watched(rank),

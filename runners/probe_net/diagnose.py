@@ -82,13 +82,18 @@ def _sysctl(name: str) -> str:
         return ""  # not Linux, or hidden in a container
 
 
+def machine() -> str:
+    """A name that tells machines apart (the kernel's boot id); empty where there is none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
 def host_facts(rank: int, region: str, port: int, used_address: str) -> HostFacts:
     """Gather what this host says of itself."""
     try:
         resolved = socket.gethostbyname(socket.gethostname())
     except OSError:
         resolved = ""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
     return HostFacts(
         rank=rank,
         host=os.environ.get("POLYGON_HOST") or socket.gethostname(),
@@ -101,7 +106,7 @@ def host_facts(rank: int, region: str, port: int, used_address: str) -> HostFact
         wmem_bytes=int((_sysctl("tcp_wmem").split() or ["0"])[-1]),
         rmem_bytes=int((_sysctl("tcp_rmem").split() or ["0"])[-1]),
         congestion=_sysctl("tcp_congestion_control"),
-        boot_id=boot_id.read_text().strip() if boot_id.exists() else "",
+        boot_id=machine(),
     )
 
 

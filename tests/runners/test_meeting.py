@@ -1,0 +1,99 @@
+"""What keeps ranks from meeting is one line that says what to do."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from polygon.domain.errors import InputError
+from polygon.files import write_plan
+from runners.engine import meeting
+from runners.engine.meeting import RunFailedError, open_store, own_address, unreachable
+from tests.real_ranks import free_port
+from tests.small_problems import routed_problem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("host", "kind", "message"),
+    [
+        ("127.0.0.1", RunFailedError, "rank 1: no meeting point at tcp://127.0.0.1:{port} in 0.3 s "
+         "(Connection refused: rank 0 does not run there)"),
+        ("no-such-host.invalid", InputError, "--dist-url: found host 'no-such-host.invalid'"),
+    ],
+)  # fmt: skip
+def test_a_meeting_point_that_is_not_there_is_named(host, kind, message, capfd):
+    """In one line, where torch writes thirty to stderr."""
+    port = free_port()
+    with pytest.raises(kind) as caught:
+        open_store(host, port, 1, 0.3)
+    assert str(caught.value).startswith(message.format(port=port)) and "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_0_that_starts_late_is_waited_for(monkeypatch, capfd):
+    """And after a while one line says what is waited for."""
+    monkeypatch.setattr(meeting, "QUIET_S", 0.1)
+    port, found = free_port(), []
+    thread = threading.Thread(target=lambda: found.append(open_store("127.0.0.1", port, 1, 30)))
+    thread.start()
+    time.sleep(0.6)
+    first = open_store("127.0.0.1", port, 0, 30)
+    thread.join()
+    first.set("key", "value")
+    assert found[0].get("key") == b"value"
+    assert capfd.readouterr().err == (
+        f"rank 1: waiting for tcp://127.0.0.1:{port} (Connection refused: rank 0 does not run there)\n"
+    )
+
+
+def test_a_port_in_use_is_named():
+    """Rank 0 cannot listen where somebody else does."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"--dist-url: found port {port} in use by another program"):
+            open_store("127.0.0.1", port, 0, 1)
+
+
+def test_the_interface_that_is_named_gives_the_address(monkeypatch):
+    """Also for what is not gloo's; one that is not there is answered by those that are."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address("192.0.2.1", 1) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wan7")
+    with pytest.raises(InputError, match=r"found 'wan7', expected an interface with an IPv4 address: .*lo \(127"):
+        own_address("127.0.0.1", 1)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert own_address("127.0.0.1", 1) == "127.0.0.1"
+
+
+def test_a_loopback_address_is_refused_only_where_others_are_on_other_machines():
+    """A host name that stands for the loopback works as long as all ranks are on one machine."""
+    assert unreachable({0: ("127.0.1.1", "a"), 1: ("127.0.0.1", "a")}) is None
+    assert unreachable({0: ("10.0.0.1", "a"), 1: ("10.0.0.2", "b")}) is None
+    fault = unreachable({0: ("10.0.0.1", "a"), 1: ("127.0.1.1", "b")})
+    assert fault.startswith("rank 1: found its address 127.0.1.1") and "GLOO_SOCKET_IFNAME" in fault
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        ([], {"GLOO_SOCKET_IFNAME": "wan7"}, "GLOO_SOCKET_IFNAME: found 'wan7', expected an interface"),
+        (["--checkpoint-dir", "/proc/nowhere"], {}, "/proc/nowhere: cannot be made: No such file or directory"),
+    ],
+)
+def test_what_a_rank_cannot_use_is_one_line_and_exit_2(words, environment, message, tmp_path):
+    """Before any step, without a traceback."""
+    write_plan(tmp_path / "plan.json", *routed_problem(1))
+    command = [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", tmp_path / "plan.json", "--steps", "1"]
+    place = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "1", "--rank", "0"]
+    done = subprocess.run(
+        [*command, *place, *words], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"dist_runner: {message}")
