@@ -38,8 +38,8 @@ def busy_on_shared(
     """
     stages = len(plan.stages)
     hosted = np.unique(place.node * stages + place.stage) // stages
-    several = np.flatnonzero(np.bincount(hosted) > 1)
-    if not len(several):
+    several = np.bincount(hosted) > 1
+    if not several.any():
         return np.zeros((0, stages)), np.zeros((0, stages))
     cards, pairs = _Rows(stages), _Rows(stages)
     most = int(place.node.max()) + 1
@@ -51,13 +51,13 @@ def busy_on_shared(
         regions, where, count = np.unique(region, return_inverse=True, return_counts=True)
         members = count[where]
         rate = links.bytes_per_s[pool, pool]
-        busy = np.isin(nodes, several) & (members > 1)
+        busy = several[nodes] & (members > 1)
         cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * n_bytes[s] / rate[busy])
         lanes = 1 if group_packing(plan, regions) == "powersgd" else int(count.min())
         leaders = {int(r): nodes[region == r][:lanes] for r in regions}
         for a, b, sent in reductions[s].across_bytes:
             rate_ab = links.cluster.bytes_per_s[a, b]
-            both = np.isin(leaders[a], several) & np.isin(leaders[b], several) & (rate_ab > 0)
+            both = several[leaders[a]] & several[leaders[b]] & (rate_ab > 0)
             seconds = sent / lanes / rate_ab if rate_ab > 0 else np.inf
             pairs.add(s, leaders[a][both] * most + leaders[b][both], np.full(both.sum(), seconds))
     return cards.shared(), pairs.shared()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from anyio import CapacityLimiter, to_thread
-from fastapi import Body, FastAPI, HTTPException, Response
+from anyio import CapacityLimiter, Lock, to_thread
+from fastapi import Body, FastAPI, HTTPException, Request, Response
 from pydantic import Field
 
 from polygon.convert_plan import plan_from_spec
@@ -74,7 +74,7 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
     """Everything asked about a plan; returns what loads one."""
     plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
     # What-ifs one after another: threads that compute only take the interpreter's lock from one another.
-    pricing = CapacityLimiter(1)
+    turn, pricing = Lock(), CapacityLimiter(1)
 
     def load(job: str) -> Loaded:
         return plans.get(job, lambda: _read(store, job))
@@ -111,13 +111,16 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return Response(text, media_type="application/json")
 
     @app.post("/api/plans/{job}/view", responses=RESPONSES)
-    async def plan_view(job: JobId, changes: Changes, language: Asked) -> Any:
+    async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
         """Everything shown of a plan, with changes applied."""
 
         def work(it: Loaded) -> Any:
             return views.view(price(it.problem, it.plan, changes, it.tables))
 
-        return await to_thread.run_sync(kept, job, "view", language, changes, work, limiter=pricing)
+        async with turn:
+            if await request.is_disconnected():  # a slider that has moved on
+                return Response(status_code=204)
+            return await to_thread.run_sync(kept, job, "view", language, changes, work, limiter=pricing)
 
     @app.post("/api/plans/{job}/timeline", responses=RESPONSES)
     def plan_timeline(job: JobId, changes: Changes, language: Asked, messages: bool = False) -> Any:

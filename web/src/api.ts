@@ -14,9 +14,9 @@ function headers(body: boolean): Record<string, string> {
   return { "Accept-Language": document.documentElement.lang, ...(body ? { "Content-Type": "application/json" } : {}), ...(token ? { Authorization: `Bearer ${token}` } : {}) };
 }
 
-export async function call(method: string, path: string, body?: unknown): Promise<Data> {
+export async function call(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Data> {
   const response = await fetch(path, {
-    method,
+    method, signal,
     headers: headers(body !== undefined),
     body: body === undefined ? undefined : JSON.stringify(body),
   }).catch(() => { throw new Error(t("unreachable")); });
@@ -25,7 +25,7 @@ export async function call(method: string, path: string, body?: unknown): Promis
     if (given) {
       token = given;
       sessionStorage.setItem("polygon-token", given);
-      return call(method, path, body);
+      return call(method, path, body, signal);
     }
   }
   const text = await response.text();

@@ -1,6 +1,6 @@
 // What the page knows: the plan that is open, the changes tried on it, and what the server said of both.
 
-import { get, post, type Data } from "./api";
+import { call, get, post, type Data } from "./api";
 
 export interface Changes {
   [name: string]: unknown;
@@ -16,13 +16,19 @@ export async function openPlan(id: string): Promise<void> {
   state.linkIndex = state.deviceType = "";
   state.measured = null;
 }
-// Price the plan with the changes; answers that come late are dropped.
+// Price the plan with the changes; a question that another has overtaken is taken back.
+let before = new AbortController();
 export async function reprice(): Promise<boolean> {
-  const mine = ++state.asked;
-  const shown = await post(`/api/plans/${state.planId}/view`, state.changes);
-  if (mine !== state.asked) return false;
-  state.shown = shown;
-  return true;
+  before.abort();
+  const { signal } = (before = new AbortController());
+  state.asked++;
+  try {
+    const shown = await call("POST", `/api/plans/${state.planId}/view`, state.changes, signal);
+    if (!signal.aborted) state.shown = shown;
+  } catch (error) {
+    if (!signal.aborted) throw error;
+  }
+  return !signal.aborted;
 }
 export async function loadCatalogue(): Promise<void> {
   state.catalogue ??= await get("/api/catalogue");
