@@ -70,7 +70,8 @@ def kernels_of(framework: str, date: str, overlap: str = "", notes: str = "") ->
 PROGRAM_ERRORS = {"known": 0.0, "other": 0.2, "context": 0.35, "experts": 0.5}
 """What not knowing a program adds to half of a 90 % interval over its time: nothing where the model was fitted to it or
 its kernels are documented (llm-foundry, Megatron, NeMo, torchtitan on sequences of one device); others; long sequences
-over several devices; mixtures of experts (how far off each was: docs/prediction.md)."""
+over several devices; mixtures of experts (how far off each was: docs/prediction.md). vTrain's tables do not say which
+Megatron was run."""
 
 
 def program_error(framework: str, *, experts: int = 0, cp: int = 1) -> float:
@@ -81,5 +82,5 @@ def program_error(framework: str, *, experts: int = 0, cp: int = 1) -> float:
     vendor = any(word in name for word in ("megatron", "nemo")) and "deepspeed" not in name
     if cp > 1 and not vendor:
         return PROGRAM_ERRORS["context"]
-    known = vendor or any(word in name for word in ("llm-foundry", "titan", "sailor"))
+    known = (vendor and "vtrain" not in name) or any(word in name for word in ("llm-foundry", "titan", "sailor"))
     return PROGRAM_ERRORS["known" if known else "other"]

@@ -59,7 +59,7 @@ class MeasuredRun:
     memory_error: float = 0.08
     """Half of a 90 % interval over the memory, by how it was measured."""
     program_error: float = 0.0
-    """What not knowing the program adds to half of the interval over the time."""
+    """What not knowing the program adds to half of the interval over the time, as a part of what is measured."""
     device_label: str = ""
     profiled_precision: bool = False
     """Whether it ran in the 32-bit precision that profiles of this format were measured in."""
@@ -264,7 +264,7 @@ def published_run(row: Mapping[str, Any]) -> MeasuredRun:
         context_bytes=_context_bytes(kind, framework, zero),
         memory_factor=_reserved(framework) if "reserved" in kind or "smi" in kind else 1.0,
         memory_error=SEEN_FROM_OUTSIDE if "smi" in kind else ALLOCATOR_ERROR if "reserved" in kind else 0.08,
-        program_error=program_error(framework, experts=model.experts, cp=degrees["cp"]),
+        program_error=program_error(f"{framework} {row.get('dataset')}", experts=model.experts, cp=degrees["cp"]),
         device_label=str(row["gpu_type"]),
         profiled_precision=precision in ("fp32", "tf32"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -95,9 +96,15 @@ DETERMINISTIC_SLOWS = 1.3
 EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
 """Bytes moved per element, forward and backward, beyond a fused kernel: RMSNorm as seven fp32 operations, rotary
 positions as complex fp32 numbers."""
-HOST_S = {True: (0.6e-3, 0.8e-3), False: (1.2e-3, 1.7e-3)}
-"""Seconds the host needs to launch forward and backward of one block: smallest times in Sailor's profiles (eager:
-1.2-1.5 and 1.7 ms); half of that assumed for fused kernels, which are about half as many."""
+EAGER_HOST_S = (1.2e-3, 1.7e-3)
+"""Seconds the host needs to launch forward and backward of one block, operation by operation: the smallest times in
+Sailor's profiles (1.2-1.5 and 1.7 ms)."""
+HOST_S = {False: EAGER_HOST_S, True: (15 / 24 * EAGER_HOST_S[0], 15 / 24 * EAGER_HOST_S[1])}
+"""The same by whether element-wise kernels are fused: Megatron's block is then 15 kernels in forward, else 24."""
+ROUTING_HOST_S = (12 / 24 * EAGER_HOST_S[0], 12 / 24 * EAGER_HOST_S[1])
+"""The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block."""
+HOST_ERROR = 0.5
+"""Half of a 90 % interval over what the host needs: another processor, Python or library."""
 EXPERT_CASTS = (2, 1)
 """Kernels per product of an expert that cast its operands to 8 bits, forward and backward."""
 HIDING = 0.8
@@ -196,23 +203,25 @@ def layer_times(
 def _layer_times(model: Model, chip: Silicon, split: Split) -> LayerTimes:
     kinds = [model.layer_kind(layer) for layer in range(model.layers)]
     by_kind = {kind: _kind_s(kind, model, chip, split) for kind in set(kinds)}
-    arrays = [np.array([by_kind[kind][part] for kind in kinds]) for part in range(3)]
+    arrays = [np.array([by_kind[kind][part] for kind in kinds]) for part in range(4)]
     for array in arrays:
         array.setflags(write=False)
+    host_error = float(arrays[3].sum() / (arrays[0].sum() + arrays[1].sum()))
     return LayerTimes(
         forward_s=arrays[0],
         backward_s=arrays[1],
         communication_s=arrays[2],
         source=chip.efficiency.source,
-        relative_error=chip.efficiency.relative_error,
+        relative_error=math.hypot(chip.efficiency.relative_error, host_error),
     )
 
 
-def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float, float, float]:
+def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float, float, float, float]:
+    """Of a layer: forward, backward, the communication exposed in both, and what a slower host would add to both."""
     if kind == "embedding":
-        times = _embedding_s(model, chip, split)
+        times = (*_embedding_s(model, chip, split), 0.0)
     elif kind == "head":
-        times = _head_s(model, chip, split)
+        times = (*_head_s(model, chip, split), 0.0)
     else:
         times = _block_s(model, chip, split, moe=kind == "moe")
     if split.kernels.fused_accumulation:
@@ -220,7 +229,7 @@ def _kind_s(kind: str, model: Model, chip: Silicon, split: Split) -> tuple[float
     layer = {"embedding": 0, "head": model.blocks + 1, "moe": model.blocks}.get(kind, 1)
     held = model.layer_parameters(layer) / split.tp / (split.experts.members if kind == "moe" else 1)
     added = stream_s(chip, held * (2 * split.gradient_bytes + chip.element_bytes))
-    return times[0], times[1] + added, times[2]
+    return times[0], times[1] + added, times[2], times[3]
 
 
 def _linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:
@@ -229,8 +238,8 @@ def _linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple
     return forward, gemm_s(chip, rows, inner, columns) + gemm_s(chip, inner, columns, rows)
 
 
-def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[float, float, float]:
-    """Forward, backward and the communication exposed in both, of one transformer block."""
+def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[float, float, float, float]:
+    """Of one block: forward, backward, the communication exposed in both, and what a slower host would add to both."""
     h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     tokens, tp, kernels, e = split.tokens, split.tp, split.kernels, chip.element_bytes
     up = 2 if model.gated_mlp else 1
@@ -283,13 +292,15 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     host_f, host_b = HOST_S[kernels.fused]
     idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
     forward, backward = forward + idle_f, backward + idle_b
+    longer_f = max(0.0, (1 + HOST_ERROR) * host_f - forward)
+    longer_b = max(0.0, (1 + HOST_ERROR) * host_b - backward)
     if moe:
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
         # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
         casts = 2 * (model.experts // split.experts.members) * LAUNCH_S if chip.operand_bytes == 1 else 0.0
-        forward += host_f + EXPERT_CASTS[0] * casts
-        backward += host_b + EXPERT_CASTS[1] * casts
+        forward += ROUTING_HOST_S[0] + EXPERT_CASTS[0] * casts
+        backward += ROUTING_HOST_S[1] + EXPERT_CASTS[1] * casts
     reduce_s = 2 * all_reduce_s(e * tokens * h, split.group)
     regathered = split.sequence_parallel and not kernels.keeps_gathered
     sent_f, sent_b = reduce_s, reduce_s * (1.5 if regathered else 1.0)
@@ -304,10 +315,10 @@ def _block_s(model: Model, chip: Silicon, split: Split, *, moe: bool) -> tuple[f
     backward += exposed_b + ring_b + expert_s
     communication = exposed_f + exposed_b + ring_f + ring_b + 2 * expert_s
     if split.recompute == "full":
-        return forward, backward + recomputed, communication + sent_f + ring_f + expert_s
+        return forward, backward + recomputed, communication + sent_f + ring_f + expert_s, 2 * longer_f + longer_b
     if split.recompute == "selective":
         backward += attention_f if kernels.selective == "attention" else 0.5 * products_f + moved_s
-    return forward, backward, communication
+    return forward, backward, communication, longer_f + longer_b
 
 
 def _ring_attention_s(
