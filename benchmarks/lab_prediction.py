@@ -51,6 +51,8 @@ BATCH = Batch(global_batch=8, seq_len=64, precision="fp32")
 LAN = Link(latency_s=1e-4, bytes_per_s=125e6)
 STEPS, LEFT_OUT = 8, 2
 """Those that count are an even number: regions that only exchange gradients lead by turns, and steps alternate."""
+PAUSE_S = 0.01
+"""Before every pass that is profiled for pipelines: what their ranks wait for messages, in order of magnitude."""
 TALK = Path("out/lab_prediction.log")
 """Where the ranks' talk goes."""
 
@@ -206,14 +208,15 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
     return plans
 
 
-def profiled() -> KindProfile:
-    """Layer times of the model on this machine, measured now."""
+def profiled(pause_s: float) -> KindProfile:
+    """Layer times of the model on this machine, measured now, with a pause before every pass."""
     from runners.profile_layers import main as profile_layers
 
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model.json", Path(folder) / "profile.json"
         write_json(model, model_data(MODEL))
         words = [str(model), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4"]
+        words += ["--pause", str(pause_s)]
         words += ["-o", str(out)]
         with contextlib.redirect_stderr(Path(os.devnull).open("w")):
             assert profile_layers(words) == 0
@@ -235,12 +238,13 @@ def run_network(network: Network, steps: int) -> list[dict[str, object]]:
     """Measure and predict every plan on one network."""
     cluster = cluster_of(network)
     rows: list[dict[str, object]] = []
-    profiles = [profiled()] if network.real else []
+    profiles = {waits: [profiled(PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
     with Lab(lab_network(cluster)) as lab:
         problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=BATCH)
-        tables = CostTables(problem, profiles)
-        for name, plan in plans_for(problem, tables).items():
-            predicted = estimate(problem, plan, tables)
+        tables = {waits: CostTables(problem, found) for waits, found in profiles.items()}
+        for name, plan in plans_for(problem, tables[False]).items():
+            # Ranks of a pipeline wait before their passes, others do not.
+            predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
             with tempfile.TemporaryDirectory() as folder:
                 options = Options(
                     steps=steps, log_dir=Path(folder), device="cpu", emulate_devices=0.0 if network.real else 1.0

@@ -4,6 +4,9 @@ Per kind of layer (embedding, block, moe, head), micro-batch size and tensor-par
 backward, backward with recomputation and optimizer update, and bytes of weights and kept activations. A degree above 1
 is measured by the shapes that one rank of the group holds; its communication is not part of the profile. The file is
 what the planner reads in place of its device model (docs/lab.md).
+
+A rank that waits for a message before a pass begins it with cold caches (`--pause`): on a busy machine a small layer's
+forward then takes a fifth longer, a head's three times as long.
 """
 
 from __future__ import annotations
@@ -132,12 +135,15 @@ def _median(values: Sequence[float]) -> float:
 class LayerBench:
     """One kind of layer with the shapes of one rank, ready to be timed."""
 
-    def __init__(self, model: Model, kind: str, layer: int, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, model: Model, kind: str, layer: int, device: torch.device, precision: str, pause_s: float
+    ) -> None:
         import torch
 
         from runners.engine.layers import build_layer
 
         self.model, self.kind, self.device = model, kind, device
+        self._pause_s = pause_s
         self.copies = STACK if kind in ("block", "moe") else 1
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.modules: list[nn.Module] = [build_layer(model, layer, copy, device) for copy in range(self.copies)]
@@ -156,8 +162,14 @@ class LayerBench:
                 x = x if self.kind == "head" else x.to(self.dtype)
         return x
 
+    def _pause(self) -> None:
+        if self._pause_s:
+            time.sleep(self._pause_s)
+
     def _pass(self, inputs: tuple, gradient: torch.Tensor | None, recompute: bool) -> tuple[float, float]:
+        self._pause()
         forward_s, output = self._watch.time_s(lambda: self._forward(inputs, recompute))
+        self._pause()
         backward_s, _ = self._watch.time_s(lambda: output.backward(gradient))
         return forward_s, backward_s
 
@@ -225,6 +237,7 @@ def profile_layers(
     degrees: Sequence[int],
     device: torch.device,
     seconds: float,
+    pause_s: float,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Rows of a profile: every kind of layer at every micro-batch size and tensor-parallel degree.
@@ -240,7 +253,7 @@ def profile_layers(
             bench: LayerBench | None = None
             for size in sizes:
                 try:
-                    bench = bench or LayerBench(part, kind, layer, device, precision)
+                    bench = bench or LayerBench(part, kind, layer, device, precision, pause_s)
                     row = bench.measure(size, seq_len, seconds)
                 except torch.OutOfMemoryError:
                     say(f"{kind}, tp {tp}, micro-batch {size}: out of memory; larger ones are left out")
@@ -286,6 +299,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-name", help="type in the cluster file (default: this GPU's, or cpu-core)")
     parser.add_argument("--threads", type=cli.whole(1), default=1, help="on a CPU: threads of one rank (default: 1)")
     parser.add_argument("--seconds", type=positive, default=0.5, help="per measurement (default: 0.5)")
+    parser.add_argument(
+        "--pause", type=cli.number(at_least=0), default=0.0, metavar="SECONDS",
+        help="before every pass, as the ranks of a pipeline wait for messages (default: none)",
+    )  # fmt: skip
     parser.add_argument("-o", "--out", help="profile file; of several models a folder that gets MODEL.json each")
     parser.add_argument("--json", action="store_true", help="the profiles on stdout")
     return parser
@@ -322,6 +339,7 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
         degrees=args.tp,
         device=device,
         seconds=args.seconds,
+        pause_s=args.pause,
         say=lambda text: print(f"{model.name}: {text}", file=sys.stderr),  # noqa: T201
     )
     return {
@@ -335,6 +353,7 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
         "measured_on": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "torch": torch.__version__,
         "threads": args.threads if device.type == "cpu" else None,
+        "pause_s": args.pause,
         "layers": rows,
     }
 

@@ -70,6 +70,21 @@ def test_profile_holds_every_kind_size_and_degree(model_file, tmp_path):
     assert read.hidden_size == 32 and read.points["block", 2][0].forward_s[0] == rows["block", 1, 2]["forward_s"]
 
 
+def test_a_pause_lies_before_every_pass_and_not_in_its_time(model_file, tmp_path, monkeypatch):
+    """As often as there are passes; what is measured is far less than the pause."""
+    pauses = []
+    monkeypatch.setattr("runners.profile_layers.time.sleep", lambda seconds: pauses.append(seconds))
+    words = [model_file, "--micro-batch-sizes", "1", "--precision", "fp32", "--device", "cpu", "--seconds", "0.01"]
+    assert main([*words, "-o", str(tmp_path / "warm.json")]) == 0
+    assert pauses == []
+    assert main([*words, "--pause", "30", "-o", str(tmp_path / "cold.json")]) == 0
+    # Three kinds with and without recomputation, seven passes each at least, all in two halves.
+    assert set(pauses) == {30.0} and len(pauses) >= 3 * 2 * 7 * 2
+    profile = json.loads((tmp_path / "cold.json").read_text())
+    assert profile["pause_s"] == 30
+    assert all(row["forward_s"] < 30 and row["backward_s"] < 30 for row in profile["layers"])
+
+
 def test_several_models_are_profiled_by_one_command(model_file, tmp_path):
     """A folder gets one file a model, each as the planner reads it: GPT-like, and Llama-like with fewer key heads."""
     llama = TINY | {
@@ -99,6 +114,7 @@ def test_the_catalogue_s_larger_models_can_be_cut():
         (["--micro-batch-sizes", "0"], "--micro-batch-sizes: found '0'"),
         (["--micro-batch-sizes", "x"], "--micro-batch-sizes: found 'x'"),
         (["--seconds", "0"], "--seconds: found '0'"),
+        (["--pause", "-1"], "--pause: found '-1', expected a number >= 0"),
         (["--device", "cuda"], "--device: found 'cuda'"),
     ],
 )
