@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -342,13 +343,17 @@ def _model(row: Mapping[str, Any], tp: int, framework: str) -> Model:
     )
 
 
-ALSO_CALLED = {"gb300": "gb200", "a800": "a800-80gb"}
+ALSO_CALLED = {"gb300": "gb200", "b300": "b200", "a800": "a800-80gb"}
 """Names of devices that compute (in 16 and 8 bits) as another of the catalogue does."""
 
 
 def device_named(label: str) -> Device:
-    """The catalogue's device that a table names."""
+    """The catalogue's device that a table names: without remarks and, if need be, without its memory size."""
     known_as = next((other for name, other in ALSO_CALLED.items() if label.lower().startswith(name)), label)
+    plain = re.sub(r"\s*\(.*?\)", "", known_as).strip()
+    for name in (plain, re.sub(r"[ -]?\d+ ?GB\b", "", plain, flags=re.IGNORECASE)):
+        with suppress(InputError):
+            return device_by_name(name)
     try:
         return device_by_name(known_as)
     except InputError as error:

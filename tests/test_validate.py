@@ -11,7 +11,7 @@ import pytest
 from polygon import cli, validate
 from polygon.accuracy import Row, accuracy
 from polygon.frameworks import kernels_of, program_error
-from polygon.measured import NotExpressibleError, published_run
+from polygon.measured import NotExpressibleError, device_named, published_run
 
 MEASURED = Path(__file__).parents[1] / "instances" / "measured"
 PUBLISHED = str(MEASURED / "published_runs.json")
@@ -204,6 +204,24 @@ def test_torchtitan_keeps_weights_whole_in_a_pipeline():
     """Fully sharded training that neither reshards nor reduces between micro-batches divides the optimizer alone."""
     assert published_run(collected("torchtitan", pp=1)).config.zero == 3
     assert published_run(collected("torchtitan", pp=8)).config.zero == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("H100-96GB-SXM", "h100-sxm"),
+        ("H100-80GB-SXM (HBM2e)", "h100-sxm"),
+        ("GeForce RTX 4090 24GB", "rtx-4090"),
+        ("B300", "b200"),
+        ("Tesla T4", "t4"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("GH200 480GB", "gh200"),
+    ],
+)
+def test_devices_are_known_by_what_tables_call_them(label, name):
+    """Makers' prefixes, remarks and memory sizes of boards that the catalogue does not have are no obstacle."""
+    assert device_named(label).name == name
 
 
 def test_deepspeed_fetches_ahead_while_little_is_held():
