@@ -6,9 +6,11 @@
     python benchmarks/export_parsers.py [--plans 40]
 
 Plans of random allocations are exported; every SkyPilot task is read by `sky.Task.from_yaml`, torchtitan's flags by its
-`ConfigManager` and their stages counted, Megatron-LM's pipeline layout by megatron-core, which also checks that it has
-all layers. (DeepSpeed's parser reads 200 plans in the tests.) Prints what was read and what was refused, and fails on
-the latter. Ours need nothing of the targets: --write DIR writes the files, --read DIR reads them elsewhere.
+`ConfigManager` and their stages counted. Megatron-LM's arguments are held against the recorded names, types and choices
+of its parser (`tests/megatron_flags.py`; it is in no package), a pipeline layout is read by megatron-core where that is
+installed, which also checks that it has all layers. (DeepSpeed's parser reads 200 plans in the tests.) Prints what was
+read and what was refused, and fails on the latter. Ours need nothing of the targets: --write DIR writes the files,
+--read DIR reads them elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests import megatron_flags
 
 
 def write(root: Path, count: int) -> None:
@@ -65,24 +69,21 @@ def read_torchtitan(folder: Path) -> int:
 
 
 def read_megatron(folder: Path) -> int:
-    """The pipeline layout, where there is one, by megatron-core."""
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    """Arguments by the record of Megatron-LM's flags, a pipeline layout by megatron-core."""
+    arguments = megatron_flags.parse((folder / "arguments.txt").read_text("utf-8").split())
+    text = arguments.pipeline_model_parallel_layout
+    if text is not None and importlib.util.find_spec("megatron") is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    lines = (folder / "arguments.txt").read_text("utf-8").split("\n")
-    values = dict(line.split(" ", 1) for line in lines if " " in line)
-    text = values.get("--pipeline-model-parallel-layout")
-    if text is None:
-        return 0
-    stages = int(values["--pipeline-model-parallel-size"])
-    layout = PipelineParallelLayerLayout(text, stages)
-    layout.validate_layer_layout(num_layers=int(values["--num-layers"]), mtp_num_layers=0)
+        layout = PipelineParallelLayerLayout(text, arguments.pipeline_model_parallel_size)
+        layout.validate_layer_layout(num_layers=arguments.num_layers, mtp_num_layers=0)
     return 1
 
 
 READERS: dict[str, tuple[str, Callable[[Path], int]]] = {
     "skypilot": ("sky", read_skypilot),
     "torchtitan": ("torchtitan", read_torchtitan),
-    "megatron": ("megatron", read_megatron),
+    "megatron": ("argparse", read_megatron),
 }
 """By target: the module that must be there, and what reads a folder of one plan's export."""
 

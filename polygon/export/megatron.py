@@ -45,8 +45,9 @@ def model_arguments(problem: Problem) -> list[str]:
         words.append("--swiglu")
     if model.rms_norm:
         words += ["--normalization", "RMSNorm"]
+    words += ["--norm-epsilon", model.norm_eps]
     if not model.learned_positions:
-        words += ["--position-embedding-type", "rope"]
+        words += ["--position-embedding-type", "rope", "--rotary-base", round(model.rope_theta)]
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     if not model.linear_bias:
@@ -56,8 +57,15 @@ def model_arguments(problem: Problem) -> list[str]:
     if model.experts:
         words += ["--num-experts", model.experts, "--moe-router-topk", model.experts_per_token]
         words += ["--moe-ffn-hidden-size", model.expert_ffn_size]
+        if model.shared_experts:
+            words += ["--moe-shared-expert-intermediate-size", model.shared_experts * model.expert_ffn_size]
+        if model.dense_blocks:
+            pattern = f"([0]*{model.dense_blocks}+[1]*{model.blocks - model.dense_blocks})"
+            words += ["--moe-layer-freq", pattern]
     if batch.precision in ("bf16", "fp16"):
         words.append(f"--{batch.precision}")
+    elif batch.precision == "fp8":
+        words += ["--bf16", "--fp8-format", "hybrid"]
     words += ["--optimizer", "adam" if batch.optimizer == "adamw" else "sgd"]
     return [str(word) for word in words]
 

@@ -12,20 +12,22 @@ import numpy as np
 import pytest
 import yaml
 
-from polygon import files
+from polygon import catalogue, files
 from polygon.convert_plan import plan_data
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
 from polygon.export.__main__ import main
 from polygon.export.deepspeed import RULES as DEEPSPEED
 from polygon.export.deepspeed import ds_config
 from polygon.export.hosts import default_hosts, read_hosts, seats
 from polygon.export.megatron import RULES as MEGATRON
-from polygon.export.megatron import layout
+from polygon.export.megatron import layout, model_arguments
 from polygon.export.restrict import find_uniform
 from polygon.export.targets import TARGETS, export
 from polygon.export.torchrun import by_rank
 from polygon.export.torchtitan import module_names
+from tests import megatron_flags
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.exported_plans import drawn, planned
 from tests.patience import PATIENCE_S
@@ -83,6 +85,33 @@ def test_torchtitan_modules_are_the_stages():
         assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(problem.model.blocks)), "norm", "lm_head"]
         for stage, part in zip(uniform.plan.stages, parts, strict=True):
             assert len(part) == stage.last_layer - stage.first_layer + ("lm_head" in part)
+
+
+def test_megatron_takes_every_flag():
+    """Names, types and choices of its parser, for random plans and for the scripts that start them."""
+    for problem, plan, tables in drawn(20):
+        result = export(problem, plan, "megatron", tables=tables)
+        if result is not None:
+            read = megatron_flags.parse(result.files["arguments.txt"].split())
+            assert read.num_layers == problem.model.blocks and read.global_batch_size == problem.batch.global_batch
+    with pytest.raises(ValueError, match="--num-layer"):
+        megatron_flags.parse(["--num-layer", "3"])
+
+
+@pytest.mark.parametrize("name", [name for name, model in catalogue.models().items() if model.family != "vit"])
+def test_megatron_is_told_the_whole_model(name):
+    """Shared experts, dense leading blocks, eps and rotary base are said where a model has them; fp8 is not fp32."""
+    model = catalogue.model(name)
+    problem = replace(planned()[0], model=model, batch=Batch(global_batch=8, seq_len=128, precision="fp8"))
+    read = megatron_flags.parse(model_arguments(problem))
+    assert read.bf16 and read.fp8_format == "hybrid" and read.norm_epsilon == model.norm_eps
+    assert (read.num_experts or 0) == model.experts
+    assert (read.moe_shared_expert_intermediate_size or 0) == model.shared_experts * model.expert_ffn_size
+    experts_in = read.moe_layer_freq or [int(bool(model.experts))] * model.blocks
+    kinds = [model.layer_kind(layer) for layer in range(1, model.blocks + 1)]
+    assert ["moe" if value else "block" for value in experts_in] == kinds
+    if read.position_embedding_type == "rope":
+        assert read.rotary_base == model.rope_theta
 
 
 def test_what_torchtitan_and_megatron_insist_on():

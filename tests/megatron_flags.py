@@ -1,0 +1,75 @@
+"""The flags of Megatron-LM that exports use, as its parser has them: names, types and choices.
+
+Recorded from megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24f61159c138b0975def722c65245983c,
+which is in no package (megatron-core has megatron/core alone). A flag that is not here is refused, as Megatron-LM
+refuses it; so is an abbreviation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+WHOLE_NUMBERS = (
+    "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "num-query-groups",
+    "seq-length", "max-position-embeddings", "vocab-size", "rotary-base", "num-experts", "moe-router-topk",
+    "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "tensor-model-parallel-size",
+    "pipeline-model-parallel-size", "micro-batch-size", "global-batch-size", "recompute-num-layers", "train-iters",
+)  # fmt: skip
+NUMBERS = ("lr", "norm-epsilon")
+TEXTS = ("pipeline-model-parallel-layout",)
+SWITCHES = (
+    "group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias",
+    "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "mock-data",
+)  # fmt: skip
+CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
+    "optimizer": ("adam", "sgd", "muon", "dist_muon"),
+    "recompute-granularity": ("full", "selective"),
+    "recompute-method": ("uniform", "block"),
+    "fp8-format": ("e4m3", "hybrid"),
+    "tokenizer-type": (
+        "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "MultimodalTokenizer",
+        "NullTokenizer", "NullMultimodalTokenizer", "SFTTokenizer",
+    ),
+}  # fmt: skip
+
+
+def layer_pattern(text: str) -> list[int]:
+    """What `--moe-layer-freq` says of the layers, 1 with experts; its one form in exports is `([0]*a+[1]*b)`."""
+    pattern: list[int] = []
+    for part in text.strip("()").split("+"):
+        digit, _, count = part.partition("*")
+        pattern += [{"[0]": 0, "[1]": 1}[digit]] * int(count)
+    return pattern
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would end the program."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(message)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments as Megatron-LM reads them.
+
+    Raises
+    ------
+    ValueError
+        For a flag that it does not have, and a value of another type.
+    """
+    parser = _Parser(allow_abbrev=False)
+    kinds: list[tuple[Sequence[str], Callable[[str], object]]] = [
+        (WHOLE_NUMBERS, int), (NUMBERS, float), (TEXTS, str), (("moe-layer-freq",), layer_pattern)
+    ]  # fmt: skip
+    for names, kind in kinds:
+        for name in names:
+            parser.add_argument(f"--{name}", type=kind)
+    for name in SWITCHES:
+        parser.add_argument(f"--{name}", action="store_true")
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", choices=choices)
+    return parser.parse_args(words)
