@@ -7,11 +7,13 @@ in), checks of divisions, and ways to call them from C; together a fifth of the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numba import njit
 from numba.core import event
+from numba.core.dispatcher import Dispatcher
+from numba.core.types import unliteral
 
 from polygon.kernel_stamp import stamped
 
@@ -19,7 +21,19 @@ from polygon.kernel_stamp import stamped
 def _kept(**options: Any) -> Callable[[Callable], Any]:
     """A decorator that compiles a function when it is first called, once for all processes to come."""
     compiled = njit(cache=True, **options)
-    return lambda function: stamped(compiled(function))
+    return lambda function: stamped(_without_literals(compiled(function)))
+
+
+def _without_literals(kernel: Any) -> Any:
+    """Let kernels call this one with a constant as with any other number: numba makes another version for constants."""
+    if isinstance(kernel, Dispatcher):
+        template = kernel.get_call_template
+
+        def unliteral_template(args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
+            return template(tuple(map(unliteral, args)), {name: unliteral(kind) for name, kind in kws.items()})
+
+        kernel.get_call_template = unliteral_template  # type: ignore
+    return kernel
 
 
 general = _kept()
