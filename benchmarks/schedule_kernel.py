@@ -50,7 +50,7 @@ def main() -> None:
     def routed() -> None:
         routed_ends_s(
             routes, order, first, times, twice, busy, latency, busy, latency, down, up, 2 * workers * workers,
-            False, ends, starts,
+            ends, starts,
         )  # fmt: skip
 
     print(f"schedule kernel, {STAGES} stages x {MICRO_BATCHES} micro-batches, per second of one core")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from polygon.cost.bill import step_bill, traffic_bytes
 from polygon.cost.bounds import LowerBound, lower_bound
 from polygon.cost.compute import model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, stage_memory
-from polygon.cost.schedule import ScheduleTimes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
@@ -172,19 +171,14 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     slowest = int(np.flatnonzero(times.place.stage == stage)[times.ends_s[times.place.stage == stage].argmax()])
     count = int((schedule.routes[:, stage] == slowest).sum())
     compute = count * float(schedule.forward_s[slowest] + schedule.backward_s[slowest])
-    free = ScheduleTimes(
-        routes=schedule.routes,
-        order=schedule.order,
-        first=schedule.first,
-        forward_s=schedule.forward_s,
-        backward_s=schedule.backward_s,
-        down_busy_s=np.zeros_like(schedule.down_busy_s),
-        down_latency_s=np.zeros_like(schedule.down_latency_s),
-        up_busy_s=np.zeros_like(schedule.up_busy_s),
-        up_latency_s=np.zeros_like(schedule.up_latency_s),
-        down_channel=schedule.down_channel,
-        up_channel=schedule.up_channel,
-        channels=schedule.channels,
+    messages, nothing = times.messages, np.zeros_like(schedule.latency_s)
+    free = replace(
+        schedule,
+        latency_s=nothing,
+        hold_s=nothing[..., None],
+        link=messages.channel[..., None],
+        links=messages.channels,
+        shared=False,
     )
     ideal, _ = free.simulate()
     end, step_s, update = float(times.ends_s[slowest]), times.step_s, float(times.update_s[last])

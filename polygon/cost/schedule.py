@@ -6,7 +6,8 @@ route. Walking the keys is therefore a topological order; only the backwards hav
 
 Resources: a worker does one action at a time; the messages of one worker to one other worker in one direction
 (activations down, gradients up) follow one another on one channel. A message occupies its channel for bytes / rate and
-arrives after a further latency; computing goes on meanwhile. What channels share is in their rates (`transfers`).
+arrives after a further latency; computing goes on meanwhile. Where several channels share a link, messages have to be
+looked at in order of time: `polygon.cost.shared_schedule`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polygon.cost.shared_schedule import shared_ends_s
 from polygon.domain.schedule import BACKWARD, FORWARD
 from polygon.kernel_options import general
 
@@ -123,7 +125,6 @@ def routed_ends_s(
     down_channel: np.ndarray,
     up_channel: np.ndarray,
     channels: int,
-    blocking: bool,
     free: np.ndarray,
     start_s: np.ndarray,
 ) -> None:
@@ -142,8 +143,6 @@ def routed_ends_s(
         it takes longer to arrive.
     down_channel, up_channel : ndarray of int64, shape (micro_batches, stages - 1)
         Channel of every message, 0 .. channels - 1; a channel has one sender, so its order is the sender's.
-    blocking : bool
-        Whether a worker waits until its message has left before it goes on.
     free : ndarray, shape (workers,)
         Out: when each worker has ended its last action [s].
     start_s : ndarray, shape (2, micro_batches, stages) or (0, 0, 0)
@@ -168,8 +167,6 @@ def routed_ends_s(
                     leaves = (end if end > channel[c] else channel[c]) + down_busy_s[key, s]
                     channel[c] = leaves
                     arrival = leaves + down_latency_s[key, s]
-                    if blocking:
-                        end = leaves
                 free[w] = end
         for i in range(first[key], first[key + 1]):
             m, s = order[i, 0], order[i, 1]
@@ -183,28 +180,25 @@ def routed_ends_s(
                 leaves = (end if end > channel[c] else channel[c]) + up_busy_s[m, s - 1]
                 channel[c] = leaves
                 arrived[m, s - 1] = leaves + up_latency_s[m, s - 1]
-                if blocking:
-                    end = leaves
             free[w] = end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """What the simulation needs to know of a plan; shapes as in `routed_ends_s`."""
+    """What the simulation needs to know of a plan; shapes as in `routed_ends_s` and `shared_ends_s`."""
 
     routes: np.ndarray
     order: np.ndarray
     first: np.ndarray
     forward_s: np.ndarray
     backward_s: np.ndarray
-    down_busy_s: np.ndarray
-    down_latency_s: np.ndarray
-    up_busy_s: np.ndarray
-    up_latency_s: np.ndarray
-    down_channel: np.ndarray
-    up_channel: np.ndarray
-    channels: int
-    blocking: bool = False
+    link: np.ndarray
+    hold_s: np.ndarray
+    """Shape (2, micro_batches, stages - 1, k): down [0] and up [1]."""
+    latency_s: np.ndarray
+    links: int
+    shared: bool
+    """Whether several channels use some link; else every link is a channel, and k = 1."""
 
     def simulate(self, *, record: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """End of every worker [s], shape (workers,), and start of every action, shape (2, micro_batches, stages).
@@ -213,23 +207,13 @@ class ScheduleTimes:
         """
         ends_s = np.empty(len(self.forward_s))
         start_s = np.zeros((2, *self.routes.shape)) if record else np.zeros((0, 0, 0))
-        routed_ends_s(
-            self.routes,
-            self.order,
-            self.first,
-            self.forward_s,
-            self.backward_s,
-            self.down_busy_s,
-            self.down_latency_s,
-            self.up_busy_s,
-            self.up_latency_s,
-            self.down_channel,
-            self.up_channel,
-            self.channels,
-            self.blocking,
-            ends_s,
-            start_s,
-        )
+        fixed = self.routes, self.order, self.first, self.forward_s, self.backward_s
+        if self.shared:
+            shared_ends_s(*fixed, self.link, self.hold_s, self.latency_s, self.links, ends_s, start_s)
+        else:
+            hold_s, channel = (values.reshape(self.latency_s.shape) for values in (self.hold_s, self.link))
+            timing = hold_s[0], self.latency_s[0], hold_s[1], self.latency_s[1]
+            routed_ends_s(*fixed, *timing, channel[0], channel[1], self.links, ends_s, start_s)
         return ends_s, start_s
 
     def duration_s(self, kind: int, micro_batch: int, stage: int) -> float:

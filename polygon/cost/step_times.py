@@ -124,13 +124,11 @@ def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: M
         first=first,
         forward_s=forward,
         backward_s=backward,
-        down_busy_s=messages.busy_s[0],
-        down_latency_s=messages.latency_s[0],
-        up_busy_s=messages.busy_s[1],
-        up_latency_s=messages.latency_s[1],
-        down_channel=messages.channel[0],
-        up_channel=messages.channel[1],
-        channels=messages.channels,
+        link=messages.link,
+        hold_s=messages.hold_s,
+        latency_s=messages.latency_s,
+        links=messages.links,
+        shared=messages.shared,
     )
 
 

@@ -1,21 +1,22 @@
 """What messages between workers cost: link, sharing and packing of every message of a routed plan.
 
-A message of one worker to another takes the link between their nodes. Everything that several workers send over one
-thing at the same time shares it in proportion to the number of messages each has to send in a step:
+A message of one worker to another takes the link between their nodes. What messages share passes them one after another
+(`polygon.cost.shared_schedule`), at its rate:
 
-- a node pair gets the link's rate (`Cluster`: what one node pair gets with enough streams);
-- all messages that leave a node share its network card, taken as the rate of the pool's `inter_node` link;
-- all messages from one region to another share the capacity of the region pair, and all that leave a region its
-  egress, where such limits are given.
+- a node pair at the link's rate (`Cluster`: what one node pair gets with enough streams);
+- a node's network card, which all messages that leave the node pass, at the rate of the pool's `inter_node` link;
+- the capacity of a region pair and a region's egress, where such limits are given.
 
-Workers on one node talk over the node's own link and share nothing.
+Workers on one node talk over the node's own link and share nothing. Where a number is needed for one message by itself
+(`Messages.busy_s`), it gets its sender's part of what it shares, by the number of messages that each has to send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -255,7 +256,14 @@ class Messages:
     receiver: np.ndarray
     n_bytes: np.ndarray
     busy_s: np.ndarray
+    """Seconds on its way where all that share it send all the time."""
     latency_s: np.ndarray
+    link: np.ndarray
+    hold_s: np.ndarray
+    """Shape (2, micro_batches, stages - 1, k): what a message passes, by number, and how long it keeps that busy."""
+    links: int
+    shared: bool
+    """Whether several channels pass some of it; else every number is that of a channel, and k = 1."""
     channel: np.ndarray
     """Channel of each message (one per sender, receiver and direction)."""
     channels: int
@@ -299,6 +307,7 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         own = np.where(same_node, -1, group * workers + sender)
         return (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
 
+    alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
     direction = np.arange(2)[:, None, None]
     channel, _, channels = number_keys(((direction * workers + sender) * workers + receiver).ravel())
 
@@ -314,6 +323,12 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         rate = np.minimum(rate, egress * share(np.where(far, region_s, -1)))
     with np.errstate(divide="ignore"):
         busy = n_bytes / rate
+    things: list[tuple[np.ndarray, np.ndarray]] = [(np.where(same_node, -1, node_s), links.card_bytes_per_s[pool_s])]
+    if np.isfinite(pair_capacity).any():
+        things.append((np.where(far, region_s * regions + region_r, -1), pair_capacity))
+    if np.isfinite(egress).any():
+        things.append((np.where(far, region_s, -1), egress))
+    pair = np.where(same_node, nodes * nodes + channel.reshape(sender.shape), node_s * nodes + node_r)
     return Messages(
         sender=sender,
         receiver=receiver,
@@ -324,7 +339,51 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         channels=int(channels),
         connected=bool((rate > 0).all()),
         codec_s=codecs,
+        **_passed(n_bytes, channel.reshape(sender.shape), int(channels), pair, alone, things),
     )
+
+
+def _passed(
+    n_bytes: np.ndarray,
+    channel: np.ndarray,
+    channels: int,
+    pair: np.ndarray,
+    rate: np.ndarray,
+    things: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> dict[str, Any]:
+    """What messages pass, as fields of `Messages`.
+
+    Parameters
+    ----------
+    pair, rate : ndarray, shape of n_bytes
+        Number of the node pair, and bytes/s of a message that has everything for itself.
+    things : sequence of pairs of ndarray
+        What several node pairs may share: its number (-1: nothing), its bytes/s. Left out where it has enough for all
+        of its node pairs at once.
+    """
+    numbers, _, links = number_keys(pair.ravel())
+    first = np.empty(links, dtype=np.int64)
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    columns, rates = [numbers], [rate]
+    for thing, limit in things:
+        which, _, different = number_keys(thing.ravel())
+        of_pairs = which[first]
+        used = of_pairs >= 0
+        wanted = np.bincount(of_pairs[used], weights=rate.ravel()[first][used], minlength=different)
+        most = np.full(different + 1, np.inf)
+        most[which] = limit.ravel()
+        scarce = np.append(wanted > most[:-1] * (1 + 1e-9), False)
+        if scarce.any():
+            columns.append(np.where(scarce[which], links + which, -1))
+            rates.append(limit)
+            links += different
+    shared = len(columns) > 1 or links < channels
+    if not shared:
+        columns, links = [channel.ravel()], channels
+    with np.errstate(divide="ignore"):
+        hold_s = np.stack([n_bytes / each for each in rates], axis=-1)
+    link = np.stack([column.reshape(n_bytes.shape) for column in columns], axis=-1)
+    return {"link": link, "hold_s": hold_s, "links": int(links), "shared": shared}
 
 
 def _codec_s(

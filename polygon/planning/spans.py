@@ -66,7 +66,7 @@ def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
     spans = micro_batches / shares
     if messages and stages > 1:
         period_s = float((shares * (schedule.forward_s + schedule.backward_s)).max()) / micro_batches
-        trip_s = schedule.down_busy_s + schedule.down_latency_s + schedule.up_busy_s + schedule.up_latency_s
+        trip_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0)
         longest_s = np.zeros(len(spans))
         np.maximum.at(longest_s, schedule.routes[:, :-1].ravel(), trip_s.ravel())
         spans = spans + longest_s / period_s

@@ -2,6 +2,8 @@
 
 import heapq
 import itertools
+from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from tests.routed_plans import plain_plan, routed_plans
 
 
 def simulate_events(plan, times):
-    """Discrete events: workers take their next action when it is due, messages queue on their channel.
+    """Discrete events: workers take their next action when it is due, messages queue on all that they pass.
 
     Knows of the schedule only every worker's list of actions. Returns the end of every (kind, micro-batch, stage).
     """
@@ -26,7 +28,7 @@ def simulate_events(plan, times):
         for w in range(stage.width)
     }
     arrived = {("F", m, 0) for m in range(micro_batches)}
-    channel_free, busy, ends, events, tick = {}, set(), {}, [], itertools.count()
+    link_free, busy, ends, events, tick = {}, set(), {}, [], itertools.count()
 
     def begin_what_can(now):
         for worker, actions in todo.items():
@@ -51,50 +53,59 @@ def simulate_events(plan, times):
             if (down and s + 1 < stages) or (not down and s > 0):
                 boundary = s if down else s - 1
                 to = s + 1 if down else s - 1
-                channel = (down, worker, int(times.routes[m, to]))
-                hold = (times.down_busy_s if down else times.up_busy_s)[m, boundary]
-                latency = (times.down_latency_s if down else times.up_latency_s)[m, boundary]
-                leaves = max(now, channel_free.get(channel, 0.0)) + hold
-                channel_free[channel] = leaves
-                heapq.heappush(events, (leaves + latency, next(tick), "arrive", -1, (kind, m, to)))
+                message, leaves = (0 if down else 1, m, boundary), now
+                for link, hold in zip(times.link[message], times.hold_s[message], strict=True):
+                    if link >= 0:
+                        link_free[link] = max(now, link_free.get(link, 0.0)) + hold
+                        leaves = max(leaves, link_free[link])
+                arrives = leaves + times.latency_s[message]
+                heapq.heappush(events, (arrives, next(tick), "arrive", -1, (kind, m, to)))
         begin_what_can(now)
     assert not any(todo.values()), "the schedule deadlocked"
     return ends
 
 
-def random_times(plan, seed):
-    """Durations and messages drawn at random; one channel for every (sender, receiver, direction)."""
+def random_times(plan, seed, shared=False):
+    """Durations and messages drawn at random, over a channel for every (sender, receiver, direction).
+
+    Or, `shared`, over links between a few nodes, and some through the card of the sender's node.
+    """
     rng = np.random.default_rng(seed)
     offset = np.cumsum([0] + [stage.width for stage in plan.stages])
     routes = plan.routes + offset[:-1]
-    micro_batches, stages = routes.shape
     workers = int(offset[-1])
-    shape = (micro_batches, stages - 1)
     order, first = backward_order(windows(plan))
     busy = rng.random((2, workers, workers)) * rng.choice([0.0, 1.0, 5.0])
     latency = rng.random((2, workers, workers)) * rng.choice([0.0, 3.0])
     a, b = routes[:, :-1], routes[:, 1:]
+    sender, receiver = np.stack([a, b]), np.stack([b, a])
+    way = np.arange(2)[:, None, None]
+    link = ((way * workers + sender) * workers + receiver)[..., None]
+    hold_s = busy[way, sender, receiver].reshape(*link.shape)
+    if shared:
+        node = rng.integers(0, 3, workers)
+        card = np.where(rng.random(workers) < 0.5, 9 + node, -1)
+        link = np.stack([node[sender] * 3 + node[receiver], card[sender]], axis=-1)
+        hold_s = np.concatenate([hold_s, hold_s * rng.random()], axis=-1)
     return ScheduleTimes(
         routes=routes,
         order=order,
         first=first,
         forward_s=rng.random(workers) + 0.1,
         backward_s=rng.random(workers) * 2 + 0.1,
-        down_busy_s=busy[0][a, b].reshape(shape),
-        down_latency_s=latency[0][a, b].reshape(shape),
-        up_busy_s=busy[1][b, a].reshape(shape),
-        up_latency_s=latency[1][b, a].reshape(shape),
-        down_channel=(a * workers + b).reshape(shape),
-        up_channel=(workers * workers + b * workers + a).reshape(shape),
-        channels=2 * workers * workers,
+        link=link,
+        hold_s=hold_s,
+        latency_s=latency[way, sender, receiver],
+        links=2 * workers * workers + 12,
+        shared=shared,
     )
 
 
 @settings(deadline=None, max_examples=150)
-@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
-def test_kernel_equals_event_driven_simulation(plan, seed):
+@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1), shared=st.booleans())
+def test_kernel_equals_event_driven_simulation(plan, seed, shared):
     """Every action starts when an independent simulator says so."""
-    times = random_times(plan, seed)
+    times = random_times(plan, seed, shared)
     ends = simulate_events(plan, times)
     ends_s, start_s = times.simulate(record=True)
     for (kind, m, s), end_s in ends.items():
@@ -106,17 +117,29 @@ def test_kernel_equals_event_driven_simulation(plan, seed):
 
 
 @settings(deadline=None, max_examples=60)
-@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
-def test_makespan_is_at_least_every_path_and_every_worker(plan, seed):
-    """No shorter than any micro-batch's way down and up, nor than any worker's work."""
-    times = random_times(plan, seed)
+@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1), shared=st.booleans())
+def test_makespan_is_at_least_every_path_worker_and_link(plan, seed, shared):
+    """No shorter than any micro-batch's way down and up, nor than any worker's work, nor what passes any link."""
+    times = random_times(plan, seed, shared)
     ends_s, _ = times.simulate()
     work = np.zeros(len(ends_s))
     np.add.at(work, times.routes.ravel(), (times.forward_s + times.backward_s)[times.routes].ravel())
     assert ends_s.max() >= work.max() * (1 - 1e-12)
     path = (times.forward_s + times.backward_s)[times.routes].sum(axis=1)
-    path += (times.down_busy_s + times.down_latency_s + times.up_busy_s + times.up_latency_s).sum(axis=1)
+    path += (times.hold_s[..., 0] + times.latency_s).sum(axis=(0, 2))
     assert ends_s.max() >= path.max() * (1 - 1e-12)
+    passed = np.bincount(times.link[times.link >= 0], weights=times.hold_s[times.link >= 0], minlength=1)
+    assert ends_s.max() >= passed.max() * (1 - 1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
+def test_both_kernels_agree_where_nothing_is_shared(plan, seed):
+    """A link for every channel: messages in order of time are messages in the order of their sender."""
+    times = random_times(plan, seed)
+    alone, together = times.simulate(record=True), replace(times, shared=True).simulate(record=True)
+    assert np.allclose(alone[0], together[0], rtol=1e-12)
+    assert np.allclose(alone[1], together[1], rtol=1e-12)
 
 
 @given(stages=st.integers(1, 5), micro_batches=st.integers(1, 12), seed=st.integers(0, 1000))
@@ -127,16 +150,11 @@ def test_plain_kernel_equals_routed_kernel(stages, micro_batches, seed):
     times = random_times(plan, seed)
     rng = np.random.default_rng(seed)
     transfer_s = rng.random(stages)
-    zero = np.zeros_like(times.down_busy_s)
-    same = np.broadcast_to(transfer_s[:-1], zero.shape).copy()
+    same = np.broadcast_to(transfer_s[:-1], times.latency_s.shape).copy()
     plain = plain_step_s(
         times.forward_s, times.backward_s, transfer_s, np.arange(stages, 0, -1, dtype=np.int64), micro_batches
     )
-    fields = {name: getattr(times, name) for name in ("routes", "order", "first", "forward_s", "backward_s")}
-    channels = {name: getattr(times, name) for name in ("down_channel", "up_channel", "channels")}
-    routed = ScheduleTimes(
-        **fields, **channels, down_busy_s=zero, up_busy_s=zero, down_latency_s=same, up_latency_s=same
-    )
+    routed = replace(times, hold_s=np.zeros_like(times.hold_s), latency_s=same)
     assert np.isclose(plain, routed.simulate()[0].max(), rtol=1e-12)
 
 
@@ -146,32 +164,17 @@ def test_plain_1f1b_of_equal_stages_takes_the_textbook_time():
     assert plain_step_s(f, b, np.zeros(4), np.array([4, 3, 2, 1]), 8) == (8 + 4 - 1) * 3.0
 
 
-@given(plan=routed_plans(), seed=st.integers(0, 1000))
+@given(plan=routed_plans(), seed=st.integers(0, 1000), shared=st.booleans())
 @settings(deadline=None, max_examples=25)
-def test_compiled_kernels_equal_their_source(plan, seed):
+def test_compiled_kernels_equal_their_source(plan, seed, shared):
     """Numba's result is Python's."""
-    times = random_times(plan, seed)
+    times = random_times(plan, seed, shared)
     order, first = kernels.backward_order.py_func(windows(plan))
     assert (order == times.order).all()
     assert (first == times.first).all()
     ends_s, start_s = times.simulate(record=True)
-    python_ends, python_starts = np.empty_like(ends_s), np.zeros_like(start_s)
-    kernels.routed_ends_s.py_func(
-        times.routes,
-        times.order,
-        times.first,
-        times.forward_s,
-        times.backward_s,
-        times.down_busy_s,
-        times.down_latency_s,
-        times.up_busy_s,
-        times.up_latency_s,
-        times.down_channel,
-        times.up_channel,
-        times.channels,
-        False,
-        python_ends,
-        python_starts,
-    )
+    python = "shared_ends_s" if shared else "routed_ends_s"
+    with patch.object(kernels, python, getattr(kernels, python).py_func):
+        python_ends, python_starts = times.simulate(record=True)
     assert (python_ends == ends_s).all()
     assert (python_starts == start_s).all()

@@ -62,7 +62,7 @@ def test_wanted_spans_of_a_plan_by_hand():
     schedule = times.schedule
     both_s = schedule.forward_s + schedule.backward_s
     step_s = max(4 * both_s[0], 3 * both_s[1], both_s[2])
-    away_s = schedule.down_busy_s + schedule.down_latency_s + schedule.up_busy_s + schedule.up_latency_s
+    away_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0)
     expected = min(4, 1 + 4 * away_s.max() / step_s)
     assert wanted_spans(times, messages=True) == pytest.approx([expected, 4 / 3, 4])
 

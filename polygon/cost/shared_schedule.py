@@ -1,0 +1,150 @@
+"""Exact simulation of a plan's schedule where messages of several workers share links: by events in order of time.
+
+The laws are those of `polygon.cost.schedule`, but a message may need several things that others use as well: the node
+pair it travels between, the sender's network card, what regions share. Each passes messages in the order in which they
+were handed over, at its own rate; a message has left when all that it needs have passed it. So nothing ever carries
+more than it can, whoever sends. (Real streams share at the same time instead: the last of several ends then as it does
+here, those before it later.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from polygon.kernel_options import kernel
+
+
+@kernel
+def push(due_s: np.ndarray, worker: np.ndarray, size: int, time_s: float, w: int) -> None:
+    """Add to a heap of `size` times, least first."""
+    i = size
+    while i > 0 and time_s < due_s[(i - 1) >> 1]:
+        parent = (i - 1) >> 1
+        due_s[i], worker[i] = due_s[parent], worker[parent]
+        i = parent
+    due_s[i], worker[i] = time_s, w
+
+
+@kernel
+def drop(due_s: np.ndarray, worker: np.ndarray, size: int) -> None:
+    """Take the first from a heap that has `size` times without it."""
+    time_s, w = due_s[size], worker[size]
+    i = 0
+    while 2 * i + 1 < size:
+        child = 2 * i + 1
+        if child + 1 < size and due_s[child + 1] < due_s[child]:
+            child += 1
+        if due_s[child] >= time_s:
+            break
+        due_s[i], worker[i] = due_s[child], worker[child]
+        i = child
+    due_s[i], worker[i] = time_s, w
+
+
+@njit(cache=True)
+def worker_actions(
+    routes: np.ndarray, order: np.ndarray, first: np.ndarray, workers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Actions of every worker in its order (`polygon.domain.schedule`), and where each worker's begin.
+
+    An action is (kind * micro_batches + micro-batch) * stages + stage, kind 0 forward and 1 backward.
+    """
+    micro_batches, stages = routes.shape
+    begins = np.zeros(workers + 1, dtype=np.int64)
+    for m in range(micro_batches):
+        for s in range(stages):
+            begins[routes[m, s] + 1] += 2
+    for w in range(workers):
+        begins[w + 1] += begins[w]
+    place = begins[:-1].copy()
+    actions = np.empty(2 * micro_batches * stages, dtype=np.int64)
+    for key in range(first.shape[0] - 1):
+        if key < micro_batches:
+            for s in range(stages):
+                w = routes[key, s]
+                actions[place[w]] = key * stages + s
+                place[w] += 1
+        for i in range(first[key], first[key + 1]):
+            w = routes[order[i, 0], order[i, 1]]
+            actions[place[w]] = (micro_batches + order[i, 0]) * stages + order[i, 1]
+            place[w] += 1
+    return actions, begins
+
+
+@njit(cache=True)
+def shared_ends_s(
+    routes: np.ndarray,
+    order: np.ndarray,
+    first: np.ndarray,
+    forward_s: np.ndarray,
+    backward_s: np.ndarray,
+    link: np.ndarray,
+    hold_s: np.ndarray,
+    latency_s: np.ndarray,
+    links: int,
+    free: np.ndarray,
+    start_s: np.ndarray,
+) -> None:
+    """Simulate a routed schedule; results go to `free` (end of every worker) and `start_s` (if it is not empty).
+
+    Parameters
+    ----------
+    routes, order, first, forward_s, backward_s, free, start_s : ndarray
+        As in `polygon.cost.schedule.routed_ends_s`.
+    link : ndarray of int64, shape (2, micro_batches, stages - 1, k)
+        What the message of a micro-batch down [0] or up [1] needs, as numbers from 0 to links - 1; -1: nothing.
+    hold_s : ndarray, same shape
+        How long each of these is busy with it.
+    latency_s : ndarray, shape (2, micro_batches, stages - 1)
+        What a message that has left takes to arrive.
+    """
+    micro_batches, stages = routes.shape
+    workers, half = free.shape[0], micro_batches * stages
+    actions, at = worker_actions(routes, order, first, workers)
+    last = at[1:].copy()
+    ready = np.full(2 * half, -1.0)  # not known yet; inf where a link is missing
+    ready[:half:stages] = 0.0
+    taken, due_s, due = np.zeros(links), np.empty(workers), np.empty(workers, dtype=np.int64)
+    size, free[:] = 0, 0.0
+    record = start_s.shape[0] == 2
+    for w in range(workers):
+        if at[w] < last[w] and ready[actions[at[w]]] >= 0:
+            push(due_s, due, size, forward_s[w], w)
+            size += 1
+    while size > 0:
+        now, w = due_s[0], due[0]
+        size -= 1
+        drop(due_s, due, size)
+        action = actions[at[w]]
+        at[w] += 1
+        free[w] = now
+        k, m, s = action // half, action // stages % micro_batches, action % stages
+        to = s + 1 if k == 0 else s - 1
+        other = w
+        if 0 <= to < stages:
+            boundary = min(s, to)
+            leaves = now
+            for j in range(link.shape[3]):
+                number = link[k, m, boundary, j]
+                if number >= 0:
+                    taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
+                    leaves = max(leaves, taken[number])
+            after = (k * micro_batches + m) * stages + to
+            ready[after] = leaves + latency_s[k, m, boundary]
+            receiver = routes[m, to]
+            if at[receiver] < last[receiver] and actions[at[receiver]] == after:
+                other = receiver
+        elif k == 0:
+            ready[half + action] = now
+        for turn in range(2):
+            if turn == 1 and other == w:
+                break
+            v = w if turn == 0 else other
+            if at[v] < last[v] and ready[actions[at[v]]] >= 0:
+                action = actions[at[v]]
+                start = max(free[v], ready[action])
+                if record:
+                    start_s[action // half, action // stages % micro_batches, action % stages] = start
+                push(due_s, due, size, start + (forward_s[v] if action < half else backward_s[v]), v)
+                size += 1
