@@ -370,12 +370,13 @@ def _as_measured(device: Device, row: Mapping[str, Any], precision: str) -> Devi
         if not 0.5 < scale < 0.99:  # within rounding, or the peak of another precision
             scale = 1.0
     if device.name.startswith("h100-sxm") and ("hbm2e" in text or "torchtitan" in text):
-        # torchtitan's authors: "non-standard. They have HBM2e and are limited to a lower TDP. The actual peak should
-        # be between SXM (989 TFLOP/s) and NVL (835)"; memory of the PCIe board.
+        # torchtitan's authors: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "default 500W power limit"; dynamic
+        # power goes with the cube of the clock (frequency times voltage squared).
+        clock = (500 / device.power_w) ** (1 / 3)
         return replace(
             device,
-            flops={key: value * min(scale, 0.92) for key, value in device.flops.items()},
-            memory_bytes_per_s=2.04e12,
+            flops={key: value * min(scale, clock) for key, value in device.flops.items()},
+            memory_bytes_per_s=2.4e12,
         )
     if scale == 1.0:
         return device
