@@ -79,12 +79,13 @@ def timeline(priced: Priced, *, messages: bool = False) -> dict[str, Any]:
     last_s = {row: float(done.last_s[w]) for w, row in enumerate(rows)}
     intervals = [i._replace(end_s=min(i.end_s, last_s[i[:2]])) if i.kind == "reduce" else i for i in intervals]
     for w in np.flatnonzero(drawn):
-        intervals.append(Interval(*rows[w], "exposed", "", float(done.last_s[w]), float(update_s[w])))
-        intervals.append(Interval(*rows[w], "bubble", "", float(times.done_s[w]), step_s))
+        stage, worker = rows[w]
+        intervals.append(Interval(stage, worker, "exposed", "", float(done.last_s[w]), float(update_s[w])))
+        intervals.append(Interval(stage, worker, "bubble", "", float(times.done_s[w]), step_s))
     for i in np.flatnonzero(drawn[done.worker]):
-        row, name, left_s = rows[done.worker[i]], str(done.name[i]), float(done.left_s[i])
-        intervals.append(Interval(*row, "bubble", name, float(done.idle_s[i]), left_s))
-        intervals.append(Interval(*row, "exposed", name, left_s, float(done.start_s[i])))
+        (stage, worker), name, left_s = rows[done.worker[i]], str(done.name[i]), float(done.left_s[i])
+        intervals.append(Interval(stage, worker, "bubble", name, float(done.idle_s[i]), left_s))
+        intervals.append(Interval(stage, worker, "exposed", name, left_s, float(done.start_s[i])))
     workers = [
         {"stage": w.stage, "worker": w.worker, "region": w.region, "drawn": here, "busy_s": w.busy_s,
          "device": w.device + (f"\u00d7{w.tp}" if w.tp > 1 else "")}

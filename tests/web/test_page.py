@@ -360,6 +360,53 @@ def test_chinese_and_the_theme(browser, server, plan_id):
     page.context.close()
 
 
+SHOWN_TEXTS = """() => {
+  const texts = [];
+  const walk = (e) => {
+    if (e.matches("pre, code, #language, .files, #earlier .name, #deployments")) return;
+    for (const a of ["aria-label", "placeholder", "title", "aria-valuetext"]) texts.push(e.getAttribute(a) ?? "");
+    for (const c of e.childNodes) if (c.nodeType === 3) texts.push(c.textContent); else if (c.nodeType === 1) walk(c);
+  };
+  walk(document.body);
+  for (const chart of polygonCharts.values()) {
+    const o = chart.getOption();
+    for (const part of [...(o.xAxis ?? []), ...(o.yAxis ?? [])]) texts.push(part.name ?? "", ...(part.data ?? []));
+    for (const series of o.series) texts.push(series.name ?? "");
+    for (const radar of o.radar ?? []) texts.push(...radar.indicator.map((i) => i.name));
+  }
+  return texts.map(String);
+}"""
+PROPER = frozenset({
+    "polygon", "DeepSpeed", "Megatron", "SkyPilot", "torchtitan", "torchrun", "dist_runner", "dist", "runner",
+    "Perfetto", "AdamW", "SGD", "ZeRO", "YAML", "JSON", "PTAFM", "hostfile", "config", "plan", "json", "deployments",
+    "token", "exact", "safe", "known", "any", "none", "topk", "powersgd", "int", "run", "small", "Ctrl", "MFU",
+    "kWh", "GiB", "MiB", "Gbit", "USD", "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard", "top",
+    "CPU", "start", "IPv", "all", "train",
+})  # fmt: skip
+"""Words that Chinese texts keep: names of programs, formats, papers, options and units."""
+
+
+def test_the_chinese_page_has_no_english_sentence(browser, server, wide_plan):
+    """What every view shows, says to screen readers and writes on charts: only names, units and options are left."""
+    page = new_page(browser, server, locale="zh-CN")
+    known = server.request("GET", "/api/catalogue")[2]
+    view = server.request("POST", f"/api/plans/{wide_plan}/view", {})[2]
+    names = [*known["instances"], *known["links"], *(r["name"] for r in view["regions"])]
+    names += [row["name"] for kind in ("devices", "models", "regions") for row in known[kind]]
+    allowed = PROPER | {word for name in names for word in re.findall(r"[A-Za-z]{3,}", name)}
+    left = set()
+    for name in VIEWS:
+        visit(page, server, wide_plan, name)
+        if name == "communication":
+            page.locator("[data-change=activations]").select_option("int4")
+            page.wait_for_function(CHANGED, arg="across")
+            page.locator("#advice details").first.wait_for()
+        for text in page.evaluate(SHOWN_TEXTS):
+            left |= {(word, text) for word in re.findall(r"[A-Za-z]{3,}", text) if word not in allowed}
+    assert left == set()
+    page.context.close()
+
+
 def test_names_from_input_are_text_not_markup(page, server):
     """A region called like a script element shows as its name and runs nothing."""
     evil = "<img src=x onerror=window.pwned=1>"

@@ -6,12 +6,12 @@ import { seconds, signed } from "./format";
 import { t } from "./strings";
 import { state } from "./state";
 
-const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", skypilot: "SkyPilot", tc: "tc (traffic control)" };
+const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", skypilot: "SkyPilot", tc: "tc" };
 let file = "";
 
 export function deploy(root: HTMLElement): void {
   root.replaceChildren(h("div", { class: "grid" },
-    h("section", { class: "panel" }, h("div", { class: "fields" }, h("label", {}, t("target"), h("select", { id: "target", onchange: (e: Event) => { state.target = (e.target as HTMLSelectElement).value; file = ""; deploy(root); } }, Object.entries(TARGETS).map(([x, name]) => h("option", { value: x, selected: x === state.target }, name))))),
+    h("section", { class: "panel" }, h("div", { class: "fields" }, h("label", {}, t("target"), h("select", { id: "target", onchange: (e: Event) => { state.target = (e.target as HTMLSelectElement).value; file = ""; deploy(root); } }, Object.entries(TARGETS).map(([x, name]) => h("option", { value: x, selected: x === state.target }, x === "tc" ? t("trafficControl") : name))))),
       h("div", { id: "losses", "aria-live": "polite" }, t("computing"))),
     h("section", { class: "panel" }, h("h2", {}, t("files")), h("div", { id: "files" })),
     h("section", { class: "panel half" }, h("h2", {}, t("deployTitle")),
