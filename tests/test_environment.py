@@ -90,7 +90,7 @@ folder = Path(os.environ["NUMBA_CACHE_DIR"])
 cached = Path(intra_kernel._cache.cache_path)
 print(folder.parent == Path.cwd(), stat.S_IMODE(folder.stat().st_mode) == 0o700, cached.is_relative_to(folder))
 """
-    assert python(code, tmp_path, TMPDIR=str(tmp_path)).split() == ["True"] * 3
+    assert python(code, tmp_path, TMPDIR=str(tmp_path), NUMBA_CACHE_DIR="").split() == ["True"] * 3
 
 
 def test_numbas_own_folder_is_kept_where_it_can_be_written(tmp_path):

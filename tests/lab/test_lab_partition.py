@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def start(lab, rank, plan, port, folder, *more):
     """A rank on its host, its talk in a pipe."""
     words = ["--plan", plan, "--dist-url", f"tcp://{lab.network.hosts[0].address}:{port}", "--world-size", "2"]
-    words += ["--rank", rank, "--device", "cpu", "--log-dir", folder / "log", "--dead-after", "3"]
+    words += ["--rank", rank, "--device", "cpu", "--log-dir", folder / "log", "--dead-after", "10"]
     words += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", "1", *more]
     command = [sys.executable, ROOT / "runners" / "dist_runner.py", *words]
     environment = {"OMP_NUM_THREADS": "1"}

@@ -108,7 +108,7 @@ def long_run(plan_file, tmp_path):
     process = subprocess.Popen(
         [
             *(*COMMAND, plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"),
-            *("--checkpoint-dir", tmp_path / "checkpoints", "--dead-after", "4"),
+            *("--checkpoint-dir", tmp_path / "checkpoints", "--dead-after", "10"),
         ],
         stderr=subprocess.PIPE,
         text=True,

@@ -47,8 +47,17 @@ def new_page(browser, server, size="desktop", **options):
 
 
 @pytest.fixture(scope="module")
-def page(browser, server):
+def kept_page(browser, server):
     return new_page(browser, server)
+
+
+@pytest.fixture
+def page(kept_page):
+    """The page of all tests, with nothing open and nothing said of what came before."""
+    kept_page.goto("about:blank")
+    kept_page.faults.clear()
+    kept_page.outside.clear()
+    return kept_page
 
 
 def visit(page, server, plan, view):
@@ -147,7 +156,7 @@ def test_errors_appear_at_the_field(page, server):
     page.goto("about:blank")
     page.goto(server.url)
     page.get_by_label("Shipped cluster").select_option("one-node")
-    page.wait_for_function("document.querySelector(\"[data-path='regions[0].name']\")?.value === 'lab'")
+    page.wait_for_function("() => document.querySelector(\"[data-path='regions[0].name']\")?.value === 'lab'")
     field = page.locator("[data-path='regions[0].nodes[0].count']")
     field.fill("0")
     page.locator("#calculate").click()
@@ -228,9 +237,9 @@ def test_strategy_shows_the_plan_and_its_alternatives(page, server, plan_id):
     """As many stages as the plan, reasons in words, a radar within 0 and 1, a point for the plan."""
     visit(page, server, plan_id, "strategy")
     view = server.request("POST", f"/api/plans/{plan_id}/view", {})[2]
+    page.locator("#reasons li").nth(4).wait_for()
     rows = page.locator("table").first.locator("tbody tr").count()
     assert rows == sum(len(stage["workers"]) for stage in view["stages"])
-    assert page.locator("#reasons li").count() >= 5
     values = [value for entry in chart_data(page, "radar")[0] for value in entry["value"]]
     assert len(values) >= 10 and all(0 <= value <= 1 for value in values)
     assert "plan" in {point["key"] for point in chart_data(page, "pareto")[0]}
@@ -309,6 +318,7 @@ def test_each_choice_changes_the_right_number(page, server, wide_plan):
         assert card(page, key) != before, name
         page.locator("#reset").click()
         page.wait_for_function(BACK, arg=[key, before])
+    page.locator("#formulas tbody tr").nth(9).wait_for()
     assert len(chart_data(page, "heat")[0]) > 0 and page.locator("#formulas tbody tr").count() == 10
 
 
