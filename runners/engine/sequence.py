@@ -29,9 +29,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, *parameters: torch.Tensor | None) -> Any:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = _narrow(x)
         weights, biases = parameters[::2], parameters[1::2]
         ctx.group = group
         ctx.save_for_backward(x, *weights)
@@ -116,8 +114,14 @@ def column_products(
     """Linear layers with one input, whose outputs are spread over a group."""
     if tp is not None and by_tokens:
         return list(_Products.apply(x, tp, *(tensor for layer in layers for tensor in (layer.weight, layer.bias))))
-    whole = x if tp is None else tp.copy(x)
+    whole = _narrow(x if tp is None else tp.copy(x))
     return [layer(whole) for layer in layers]
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as autocast would make it for a product; by itself it makes, and keeps, a copy for each of several."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def row_product(layer: nn.Linear, x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool) -> torch.Tensor:

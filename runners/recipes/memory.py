@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from polygon.cost.memory import MemoryBreakdown, layer_memory, stage_memory
+from polygon.cost.memory import MemoryBreakdown, stage_memory
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import in_flight
+from runners.recipes.activations import Way, own_layer_memory
 from runners.recipes.schema import ParallelPart
 
 MEASURED = "tensor-bytes-{}.json"
@@ -23,32 +25,36 @@ def predicted_peaks(problem: Problem, plan: Plan, parallel: ParallelPart | None 
         How sequences and experts are split, which the plan does not say; None: not at all.
     """
     parallel = parallel or ParallelPart()
-    cp = parallel.cp
     found: dict[int, MemoryBreakdown] = {}
     for s, stage in enumerate(plan.stages):
         held = in_flight(plan, s)
         for w, worker in enumerate(stage.workers):
-            layers = layer_memory(
-                problem.model,
-                problem.batch,
-                tp=worker.tp // cp,
-                micro_batch_size=plan.micro_batch_size,
+            way = Way(
+                micro_batch=plan.micro_batch_size,
                 recompute=stage.recompute,
-                sequence_parallel=parallel.sequence,
-                cp=cp,
+                tp=worker.tp // parallel.cp,
+                cp=parallel.cp,
                 ep=parallel.ep,
-                fused=False,  # the engine's layers are torch's, operation by operation
+                sequence=parallel.sequence,
+                fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
             )
+            layers = own_layer_memory(problem.model, problem.batch, way)
             peak = stage_memory(
                 layers,
                 stage.first_layer,
                 stage.last_layer,
                 in_flight=float(held[w]),
                 zero=stage.zero,
-                shards=stage.width * cp,
+                shards=stage.width * parallel.cp,
                 batch=problem.batch,
                 context_bytes=0.0,
             )
+            if s + 1 < len(plan.stages):
+                # What is sent to the next stage stays until its gradient comes.
+                tokens = plan.micro_batch_size * problem.batch.seq_len / parallel.cp
+                sent = tokens * problem.model.hidden_size * max(problem.batch.element_bytes, 2)
+                sent /= way.tp if way.sequence else 1
+                peak = replace(peak, activations=peak.activations + held[w] * sent)
             found |= {plan.device_ranks[device]: peak for device in worker.devices}
     return found
 

@@ -33,6 +33,7 @@ def _activations(recipe: Recipe, model: Model, batch: Batch) -> float:
     return predicted_activations(
         *(model, batch, recipe.batch.micro_batch, recipe.memory.recompute),
         autocast=recipe.backend == "ddp",
+        on_gpu=not recipe.hardware.device.startswith("cpu"),
         targets=targets,
     )
 

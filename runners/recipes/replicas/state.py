@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from polygon.cost.memory import layer_memory, stage_memory
 from polygon.domain.model import Batch, Model
+from runners.recipes.activations import Way, own_layer_memory
 
 if TYPE_CHECKING:
     import torch
@@ -98,12 +99,13 @@ def predicted_activations(
     recompute: str,
     *,
     autocast: bool = False,
+    on_gpu: bool = False,
     targets: Collection[str] | None = None,
 ) -> float:
     """Most bytes of activations and of what only one layer's computation needs, for one micro-batch in flight.
 
-    torch keeps of a plain block's operations what fused ones keep; gates, rotary positions and repeated heads add
-    copies. Autocast (ZeRO 0 alone) keeps its 16-bit copies of trained weights until the step ends.
+    Autocast (ZeRO 0 alone) keeps its 16-bit copies of weights for backward: all, or where blocks are computed again
+    those of one. It holds those of trained weights until forward ends.
 
     Parameters
     ----------
@@ -111,26 +113,19 @@ def predicted_activations(
         Linear layers of a block beside which low-rank additions are trained, by the last part of their names; None:
         all weights are trained.
     """
-    plain = model.learned_positions and not model.gated_mlp
-    layers = layer_memory(model, batch, micro_batch_size=micro_batch_size, recompute=recompute, fused=plain)
+    narrow = batch.element_bytes < 4
+    way = Way(
+        micro_batch=micro_batch_size,
+        recompute=recompute,
+        norms_in_32_bits=autocast or not narrow,
+        sums_in_32_bits=autocast or not narrow,
+        fused_norms=on_gpu,
+        trained=targets,
+    )
+    layers = own_layer_memory(model, batch, way)
     parts = stage_memory(layers, 0, model.layers, in_flight=1, zero=0, shards=1, batch=batch, context_bytes=0)
-    if targets is None:
-        copies = 2 * model.parameters if autocast and batch.element_bytes < 4 else 0
+    copies = 2.0 * model.parameters if autocast and narrow else 0.0
+    if recompute != "full":
         return parts.activations + parts.transient + copies
-    share = _kept_share(model, targets)
-    # Of a recomputed block the input is kept all the same.
-    return parts.activations * (1.0 if recompute == "full" else share) + parts.transient * share
-
-
-def _kept_share(model: Model, targets: Collection[str]) -> float:
-    """Part of a block's activations that is kept where its weights are frozen.
-
-    A frozen product needs its weights for the gradient of its input, not the input itself. Norms, attention and the
-    activation function need theirs all the same.
-    """
-    h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    per_width = 3 if model.gated_mlp else 2
-    inputs = h * (not {"query", "key", "value"} & set(targets)) + h * (not {"up", "gate"} & set(targets))
-    inputs += model.ffn_size * ("down" not in targets)
-    whole = 4 * h + 2 * q + 2 * kv + per_width * model.ffn_size
-    return (whole - inputs) / whole
+    block = copies * layers.parameters[1:-1].max() / model.parameters
+    return parts.activations + max(parts.transient + block, copies if targets is None else 0.0)
