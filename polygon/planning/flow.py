@@ -8,13 +8,14 @@ import numpy as np
 
 from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
+from polygon.planning.hosts import Hosts, common_nodes, find_crowds, near_part
 from polygon.planning.stage_lists import Stages
 
 
 class Places(NamedTuple):
     """What every region lends to every stage, and room for the flow between two of them.
 
-    Arrays of shape (rows, regions); `supply` and `demand` (regions,), `flow` (regions, regions).
+    Arrays of shape (rows, regions); `supply` and `demand` (regions,).
     """
 
     nodes: np.ndarray
@@ -28,6 +29,14 @@ class Places(NamedTuple):
     supply: np.ndarray
     demand: np.ndarray
     flow: np.ndarray
+    """(rows, regions, regions) parts of the micro-batches that go from region to region, by stage that sends them."""
+    busy: np.ndarray
+    """(regions, regions) messages in parts of the micro-batches, of all stages, activations and gradients."""
+    near: np.ndarray
+    """Part of what stays in its region between a stage and the next that stays on its node."""
+    leaving: np.ndarray
+    crowd: np.ndarray
+    """Messages that leave a stage's nodes; and those of all stages there over its own."""
 
 
 def places_for(rows: int, regions: int) -> Places:
@@ -41,7 +50,11 @@ def places_for(rows: int, regions: int) -> Places:
         share=np.zeros(shape),
         supply=np.zeros(regions),
         demand=np.zeros(regions),
-        flow=np.zeros((regions, regions)),
+        flow=np.zeros((rows, regions, regions)),
+        busy=np.zeros((regions, regions)),
+        near=np.zeros(shape),
+        leaving=np.zeros(shape),
+        crowd=np.ones(shape),
     )
 
 
@@ -145,36 +158,116 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, flow: np.ndarr
 
 
 @inner
-def boundary_s(bank: Bank, places: Places, s: int) -> tuple[float, float]:
-    """Seconds of the slowest message from stage s to s + 1, and the time in which the fullest link carries them all.
+def find_flows(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -> bool:
+    """Fill in what n stages send one another, given their shares; False where a link is missing.
 
-    Workers take micro-batches in a fixed order, so all wait for the slowest way. The workers of a node share its links.
-    Both are inf where a link is missing.
+    Parameters
+    ----------
+    shared : bool
+        Whether any node serves several of them.
     """
     regions = bank.activation_wire.shape[0]
-    flow = places.flow
-    for r in range(regions):
-        places.supply[r], places.demand[r] = places.share[s, r], places.share[s + 1, r]
-    if not transport(bank, places.supply, places.demand, flow):
-        return np.inf, np.inf
-    message, fullest = 0.0, 0.0
     for a in range(regions):
         for b in range(regions):
-            if flow[a, b] <= 0:
+            places.busy[a, b] = 0.0
+    for s in range(n - 1):
+        for r in range(regions):
+            places.supply[r], places.demand[r] = places.share[s, r], places.share[s + 1, r]
+        if not transport(bank, places.supply, places.demand, places.flow[s]):
+            return False
+        for a in range(regions):
+            for b in range(regions):
+                places.busy[a, b] += places.flow[s, a, b]
+                places.busy[b, a] += places.flow[s, a, b]
+    if shared:
+        for s in range(n):
+            for r in range(regions):
+                places.leaving[s, r] = 0.0
+        for s in range(n - 1):
+            for a in range(regions):
+                for b in range(regions):
+                    part = places.flow[s, a, b]
+                    if a == b and part > 0:
+                        places.near[s, a] = near_part(hosts, s, s + 1, a, places.workers)
+                        part *= 1 - places.near[s, a]
+                    places.leaving[s, a] += part
+                    places.leaving[s + 1, b] += part
+        find_crowds(hosts, n, places.nodes, places.leaving, places.crowd)
+    return True
+
+
+@inner
+def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool) -> tuple[float, float]:
+    """Seconds of the slowest message between stages s and s + 1, and the time in which the fullest link carries all.
+
+    The mean of the slowest activation and the slowest gradient: workers take micro-batches in a fixed order, so all
+    wait for the slowest way. The workers of a node share its links.
+
+    Parameters
+    ----------
+    shared : bool
+        Whether any node serves several of the n stages.
+    """
+    regions = bank.activation_wire.shape[0]
+    down, up, fullest = 0.0, 0.0, 0.0
+    for a in range(regions):
+        for b in range(regions):
+            part = places.flow[s, a, b]
+            if part <= 0:
                 continue
-            pa, pb = bank.stands[a], bank.stands[b]
-            if a == b:
-                pa, pb = places.pool[s, a], places.pool[s + 1, b]
-            rate, latency = bank.bytes_per_s[pa, pb], bank.latency_s[pa, pb]
-            card = bank.card_bytes_per_s[pa]
-            nodes, workers = places.nodes[s, a], places.workers[s, a]
-            together = min(rate * nodes * places.nodes[s + 1, b], card * nodes)
-            alone = min(rate, card) * nodes / workers
-            if a != b:
-                together = min(together, bank.capacity_bytes_per_s[a, b])
-                alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers)
-            n_bytes = bank.activation_wire[a, b]
-            fullest = max(fullest, flow[a, b] * bank.micro_batches * n_bytes / together)
-            codec = 0.0 if a == b else bank.activation_codec_s[a, b]
-            message = max(message, latency + n_bytes / alone + codec)
-    return message, fullest
+            message, full = _way_s(bank, places, hosts, n, s, s + 1, a, b, part, shared)
+            down, fullest = max(down, message), max(fullest, full)
+            message, full = _way_s(bank, places, hosts, n, s + 1, s, b, a, part, shared)
+            up, fullest = max(up, message), max(fullest, full)
+    return 0.5 * (down + up), fullest
+
+
+@inner
+def _way_s(
+    bank: Bank, places: Places, hosts: Hosts, n: int, s: int, q: int, a: int, b: int, part: float, shared: bool
+) -> tuple[float, float]:
+    """Seconds of a message from stage s in region a to stage q in b, and the time in which their links carry all."""
+    pa, pb, card_crowd, pair_crowd = bank.stands[a], bank.stands[b], 1.0, 1.0
+    if a == b:
+        pa, pb = places.pool[s, a], places.pool[q, b]
+    if shared:
+        if a == b:
+            part *= 1 - places.near[min(s, q), a]
+            if part < 1e-9:
+                return bank.node_latency_s[pa] + bank.activation_wire[a, b] / bank.node_bytes_per_s[pa], 0.0
+        card_crowd = places.crowd[s, a]
+        if places.busy[a, b] > part * (1 + 1e-9):
+            pair_crowd = _pair_crowd(places, hosts, n, s, q, a, b)
+    latency, n_bytes = bank.latency_s[pa, pb], bank.activation_wire[a, b]
+    rate, card = bank.bytes_per_s[pa, pb] / pair_crowd, bank.card_bytes_per_s[pa] / card_crowd
+    nodes, workers = places.nodes[s, a], places.workers[s, a]
+    together = min(rate * nodes * places.nodes[q, b], card * nodes)
+    alone = min(rate, card) * nodes / workers
+    if a != b:
+        together = min(together, bank.capacity_bytes_per_s[a, b])
+        alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers)
+    seconds = latency + n_bytes / alone + (0.0 if a == b else bank.activation_codec_s[a, b])
+    return seconds, bank.micro_batches * n_bytes * part / together
+
+
+@inner
+def _pair_crowd(places: Places, hosts: Hosts, n: int, s: int, q: int, a: int, b: int) -> float:
+    """All messages on the node pairs that stage s in region a uses to reach stage q in b, over its own, the mean."""
+    own, total = 0.0, 0.0
+    for t in range(n):
+        if places.nodes[t, a] == 0:
+            continue
+        here = 1.0 if t == s else common_nodes(hosts, s, t, a) / places.nodes[s, a]
+        if here == 0:
+            continue
+        for u in (t + 1, t - 1):
+            if u < 0 or u == n or places.nodes[u, b] == 0:
+                continue
+            part = places.flow[t, a, b] if u > t else places.flow[u, b, a]
+            if part > 0:
+                there = 1.0 if u == q else common_nodes(hosts, q, u, b) / places.nodes[q, b]
+                use = part * here * there / (places.nodes[t, a] * places.nodes[u, b])
+                total += use
+                if t == s:
+                    own += use
+    return total / own

@@ -24,7 +24,7 @@ import numpy as np
 from polygon.cost.reduction import LevelsRoom, levels_room, levels_s
 from polygon.kernel_options import inner, kernel
 from polygon.planning.bank import Bank
-from polygon.planning.flow import Places, boundary_s, find_places, lock_shares, places_for
+from polygon.planning.flow import Places, boundary_s, find_flows, find_places, lock_shares, places_for
 from polygon.planning.hosts import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
 from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
@@ -168,7 +168,7 @@ def fluid_step_s(
         return np.inf, NO_LINK
     best = np.inf
     for way in range(ways):
-        end = _pipeline_s(bank, work, n, bounds, options, way == 1)
+        end = _pipeline_s(bank, work, n, bounds, options, way == 1, shared)
         local_steps = bank.local_steps if way + 1 == ways else 1
         value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
         if value < best or way == 0:
@@ -178,17 +178,23 @@ def fluid_step_s(
 
 
 @inner
-def _pipeline_s(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool) -> float:
+def _pipeline_s(
+    bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool, shared: bool
+) -> float:
     """When stage 0 of n ends its last backward; inf where a link is missing. Fills `passing` and `message`.
 
     Parameters
     ----------
     locked : bool
         See `lock_shares`.
+    shared : bool
+        Whether any node serves several stages.
     """
     stages, places = work.stages, work.places
     micro_batches = bank.micro_batches
     lock_shares(places.rates, n, locked, places.share)
+    if not find_flows(bank, places, work.hosts, n, shared):
+        return np.inf
     bottleneck, link_bound = 0.0, 0.0
     for s in range(n):
         slowest, fastest = 0.0, np.inf
@@ -203,9 +209,7 @@ def _pipeline_s(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.
         bottleneck = max(bottleneck, makespan - fastest)
         message = 0.0
         if s + 1 < n:
-            message, fullest = boundary_s(bank, places, s)
-            if message == np.inf:
-                return np.inf
+            message, fullest = boundary_s(bank, places, work.hosts, n, s, shared)
             link_bound = max(link_bound, fullest)
         work.passing[s], work.message[s] = slowest, message
     fill = 0.0

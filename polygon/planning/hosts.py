@@ -36,7 +36,8 @@ class Hosts(NamedTuple):
     last: np.ndarray
     """(rows, regions) ends of a stage's list of entries in a region."""
     lowest: np.ndarray
-    """(nodes,) the entry of the first stage on a node."""
+    load: np.ndarray
+    """(nodes,) the entry of the first stage on a node, and messages that leave it."""
     node: np.ndarray
     stage: np.ndarray
     pool: np.ndarray
@@ -67,6 +68,7 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         first=np.zeros((rows, regions), dtype=np.int64),
         last=np.zeros((rows, regions), dtype=np.int64),
         lowest=np.zeros(nodes, dtype=np.int64),
+        load=np.zeros(nodes),
         node=np.zeros(entries, dtype=np.int64),
         stage=np.zeros(entries, dtype=np.int64),
         pool=np.zeros(entries, dtype=np.int64),
@@ -159,6 +161,72 @@ def _enter(hosts: Hosts, node: int, s: int, entry: int) -> int:
     else:
         hosts.above[below] = entry
     return entry
+
+
+@inner
+def _beside(hosts: Hosts, e: int, t: int) -> int:
+    """The entry of stage t on the node of entry e, -1 if it is not there."""
+    other = hosts.lowest[hosts.node[e]]
+    while other != NONE and hosts.stage[other] != t:
+        other = hosts.above[other]
+    return other
+
+
+@inner
+def common_nodes(hosts: Hosts, s: int, t: int, region: int) -> int:
+    """On how many nodes of a region both stages are."""
+    count, e = 0, hosts.first[s, region]
+    while e != NONE:
+        if _beside(hosts, e, t) != NONE:
+            count += 1
+        e = hosts.following[e]
+    return count
+
+
+@inner
+def near_part(hosts: Hosts, s: int, t: int, region: int, workers: np.ndarray) -> float:
+    """Part of the messages between two stages in a region that stay on their node, if partners meet by chance.
+
+    `workers`, shape (rows, regions), are those of a stage in a region.
+    """
+    part, e = 0.0, hosts.first[s, region]
+    while e != NONE:
+        other = _beside(hosts, e, t)
+        if other != NONE:
+            part += hosts.workers[e] / workers[s, region] * hosts.workers[other] / workers[t, region]
+        e = hosts.following[e]
+    return part
+
+
+@inner
+def find_crowds(hosts: Hosts, n: int, nodes: np.ndarray, leaving: np.ndarray, crowd: np.ndarray) -> None:
+    """How many times more messages leave the nodes of a stage than are its own, the mean over its nodes in a region.
+
+    Parameters
+    ----------
+    nodes : ndarray, shape (rows, regions)
+        As `find_hosts` fills it.
+    leaving : ndarray, shape (rows, regions)
+        Messages of every stage that leave its nodes.
+    crowd : ndarray, shape (rows, regions)
+        Out.
+    """
+    for turn in range(3):
+        for s in range(n):
+            for r in range(nodes.shape[1]):
+                own = leaving[s, r] / max(1, nodes[s, r])
+                total, e = 0.0, hosts.first[s, r]
+                while e != NONE:
+                    node = hosts.node[e]
+                    if turn == 0:
+                        hosts.load[node] = 0.0
+                    elif turn == 1:
+                        hosts.load[node] += own
+                    else:
+                        total += hosts.load[node]
+                    e = hosts.following[e]
+                if turn == 2:
+                    crowd[s, r] = total / leaving[s, r] if leaving[s, r] > 0 else 1.0
 
 
 @inner
