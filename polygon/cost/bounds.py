@@ -23,18 +23,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from scipy.optimize import linprog
 
 from polygon.cost.region_sets import RegionSet, region_sets
+from polygon.cost.region_sums import Links, groups_by_capacity, summing_sets
 from polygon.cost.stage_bound import Pipeline, least_capacity
 from polygon.cost.stage_tiers import (
     Distances,
     Kinds,
     Tier,
-    across_s,
     best_hop,
     best_tiers,
     differences,
@@ -49,8 +50,8 @@ from polygon.parity import allowed
 
 MOST_STAGES = 64
 """Messages between stages are counted up to so many."""
-MOST_SPREADS = 6
-"""Tiers of several regions, by the distance between them."""
+MOST_SPREADS = 8
+"""Tiers of several regions, by their compute."""
 TOLERANCE = 1e-3
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
@@ -211,6 +212,18 @@ def _compute_program(device_s: np.ndarray, work: np.ndarray, devices: np.ndarray
     return float(result.fun) * scale, np.maximum(result.eqlin.marginals, 0.0) / work
 
 
+class Across(NamedTuple):
+    """A way to place the workers of a stage in several regions, and what reducing layers [a, b) then takes at least."""
+
+    capacity: float
+    whole_s: np.ndarray
+    """Shape (layers, layers + 1), as all that follow in their last axes."""
+    exposed_s: np.ndarray
+    """What backward does not hide, where gradients are whole [0] and where they are sharded [1]."""
+    near_s: np.ndarray
+    """The same without the latency between regions."""
+
+
 class _Traffic:
     """What messages and reductions cost at least, whatever the micro-batch size."""
 
@@ -221,7 +234,6 @@ class _Traffic:
         may = allowed(problem)
         self._activation_modes = {"none", *may.activations, *may.activation_gradients}
         self._gradient_modes = {"none", *may.weight_gradients}
-        self._hop = best_hop(tables, kinds)
         layers = problem.model.layers
         values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none").parameters)
         tied = problem.model.head_weight_parameters() if problem.model.tied_embeddings else 0
@@ -230,7 +242,30 @@ class _Traffic:
             values[1:, layers] += tied
             self.tied_s = self._between_nodes_s(float(tied))
         self.gradient_bytes = values * batch.gradient_bytes
-        self.wire_bytes = self._gradient_wire_bytes(values)
+        wire_bytes = self._gradient_wire_bytes(values)
+        links = self._links_between_regions()
+        self.sets_of_regions = summing_sets(links, whole="powersgd" in self._gradient_modes)
+        count = np.maximum(differences(np.arange(layers + 1.0)), 1.0)
+        spans, where = np.unique(
+            np.floor([self.gradient_bytes.ravel(), wire_bytes.ravel(), count.ravel()]), axis=1, return_inverse=True
+        )
+        self._span_of, self._span_layers = where.reshape(count.shape), spans[2]
+        self._sums_s = self.sets_of_regions.seconds(spans[0], spans[1], links.hop)
+
+    def _links_between_regions(self) -> Links:
+        links, cluster = self.tables.links, self.tables.problem.cluster
+        used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
+        nodes = np.bincount(
+            [pool.region for pool in used], weights=[pool.nodes for pool in used], minlength=len(cluster.regions)
+        )
+        with np.errstate(divide="ignore"):
+            return Links(
+                latency_s=cluster.latency_s,
+                slowness=1 / cluster.bytes_per_s,
+                shared=1 / links.capacity_bytes_per_s,
+                nodes=nodes.astype(np.int64),
+                hop=best_hop(self.tables, self.kinds),
+            )
 
     def _gradient_wire_bytes(self, n_values: np.ndarray) -> np.ndarray:
         problem = self.tables.problem
@@ -259,27 +294,34 @@ class _Traffic:
         worth = np.where(used, devices * device_capacity[self.kinds.of_pool], 0.0)
         return np.bincount(self.tables.links.region, weights=worth, minlength=len(cluster.regions))
 
-    def sets(self, device_capacity: np.ndarray, fewest: int = 1) -> list[RegionSet]:
+    def sets(self, device_capacity: np.ndarray) -> list[RegionSet]:
         """Sets of regions, given the worth of a device of each kind."""
         cluster = self.tables.problem.cluster
         capacity = self._region_capacity(device_capacity)
-        return region_sets(capacity, cluster.latency_s, cluster.bytes_per_s > 0, fewest)
+        return region_sets(capacity, cluster.latency_s, cluster.bytes_per_s > 0)
 
-    def across(self, device_capacity: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
-        """Tiers of several regions: most compute, latency and all seconds (by layers [a, b)) of a reduction."""
-        used = np.sort(self._region_capacity(device_capacity))[::-1]
-        total = np.cumsum(used)
-        sets = self.sets(device_capacity, 2)
-        tiers, before = [], 0.0
-        for part in np.array_split(np.arange(len(sets)), min(len(sets), MOST_SPREADS) or 1):
-            if len(part):
-                fewest = max(2, int(np.searchsorted(total, before * (1 + 1e-9), side="right")) + 1)
-                spread_s, whole = sets[part[0]].spread_s, "powersgd" in self._gradient_modes
-                latency_s, seconds = across_s(
-                    self.distances, spread_s, fewest, self._hop, self.gradient_bytes, self.wire_bytes, whole=whole
+    def across(self, device_capacity: np.ndarray, hidden_s: np.ndarray) -> list[Across]:
+        """Tiers of several regions; `hidden_s`: what of the reduction of layers [a, b) backward hides at most."""
+        capacity = self.sets_of_regions.capacity(self._region_capacity(device_capacity))
+        latency_s, tiers = self.sets_of_regions.latency_s[:, None], []
+        for some in groups_by_capacity(capacity, MOST_SPREADS):
+            whole_s, far_s = self._sums_s[some], latency_s[some]
+            first_s = far_s + (whole_s - far_s) / self._span_layers
+            parts = (
+                whole_s.min(axis=0),
+                first_s.min(axis=0),
+                (whole_s - far_s).min(axis=0),
+                (first_s - far_s).min(axis=0),
+            )
+            whole, first, whole_near, first_near = (part[self._span_of] for part in parts)
+            tiers.append(
+                Across(
+                    capacity=float(capacity[some].max()),
+                    whole_s=whole,
+                    exposed_s=np.array([np.maximum(first, whole - hidden_s), first]),
+                    near_s=np.array([np.maximum(first_near, whole_near - hidden_s), first_near]),
                 )
-                before = sets[part[-1]].capacity
-                tiers.append((before, latency_s, seconds))
+            )
         return tiers
 
     def message_s(self, micro_batch_size: int) -> tuple[float, float]:
@@ -319,26 +361,27 @@ class _Stages:
         ratio = capacity / capacity.min()
         inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity))
         tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
-        across = traffic.across(size.device_capacity)
-        reduction_s = [tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers]
-        reduction_s += [seconds for *_, seconds in across]
-        whole_s = np.array(reduction_s)
-        latency_s = np.array([0.0] * len(tiers) + [latency_s for _, latency_s, _ in across])[:, None, None]
+        whole_s = np.array([tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers])
         layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
         # Layers are reduced one after another while backward of the last micro-batch still runs.
         backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
+        hidden_s = backward_s * (layers - 1) / layers
         # Where gradients or weights are sharded, backward has their traffic too and may hide any reduction.
-        tier_s = np.array([latency_s + (whole_s - latency_s) / layers] * 2)
-        tier_s[0] = np.maximum(tier_s[0], whole_s - backward_s * (layers - 1) / layers)
-        self.near_s = np.maximum(tier_s - latency_s, 0.0)
-        """Of each tier without the latency between regions."""
+        inside_s = np.array([whole_s / layers] * 2)
+        inside_s[0] = np.maximum(inside_s[0], whole_s - hidden_s)
+        across = traffic.across(size.device_capacity, hidden_s)
+        # With and without the latency between regions.
+        tier_s, self.near_s = (
+            np.concatenate([inside_s, *(part[:, None] for part in parts)], axis=1)
+            for parts in ([tier.exposed_s for tier in across], [tier.near_s for tier in across])
+        )
         if traffic.local_steps > 1:
             # Regions that meet only every so many steps do it after the update.
-            met_s = whole_s[len(tiers) :] / traffic.local_steps
-            tier_s[:, len(tiers) :] = np.minimum(tier_s[:, len(tiers) :], met_s)
+            for t, tier in enumerate(across, len(tiers)):
+                tier_s[:, t] = np.minimum(tier_s[:, t], tier.whole_s / traffic.local_steps)
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
         self.least_across_s = min(
-            (float(seconds[one_layer].min()) / traffic.local_steps for *_, seconds in across), default=np.inf
+            (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tier in across), default=np.inf
         )
         self.pipeline = Pipeline(
             micro_batches=float(size.micro_batches),
@@ -347,7 +390,7 @@ class _Stages:
             class_s=size.fitting_s,
             class_capacity=capacity,
             tier_s=tier_s,
-            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(most for most, *_ in across)]),
+            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(tier.capacity for tier in across)]),
             message_s=message_s if np.isfinite(message_s) else 0.0,
             tied_s=traffic.tied_s,
             unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,

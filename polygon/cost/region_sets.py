@@ -26,8 +26,8 @@ class RegionSet(NamedTuple):
     """Compute of such a set, at most."""
 
 
-def region_sets(capacity: np.ndarray, latency_s: np.ndarray, linked: np.ndarray, fewest: int = 1) -> list[RegionSet]:
-    """Sets of `fewest` (1 or 2) or more regions, none of which has less compute and more spread than another.
+def region_sets(capacity: np.ndarray, latency_s: np.ndarray, linked: np.ndarray) -> list[RegionSet]:
+    """Sets of regions, none of which has less compute and more spread than another.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def region_sets(capacity: np.ndarray, latency_s: np.ndarray, linked: np.ndarray,
     far_s = np.maximum(far_s, far_s.T)
     component = _components(linked)
     find = _enumerated if len(used) <= ENUMERATED else _neighbourhoods
-    spread_s, most = find(capacity, far_s, component, fewest)
+    spread_s, most = find(capacity, far_s, component)
     order = np.lexsort((-most, spread_s))
     front: list[RegionSet] = []
     for i in order.tolist():
@@ -67,13 +67,11 @@ def _components(linked: np.ndarray) -> np.ndarray:
         component = least
 
 
-def _enumerated(
-    capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray, fewest: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _enumerated(capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     n = len(capacity)
     member = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1 == 1
     spread_s = np.zeros(len(member))
-    allowed = member.sum(axis=1) >= fewest
+    allowed = member.any(axis=1)
     for a, b in itertools.combinations(range(n), 2):
         both = member[:, a] & member[:, b]
         spread_s[both] = np.maximum(spread_s[both], far_s[a, b])
@@ -82,16 +80,14 @@ def _enumerated(
     return spread_s[allowed], (member @ capacity)[allowed]
 
 
-def _neighbourhoods(
-    capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray, fewest: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _neighbourhoods(capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     spreads, most = [], []
     for a in range(len(capacity)):
         order = np.argsort(np.where(component == component[a], far_s[a], np.inf), kind="stable")
         order = order[component[order] == component[a]]
         order = np.concatenate([[a], order[order != a]])
-        spreads.append(far_s[a][order][fewest - 1 :])
-        most.append(np.cumsum(capacity[order])[fewest - 1 :])
+        spreads.append(far_s[a][order])
+        most.append(np.cumsum(capacity[order]))
     return np.concatenate(spreads), np.concatenate(most)
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import CONTEXT_BYTES, state_bytes
-from polygon.cost.reduction import exchange_rounds
 from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.plan import RECOMPUTE
@@ -199,7 +198,7 @@ class Distances:
     """Links between regions that a plan may use, at their best."""
 
     def __init__(self, tables: CostTables, kinds: Kinds) -> None:
-        links, pools = tables.links, tables.problem.cluster.pools
+        links = tables.links
         used = kinds.of_pool >= 0
         joined = (links.region[:, None] != links.region[None, :]) & (links.bytes_per_s > 0)
         joined &= used[:, None] & used[None, :]
@@ -207,50 +206,8 @@ class Distances:
         self.latency_s = float(links.latency_s[joined].min()) if self.linked else np.inf
         self.bytes_per_s = float(links.bytes_per_s[joined].max()) if self.linked else 0.0
         self.capacity_bytes_per_s = float(links.capacity_bytes_per_s.max())
-        nodes = np.bincount(links.region[used], weights=[pool.nodes for pool in np.array(pools, object)[used]])
-        self.regions = int((nodes > 0).sum())
-        self.lent = int(np.sort(nodes)[-2]) if self.regions > 1 else 1
 
     def message_s(self, n_bytes: float) -> float:
         """Least seconds of a message from one region to another."""
         rate = min(self.bytes_per_s, self.capacity_bytes_per_s)
         return self.latency_s + n_bytes / rate if self.linked else np.inf
-
-
-def across_s(
-    distances: Distances,
-    spread_s: float,
-    fewest: int,
-    hop: tuple[float, float],
-    n_bytes: np.ndarray,
-    wire_bytes: np.ndarray,
-    *,
-    whole: bool,
-) -> tuple[float, np.ndarray]:
-    """Least seconds of a reduction over several regions: of its latency, and of all of it, shape of `n_bytes`.
-
-    Parameters
-    ----------
-    spread_s : float
-        Longest latency between two of the regions, at least: what every round takes.
-    fewest : int
-        Regions, at least.
-    hop : tuple of float
-        `best_hop`: where several nodes of a region send side by side, they have reduced among themselves before.
-    n_bytes, wire_bytes : ndarray
-        Gradient as it is inside a region and packed between regions.
-    whole : bool
-        Whether regions may send whole gradients in one round (`exchange_rounds`).
-    """
-    fixed_s = exchange_rounds(fewest, whole) * spread_s
-    best = np.full(n_bytes.shape, np.inf)
-    for nodes, more in pairwise((1, *COUNTS, distances.lent + 1)):
-        if nodes > distances.lent:
-            break
-        most = min(max(more, nodes + 1) - 1, distances.lent)
-        rate = min(distances.bytes_per_s * most, distances.capacity_bytes_per_s)
-        seconds = fixed_s + 2 * wire_bytes / (distances.regions * rate)
-        if nodes > 1:
-            seconds = seconds + 2 * (nodes - 1) * (hop[0] + n_bytes / (nodes * hop[1]))
-        best = np.minimum(best, seconds)
-    return fixed_s, best

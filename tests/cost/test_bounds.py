@@ -195,8 +195,8 @@ def test_kernel_is_its_python(problem, slack):
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 7), seed=st.integers(0, 999), fewest=st.sampled_from([1, 2]))
-def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed, fewest):
+@given(n=st.integers(1, 7), seed=st.integers(0, 999))
+def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed):
     """No set of regions has less spread and more compute than what the front says, by enumeration or without."""
     rng = np.random.default_rng(seed)
     capacity, latency_s = rng.integers(0, 5, n).astype(float), rng.integers(0, 6, (n, n)) / 10
@@ -207,9 +207,9 @@ def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed, fewest):
         np.pad(latency_s, (0, len(padding)), constant_values=9.0),
         np.pad(linked, (0, len(padding))),
     )
-    fronts = [region_sets(capacity, latency_s, linked, fewest), region_sets(*wide, fewest)]
+    fronts = [region_sets(capacity, latency_s, linked), region_sets(*wide)]
     assert all(a.spread_s < b.spread_s and a.capacity < b.capacity for f in fronts for a, b in itertools.pairwise(f))
-    for count in range(fewest, n + 1):
+    for count in range(1, n + 1):
         for members in itertools.combinations(np.flatnonzero(capacity), count):
             pairs = [(a, b) for a in members for b in members if a != b]
             if all(linked[pair] for pair in pairs):
