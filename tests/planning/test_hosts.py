@@ -8,7 +8,7 @@ from numba import njit
 
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.domain.model import Batch
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.fluid import FITS
@@ -74,3 +74,19 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
     late = np.array([5.0, 0.0])
     assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
+
+
+@pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
+def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
+    """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""
+    batch = Batch(global_batch=32, seq_len=512)
+    limits = Constraints(compressions=("none",))
+    decoder = Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits))
+    workers = np.zeros((len(pools), len(decoder.classes)), dtype=np.int64)
+    for s, pool in enumerate(pools):
+        workers[s, decoder.classes.index((pool, 1))] = 1
+    x = Allocation(workers=workers, micro_batch_size=1)
+    messages = decoder.step_times(decoder.decode(x, relax=False)).messages
+    decoder.fluid_s(x)
+    slowest_s = (messages.busy_s + messages.latency_s).max(axis=1).mean(axis=0)
+    assert decoder._work(len(pools)).message[: len(pools) - 1] == pytest.approx(slowest_s)
