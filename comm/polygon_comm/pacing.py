@@ -38,9 +38,13 @@ def open_descriptors() -> set[int]:
 @contextlib.contextmanager
 def _tcp_socket(descriptor: int) -> Iterator[socket.socket | None]:
     """The TCP socket behind a descriptor; None where it is something else."""
+    copy = -1
     try:
-        found = socket.socket(fileno=os.dup(descriptor))
-    except OSError:
+        copy = os.dup(descriptor)
+        found = socket.socket(fileno=copy)
+    except OSError:  # closed, or no socket
+        if copy >= 0:
+            os.close(copy)
         yield None
         return
     with found:

@@ -62,3 +62,5 @@ def test_only_connections_to_other_machines_are_found(pair):
         mine = [ours.fileno(), theirs.fileno(), server.fileno(), inside.fileno(), 0]
         assert connections(mine) == sorted([ours.fileno(), theirs.fileno()])
         assert connections(mine, {theirs.getsockname()[1]}) == [ours.fileno()]
+        listening_ports(everything), connections(everything), pace(everything, 1e12)
+        assert open_descriptors() == everything, "looking at descriptors leaves none open"
