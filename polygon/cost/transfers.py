@@ -36,18 +36,22 @@ TOPK_FRACTION = 0.05
 POWERSGD_RANK = 8
 
 
-def packed_bytes(n_values: float, element_bytes: int, mode: str, matrix_values: float | None = None) -> float:
+def packed_bytes(
+    n_values: float, element_bytes: int, mode: str, matrix_values: float | None = None, width: int | None = None
+) -> float:
     """Bytes on the wire of `n_values` numbers of `element_bytes` each under a packing (`COMPRESSIONS`).
 
     A packing never grows a message: bf16 of a 2-byte tensor is the tensor. Top-k sends a 4-byte place and a 2-byte
     value for the largest 5 %; PowerSGD (rank 8) is priced for square matrices of `matrix_values` numbers (default: one
-    matrix of all).
+    matrix of all), or for one matrix of `width` columns.
     """
     plain = n_values * element_bytes
     if mode == "none":
         return plain
     if mode == "topk":
         return min(plain, TOPK_FRACTION * n_values * 6)
+    if mode == "powersgd" and width:
+        return min(plain, POWERSGD_RANK * (n_values / width + width) * 4)
     if mode == "powersgd":
         side = (matrix_values or n_values) ** 0.5
         return min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4)
@@ -291,7 +295,7 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
     regions = len(links.cluster.regions)
     values = boundary_values(model, batch, plan.micro_batch_size)
     plain = float(values * batch.element_bytes)
-    of_kind = partial(packed_bytes, values, batch.element_bytes)
+    of_kind = partial(packed_bytes, values, batch.element_bytes, width=model.hidden_size)
     size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
     n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
     codecs = _codec_s(plan, values, batch.element_bytes, links, place, sender, receiver)

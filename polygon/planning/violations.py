@@ -123,14 +123,19 @@ def _links(problem: Problem, plan: Plan) -> list[str]:
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:
                 found.append(f"link {use.source}-{use.target}: {field} {mode!r} is unknown")
-            elif field != "weight_gradients" and mode == "powersgd":
-                found.append(f"link {use.source}-{use.target}: {field} 'powersgd': it is for weight gradients alone")
-            elif use.source != use.target and mode not in getattr(may, field):
+            elif use.source != use.target and mode not in getattr(may, field) and not _unseen(problem, field, mode):
                 why = _not_allowed(problem, field, mode)
                 found.append(f"link {use.source}-{use.target}: {field} {mode!r} is not allowed ({why})")
         if use.streams < 1:
             found.append(f"link {use.source}-{use.target}: {use.streams} streams")
     return found
+
+
+def _unseen(problem: Problem, traffic: str, mode: str) -> bool:
+    """Whether the search does not take a packing because nobody has shown what it does, though it would be allowed."""
+    limits = problem.constraints
+    by_level = PARITY_LEVELS.index(level_needed(problem, traffic, mode)) <= PARITY_LEVELS.index(limits.parity)
+    return mode in limits.compressions if limits.compressions else by_level
 
 
 def _not_allowed(problem: Problem, traffic: str, kind: str | int) -> str:

@@ -301,10 +301,6 @@ def check_runnable(
                 check_sequence_parallel(problem, tp, context, where)
     if expert > 1:
         check_experts(Layout(problem, plan, context, expert))
-    for use in plan.links:
-        for kind in ("activations", "activation_gradients"):
-            if getattr(use, kind) == "powersgd":
-                raise InputError(f"plan.links: found {kind} 'powersgd', expected another packing (it is for weights)")
     servers = plan.reduction != "all-reduce"
     if servers and any(use.weight_gradients == "powersgd" for use in plan.links):
         raise InputError("plan.links: found weight_gradients 'powersgd', expected another packing (with servers)")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from polygon_comm.compression import Codec, make_codec, relative_error
+from polygon_comm.compression import Codec, activation_codec, relative_error
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
@@ -240,9 +240,9 @@ class StageWorker:
         """Who sends what this action needs; the other way round, who needs what the opposite action makes."""
         return self.layout.peer(action.micro_batch, self.stage + (1 if action.kind == "B" else -1), self.part)
 
-    def _codec(self, source: int, target: int, kind: str) -> Codec:
+    def _codec(self, source: int, target: int, kind: str, shape: Sequence[int]) -> Codec:
         use = self.plan.link_use(self.layout.region_of[source], self.layout.region_of[target])
-        return make_codec(use.activation_gradients if kind == "B" else use.activations)
+        return activation_codec(use.activation_gradients if kind == "B" else use.activations, shape)
 
     def _post(self, count: int) -> None:
         """Post receives until so many are posted."""
@@ -251,10 +251,8 @@ class StageWorker:
 
     def _post_receive(self, step: int, action: Action) -> None:
         """Post the receive of what lets an action start."""
-        peer = self._peer(action)
-        n_bytes = self._codec(peer, self.rank, action.kind).payload_bytes(
-            math.prod(self._shapes[action.kind]), self.dtype
-        )
+        peer, shape = self._peer(action), self._shapes[action.kind]
+        n_bytes = self._codec(peer, self.rank, action.kind, shape).payload_bytes(math.prod(shape), self.dtype)
         tag = self.layout.tag(step, action.kind, action.micro_batch)
         self._posted[step, action] = self.wires.post_receive(peer, tag, n_bytes)
 
@@ -265,8 +263,9 @@ class StageWorker:
                 self._post(1)
                 payload = self._posted.pop((step, action)).wait()
                 self.log.waited_s[str(action)] = start_s, time.time()
-                codec = self._codec(self._peer(action), self.rank, action.kind)
-                received = codec.decompress(payload, self._shapes[action.kind], self.dtype)
+                shape = self._shapes[action.kind]
+                codec = self._codec(self._peer(action), self.rank, action.kind, shape)
+                received = codec.decompress(payload, shape, self.dtype)
             else:
                 received = torch.empty(self._shapes[action.kind], dtype=self.dtype, device=self.wires.device)
             if self.tp is not None:
@@ -282,7 +281,7 @@ class StageWorker:
             return
         peer = self.layout.peer(micro_batch, self.stage + (-1 if kind == "B" else 1), self.part)
         with self.log.interval("send", f"send {kind}{micro_batch}"):
-            codec = self._codec(self.rank, peer, kind)
+            codec = self._codec(self.rank, peer, kind, tensor.shape)
             payload = codec.compress(tensor)
             self.log.handed_s[f"{kind}{micro_batch}"] = time.time()
             self._sendings.append((step, self.wires.send(peer, self.layout.tag(step, kind, micro_batch), payload)))

@@ -6,7 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polygon_comm.compression import INT4_BLOCK, INT8_BLOCK, ErrorFeedback, PowerSgd, make_codec
+from polygon_comm.compression import (
+    INT4_BLOCK,
+    INT8_BLOCK,
+    ErrorFeedback,
+    PowerSgd,
+    activation_codec,
+    make_codec,
+    relative_error,
+)
 
 from polygon.cost.transfers import packed_bytes
 
@@ -74,6 +82,21 @@ def test_powersgd_is_exact_for_matrices_of_low_rank_and_keeps_vectors():
     restored = codec.decompress(payload, x.shape, x.dtype)
     assert torch.allclose(restored[: 64 * 48], x[: 64 * 48], atol=1e-4)
     assert torch.equal(restored[64 * 48 :], x[64 * 48 :].bfloat16().float())
+
+
+def test_factors_of_activations_are_found_anew():
+    """Bytes as priced for samples x width; what came before changes nothing; not a quarter over the least error."""
+    samples, width = 256, 128
+    left, right = (torch.linalg.qr(noise((n, width), seed)).Q for n, seed in ((samples, 1), (width, 2)))
+    x = ((left * 0.9 ** torch.arange(width)) @ right.T).view(2, 128, width)
+    codec = activation_codec("powersgd", x.shape)
+    payload = codec.compress(x)
+    assert payload.numel() == codec.payload_bytes(x.numel()) == packed_bytes(x.numel(), 4, "powersgd", width=width)
+    codec.compress(noise((2, 128, width)))
+    assert torch.equal(codec.compress(x), payload)
+    values = torch.linalg.svdvals(x.view(samples, width))
+    least = float(values[8:].norm() / values.norm())
+    assert least < relative_error(codec, payload, x) < 1.25 * least
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
