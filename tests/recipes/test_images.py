@@ -150,6 +150,52 @@ def test_images_are_made_to_fit(tmp_path, drawn):
     assert np.allclose(images, 100 / 127.5 - 1, atol=1e-6)
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def overwritten(path):
+    path.write_bytes(b"no array at all" * 100)
+
+
+def of_fewer(path):
+    np.save(path, np.load(path)[:-1])
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, overwritten, of_fewer, None])
+@pytest.mark.parametrize("name", ["images.npy", "classes.npy"])
+def test_a_damaged_cache_is_decoded_anew(tmp_path, drawn, name, damage):
+    """Whatever happened to either file, or where it is gone."""
+    pixels, classes = np.tile(drawn[0], (50, 1, 1, 1)), np.tile(drawn[1], 50)
+    cifar_binary(tmp_path / "set", pixels, classes)
+    read(tmp_path / "set", vit(), tmp_path)
+    [folder] = (tmp_path / "cache").glob("images-*")
+    damaged = folder / "damaged.npy"
+    damaged.write_bytes((folder / name).read_bytes())
+    (folder / name).unlink()
+    if damage is not None:
+        damage(damaged)
+        damaged.rename(folder / name)
+    images, found = in_first_order(read(tmp_path / "set", vit(), tmp_path))
+    assert np.array_equal(found, classes) and np.allclose(images, pixels / 127.5 - 1, atol=1e-6)
+
+
+def test_repair_leaves_those_who_have_the_cache_mapped_alone(tmp_path, drawn):
+    """Another run that maps the images while they are decoded anew reads what it had."""
+    cifar_binary(tmp_path / "set", *drawn)
+    running = read(tmp_path / "set", vit(), tmp_path)
+    expected = in_first_order(running)[0]
+    [folder] = (tmp_path / "cache").glob("images-*")
+    cut(folder / "classes.npy")
+    read(tmp_path / "set", vit(), tmp_path)
+    (folder / "images.npy").write_bytes(b"")
+    assert np.array_equal(in_first_order(running)[0], expected)
+
+
 def test_samples_are_the_same_on_every_rank_and_epochs_differ(tmp_path, drawn):
     """A sample is a function of its number; each epoch has every image once, in another order."""
     cifar_binary(tmp_path / "set", *drawn)

@@ -80,19 +80,25 @@ def decoded(source: Path, model: Model, cache: Path, part: str = "train") -> tup
         target.mkdir(parents=True, exist_ok=True)
         with (target / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (target / "classes.npy").exists():
+            found = _arrays(target, model)
+            if found is None:
                 _decode(_read(source, part), model, target)
-            try:
-                return _arrays(target)
-            except (OSError, ValueError, EOFError):  # cut by a full disk, or by a copy that was broken off
-                _decode(_read(source, part), model, target)
-                return _arrays(target)
+                found = _arrays(target, model)
+            assert found is not None
+            return found
     except OSError as error:
         raise InputError(f"data.cache: {target}: {error.strerror}, expected a folder that can be written") from None
 
 
-def _arrays(target: Path) -> tuple[np.ndarray, np.ndarray]:
-    return np.load(target / "images.npy", mmap_mode="r"), np.load(target / "classes.npy")
+def _arrays(target: Path, model: Model) -> tuple[np.ndarray, np.ndarray] | None:
+    """What was decoded; None: nothing yet, or cut by a full disk or by a copy that was broken off."""
+    try:
+        images, classes = np.load(target / "images.npy", mmap_mode="r"), np.load(target / "classes.npy")
+    except (OSError, ValueError, EOFError):
+        return None
+    shape = (len(classes), model.channels, model.image_size, model.image_size)
+    whole = images.shape == shape and images.dtype == np.uint8 and classes.dtype == np.int32
+    return (images, classes) if whole else None
 
 
 def _state(source: Path) -> str:
@@ -106,12 +112,14 @@ def _state(source: Path) -> str:
 
 def _decode(rows: _Rows, model: Model, target: Path) -> None:
     shape = (len(rows), model.channels, model.image_size, model.image_size)
-    images = np.lib.format.open_memmap(target / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
+    # New files take the place of old ones: another run may have those mapped.
+    images = np.lib.format.open_memmap(target / "images.partial.npy", mode="w+", dtype=np.uint8, shape=shape)
     classes = np.zeros(len(rows), dtype=np.int32)
     for number in range(len(rows)):
         image, classes[number] = rows.image(number), rows.classes[number]
         images[number] = _fitted(image, model)
     images.flush()
+    (target / "images.partial.npy").rename(target / "images.npy")
     # The classes come last: where they are, the images are whole.
     np.save(target / "classes.partial.npy", classes)
     (target / "classes.partial.npy").rename(target / "classes.npy")

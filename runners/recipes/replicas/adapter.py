@@ -130,7 +130,8 @@ def _check_config(part: LoraPart, path: Path) -> None:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"lora.adapter: {path}: {error}, expected peft's settings") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"lora.adapter: {path}: {why}, expected peft's settings") from None
     wanted = {"peft_type": "LORA", "r": part.rank, "lora_alpha": part.alpha, "bias": "none"}
     for key, value in (wanted | dict.fromkeys(OTHERWISE)).items():
         found = said.get(key) if isinstance(said, dict) else None
