@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         cli.Talk().say(f"anyone who reaches {args.host} can use this: consider --token")
     shipped = Path(__file__).resolve().parents[1] / "instances"
     instances = args.instances or (shipped if shipped.is_dir() else None)
+    listening = _listen(args.host, args.port)
     app = create_app(
         Settings(database=args.database, deployments=args.deployments, instances=instances, token=args.token)
     )
@@ -54,8 +55,32 @@ def main(argv: list[str] | None = None) -> int:
                 cli.Talk().say(f"polygon is at http://{host}:{port}")
 
     server = Server(config)
-    server.run()
+    server.run(sockets=[listening])
     return cli.EXIT_OK if server.started else cli.EXIT_BAD_INPUT
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at an address, before anything else is started.
+
+    Raises
+    ------
+    InputError
+        For a host that is none of this machine's, and a port that is taken or not for everybody.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(f"host: found {host!r} ({error.strerror}), expected an address of this machine") from None
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise InputError(
+            f"port: found {host}:{port} ({error.strerror}), expected a free address (--port 0: any port)"
+        ) from None
+    return listening
 
 
 if __name__ == "__main__":

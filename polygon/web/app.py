@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from polygon.web.plan_routes import add_deployments, add_plans
 from polygon.web.search_routes import add_catalogue, add_jobs, warm_up
 from polygon.web.store import Store
 
-PAGE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9_.-]*[a-z0-9]")
 THREADS = 4
 """Requests that are computed at the same time: the work holds the interpreter's lock, so more only wait longer."""
 
@@ -91,6 +89,8 @@ async def _say_bad_input(request: Request, error: Exception) -> JSONResponse:
 
 async def _say_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
+    if error.status_code == 400:  # the framework's only one
+        return _refused(request, "body: found bytes that are not UTF-8, expected JSON")
     return _refused(request, str(error.detail), error.status_code)
 
 
@@ -119,8 +119,9 @@ def _add_page(app: FastAPI) -> None:
     def packed(path: Path) -> bytes:
         return gzip.compress(path.read_bytes(), 6, mtime=0)
 
+    built = {path.name: path for path in (static / "assets").glob("*") if path.is_file()}
     types = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
-    for path in (static / "assets").glob("*"):
+    for path in built.values():
         if path.suffix in types:
             packed(path)
 
@@ -130,8 +131,8 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/assets/{name}", include_in_schema=False)
     async def asset(name: str, request: Request) -> Any:
-        path = static / "assets" / name
-        if not PAGE_FILE.fullmatch(name) or not path.is_file():
+        path = built.get(name)
+        if path is None:
             raise HTTPException(404, "there is no such file")
         headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
         if path.suffix in types and "gzip" in request.headers.get("accept-encoding", ""):

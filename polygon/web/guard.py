@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from polygon.web.language import preferred, say
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -54,7 +57,7 @@ class Guard:
 
         wrong = self._refusal(scope, headers)
         if wrong is not None:
-            await _answer(sealed, *wrong)
+            await _answer(sealed, headers, *wrong)
             return
         taken = 0
         parts: list[Message] = []
@@ -64,7 +67,7 @@ class Guard:
             parts.append(message)
             taken += len(message.get("body", b""))
             if taken > MOST_BYTES:
-                await _answer(sealed, 413, f"the request is larger than {MOST_BYTES} bytes")
+                await _answer(sealed, headers, 413, f"the request is larger than {MOST_BYTES} bytes")
                 return
             if message["type"] != "http.request" or not message.get("more_body", False):
                 break
@@ -92,8 +95,8 @@ class Guard:
         return None
 
 
-async def _answer(send: Send, status: int, text: str) -> None:
-    body = b'{"detail":"' + text.encode() + b'"}'
+async def _answer(send: Send, asked: dict[str, str], status: int, text: str) -> None:
+    body = json.dumps({"detail": say(text, preferred(asked.get("accept-language", "")))}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -58,9 +58,13 @@ class Store:
         self._lock = threading.Lock()
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            # Two servers would both work on the jobs that one has not finished.
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(SCHEMA)
         except sqlite3.Error as error:
+            if "locked" in str(error):
+                raise InputError(f"{path}: found it in use by another server, expected one of its own") from None
             raise InputError(f"{path}: cannot be used as a database: {error}") from None
 
     def close(self) -> None:

@@ -306,8 +306,28 @@ def test_a_restart_in_the_middle_of_a_job_loses_nothing(tmp_path):
         again.stop()
 
 
-def test_command_says_what_is_wrong_in_one_line(tmp_path):
-    """A database that cannot be opened: exit 2, no traceback."""
-    command = [sys.executable, "-m", "polygon.serve", "--port", "0", "--database", str(tmp_path / "no" / "x.sqlite")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+def test_command_says_what_is_wrong_in_one_line(server, tmp_path):
+    """A database that cannot be opened or is another server's, a port in use, no such host: exit 2, no traceback."""
+    port, jobs, none = server.url.rpartition(":")[2], str(server.folder / "jobs.sqlite"), str(tmp_path / "x.sqlite")
+    for options, said in (
+        (["--port", "0", "--database", str(tmp_path / "no" / "x.sqlite")], "cannot be used as a database"),
+        (["--port", "0", "--database", jobs], "in use by another server"),
+        (["--port", port, "--database", none], f"port: found 127.0.0.1:{port} (Address already in use)"),
+        (["--host", "no.such.host.invalid", "--token", "x", "--database", none], "expected an address of this machine"),
+    ):
+        command = [sys.executable, "-m", "polygon.serve", *options]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+        assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
+        assert said in run.stderr
+
+
+def test_what_is_no_text_or_no_address_is_told_in_the_callers_language(server):
+    """Bytes that are not UTF-8, names longer than any file's, methods and addresses that do not exist."""
+    chinese = {"Accept-Language": "zh"}
+    status, _, answer = server.request("POST", "/api/read", b'{"kind": "cluster", "text": "\xff"}', chinese)
+    assert status == 422 and answer["detail"] == "body：得到 非 UTF-8 字节，应为JSON"
+    assert server.request("GET", f"/assets/{'a' * 5000}.js")[0] == 404
+    assert server.request("GET", "/api/nothing", None, chinese)[2]["detail"] == "没有这个地址"
+    assert server.request("DELETE", "/api/catalogue", None, chinese)[2]["detail"] == "不支持该方法"
+    refused = server.request("GET", "/api/jobs", None, chinese | {"Sec-Fetch-Site": "cross-site"})[2]["detail"]
+    assert refused == "拒绝其他网站页面的请求"
