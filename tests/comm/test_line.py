@@ -5,6 +5,8 @@ import threading
 import pytest
 from polygon_comm.line import BYTES_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 
+from tests.patience import PATIENCE_S
+
 
 @pytest.fixture
 def line():
@@ -29,11 +31,11 @@ def noting(notes, name, arrive=lambda: None):
 def test_each_part_keeps_its_order_and_none_waits_for_another(line):
     """While the first sum has not arrived, the second begins and advances; ends come in the order of begins."""
     notes, arrived, second = [], threading.Event(), threading.Event()
-    line.add(noting(notes, "a", lambda: arrived.wait(60)))
+    line.add(noting(notes, "a", lambda: arrived.wait(PATIENCE_S)))
     line.add(noting(notes, "b"))
     # What is submitted waits for all sums: an exchange begins after both, and says that they have.
     end = line.exchange(lambda: second.set() or Pending(lambda: None))
-    assert second.wait(60)
+    assert second.wait(PATIENCE_S)
     assert "begin b" in notes and "end a" not in notes and "end b" not in notes
     arrived.set()
     line.wait()
@@ -46,7 +48,7 @@ def test_large_sums_wait_until_there_is_room(line):
     """Of sums as large as all that may be under way, so many begin as always may; the next one when one has ended."""
     notes, arrived = [], threading.Event()
     for number in range(SUMS_UNDER_WAY):
-        line.add(noting(notes, number, lambda: arrived.wait(60)), BYTES_UNDER_WAY)
+        line.add(noting(notes, number, lambda: arrived.wait(PATIENCE_S)), BYTES_UNDER_WAY)
     begun = threading.Event()
     line.add(lambda: begun.set() or Pending(lambda: None), BYTES_UNDER_WAY)
     assert not begun.wait(0.2)

@@ -56,7 +56,7 @@ def paced_rank(rank, port):
     store = TCPStore("127.0.0.1", port, RANKS, rank == 0, wait_for_workers=False)
     streams = {peer: peer + rank for peer in range(RANKS) if peer != rank}
     wires = Wires(
-        *(store, rank, streams), address=f"127.0.0.{10 + rank}", timeout_s=30, device=torch.device("cpu"),
+        *(store, rank, streams), address=f"127.0.0.{10 + rank}", timeout_s=PATIENCE_S, device=torch.device("cpu"),
         bytes_per_s=dict.fromkeys(streams, 1e12),
     )  # fmt: skip
     most = {}

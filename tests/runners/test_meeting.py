@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from polygon.domain.errors import InputError
 from polygon.files import write_plan
 from runners.engine import meeting
 from runners.engine.meeting import RunFailedError, open_store, own_address, unreachable
-from tests.real_ranks import free_port
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S, eventually
 from tests.small_problems import routed_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,15 +40,20 @@ def test_a_meeting_point_that_is_not_there_is_named(host, kind, message, capfd):
 def test_a_rank_0_that_starts_late_is_waited_for(monkeypatch, capfd):
     """And after a while one line says what is waited for."""
     monkeypatch.setattr(meeting, "QUIET_S", 0.1)
-    port, found = free_port(), []
-    thread = threading.Thread(target=lambda: found.append(open_store("127.0.0.1", port, 1, 30)))
+    port, found, said = free_port(), [], []
+    thread = threading.Thread(target=lambda: found.append(open_store("127.0.0.1", port, 1, PATIENCE_S)))
     thread.start()
-    time.sleep(0.6)
-    first = open_store("127.0.0.1", port, 0, 30)
+
+    def has_spoken():
+        said.append(capfd.readouterr().err)
+        return any(said)
+
+    assert eventually(has_spoken)
+    first = open_store("127.0.0.1", port, 0, PATIENCE_S)
     thread.join()
     first.set("key", "value")
     assert found[0].get("key") == b"value"
-    assert capfd.readouterr().err == (
+    assert "".join([*said, capfd.readouterr().err]) == (
         f"rank 1: waiting for tcp://127.0.0.1:{port} (Connection refused: rank 0 does not run there)\n"
     )
 

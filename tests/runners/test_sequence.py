@@ -9,6 +9,7 @@ from polygon_comm.transport import gloo_devices
 from torch import distributed
 
 from runners.engine.layers import build_layers, layer_name, shard_dim
+from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 from tests.small_problems import small_model
 
@@ -38,7 +39,7 @@ def forward(layers, model, ids, targets):
 def tensor_group(rank, port, *, by_tokens):
     store = distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
     devices = gloo_devices(1, "127.0.0.1")
-    group = TensorGroup(store, rank, 2, devices=devices, timeout_s=60.0, device=torch.device("cpu"))
+    group = TensorGroup(store, rank, 2, devices=devices, timeout_s=PATIENCE_S, device=torch.device("cpu"))
     group.by_tokens = by_tokens
     return group
 

