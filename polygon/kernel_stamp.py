@@ -26,12 +26,12 @@ _stamps: dict[str, str] = {}
 def stamped(kernel: Any) -> Any:
     """A kernel that numba keeps in its cache, made anew when anything changes that it holds.
 
-    Without a compiler (NUMBA_DISABLE_JIT) it is a plain function, and has no cache.
+    Without a compiler (NUMBA_DISABLE_JIT) it is a plain function, and has no cache. The stamp's place is no public part
+    of numba: in one that keeps it elsewhere, kernels are made anew when their own file changes, as numba has it.
     """
-    if not isinstance(kernel, Dispatcher):
-        return kernel
-    cache: Any = kernel._cache  # type: ignore[attr-defined]
-    cache._cache_file._source_stamp = stamp(kernel.py_func.__globals__)
+    index: Any = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        index._source_stamp = stamp(kernel.py_func.__globals__)
     return kernel
 
 

@@ -41,6 +41,18 @@ def seed_generators() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def extensions_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What DeepSpeed compiles when it is first used is compiled in every run, once for all its processes.
+
+    A compilation that was killed leaves a lock behind for which all later ones in the same folder wait for ever.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "torch_extensions")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Whoever changes what all tests of a process share puts back what was there."""

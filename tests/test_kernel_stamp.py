@@ -31,10 +31,11 @@ print(caller(Pair(1, 2)), sum(caller.stats.cache_hits.values()))
 
 def printed(folder):
     """Value of the kernel, and whether it was kept from before."""
+    # Python's own cache tells files apart by second and size: it would keep what changes within a second.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, folder / "caller.py"], env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+        [sys.executable, folder / "caller.py"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     value, kept = done.stdout.split()
     return int(value), bool(int(kept))

@@ -92,14 +92,21 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(whole_run, tmp_path):
 
 def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp_path):
     """Training goes on, nothing half-written stays, and the log says why."""
-    blocked = tmp_path / "file"
-    blocked.write_text("not a directory")
+    step_directory(tmp_path, 2).write_text("not a directory")
     options = Options(
-        steps=4, learning_rate=3e-3, checkpoint_dir=blocked / "sub", checkpoint_every=2, log_dir=tmp_path / "log"
+        steps=4, learning_rate=3e-3, checkpoint_dir=tmp_path, checkpoint_every=2, log_dir=tmp_path / "log"
     )
     found = run_ranks(run_rank, 2, *routed_problem(2), options)
     assert found[0] == pytest.approx({step: whole_run[step] for step in range(4)}, rel=1e-5)
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
+
+
+def test_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
+    """One line, and no step."""
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with pytest.raises(RuntimeError, match="cannot be made: Not a directory"):
+        run_ranks(run_rank, 1, *routed_problem(1), Options(steps=1, checkpoint_dir=blocked / "sub"))
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):

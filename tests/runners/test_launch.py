@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,6 +147,7 @@ def test_killed_rank_stops_all_and_is_named(long_run):
 def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run):
     """A rank that hangs (SIGSTOP) ends the run: nothing else is wrong, so only its silence can have been noticed."""
     ranks = ranks_of(long_run.pid)
+    time.sleep(3)  # ranks tell one another every 1.25 s what they do
     os.kill(ranks[1], signal.SIGSTOP)
     talk = long_run.stderr.read()
     assert long_run.wait(PATIENCE_S) == 1

@@ -390,8 +390,8 @@ PROPER = frozenset({
     "polygon", "DeepSpeed", "Megatron", "SkyPilot", "torchtitan", "torchrun", "dist_runner", "dist", "runner",
     "Perfetto", "AdamW", "SGD", "ZeRO", "YAML", "JSON", "PTAFM", "hostfile", "config", "plan", "json", "deployments",
     "token", "exact", "safe", "known", "any", "none", "topk", "powersgd", "int", "run", "small", "Ctrl", "MFU",
-    "kWh", "GiB", "MiB", "Gbit", "USD", "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard", "top",
-    "CPU", "start", "IPv", "all", "train",
+    "GPipe", "kWh", "GiB", "MiB", "Gbit", "USD", "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard",
+    "CPU", "start", "IPv", "all", "top", "train",
 })  # fmt: skip
 """Words that Chinese texts keep: names of programs, formats, papers, options and units."""
 
