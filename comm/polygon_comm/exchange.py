@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed import AllToAllOptions
 
-from polygon_comm.tensor_group import TensorGroup
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, group: ExchangeGroup, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return group.move(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.group.move(gradients[0], ctx.received, ctx.sent), None, None, None
+from polygon_comm.tensor_group import TensorGroup, there_and_back
 
 
 class ExchangeGroup(TensorGroup):
@@ -50,7 +36,9 @@ class ExchangeGroup(TensorGroup):
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """What `move` does, for autograd: gradients of the arrived rows go back to where they came from."""
-        return _Exchange.apply(rows, self, sent, received)
+        return there_and_back(
+            rows, lambda x: self.move(x, sent, received), lambda gradient: self.move(gradient, received, sent)
+        )
 
     def swap(self, blocks: torch.Tensor) -> torch.Tensor:
         """Block i goes to member i; the result's block i is what came from member i. Shape (members, ...)."""

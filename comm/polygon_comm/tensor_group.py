@@ -10,6 +10,7 @@ Shoeybi et al., arXiv:1909.08053 (Megatron-LM), figure 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,26 +18,23 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Stor
 
 from polygon_comm.transport import gloo_group, nccl_group
 
+Way = Callable[[torch.Tensor], torch.Tensor]
 
-class _Copy(torch.autograd.Function):
+
+class _ThereAndBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.total(gradients[0]), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return group.total(x)
+    def forward(ctx: Any, x: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def there_and_back(x: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+    """What one function makes of a tensor; another makes the tensor's gradient of that of the result."""
+    return _ThereAndBack.apply(x, there, back)
 
 
 class TensorGroup:
@@ -82,11 +80,23 @@ class TensorGroup:
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor itself; its gradient is summed over the group."""
-        return _Copy.apply(x, self)
+        return there_and_back(x, lambda x: x.view_as(x), self.total)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the group; its gradient goes back as it is."""
-        return _Sum.apply(x, self)
+        return there_and_back(x, self.total, lambda gradient: gradient)
+
+    def sum_part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's slice, along a dimension, of the sum over the group; gradients are gathered."""
+        return there_and_back(x, lambda x: self.total_part(x, dim), lambda gradient: self.gather(gradient, dim))
+
+    def join(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole, for what every rank computes as a whole: of its gradients this rank's slice."""
+        return there_and_back(part, lambda x: self.gather(x, dim), lambda g: self.part(g, dim).contiguous())
+
+    def split(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's slice of what every rank has computed as a whole; gradients are gathered."""
+        return there_and_back(whole, lambda x: self.part(x, dim).contiguous(), lambda g: self.gather(g, dim))
 
     def broadcast_(self, x: torch.Tensor) -> None:
         """Overwrite with what the first rank of the group has."""

@@ -15,7 +15,7 @@ CONTEXT_BYTES = 1.5e9
 """CUDA context and communication buffers (1.3-1.6 GB beyond the allocator's, BigScience)."""
 OUTER_BYTES = 8.0
 """Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
-FUSED_BYTES_PER_ELEMENT, UNFUSED_FACTOR = 10.0, 1.9
+UNFUSED_FACTOR = 1.9
 """Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit (Galvatron)."""
 
 ROUTED_COPIES = 2

@@ -54,58 +54,19 @@ class _Products(torch.autograd.Function):
         return ctx.group.total_part(total, TOKENS), None, *found
 
 
-class _SumPart(torch.autograd.Function):
-    """Of the sum over the group this rank's tokens; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.total_part(x, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.gather(gradients[0], TOKENS), None
-
-
-class _Join(torch.autograd.Function):
-    """All tokens, for what every rank computes as a whole: of its gradients this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.gather(part, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.part(gradients[0], TOKENS).contiguous(), None
-
-
-class _Split(torch.autograd.Function):
-    """This rank's tokens of what every rank has computed as a whole; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.part(whole, TOKENS).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.gather(gradients[0], TOKENS), None
-
-
 def join(x: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
     """All tokens of what a group has split; the tensor itself where there is none."""
-    return x if group is None else _Join.apply(x, group)
+    return x if group is None else group.join(x, TOKENS)
 
 
 def split(x: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
     """This rank's tokens; the tensor itself where no group splits them."""
-    return x if group is None else _Split.apply(x, group)
+    return x if group is None else group.split(x, TOKENS)
 
 
 def sum_over(x: torch.Tensor, tp: TensorGroup, *, by_tokens: bool) -> torch.Tensor:
     """The sum of products over a group: whole on every rank, or this rank's tokens of it."""
-    return _SumPart.apply(x, tp) if by_tokens else tp.sum(x)
+    return tp.sum_part(x, TOKENS) if by_tokens else tp.sum(x)
 
 
 def column_products(
