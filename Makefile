@@ -1,6 +1,6 @@
 # make demo   installs polygon and runs its main job: cluster -> groups -> plan -> a short real training
 # make test   installs polygon and runs all tests
-# Other targets: lint, validate, bench, clean.
+# Other targets: lint, validate, bench, mutants, clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread a process: ranks and test workers share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint validate bench clean
+.PHONY: demo test lint validate bench mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,7 +53,10 @@ validate: $(VENV)/test.installed
 
 bench: $(VENV)/test.installed
 	$(BIN)/python benchmarks/schedule_kernel.py
-	$(BIN)/python benchmarks/estimates.py
+	$(BIN)/python benchmarks/one_model.py
+
+mutants: $(VENV)/test.installed
+	$(BIN)/python benchmarks/mutants.py --jobs 2
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from polygon import catalogue
 from polygon.cost.collectives import bus_bandwidth_factor, ring_all_reduce_s
+from polygon.formats import catalogue
 
 MEASURED = Path(__file__).resolve().parents[1] / "instances" / "measured" / "allreduce_lut_fit.json"
 SIZES = {"1MB": 1e6, "16MB": 16e6, "64MB": 64e6, "256MB": 256e6, "1GB": 1e9}

@@ -34,7 +34,7 @@ def write(root: Path, count: int) -> None:
     """Exports of plans, a folder a plan and target."""
     from polygon.cost.tables import CostTables
     from polygon.export.targets import export
-    from polygon.files import write_folder
+    from polygon.formats.files import write_folder
     from tests.exported_plans import drawn, planned, wide
 
     cases = [(*planned(), None), (*wide(), None), *drawn(count)]

@@ -17,13 +17,17 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from polygon.catalogue import device
-from polygon.cost import compute, kernels, layout
-from polygon.cost.compute import Kernels, layer_times
-from polygon.cost.uniform import estimate_uniform
+from benchmarks.ablation import forget
+from polygon.accuracy.foreign_rows import NotExpressibleError
+from polygon.accuracy.measured import MeasuredRun, published_run
+from polygon.cost import compute, kernels, sharding
+from polygon.cost.compute import layer_times
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch, Model
-from polygon.measured import MeasuredRun, NotExpressibleError, published_run
+from polygon.domain.runtime import Runtime
+from polygon.formats.catalogue import device
 
 MEASURED = Path(__file__).parents[1] / "instances" / "measured"
 NVLINK = Link(latency_s=2e-6, bytes_per_s=300e9)
@@ -77,17 +81,14 @@ def apply(values: dict[tuple[str, str], float]) -> None:
             changed: dict[str, Any] = {name: value}
             kernels.EFFICIENCY[architecture] = replace(kernels.EFFICIENCY[architecture], **changed)
         else:
-            setattr(layout if name == "SHARD_COPIES" else compute, name, value)
-    kernels._silicon.cache_clear()
-    kernels.gemm_s.cache_clear()
-    compute._layer_times.cache_clear()
-    layout._layouts.clear()
+            setattr(sharding if name == "SHARD_COPIES" else compute, name, value)
+    forget()
 
 
 def table_4(rows: dict[str, dict[str, float]]) -> list[tuple[str, float, float]]:
     """Korthikanti's one layer of 22B on eight A100: (name, predicted, measured) in seconds."""
     batch, out = Batch(global_batch=4, seq_len=2048, precision="fp16"), []
-    how = Kernels(attention="materialised", loss="vocab-parallel", dropout=True, tp_overlap="backward")
+    how = Runtime(attention="materialised", loss="vocab-parallel", dropout=True, tp_overlap="backward")
     for name, measured in rows.items():
         recompute = next((r for r in ("full", "selective") if name.startswith(r)), "none")
         times = layer_times(
@@ -99,7 +100,7 @@ def table_4(rows: dict[str, dict[str, float]]) -> list[tuple[str, float, float]]
             micro_batch_size=4,
             recompute=recompute,
             sequence_parallel="sequence" in name,
-            kernels=how,
+            runtime=how,
         )
         out.append((f"{name} forward", float(times.forward_s[1]), measured["forward"] / 1e3))
         out.append((f"{name} backward", float(times.backward_s[1]), measured["backward"] / 1e3))
@@ -118,22 +119,27 @@ def galvatron(times_ms: dict[str, float]) -> list[tuple[str, float, float]]:
 
 
 def calibration_runs() -> list[MeasuredRun]:
-    """Rows that may be fitted."""
+    """Rows with a time that may be fitted."""
     runs = []
     for row in json.loads((MEASURED / "published_runs.json").read_text())["rows"]:
         try:
             run = published_run(row)
         except NotExpressibleError:
             continue
-        if run.calibration:
+        if run.calibration and run.step_s:
             runs.append(run)
     return runs
+
+
+def step_s(run: MeasuredRun) -> float:
+    """What `polygon.cost.estimate` says of the time of a run, its other answers left out."""
+    return step_times(run.plan, CostTables(run.problem)).step_s
 
 
 def residuals(runs: list[MeasuredRun], layers: dict, x: np.ndarray) -> np.ndarray:
     """Logarithm of predicted over measured, runs first, then single layers."""
     apply(dict(zip(START, x, strict=True)))
-    of_runs = [np.log(estimate_uniform(r.model, r.batch, r.pool, r.config).step_s / r.step_s) for r in runs if r.step_s]
+    of_runs = [np.log(step_s(run) / run.step_s) for run in runs if run.step_s]
     single = table_4(layers["korthikanti_table4"]["rows_ms"])
     single += galvatron(layers["galvatron_llama2_7b"]["computation_ms"])
     return np.array(of_runs + [np.log(p / m) for _, p, m in single])

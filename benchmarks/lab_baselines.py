@@ -29,10 +29,10 @@ import numpy as np
 
 from benchmarks.lab_prediction import BATCH, MODEL, Network, cluster_of, plan_of, symmetric
 from benchmarks.lab_ranks import run_on_hosts
+from polygon.commands.figures import new_figure
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
-from polygon.figures import new_figure
-from polygon.planning.engine import Effort, find_plan
+from polygon.planning.search_engine import Effort, find_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
 from runners.lab_launch import train_in_lab
@@ -81,7 +81,7 @@ def ddp_rank(
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    from runners.engine.data import samples_for
+    from runners.data.sources import samples_for
     from runners.engine.layers import build_layers
 
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)

@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
 from benchmarks.lab_baselines import NETWORK
 from benchmarks.lab_prediction import BATCH, MODEL, cluster_of, plan_of
 from polygon.domain.plan import Plan, Problem
-from polygon.files import write_plan
+from polygon.formats.files import write_plan
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import LabHost, lab_network
 

@@ -25,7 +25,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from polygon.convert import model_data
 from polygon.cost.estimate import estimate
 from polygon.cost.profiles import KindProfile, kind_profile
 from polygon.cost.tables import CostTables
@@ -33,9 +32,10 @@ from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
-from polygon.files import write_json
+from polygon.formats.convert import model_data
+from polygon.formats.files import write_json
 from polygon.planning.decode import useful_streams
-from polygon.planning.engine import Effort, find_plan
+from polygon.planning.search_engine import Effort, find_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
 from runners.lab_launch import train_in_lab

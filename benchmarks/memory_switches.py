@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from polygon.domain.errors import PolygonError
-from polygon.report import table
+from polygon.messages.report import table
 from runners.recipes.backends import Job
-from runners.recipes.schema import read_recipe
+from runners.recipes.recipe_schema import read_recipe
 from runners.train import run_here
 
 SWITCHES: dict[str, list[str]] = {

@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon.domain.plan import Problem
-from polygon.planning.engine import find_plan
+from polygon.planning.search_engine import find_plan
 from tests.drawn_problems import larger_problems
 
 

@@ -58,7 +58,7 @@ def plain_step() -> Callable[[], None]:
     """A step of a loop over micro-batches as one writes it by hand."""
     import torch
 
-    from runners.engine.data import samples_for
+    from runners.data.sources import samples_for
     from runners.engine.layers import build_layers
 
     problem, _ = make_problem()

@@ -4,7 +4,7 @@
     python benchmarks/sailor_planning.py --variations 24         # other counts, batches, zones, types and models
     python benchmarks/sailor_planning.py FILE -o DIR             # also writes polygon's plans in Sailor's `plan` form
 
-`score` is the step time under Sailor's simulator (`polygon.rivals.sailor_score`), `mem` whether its memory check
+`score` is the step time under Sailor's simulator (`benchmarks.rivals.sailor_score`), `mem` whether its memory check
 passes; `estimate` is polygon's, from the same profiles and links. Three plans are polygon's own:
 
 - polygon: the best score;
@@ -27,17 +27,18 @@ from typing import Any
 
 import numpy as np
 
-from polygon import cli, files
+from benchmarks.rivals.sailor import Setup, plan_form, setups_from_document, type_names
+from benchmarks.rivals.sailor_score import memory_fits, score_s
+from benchmarks.rivals.sailor_search import FoundForm, ScoreDecoder, find_form
+from benchmarks.rivals.sailor_variations import rival_forms, variations
+from polygon.commands import cli
 from polygon.cost.step_times import step_times
 from polygon.domain.errors import InputError
-from polygon.notation import format_json
+from polygon.formats import files
+from polygon.formats.serialization import format_json
 from polygon.planning.decode import Decoder
-from polygon.planning.engine import Effort, Found, find_plan, most_stages
-from polygon.planning.starts import kind_sequences
-from polygon.rivals.sailor import Setup, plan_form, setups_from_document, type_names
-from polygon.rivals.sailor_score import memory_fits, score_s
-from polygon.rivals.sailor_search import FoundForm, ScoreDecoder, find_form
-from polygon.rivals.sailor_variations import rival_forms, variations
+from polygon.planning.initial_solutions import kind_sequences
+from polygon.planning.search_engine import Effort, Found, find_plan, most_stages
 
 INSTANCES = Path(__file__).parents[1] / "instances"
 FREE = Effort(fluid_evaluations=1_500, exact_evaluations=40, patience=600)
@@ -220,7 +221,7 @@ def varied(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
-    parser = cli.Parser(
+    parser = cli.CommandParser(
         prog="sailor_planning", description=(__doc__ or "").splitlines()[0], parents=[cli.output_options()]
     )
     parser.add_argument("files", nargs="*", metavar="FILE", default=[str(INSTANCES / "sailor" / "planner_bench.json")])

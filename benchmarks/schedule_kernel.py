@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from polygon.cost.schedule import backward_order, plain_step_s, routed_ends_s
+from polygon.cost.simulation import backward_order, plain_step_s, routed_ends_s
 
 STAGES, MICRO_BATCHES, WIDTH = 8, 64, 2
 

@@ -21,14 +21,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from polygon import catalogue
-from polygon.cost.bounds import lower_bound_s
+from polygon.bounds.lower_bound import lower_bound_s
+from polygon.commands.figures import new_figure
+from polygon.commands.generate import generate
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
-from polygon.figures import new_figure
-from polygon.generate import generate
-from polygon.planning.engine import Effort, find_plan
+from polygon.formats import catalogue
+from polygon.planning.search_engine import Effort, find_plan
 
 SERIES = {
     "devices": [(4, 3, n) for n in (16, 64, 256, 1024, 4096)],

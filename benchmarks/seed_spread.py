@@ -16,12 +16,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from polygon import catalogue
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
-from polygon.files import read_cluster
-from polygon.planning.engine import Effort, find_plan
+from polygon.formats import catalogue
+from polygon.formats.files import read_cluster
+from polygon.planning.search_engine import Effort, find_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTANCES = "ptafm-7dc,dtfm-irregular0,dtfm-irregular1,aws-regions,sailor-5zones,two-campus,world-64"

@@ -25,7 +25,7 @@ from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import worker_order
-from polygon.files import read_plan
+from polygon.formats.files import read_plan
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Decoder, Infeasible
 from tests.linked_regions import TYPES, cluster_of, small_gpt

@@ -3,8 +3,9 @@
     python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
 
 Prints wall and CPU seconds: what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th
-percentile; the page from navigation to its first chart, where Chromium is installed; and for the fuzz, requests sent
-and answers by status. Any error or 5xx fails.
+percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from
+navigation to its first chart, and its longest task while the pointer and the keys move over that plan; and for the
+fuzz, requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from polygon.convert_plan import plan_data
+from polygon.formats.convert_plan import plan_data
 from tests.exported_plans import planned, wide
 from tests.web.conftest import Server
 from tests.web.fuzzing import fuzz
@@ -42,7 +44,7 @@ def users(server: Server, plan: str, count: int, *, alike: bool) -> list[float]:
         for step in range(3):
             changes = {"bandwidth_factor": 1 + (0 if alike else user / 100) + step + alike / 7}
             begin = time.perf_counter()
-            status, _, _ = server.request("POST", f"/api/plans/{plan}/view", changes)
+            status, _, _ = server.request("POST", f"/api/v1/plans/{plan}/view", changes)
             assert status == 200
             seconds.append(time.perf_counter() - begin)
         return seconds
@@ -52,14 +54,14 @@ def users(server: Server, plan: str, count: int, *, alike: bool) -> list[float]:
 
 
 def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, float, float]]:
-    """For the form and the map: median seconds to the first chart, and of them seconds in which the page computes."""
+    """For a first visit and a plan: median seconds to the first chart, and of them those in which the page computes."""
     from playwright.sync_api import sync_playwright
 
     path = next(p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name)))
     rows = []
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        for name, address in (("configure", "/"), ("map", f"/#plan={plan}&view=map")):
+        for name, address in (("first visit", "/"), ("a plan", f"/#plan={plan}")):
             walls, cpus = [], []
             for _ in range(tries):
                 page = browser.new_context().new_page()
@@ -76,6 +78,59 @@ def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, fl
     return rows
 
 
+def long_timeline(server: Server, plan: str) -> None:
+    """Print what a timeline of 2,048 micro-batches weighs."""
+    begin = time.perf_counter()
+    rows = server.request("POST", f"/api/v1/plans/{plan}/timeline", {"accumulation": 32})[2]
+    weight = len(json.dumps(rows).encode()) / 1e3
+    print(f"timeline of 2,048 micro-batches: {weight:.0f} kB in {time.perf_counter() - begin:.2f} s")
+
+
+def ten_thousand(server: Server) -> str:
+    """A plan for 10,240 devices in 10 regions."""
+    nodes = [{"device": "a100-80gb", "count": 128, "devices_per_node": 8}]
+    regions = [
+        {"name": f"r{i}", "latitude": 8.0 * i - 35, "longitude": 30.0 * i - 140, "nodes": nodes} for i in range(10)
+    ]
+    links = [{"between": [f"r{i}", f"r{j}"], "latency_ms": 10.0 + 5 * (j - i), "bandwidth_gbps": 100}
+             for i in range(10) for j in range(i + 1, 10)]  # fmt: skip
+    batch = {"global_batch": 8192, "seq_len": 2048}
+    problem = {"cluster": {"regions": regions, "links": links}, "model": "llama2-7b", "batch": batch}
+    begin = time.perf_counter()
+    job = server.request("POST", "/api/v1/jobs", {"problem": problem})[2]["id"]
+    while (row := server.request("GET", f"/api/v1/jobs/{job}")[2])["state"] in ("queued", "running"):
+        time.sleep(0.1)
+    assert row["has_plan"], row["error"]
+    print(f"10,240 devices: a quick plan in {time.perf_counter() - begin:.1f} s")
+    return job
+
+
+def longest_task_s(server: Server, plan: str) -> float:
+    """The longest that the page computes at a stretch while pointer and keys move over map, stages and timeline."""
+    from playwright.sync_api import sync_playwright
+
+    watch = """() => { window.longest = 0; new PerformanceObserver(list => {
+      for (const e of list.getEntries()) window.longest = Math.max(window.longest, e.duration);
+    }).observe({type: 'longtask'}) }"""
+    path = next(p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name)))
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1366, "height": 900})
+        page.goto(f"{server.url}/#plan={plan}")
+        page.locator("[data-chart=gantt] canvas").wait_for()
+        page.evaluate(watch)
+        for place in ("[data-region]", ".strip > li"):
+            for spot in page.locator(place).all()[:10]:
+                spot.hover()
+        canvas = page.locator("[data-chart=gantt] canvas")
+        for key in ("+", "+", "-"):
+            with page.expect_response(re.compile("/timeline")):
+                canvas.press(key)
+        longest_ms = float(page.evaluate("window.longest"))
+        browser.close()
+    return longest_ms / 1e3
+
+
 def main() -> int:
     """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -87,7 +142,7 @@ def main() -> int:
         server = Server(Path(folder))
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
-                plan = server.request("POST", "/api/plans", plan_data(*data))[2]["id"]
+                plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
                 for alike in (False, True):
                     before_s = cpu_s(server)
                     waits = sorted(users(server, plan, args.users, alike=alike))
@@ -95,7 +150,11 @@ def main() -> int:
                     print(f"{name}: {args.users} users, {len(waits)} {'equal' if alike else 'different'} what-ifs, no "
                           f"error: median {statistics.median(waits):.2f} s, p95 {waits[int(0.95 * len(waits))]:.2f} s, "
                           f"CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+            long_timeline(server, plan)
+            many = ten_thousand(server)
             if shutil.which("chromium"):
+                longest_ms = 1e3 * longest_task_s(server, many)
+                print(f"10,240 devices: longest task of the page {longest_ms:.0f} ms (0: none of 50 ms)")
                 for view, wall_s, page_s in first_chart(server, plan):
                     print(f"first chart, {view}: {wall_s:.2f} s after navigation, {page_s:.2f} s of it computing")
             if not args.skip_fuzz:

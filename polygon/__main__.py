@@ -6,7 +6,7 @@ import sys
 from importlib import import_module, util
 
 import polygon
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import one_of
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "draw a cluster at random",
     "validate": "hold the predictions against published measurements",
     "calibrate": "fit the cost model's constants to measurements",
+    "bench-device": "measure this machine's device for two minutes: what --bench of the others reads (needs torch)",
     "overhead": "communication and memory of collectives and configurations, formula by formula",
     "grid3d": "every (data, tensor, pipeline) split of a number of devices, ranked",
     "export": "plan -> what other systems read",
@@ -29,13 +30,18 @@ COMMANDS = {
 
 
 def module_of(command: str) -> str | None:
-    """Name of the module that holds a command's `main`; None where there is none."""
-    name = f"polygon.{command.replace('-', '_')}"
-    spec = util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name += ".__main__"
-        spec = util.find_spec(name)
-    return None if spec is None else name
+    """Name of the module that holds a command's `main`; None where there is none.
+
+    One of `polygon.commands`, a module at the top of polygon, or a package's `__main__`; none of them is imported.
+    """
+    name = command.replace("-", "_")
+    for module in (f"polygon.commands.{name}", f"polygon.{name}"):
+        found = util.find_spec(module)
+        if found is not None and found.submodule_search_locations is None:
+            return module
+        if found is not None and util.find_spec(f"{module}.__main__") is not None:
+            return f"{module}.__main__"
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     known = {command: module for command in COMMANDS if (module := module_of(command))}
     width = max(map(len, known), default=0)
     listing = "\n".join(f"  {command:{width}}  {COMMANDS[command]}" for command in known)
-    parser = cli.Parser(
+    parser = cli.CommandParser(
         prog="polygon",
         description="Plans the training of foundation models on unequal devices in distant data centers.",
         epilog=f"commands:\n{listing}\n\npolygon COMMAND --help says more.",

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 
-from polygon import cli
-from polygon.limits import limited, objective_options
+from polygon.commands import cli
+from polygon.commands.objective_options import limited, objective_options
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
-    parser = cli.Parser(
+    parser = cli.CommandParser(
         prog="polygon init",
         description="Group devices into pipeline stages by an ant colony.",
         parents=[
@@ -39,11 +39,12 @@ def main(argv: list[str] | None = None) -> int:
 
     import numpy as np
 
-    from polygon import files
     from polygon.domain.errors import require
-    from polygon.planning.engine import Effort, find_groups, most_stages
+    from polygon.formats import files
+    from polygon.formats.convert import runtime_data
+    from polygon.messages.report import describe_groups, seconds
     from polygon.planning.objectives import objective_named
-    from polygon.report import describe_groups, seconds
+    from polygon.planning.search_engine import Effort, find_groups, most_stages
 
     stages = args.stages or getattr(problem.cluster, "stages", None)
     if stages:
@@ -61,9 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             objective=objective_named(args.objective),
         )
     if groups is None:
+        assert reason is not None  # promised by `find_groups`
         return cli.infeasible(reason)
     if reason:
-        talk.say(reason)
+        talk.say(str(reason))
     from dataclasses import replace
 
     groups = replace(groups, seed=args.seed)
@@ -71,7 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         files.write_groups(args.out, groups)
         talk.say(f"groups in {args.out}")
     cli.emit(
-        {"stages": groups.allocation.tolist(), "objective": dict(groups.objective)},
+        {
+            "runtime": runtime_data(problem.runtime),
+            "stages": groups.allocation.tolist(),
+            "objective": dict(groups.objective),
+        },
         describe_groups(groups)
         + f"\nabout {seconds(groups.objective['step_s'])} a step by the ants' estimate, which leaves waiting out",
         as_json=args.json,

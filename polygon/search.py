@@ -20,12 +20,14 @@ excluded by a time that it cannot beat.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from polygon import cli
-from polygon.limits import limited, planning_parser
+from polygon.api.choices import METHODS
+from polygon.commands import cli
+from polygon.commands.objective_options import limited, planning_parser
+from polygon.domain.message import Message
 
-METHODS = ("memetic", "grid3d", "exhaustive")
+MOST_DEVICES_TO_SIMPLIFY = 2_000
+"""Clusters with more are not asked for a simpler plan: pricing those that were met takes longer than it is worth."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,105 +44,67 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="grid3d: where every configuration goes (default output.json)",
     )
+    parser.add_argument("--robust", action="store_true", help="least upper end of the interval, then fewest parts")
     args = parser.parse_args(argv)
     problem, groups = cli.read_task(args, "search")
     problem = limited(problem, args)
 
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
-    from polygon import files
-    from polygon.cost.bill import step_bill, whole_run
-    from polygon.cost.estimate import estimate
-    from polygon.cost.step_times import step_times
-    from polygon.parity import assumptions
-    from polygon.planning.engine import Effort
-    from polygon.planning.frontier import find_within_limits
+    from polygon.messages.report import describe_left_out, describe_run, seconds
     from polygon.planning.left_out import left_out
     from polygon.planning.objectives import objective_named
-    from polygon.planning.violations import violations
-    from polygon.report import describe_left_out, describe_plan, describe_run, seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    tables = cli.read_tables(problem, args)
     with talk.progress("searching", 1.0) as show:
 
-        def tell(phase: str, part: float, best: float) -> None:
+        def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
 
-        if args.method == "grid3d":
-            found = _grid(args, problem, tables, tell)
-        elif args.method == "exhaustive":
-            found = _proved(args, problem, tables, tell)
-        else:
-            effort = Effort(time_limit_s=args.time_limit or float("inf"))
-            found = find_within_limits(
-                problem,
-                args.seed,
-                objective=objective_named(args.objective),
-                groups=groups,
-                effort=effort,
-                tell=tell,
-                tables=tables,
-            )
-    if found.interrupted and found.plan is None:
+        result = cli.posed(problem, args).search(
+            objective=args.objective,
+            method=args.method,
+            seed=args.seed,
+            time_limit_s=args.time_limit,
+            groups=groups,
+            robust=args.robust,
+            progress=tell,
+            configurations=(args.configurations or "output.json") if args.method == "grid3d" else None,
+        )
+    plan = result.plan
+    if plan is None and result.status == "interrupted":
         raise KeyboardInterrupt
-    if found.interrupted:
+    if plan is None:
+        return cli.infeasible(result.reason)
+    if result.status == "interrupted":
         talk.say("interrupted: this is the best so far")
-    if found.plan is None:
-        return cli.infeasible(found.reason)
-    plan = replace(found.plan, seed=args.seed)
-    assert not violations(problem, plan, tables), "the search made a plan that breaks a rule"
-    result = estimate(problem, plan, tables)
-    priced = {**result.to_dict(), "loss": assumptions(problem, plan)}
     if args.out:
-        files.write_plan(args.out, problem, plan, priced)
+        plan.save(args.out)
         talk.say(f"plan in {args.out}")
-    talk.say(f"{found.evaluations} candidates in {seconds(found.seconds)}")
-    if found.proved:
+    talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
+    proved = result.status == "proved"
+    if proved:
         talk.say("proved: no allocation of devices to stages has a better plan")
-    search = {"evaluations": found.evaluations, "seconds": found.seconds, "proved": found.proved}
-    data = {"search": search, **priced}
-    idle = left_out(problem, plan, tables, objective_named(args.objective))
+    search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": proved}
+    data = {"search": search, **plan.to_dict()}
+    idle = left_out(problem, plan.data, plan.problem.tables, objective_named(args.objective))
     data["left_out"] = [asdict(row) for row in idle]
-    text = describe_plan(problem, plan, result)
+    text = plan.describe()
+    other = result.simpler() if problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY else None
+    if other is not None:
+        longer = other.evaluate().step_s / plan.evaluate().step_s - 1
+        data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}
+        text += (
+            f"\n\nsimpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
+        )
     if idle:
         text += "\n\n" + describe_left_out(idle)
     if args.tokens:
-        run = whole_run(step_bill(problem, plan, step_times(plan, tables)), args.tokens)
+        run = plan.whole_run(args.tokens)
         data["run"] = asdict(run)
         text += "\n" + describe_run(run)
     cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
-
-
-def _proved(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
-    """The best of all allocations."""
-    import numpy as np
-
-    from polygon.domain.errors import require
-    from polygon.planning.engine import Effort
-    from polygon.planning.exact import find_optimum
-
-    require(args.objective == "time", "objective", args.objective, "time with --method exhaustive")
-    effort = Effort(time_limit_s=args.time_limit or float("inf"))
-    return find_optimum(problem, np.random.default_rng(args.seed), effort=effort, tell=tell, tables=tables)
-
-
-def _grid(args: Any, problem: Any, tables: Any, tell: Any) -> Any:
-    """The best uniform split; every configuration goes to a file."""
-    from polygon.grid3d.plans import find_grid_plan
-    from polygon.planning.objectives import objective_named
-
-    head = {"cluster": problem.cluster.name, "model": problem.model.name, "cost_model": "polygon"}
-    head |= {"batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len}}
-    head["devices"] = problem.cluster.devices
-    return find_grid_plan(
-        problem,
-        tables=tables,
-        objective=objective_named(args.objective),
-        tell=tell,
-        keep=lambda result: result.write(args.configurations or "output.json", head),
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def _bubbles(traces: Sequence[RankTrace], plan_path: Path) -> tuple[list[Bubble], list[str]]:
     """Measured beside predicted bubbles of a plan's workers, and what is to be said about them."""
-    from polygon import files
     from polygon.cost.step_times import step_times
     from polygon.cost.tables import CostTables
     from polygon.export.predicted import predicted_intervals
+    from polygon.formats import files
     from runners.traces.breakdown import compare_bubbles
 
     problem, plan, _ = files.read_plan(plan_path)
@@ -49,7 +49,7 @@ def _bubbles(traces: Sequence[RankTrace], plan_path: Path) -> tuple[list[Bubble]
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
-    parser = cli.Parser(prog="analyze", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = cli.CommandParser(prog="analyze", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("traces", nargs="*", type=Path, help="trace files, or folders of them")
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="folder for the report; made if missing")
     parser.add_argument("--plan", type=Path, help="plan.json that was run: predicted beside measured bubble")
@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         result = scaling(*args.scaling)
         cli.emit(result.to_dict(), describe_scaling(result), as_json=args.json)
         return cli.EXIT_OK
+    from runners.traces.analysis import analyse, describe, write_report
     from runners.traces.kineto import read_traces
-    from runners.traces.report import analyse, describe, write_report
 
     traces = read_traces(args.traces)
     bubbles, notes = _bubbles(traces, args.plan) if args.plan else ([], [])

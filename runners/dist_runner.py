@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.cli import handled_signals, stop_signals
+from polygon.commands.cli import handled_signals, stop_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
@@ -31,7 +31,7 @@ from runners.engine.options import Options
 from runners.engine.summary import format_validation
 
 if TYPE_CHECKING:
-    from runners.engine.data import Samples, Shuffled
+    from runners.data.samples import Samples, Shuffled
 
 
 def make_parser() -> Parser:

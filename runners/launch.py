@@ -26,13 +26,13 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.cli import handled_signals
+from polygon.commands.cli import handled_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
-from polygon.files import make_folder, write_plan
+from polygon.formats.files import make_folder, write_plan
 from runners.engine.arguments import Parser, add_training_options, options_from, read_run
 from runners.engine.options import Options
-from runners.recipes.memory import predicted_peaks
+from runners.recipes.predicted_memory import predicted_peaks
 
 PR_SET_PDEATHSIG = 1
 FAILURE_GRACE_S, INTERRUPT_GRACE_S = 3.0, 60.0
@@ -242,8 +242,6 @@ def make_parser() -> Parser:
 
 def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
     """Raise `InputError` for a plan whose ranks need more memory than this machine has, before it is taken down."""
-    if options.data is not None and not options.data.is_file():
-        raise InputError(f"--data {options.data}: found no such file, expected a readable file")
     on_gpus = options.device == "cuda" or (options.device == "auto" and Path("/dev/nvidia0").exists())
     if on_gpus or options.model_file is not None:
         return
@@ -256,15 +254,29 @@ def check_fits_here(problem: Problem, plan: Plan, options: Options) -> None:
         )
 
 
+def read_data_once(problem: Problem, options: Options) -> None:
+    """Find what is wrong with the data before ranks start, and prepare what all of them read."""
+    if options.model_file is not None:  # it may bring its own
+        return
+    from runners.data.sources import training_and_held_out
+
+    training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
+
+
 def run(
     problem: Problem, plan: Plan, options: Options, make: Callable[[Problem, Plan, Options], Launcher] = Launcher
 ) -> tuple[int, dict[str, Any]]:
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
-    from runners.engine.layout import Layout, check_runnable
+    from runners.engine.additions import check_lora
+    from runners.engine.rank_layout import Layout
+    from runners.engine.runnable import check_runnable
     from runners.engine.summary import summarise, write_trace
 
-    check_runnable(problem, plan, options.context, options.expert, sequence_parallel=options.sequence_parallel)
+    check_runnable(problem, plan, own_model=options.model_file is not None)
+    if options.lora is not None:
+        check_lora(problem.model, plan, options.lora)
     check_fits_here(problem, plan, options)
+    read_data_once(problem, options)
     launcher = make(problem, plan, options)
     assert options.log_dir is not None
     make_folder(options.log_dir)
@@ -275,6 +287,11 @@ def run(
     guilty = launcher.run()
     write_trace(problem, plan, options.log_dir)
     if launcher.interrupted:
+        # A rank that was asked to end and did so says which signal it was; another code is one that could not save.
+        unsaved = [rank for rank in launcher.ranks if rank.status is not None and rank.severity() == 3]
+        if unsaved:
+            say(f"interrupted; rank {unsaved[0].number}: {unsaved[0].outcome()}; logs in {options.log_dir}")
+            return 1, {}
         say(f"interrupted; all {plan.world_size} ranks ended, logs in {options.log_dir}")
         return 128 + launcher.interrupted, {}
     if guilty is not None:

@@ -18,14 +18,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import InputError
 from runners.probe_net.fit import fit_message, fit_streams, read_iperf3
 from runners.probe_net.session import ProbeOptions, describe, region_links, run_rank
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(prog="python -m runners.probe", description=__doc__.splitlines()[0])
+    parser = cli.CommandParser(prog="python -m runners.probe", description=__doc__.splitlines()[0])
     environment = os.environ
     session = parser.add_argument_group("a session between hosts")
     session.add_argument("--dist-url", help="tcp://HOST:PORT of rank 0 (default: MASTER_ADDR and MASTER_PORT)")
@@ -64,7 +64,7 @@ def iperf3_report(arguments: Sequence[str]) -> dict[str, Any]:
     InputError
         For an argument of another form, a file that is no iperf3 report, or a pair without any round-trip time.
     """
-    from polygon.files import read_json
+    from polygon.formats.files import read_json
 
     rates: dict[tuple[str, str], dict[int, float]] = {}
     rtts: dict[tuple[str, str], list[float]] = {}
@@ -190,11 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _say(f"{problem['kind']}: {problem['found']}; {problem['remedy']}")
         return cli.EXIT_OK
     if args.cluster:
-        from polygon.files import read_cluster, write_cluster
+        from polygon.formats.files import read_cluster, write_cluster
 
         write_cluster(args.out or "-", measured_cluster(read_cluster(args.cluster), report))
     elif args.out:
-        from polygon.files import write_json
+        from polygon.formats.files import write_json
 
         write_json(args.out, report)
     if args.json and not (args.cluster and not args.out):

@@ -24,11 +24,11 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from polygon.files import check_writable, make_folder, read_model, write_json
-from polygon.notation import format_json
+from polygon.formats.files import check_writable, make_folder, read_model, write_json
+from polygon.formats.serialization import format_json
 from runners.engine.arguments import require_torch
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def kept_bytes(forward: Callable[[], torch.Tensor], parameters: Sequence[torch.T
 
 
 class Stopwatch:
-    """Seconds of a piece of work on a device."""
+    """Seconds of a piece of work on a device, by some clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -121,13 +121,14 @@ class Stopwatch:
     def time_s(self, work: Callable[[], Any]) -> tuple[float, Any]:
         """Seconds that the work takes, and its result."""
         self._synchronize()
-        start_s = time.perf_counter()
+        start_s = self._clock()
         result = work()
         self._synchronize()
-        return time.perf_counter() - start_s, result
+        return self._clock() - start_s, result
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """The middle one, of an even number the later."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
 
@@ -136,7 +137,14 @@ class LayerBench:
     """One kind of layer with the shapes of one rank, ready to be timed."""
 
     def __init__(
-        self, model: Model, kind: str, layer: int, device: torch.device, precision: str, pause_s: float
+        self,
+        model: Model,
+        kind: str,
+        layer: int,
+        device: torch.device,
+        precision: str,
+        pause_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         import torch
 
@@ -148,7 +156,7 @@ class LayerBench:
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.modules: list[nn.Module] = [build_layer(model, layer, copy, device) for copy in range(self.copies)]
         self.parameters = [p for module in self.modules for p in module.parameters()]
-        self._watch = Stopwatch(device)
+        self._watch = Stopwatch(device, clock)
         self._optimizer = torch.optim.AdamW(self.parameters)
 
     def _forward(self, inputs: tuple, recompute: bool) -> torch.Tensor:
@@ -192,7 +200,7 @@ class LayerBench:
             "forward_s": passes[False][0] / self.copies,
             "backward_s": passes[False][1] / self.copies,
             "backward_recompute_s": passes[True][1] / self.copies,
-            "update_s": _median(updates) / self.copies,
+            "update_s": median(updates) / self.copies,
             "parameters": sum(p.numel() for p in self.parameters) // self.copies,
             "activation_bytes": kept / self.copies,
             "spread": passes[False][2],
@@ -216,8 +224,8 @@ class LayerBench:
             backwards.append(backward_s)
         sums = sorted(f + b for f, b in zip(forwards, backwards, strict=True))
         quarter = len(sums) // 4
-        spread = (sums[-1 - quarter] - sums[quarter]) / 2 / _median(sums)
-        return _median(forwards), _median(backwards), spread
+        spread = (sums[-1 - quarter] - sums[quarter]) / 2 / median(sums)
+        return median(forwards), median(backwards), spread
 
     def _peak_bytes(self, inputs: tuple, gradient: torch.Tensor | None) -> float:
         import torch
@@ -270,7 +278,8 @@ def profile_layers(
     return rows
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`: a GPU where torch sees one, unless the user wants the CPU."""
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
@@ -281,7 +290,7 @@ def _choose_device(name: str) -> torch.device:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0])
+    parser = cli.CommandParser(prog="python -m runners.profile_layers", description=(__doc__ or "").splitlines()[0])
     positive = cli.number(above=0)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="name in the catalogue, or a model file")
     parser.add_argument("--seq-len", type=cli.whole(1), help=cli.SEQ_LEN_HELP)
@@ -308,11 +317,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device_name(given: str | None, device: torch.device) -> str:
+def device_name(given: str | None, device: torch.device) -> str:
     """Name of the device type: as the catalogue has it where it has it."""
     import torch
 
-    from polygon import catalogue
+    from polygon.formats import catalogue
 
     name = given or (torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu-core")
     try:
@@ -350,7 +359,7 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
         "hidden_size": model.hidden_size,
         "seq_len": seq_len,
         "precision": args.precision,
-        "measured_on": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "measured_on": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "torch": torch.__version__,
         "threads": args.threads if device.type == "cpu" else None,
         "pause_s": args.pause,
@@ -358,7 +367,7 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -379,8 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_writable(args.out) if len(models) == 1 else make_folder(args.out)
     import torch
 
-    device = _choose_device(args.device)
-    name = _device_name(args.device_name, device)
+    device = choose_device(args.device)
+    name = device_name(args.device_name, device)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
     for model in models:

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import InputError
-from polygon.files import write_text
-from runners.sweeps import report
+from polygon.formats.files import write_text
+from runners.sweeps import sweep_summary as report
 from runners.sweeps.suites import SUITES, Suite, suite
-from solvers.problem import Problem
+from solvers.problem import SearchProblem
 from solvers.stop import MaxEvaluations, Target, TimeLimit
 
 BOUND = "bound"
@@ -96,7 +96,7 @@ def _problem(name: str, files: tuple[str, ...], instance: str, method: Any) -> b
 def run(task: Task) -> dict[str, Any]:
     """One run, as a line of the record."""
     chosen = _suite(task.suite, task.files)
-    problem: Problem[Any] = chosen.instances[task.instance]()
+    problem: SearchProblem[Any] = chosen.instances[task.instance]()
     row: dict[str, Any] = asdict(task) | {"files": list(task.files), "bound": None, "best_known": None}
     if task.method == BOUND:
         assert chosen.bound is not None
@@ -167,7 +167,7 @@ def sweep(todo: list[Task], record: Path, workers: int, *, quiet: bool) -> list[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(
+    parser = cli.CommandParser(
         prog="runners.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[cli.output_options()],
     )  # fmt: skip

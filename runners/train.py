@@ -22,16 +22,17 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.domain.errors import InputError, PolygonError
-from polygon.notation import format_json
+from polygon.formats.serialization import format_json
+from runners.data.prepared import writable_folder
 from runners.dist_runner import meeting_point
 from runners.engine.arguments import Parser, require_torch
 from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
-from runners.recipes.data import training_and_validation, writable_folder
-from runners.recipes.memory import measured_peaks, write_measured
+from runners.recipes.data import training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
-from runners.recipes.schema import BACKENDS, read_recipe
+from runners.recipes.predicted_memory import measured_peaks, write_measured
+from runners.recipes.recipe_schema import BACKENDS, read_recipe
 
 
 def make_parser() -> Parser:
@@ -165,20 +166,24 @@ def _job(path: Path, settings: Sequence[str], arguments: argparse.Namespace) -> 
 def _print_table(jobs: Sequence[Job], *, as_json: bool) -> int:
     from runners.recipes.table import format_rows, rows
 
-    found = rows(jobs, run_here)
+    found = []
+    for row in rows(jobs, run_here):
+        found.append(row)
+        if "failed" in row:
+            say(f"train: {row['recipe']}: {row['failed']}")
     sys.stdout.write(format_json(found) if as_json else format_rows(found))
-    return 0
+    return 1 if any("failed" in row for row in found) else 0
 
 
 def _check(job: Job, *, as_json: bool) -> int:
-    from runners.recipes.backends import engine
+    from runners.recipes.backends import engine_backend as engine
     from runners.recipes.needs import format_needs, needs
 
-    if BACKENDS[job.recipe.backend] == "engine":
+    if BACKENDS[job.recipe.backend] == "engine_backend":
         problem, plan = engine.problem_and_plan(job)
-        rows = needs(problem, plan, job.recipe.parallel)
+        rows = needs(problem, plan)
     else:
-        from runners.recipes.replicas.figures import needs as replicas_need
+        from runners.recipes.replicas.throughput import needs as replicas_need
 
         rows = replicas_need(job)
     sys.stdout.write(format_json(rows) if as_json else format_needs(rows))

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from solvers.problem import Problem
+from solvers.problem import SearchProblem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -391,7 +391,7 @@ _MOVES = (
 _MOVE_CHOICE = (0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 5)
 
 
-class AllocationProblem(Problem[np.ndarray]):
+class AllocationProblem(SearchProblem[np.ndarray]):
     """A problem over an allocation space; a subclass adds `evaluate`."""
 
     def __init__(self, space: AllocationSpace) -> None:

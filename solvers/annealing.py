@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from solvers.search import Search, Solver
+from solvers.population import Search, Solver
 
 S = TypeVar("S")
 

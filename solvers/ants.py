@@ -21,7 +21,7 @@ import numpy as np
 
 from solvers.allocation import AllocationProblem
 from solvers.local_search import descend
-from solvers.search import Search, Solver
+from solvers.population import Search, Solver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from solvers.local_search import descend
-from solvers.problem import Problem
-from solvers.search import Search, Solver
+from solvers.population import Search, Solver
+from solvers.problem import SearchProblem
 
 S = TypeVar("S")
 
@@ -73,7 +73,7 @@ class Genetic(Solver):
         return people[int(rng.integers(len(people), size=self.tournament).min())][1]
 
     @staticmethod
-    def _insert(problem: Problem[S], people: list[tuple[float, S]], value: float, x: S) -> None:
+    def _insert(problem: SearchProblem[S], people: list[tuple[float, S]], value: float, x: S) -> None:
         """The child replaces the worst if it is better and new."""
         if value >= people[-1][0]:
             return

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from solvers.search import Search, Solver
+from solvers.population import Search, Solver
 
 S = TypeVar("S")
 

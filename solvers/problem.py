@@ -1,6 +1,6 @@
 """What a solver must know of a problem.
 
-`Problem` is all a solver asks for; solutions are opaque to it. `polygon` and the tests derive from
+`SearchProblem` is all a solver asks for; solutions are opaque to it. `polygon` and the tests derive from
 `AllocationProblem` (`solvers.allocation`), which supplies everything but the objective.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 S = TypeVar("S")
 
 
-class Problem(ABC, Generic[S]):
+class SearchProblem(ABC, Generic[S]):
     """A minimisation problem."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ class Improvement(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Generic[S]):
+class SearchResult(Generic[S]):
     """Best solution of a search, with what is known about how good it is."""
 
     solution: S | None

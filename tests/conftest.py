@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # The same examples in every run: who changes nothing sees no new failure. `--hypothesis-profile=explore` draws others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("polygon", settings.get_profile("explore"), derandomize=True)
+# For benchmarks/mutants.py, which asks whether a law fails and not for the smallest example.
+settings.register_profile("unshrunk", settings.get_profile("polygon"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("polygon")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

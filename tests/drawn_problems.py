@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from polygon.domain.cluster import Cluster, NodeGroup, Region
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
+from polygon.formats import catalogue
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 Groups = list[list[tuple[str, int, int]]]
@@ -68,3 +70,38 @@ def larger_problems(seed: int) -> tuple[Problem, dict[str, Problem]]:
         "bandwidth": problem(groups, bytes_per_s=3 * rate),
         "latency": problem(groups, latency_s=near_s / 3),
     }
+
+
+NETWORKS = {"infiniband-ndr-x8": 0.35, "infiniband-hdr": 0.35, "ethernet-10g": 0.3}
+"""Links between nodes, and how often each is drawn."""
+MODELS = ("gpt3-1.3b", "llama3-8b", "llama2-13b", "qwen3-30b-a3b", "deepseek-moe-16b", "llama3.2-1b", "llama3-70b")
+NODES = (1, 1, 1, 2, 2, 4, 4, 8, 16, 64)
+
+
+def equal_devices(seed: int) -> Problem:
+    """One pool: 1 to 64 nodes of eight, a dense model or one of experts, sequences of 2,048 to 131,072 tokens."""
+    rng = np.random.default_rng(seed)
+    device, nodes = str(rng.choice(["a100-80gb", "h100-sxm"])), int(rng.choice(NODES))
+    link = catalogue.link(str(rng.choice(list(NETWORKS), p=list(NETWORKS.values()))))
+    model = catalogue.model(str(rng.choice(MODELS)))
+    long = model.name == "llama3.2-1b"
+    tokens = int(rng.choice([32768, 131072])) if long else int(rng.choice([2048, 4096]))
+    batch = int(rng.choice([4, 8, 16])) if long else int(rng.choice([12, 64, 128, 512, 720])) * max(1, nodes // 4)
+    group = NodeGroup(
+        device=device, nodes=nodes, devices_per_node=8, intra_node=catalogue.usual_link(device), inter_node=link
+    )
+    cluster = Cluster(
+        name=f"drawn {seed}",
+        regions=(Region(name="here", node_groups=(group,), intra_region=link),),
+        latency_s=np.zeros((1, 1)),
+        bytes_per_s=np.zeros((1, 1)),
+        capacity_bytes_per_s=np.full((1, 1), np.inf),
+        catalogue={device: catalogue.device(device)},
+    )
+    runtime = catalogue.runtime(str(rng.choice(["polygon", "megatron-core", "torchtitan", "deepspeed"])))
+    return Problem(
+        cluster=cluster,
+        model=model,
+        batch=Batch(global_batch=batch, seq_len=min(tokens, model.max_seq_len)),
+        runtime=runtime,
+    )

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from polygon import catalogue, files
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
+from polygon.formats import catalogue, files
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.engine import Effort, find_plan
-from polygon.planning.starts import simple_starts
+from polygon.planning.initial_solutions import simple_starts
+from polygon.planning.search_engine import Effort, find_plan
 
 INSTANCES = Path(__file__).resolve().parents[1] / "instances"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon import catalogue
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.model import Model
+from polygon.formats import catalogue
 
 TYPES = ("a100-40gb", "t4", "v100-16gb")
 

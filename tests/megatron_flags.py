@@ -38,7 +38,9 @@ CHOICES = {
 
 
 def layer_pattern(text: str) -> list[int]:
-    """What `--moe-layer-freq` says of the layers, 1 with experts; its one form in exports is `([0]*a+[1]*b)`."""
+    """What `--moe-layer-freq` says of the layers, 1 with experts: a list, or `([0]*a+[1]*b)`."""
+    if text.startswith("["):
+        return [int(digit) for digit in text.strip("[]").split(",")]
     pattern: list[int] = []
     for part in text.strip("()").split("+"):
         digit, _, count = part.partition("*")

@@ -1,7 +1,7 @@
-"""Waiting and measuring on a machine that may be busy with other things.
+"""Waiting on a machine that may be busy with other things.
 
-A loaded machine makes anything late and nothing early: waits end only what hangs, and what is measured once too slow is
-measured again.
+A loaded machine makes anything late and nothing early: waits end only what hangs, and what is measured too slow is
+measured again, until the machine has a moment for it. Where a clock can be handed in, nothing is waited for at all.
 """
 
 from __future__ import annotations
@@ -19,8 +19,3 @@ def eventually(holds: Callable[[], bool]) -> bool:
     while not (held := holds()) and time.monotonic() < end_s:
         time.sleep(0.02)
     return held
-
-
-def at_times(holds: Callable[[], bool], tries: int = 30) -> bool:
-    """Whether a measurement is as it should be at least once in some tries: other load spoils some, our faults all."""
-    return any(holds() for _ in range(tries))

@@ -33,8 +33,9 @@ def test_planning_never_imports_torch_or_plots(tmp_path):
 import sys, pkgutil, importlib
 for name in ("torch", "deepspeed", "matplotlib"):
     sys.modules[name] = None
-for name in ("polygon.init", "polygon.search", "polygon.evaluate", "polygon.generate", "polygon.validate",
-             "polygon.planning.engine", "polygon.planning.violations", "polygon.export.predicted", "solvers.genetic"):
+for name in ("polygon.init", "polygon.search", "polygon.commands.evaluate", "polygon.commands.generate",
+             "polygon.commands.validate", "polygon.planning.search_engine", "polygon.planning.checker",
+             "polygon.export.predicted", "solvers.genetic"):
     importlib.import_module(name)
 print("fine")
 """
@@ -81,7 +82,7 @@ def test_kernels_are_kept_where_neither_package_nor_home_can_be_written(tmp_path
     code = """
 import os, stat, sys
 from pathlib import Path
-from polygon.kernel_cache import ensure_kernel_cache
+from polygon.jit.cache import ensure_kernel_cache
 import numba
 (Path.cwd() / "file").write_text("no folder")
 ensure_kernel_cache([Path.cwd() / "file" / "a", Path.cwd() / "file" / "b"])
@@ -98,7 +99,7 @@ def test_numbas_own_folder_is_kept_where_it_can_be_written(tmp_path):
     code = """
 import os
 from pathlib import Path
-from polygon.kernel_cache import ensure_kernel_cache
+from polygon.jit.cache import ensure_kernel_cache
 os.environ.pop("NUMBA_CACHE_DIR", None)
 ensure_kernel_cache([Path.cwd() / "file" / "a", Path.cwd()])
 print("NUMBA_CACHE_DIR" in os.environ)

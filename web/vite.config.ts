@@ -4,7 +4,7 @@ export default defineConfig({
   build: {
     outDir: "../polygon/web/static",
     emptyOutDir: true,
-    chunkSizeWarningLimit: 1500,
+    chunkSizeWarningLimit: 700,
     modulePreload: { polyfill: false },
   },
   server: { proxy: { "/api": "http://127.0.0.1:5000" } },

@@ -56,8 +56,6 @@ class TensorGroup:
         self, store: Store, place: int, size: int, *, devices: list, timeout_s: float, device: torch.device
     ) -> None:
         self.place, self.size = place, size
-        self.by_tokens = False
-        """Whether each rank holds only its part of the tokens between the layers that are cut."""
         if device.type == "cuda":
             self._group = nccl_group(store, place, size, timeout_s)
         else:

@@ -77,8 +77,18 @@ def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 class Sending:
     """A message on its way."""
 
-    def __init__(self, peer: int, payload: torch.Tensor, works: list) -> None:
+    def __init__(self, peer: int, payload: torch.Tensor, works: list, *, on_device: bool) -> None:
         self._peer, self._payload, self._works = peer, payload, works
+        self.on_device = on_device
+        """Whether a device sends: `wait` then makes its stream wait, and not the thread."""
+
+    def done(self) -> bool:
+        """Whether the bytes have left; of what a device sends."""
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> None:
+        """As `wait`."""
+        self.wait()
 
     def wait(self) -> None:
         """Return once the bytes have left; `PeerLostError` if they cannot."""
@@ -229,7 +239,7 @@ class Wires:
                 works = [group.send([chunk], place, t) for t, chunk in self._chunks(peer, tag, payload)]
         except RuntimeError as error:
             raise PeerLostError(peer, "sending to", error) from error
-        return Sending(peer, payload, works)
+        return Sending(peer, payload, works, on_device=(self.rank, peer) in self._nccl)
 
     def post_receive(self, peer: int, tag: int, n_bytes: int) -> Receipt:
         """Announce that so many bytes are wanted from a peer under a tag."""

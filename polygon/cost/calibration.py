@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polygon.cost.compute import LayerTimes
-from polygon.cost.transfers import LinkTable
 from polygon.domain.errors import require, require_number
 
 FORMAT = "polygon-calibration"
@@ -43,18 +42,9 @@ class Calibration:
             forward_s=layers.forward_s * factor,
             backward_s=layers.backward_s * factor,
             communication_s=layers.communication_s * factor,
-            source="calibrated",
+            source="calibrated run",
             relative_error=self.relative_error,
         )
-
-    def links(self, table: LinkTable) -> LinkTable:
-        """The same links, slower (or faster) by the communication factor; changes the table that it is given."""
-        for name in ("latency_s", "node_latency_s"):
-            setattr(table, name, getattr(table, name) * self.communication)
-        rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s", "capacity_bytes_per_s", "egress_bytes_per_s")
-        for name in rates:
-            setattr(table, name, getattr(table, name) / self.communication)
-        return table
 
     def to_dict(self) -> dict[str, Any]:
         """For a file."""

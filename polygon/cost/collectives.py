@@ -10,7 +10,7 @@ Conventions, for every function here:
 - `ring_pass_s` may be called by numba kernels as well: it is compiled into them, and stays plain Python here.
 - additions, kernel launches and other traffic are left out.
 
-Which operation is best by which of them on which network: `polygon.cost.collective_table`.
+Which operation is best by which of them on which network: `polygon.overhead.collective_table`.
 """
 
 from __future__ import annotations

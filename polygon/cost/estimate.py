@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from polygon.cost.bill import step_bill, traffic_bytes
-from polygon.cost.bounds import LowerBound, lower_bound
 from polygon.cost.compute import model_flops_per_step
-from polygon.cost.memory import MemoryBreakdown, stage_memory
+from polygon.cost.memory import MemoryBreakdown, breakdown, gradient_copies, stage_rows
+from polygon.cost.money import step_bill, traffic_bytes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
+from polygon.cost.transfers import Placement, boundary_values
+from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
+from polygon.domain.cluster import Cluster
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.domain.schedule import in_flight, windows
+from polygon.domain.schedule import in_flight, interleaved_in_flight, windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +63,30 @@ class Estimate:
     sources: dict[str, str]
     tokens_per_s: float
     mfu: float
-    lower_bound_s: float
-    lower_bounds_s: dict[str, float]
-    """What compute, path, stages and regions prove, each joined with those before (`polygon.cost.bounds`)."""
-    bound_by: str
-    """The simplest of these that gives the bound."""
-    gap: float
-    """step_s / lower_bound_s - 1."""
     cross_region_bytes: float
     cost_usd: float
     energy_j: float
     """Upper estimate: every used device draws its rated power all the step."""
     workers: tuple[WorkerEstimate, ...]
     links: tuple[LinkEstimate, ...]
-    limited_by: str
+    limited_by: Message
+    """What would have to be better for the step to be faster."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         return asdict(self)
+
+
+MEASURED = frozenset(("bench", "profile", "calibrated run"))
+"""Sources of compute that say how sure they are."""
+
+
+def worker_regions(plan: Plan, cluster: Cluster) -> Counter[int]:
+    """Devices that a plan uses in every region, by its number."""
+    found: Counter[int] = Counter()
+    for worker in plan.workers:
+        found[cluster.pools[worker.pool].region] += len(worker.devices)
+    return found
 
 
 def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[MemoryBreakdown]:
@@ -85,24 +96,65 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
         return kept
     result: list[MemoryBreakdown] = []
     window = windows(plan)
-    for s, stage in enumerate(plan.stages):
-        kinds, kind = alike(place.tp[place.members(s)], in_flight(plan, s, window), place.shards[s])
+    for s in range(plan.groups):
+        held = in_flight(plan, s, window) if plan.chunks == 1 else interleaved_in_flight(plan, s)
+        kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s])
         of_kind = [
-            stage_memory(
-                tables.memory(tp, plan.micro_batch_size, stage.recompute).layers,
-                stage.first_layer,
-                stage.last_layer,
-                in_flight=float(held),
-                zero=stage.zero,
-                shards=shards,
-                batch=tables.problem.batch,
-                outer=plan.local_steps > 1,
-            )
-            for tp, held, shards in kinds
+            group_memory(plan, tables, s, tp=tp, in_flight=units / plan.chunks, shards=shards)
+            for tp, units, shards in kinds
         ]
         result += [of_kind[k] for k in kind]
+    result *= plan.chunks
     tables.plan_memory[plan] = result
     return result
+
+
+def group_memory(
+    plan: Plan, tables: CostTables, group: int, *, tp: int, in_flight: float, shards: int
+) -> MemoryBreakdown:
+    """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight."""
+    rows = group_rows(plan, tables, group, tp)
+    return memory_of(rows, plan.stages[group].zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
+
+
+def group_rows(plan: Plan, tables: CostTables, group: int, tp: int) -> tuple[float, float, float, float, float]:
+    """What `stage_rows` says of all stages of a group, as of one."""
+    batch, runtime, model = tables.problem.batch, tables.problem.runtime, tables.problem.model
+    stages = plan.stages[group :: plan.groups]
+    cp = stages[0].workers[0].cp
+    rows = np.array(
+        [
+            stage_rows(tables.layers_of(part, tp=tp, micro_batch_size=plan.micro_batch_size), *part.layers)
+            for part in stages
+        ]
+    )
+    if runtime.keeps_outputs:
+        sent = boundary_values(model, batch, plan.micro_batch_size) / cp * max(batch.element_bytes, 2)
+        rows[:, 2] += [sent * (part.last_layer < model.layers) for part in stages]
+    return _together(rows)
+
+
+def memory_of(
+    rows: Sequence[Any], zero: int, tables: CostTables, *, in_flight: Any, shards: int, steps: int = 1
+) -> MemoryBreakdown:
+    """Peak bytes from what `group_rows` says: of one group, or of many where rows and in_flight are arrays."""
+    batch, runtime = tables.problem.batch, tables.problem.runtime
+    return breakdown(
+        *rows,
+        in_flight=in_flight,
+        zero=zero,
+        shards=shards,
+        batch=batch,
+        context_bytes=runtime.context_bytes,
+        gradient_copies=gradient_copies(batch, runtime, zero),
+        outer=steps > 1,
+    )
+
+
+def _together(rows: np.ndarray) -> tuple[float, float, float, float, float]:
+    """What `stage_rows` says of several stages on the same devices, as of one."""
+    held, _, activations, _, sharded = rows.sum(axis=0).tolist()
+    return held, float(rows[:, 1].max()), activations, float(rows[:, 3].max()), sharded
 
 
 def estimate(
@@ -110,8 +162,6 @@ def estimate(
     plan: Plan,
     tables: CostTables | None = None,
     times: StepTimes | None = None,
-    *,
-    bound: LowerBound | None = None,
 ) -> Estimate:
     """Predict what one step of a plan costs.
 
@@ -121,8 +171,6 @@ def estimate(
         Of the same problem, if they exist already.
     times : StepTimes, optional
         Of the plan, if they are known already.
-    bound : LowerBound, optional
-        In place of `lower_bound`, which takes longer than all the rest.
 
     Returns
     -------
@@ -138,23 +186,19 @@ def estimate(
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)
     pool_flops = np.array([pool.device.peak_flops(batch.precision) for pool in cluster.pools])
-    peak = float(pool_flops[times.place.pool] @ times.place.tp)
+    peak = float(sum(pool_flops[worker.pool] * len(worker.devices) for worker in plan.workers))
     bill = step_bill(problem, plan, times)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
-    sources, relative_error = _sources(plan, tables)
-    bound = bound or lower_bound(tables)
+    sources, measured = _sources(plan, tables)
+    low_s, high_s = interval(step_s, _known(problem, plan, terms, step_s, measured))
     return Estimate(
         step_s=step_s,
-        low_s=step_s * max(0.0, 1 - relative_error),
-        high_s=step_s * (1 + relative_error),
+        low_s=low_s,
+        high_s=high_s,
         terms=terms,
         sources=sources,
         tokens_per_s=batch.tokens / step_s,
         mfu=model_flops_per_step(problem.model, batch) / (step_s * peak),
-        lower_bound_s=bound.seconds,
-        lower_bounds_s=bound.parts,
-        bound_by=bound.binding,
-        gap=step_s / bound.seconds - 1,
         cross_region_bytes=sum(use.activation_bytes + use.gradient_bytes for use in links),
         cost_usd=bill.usd,
         energy_j=bill.energy_j,
@@ -243,31 +287,51 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     )
 
 
-def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float]:
+def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float | None]:
+    """Where the numbers are from, and the error of compute if all of it was measured on such devices."""
     seen, error = set(), 0.0
     for stage in plan.stages:
-        for pool, tp in {(w.pool, w.tp) for w in stage.workers}:
-            times = tables.times(pool, tp, plan.micro_batch_size, stage.recompute)
+        for pool, tp, cp in {(w.pool, w.tp, w.cp) for w in stage.workers}:
+            times = tables.times(
+                pool, tp, plan.micro_batch_size, stage.recompute, cp, stage.ep, stage.sequence_parallel
+            )
             seen.add(times.source)
             error = max(error, times.relative_error)
-    return {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}, error
+    sources = {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}
+    return sources, error if seen <= MEASURED else None
 
 
-def _limit(terms: dict[str, float], times: StepTimes, problem: Problem) -> str:
-    """What would have to be better for the step to be faster, in words."""
+def _known(problem: Problem, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None) -> Known:
+    """What the prediction of a plan rests on."""
+    pools = problem.cluster.pools
+    devices = {pools[worker.pool].device.name: pools[worker.pool].device for worker in plan.workers}
+    links = (terms["transfer"] + terms["reduction"]) / step_s if 0 < step_s < np.inf else 0.0
+    apart = len(plan.regions(problem.cluster)) > 1
+    return Known(
+        group=group_of_run(problem.model, plan, devices.values()),
+        runtime=problem.runtime.name,
+        measured=measured,
+        near=0.0 if apart else links,
+        far=links if apart else 0.0,
+        program=program_error(problem.runtime),
+    )
+
+
+def _limit(terms: dict[str, float], times: StepTimes, problem: Problem) -> Message:
+    """What would have to be better for the step to be faster."""
     largest = max(terms, key=lambda name: terms[name])
     place, messages = times.place, times.messages
     if largest == "compute":
         work = times.schedule.forward_s + times.schedule.backward_s
         busy = np.bincount(times.schedule.routes.ravel(), minlength=len(work)) * work
         i = int(busy.argmax())
-        return f"compute of stage {place.stage[i]} ({problem.cluster.pools[place.pool[i]].device.name})"
+        device = problem.cluster.pools[place.pool[i]].device.name
+        return Message("limited_by.compute", stage=int(place.stage[i]), device=device)
     if largest == "transfer" and messages.busy_s.size:
         slowest = int((messages.busy_s + messages.latency_s).argmax())
         ends = messages.sender.ravel()[slowest], messages.receiver.ravel()[slowest]
         names = [problem.cluster.regions[place.region[w]].name for w in ends]
-        return f"transfer from {names[0]} to {names[1]}"
+        return Message("limited_by.transfer", source=names[0], target=names[1])
     if largest == "reduction":
-        s = int(np.argmax(times.whole_reductions_s))
-        return f"gradient reduction of stage {s}"
-    return {"pipeline": "pipeline filling and imbalance of stages", "update": "optimizer update"}.get(largest, largest)
+        return Message("limited_by.reduction", stage=int(np.argmax(times.whole_reductions_s)))
+    return Message("limited_by.update" if largest == "update" else "limited_by.pipeline")

@@ -13,10 +13,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polygon.domain.cluster import Device
+from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.model import BYTES_PER_ELEMENT
 
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.65))
 """Output tiles (rows, columns) a GEMM library picks from, and what each reaches of the best."""
+
+VECTOR_GEMM = 0.9
+"""Of the fp32 peak, by products that run without matrix units (Sailor's profiles of V100 and GeForce cards)."""
+LAUNCH_S = 5e-6
+"""Seconds that a kernel costs beside its work."""
+EAGER_HOST_S = (1.2e-3, 1.7e-3)
+"""Seconds the host needs to launch forward and backward of one block, operation by operation: the smallest times in
+Sailor's profiles (1.2-1.5 and 1.7 ms)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +47,30 @@ class Efficiency:
     triton_backward: float
     flops_per_multiprocessor: float
     """16-bit peak [FLOP/s] of one multiprocessor; the device's peak over it is the number of multiprocessors."""
+    flash_forward_tokens: float = 0.0
+    """Sequence length at which the vendor's attention reaches half of what it does on a sequence without end."""
+    flash_backward_tokens: float = 0.0
+    vector_gemm: float = VECTOR_GEMM
+    """Of the fp32 peak, by products without matrix units."""
+    unaligned: float | None = None
+    """What is left of a product's rate when a dimension is no multiple of eight; None: what vector units reach."""
+    operands: float | None = None
+    """Of the memory bandwidth, by operands and result of a product; None: as element-wise kernels."""
+    launch_s: float = LAUNCH_S
+    """Seconds that a kernel costs beside its work."""
+    host_forward_s: float = EAGER_HOST_S[0]
+    """Seconds that the host needs to launch forward and backward of a block, operation by operation."""
+    host_backward_s: float = EAGER_HOST_S[1]
     source: str = "spec"
-    """`calibrated` where the numbers are fits, `spec` where they are carried over from a related architecture."""
+    """`calibrated` where the numbers are fits to training, `bench` where they are fits to a measurement of the device,
+    `spec` where they are carried over from a related architecture."""
     relative_error: float = 0.25
     """Half of a 90 % interval over the time of a layer."""
 
 
-VECTOR_GEMM = 0.9
-"""Of the fp32 peak, by products that run without matrix units (Sailor's profiles of V100 and GeForce cards)."""
 EIGHT_BIT_GEMM = 0.955
 """What products in 8 bits reach of their peak, over what those in 16 bits reach of theirs (no bias left over MosaicML's
 seven fp8 runs)."""
-LAUNCH_S = 5e-6
-"""Seconds that a kernel costs beside its work."""
-
 AMPERE = Efficiency(
     gemm=0.784,
     memory=0.98,
@@ -75,9 +94,21 @@ CDNA = replace(
     source="spec",
     relative_error=0.35,
 )
+BEFORE_AMPERE = replace(
+    AMPERE,
+    flash_forward=0.25,
+    flash_backward=0.17,
+    flash2_forward=0.25,
+    flash2_backward=0.17,
+    source="spec",
+    relative_error=0.25,
+)
+"""FlashAttention-2 needs Ampere: torch takes xformers' memory-efficient kernel, whose forward is 5 % slower to 25 %
+faster than unfused attention on V100 and whose backward is 15-19 % slower (facebookresearch/xformers pull request 362);
+no absolute figure was found, so these are estimates."""
 EFFICIENCY = {
-    "volta": replace(AMPERE, flops_per_multiprocessor=1.56e12, source="spec", relative_error=0.25),
-    "turing": replace(AMPERE, flops_per_multiprocessor=1.63e12, source="spec", relative_error=0.25),
+    "volta": replace(BEFORE_AMPERE, flops_per_multiprocessor=1.56e12),
+    "turing": replace(BEFORE_AMPERE, flops_per_multiprocessor=1.63e12),
     "ampere": AMPERE,
     "ada": replace(AMPERE, flops_per_multiprocessor=1.29e12, source="spec", relative_error=0.25),
     "hopper": Efficiency(
@@ -109,8 +140,7 @@ EFFICIENCY = {
     "": replace(AMPERE, flops_per_multiprocessor=2.5e12, source="spec", relative_error=0.35),
 }
 """By architecture (the first that a name starts with); the empty name is any other. Only Ampere and Hopper have been
-fitted to training runs. Products of Blackwell and CDNA reach the same share of the best product measured on them
-(benchmarks/matmul_ceilings.py)."""
+fitted to training runs; the catalogue has what other devices were measured to reach (benchmarks/matmul_ceilings.py)."""
 
 
 class Silicon(NamedTuple):
@@ -143,12 +173,25 @@ def _architecture(name: str) -> str:
 
 
 @lru_cache(maxsize=256)
+def _of_device(architecture: Efficiency, measured: MeasuredEfficiency) -> Efficiency:
+    source = "bench" if measured.basis == "bench" else "spec"
+    return replace(architecture, **measured.given, source=source)
+
+
+def efficiency_of(device: Device) -> Efficiency:
+    """What a device reaches: as measured on it, and as its architecture does where that says nothing."""
+    architecture = EFFICIENCY[architecture_of(device)]
+    return architecture if device.efficiency is None else _of_device(architecture, device.efficiency)
+
+
+@lru_cache(maxsize=256)
 def _silicon(
-    peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, architecture: str, vector_peak: float
+    peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, efficiency: Efficiency, vector_peak: float
 ) -> Silicon:
-    efficiency = EFFICIENCY[architecture]
-    gemm = VECTOR_GEMM if peak == vector_peak else efficiency.gemm * (EIGHT_BIT_GEMM if element_bytes == 1 else 1.0)
+    eight_bit = EIGHT_BIT_GEMM if element_bytes == 1 else 1.0
+    gemm = efficiency.vector_gemm if peak == vector_peak else efficiency.gemm * eight_bit
     packed = 2.0 if element_bytes == 2 else 1.0  # vector units do two 16-bit operations in place of one
+    unaligned = min(1.0, packed * vector_peak * efficiency.vector_gemm / (peak * gemm))
     return Silicon(
         peak_flops=peak,
         memory_bytes_per_s=bytes_per_s,
@@ -157,31 +200,33 @@ def _silicon(
         operand_bytes=element_bytes,
         efficiency=efficiency,
         gemm=gemm,
-        unaligned=min(1.0, packed * vector_peak * VECTOR_GEMM / (peak * gemm)),
+        unaligned=unaligned if efficiency.unaligned is None else efficiency.unaligned,
         peak_flops_16=min(peak, peak_16),
     )
 
 
-_seen: dict[tuple[int, str], tuple[Device, Silicon]] = {}
-"""Devices hold a mapping and cannot be hashed: known by identity, and kept so that the identity stays theirs."""
+_seen: dict[tuple[int, str], tuple[Device, Efficiency, Silicon]] = {}
+"""Devices hold a mapping and cannot be hashed: known by identity, and kept so that the identity stays theirs; with the
+efficiency of the architecture at that time."""
 
 
 def silicon(device: Device, precision: str) -> Silicon:
     """The device in one precision, ready for the operator costs."""
     known = _seen.get((id(device), precision))
-    if known is not None and known[1].efficiency is EFFICIENCY[architecture_of(device)]:
-        return known[1]
+    architecture = EFFICIENCY[architecture_of(device)]
+    if known is not None and known[1] is architecture:
+        return known[2]
     made = _silicon(
         device.peak_flops(precision),
         device.peak_flops("fp16"),
         device.memory_bytes_per_s,
         BYTES_PER_ELEMENT[precision],
-        architecture_of(device),
+        efficiency_of(device),
         device.flops["fp32"],
     )
     if len(_seen) > 1000:
         _seen.clear()
-    _seen[id(device), precision] = (device, made)
+    _seen[id(device), precision] = (device, architecture, made)
     return made
 
 
@@ -201,7 +246,8 @@ def gemm_s(chip: Silicon, rows: float, columns: float, inner: float) -> float:
         fill *= chip.unaligned
     math_s = 2.0 * rows * columns * inner / (chip.peak_flops * chip.gemm * fill)
     traffic = chip.operand_bytes * (rows * inner + inner * columns) + chip.element_bytes * rows * columns
-    return math_s + traffic / (chip.memory_bytes_per_s * efficiency.memory) + LAUNCH_S
+    operands = efficiency.memory if efficiency.operands is None else efficiency.operands
+    return math_s + traffic / (chip.memory_bytes_per_s * operands) + efficiency.launch_s
 
 
 def _tile_fill(rows: float, columns: float, multiprocessors: float, tile: tuple[int, int, float]) -> float:
@@ -213,4 +259,69 @@ def _tile_fill(rows: float, columns: float, multiprocessors: float, tile: tuple[
 
 def stream_s(chip: Silicon, n_bytes: float, kernels: float = 1.0) -> float:
     """Seconds to move `n_bytes` through memory in some element-wise kernels."""
-    return n_bytes / (chip.memory_bytes_per_s * chip.efficiency.memory) + kernels * LAUNCH_S
+    return n_bytes / (chip.memory_bytes_per_s * chip.efficiency.memory) + kernels * chip.efficiency.launch_s
+
+
+def padded_head(head_dim: int) -> int:
+    """Head size as fused attention computes it: the next multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
+def attention_s(
+    chip: Silicon,
+    kernel: str,
+    *,
+    tokens: float,
+    seq_len: float,
+    keys: float,
+    heads: float,
+    head_dim: int,
+    value_dim: int,
+) -> tuple[float, float]:
+    r"""Seconds of the forward and backward of a fused attention kernel, launches left out.
+
+    Computed are the scores of `keys` keys per query (half of the sequence where attention is causal); the backward has
+    three products over `head_dim` and two over `value_dim` for the forward's one and one. The vendor's kernel
+    reaches less of the 16-bit peak on short sequences, which have few blocks of scores for as many prologues and half
+    of those on the diagonal masked:
+
+    .. math:: e(s) = e_\infty / (1 + s_0 / s)
+
+    Parameters
+    ----------
+    seq_len : float
+        Length of the sequence, or of the window that a query sees of it.
+    """
+    efficiency = chip.efficiency
+    forward, backward = {
+        "flash": (
+            efficiency.flash_forward / (1 + efficiency.flash_forward_tokens / seq_len),
+            efficiency.flash_backward / (1 + efficiency.flash_backward_tokens / seq_len),
+        ),
+        "flash2": (efficiency.flash2_forward, efficiency.flash2_backward),
+        "triton": (efficiency.triton_forward, efficiency.triton_backward),
+    }[kernel]
+    key, value = padded_head(head_dim), padded_head(value_dim)
+    flops = tokens * keys * heads * (key + value) * 2.0
+    again = (3 * key + 2 * value) / (key + value)
+    return flops / (chip.peak_flops_16 * forward), again * flops / (chip.peak_flops_16 * backward)
+
+
+DELTA_CHUNK = 64
+"""Tokens that the kernels of linear attention take at a time (chunk_gated_delta_rule of flash-linear-attention)."""
+
+
+def delta_rule_s(chip: Silicon, *, tokens: float, heads: float, key_dim: int, value_dim: int) -> tuple[float, float]:
+    r"""Seconds of the forward and backward of a gated delta rule, launches left out.
+
+    In chunks of C tokens: three products of C x C over keys, two over values, three with the state; the backward
+    computes them again and has two for each.
+
+    .. math:: 2 (3 C d_k + 2 C d_v + 3 d_k d_v)
+
+    FLOP per token and head. The kernels are written in Triton and taken to be as fast as its first attention; no
+    measurement was found.
+    """
+    one = 3 * DELTA_CHUNK * key_dim + 2 * DELTA_CHUNK * value_dim + 3 * key_dim * value_dim
+    seconds = 2.0 * tokens * heads * one / (chip.peak_flops_16 * chip.efficiency.triton_forward)
+    return seconds, 3 * seconds

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from polygon.catalogue import device as device_by_name
 from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
+from polygon.formats.catalogue import device as device_by_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from polygon.domain.block import Block
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import RECOMPUTE
+from polygon.domain.runtime import Runtime
 
-CONTEXT_BYTES = 1.5e9
-"""CUDA context and communication buffers (1.3-1.6 GB beyond the allocator's, BigScience)."""
+FUSED = Runtime()
+"""A program whose kernels are the vendor's best."""
+CONTEXT_BYTES = FUSED.context_bytes
+LOGIT_BYTES = {"torch": 12, "vocab-parallel": 4, "fused": 4}
+"""Bytes held per logit beside the logit itself. torch: log-softmax, its gradient and the gradient of what it took, in
+fp32; Megatron works in place on one fp32 copy; one fused kernel writes the gradient and a partial result."""
+
 OUTER_BYTES = 8.0
 """Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
 UNFUSED_FACTOR = 1.9
@@ -62,81 +70,60 @@ class MemoryBreakdown:
         return max(("weights", "gradients", "optimizer", "activations", "transient"), key=lambda p: getattr(self, p))
 
 
+class _Way(NamedTuple):
+    """How a micro-batch is spread and what the runtime keeps: all that memory depends on beside the model."""
+
+    seq_len: int
+    element_bytes: int
+    """Of an activation: training in 8 bits keeps 16-bit ones, or 8-bit ones and their transposes."""
+    tp: int
+    micro_batch_size: int
+    recompute: str
+    sequence_parallel: bool
+    flash_attention: bool
+    fused: bool
+    dropout: bool
+    cp: int
+    ep: int
+    keep_operators: bool
+    keep_gathered: bool
+    logit_bytes: int
+
+    @property
+    def tokens(self) -> float:
+        """Tokens on one device."""
+        return self.micro_batch_size * self.seq_len / self.cp
+
+    @property
+    def shard(self) -> int:
+        """Devices that share what lies outside of the tensor-parallel part."""
+        return self.tp if self.sequence_parallel else 1
+
+    def gathered(self, hidden_size: int) -> float:
+        """Bytes of a whole input that is kept although the devices share it."""
+        return self.tokens * hidden_size * self.element_bytes if self.keep_gathered and self.shard > 1 else 0.0
+
+
+class _Held(NamedTuple):
+    """What one layer puts on one device."""
+
+    parameters: float
+    elsewhere: float
+    """Parameters on the other devices of an expert-parallel group, in this one's place."""
+    activations: float
+    transient: float
+
+
 @lru_cache(maxsize=4096)
-def _layer_memory(
-    model: Model,
-    seq_len: int,
-    element_bytes: int,
-    tp: int,
-    micro_batch_size: int,
-    recompute: str,
-    sequence_parallel: bool,
-    flash_attention: bool,
-    fused: bool,
-    dropout: bool,
-    cp: int,
-    ep: int,
-    keep_operators: bool,
-    keep_gathered: bool,
-    logit_bytes: int,
-) -> LayerMemory:
-    layers = model.layers
-    parameters, activations, transient, elsewhere = (np.zeros(layers) for _ in range(4))
-    tokens = micro_batch_size * seq_len / cp
-    h, q, kv = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    e = max(element_bytes, 2)  # training in 8 bits keeps 16-bit activations, or 8-bit ones and their transposes
-    shard = tp if sequence_parallel else 1
-    gathered = tokens * h * e if keep_gathered and shard > 1 else 0.0
-    norm = h if model.rms_norm else 2 * h
-    for layer in range(layers):
-        kind = model.layer_kind(layer)
-        count = model.layer_parameters(layer)
-        if kind == "embedding":
-            parameters[layer] = count if model.family == "vit" else count / tp
-            activations[layer] = tokens * h * (1 if dropout else 0) / shard + tokens * 8
-        elif kind == "head":
-            parameters[layer] = count if model.family == "vit" else (count - norm) / tp + norm
-            rows = micro_batch_size if model.family == "vit" else tokens
-            activations[layer] = 2 * e * tokens * h / shard
-            transient[layer] = rows * model.vocab_size / tp * (e + logit_bytes) + 2 * gathered
-        else:
-            experts = 0
-            if kind == "moe":
-                per_expert = h * model.expert_ffn_size * (3 if model.gated_mlp else 2)
-                experts = per_expert * model.experts
-            parameters[layer] = (count - 2 * norm - experts) / tp + 2 * norm + experts / ep / tp
-            elsewhere[layer] = experts / tp - experts / ep / tp
-            width = model.ffn_size
-            if kind == "moe":
-                width = model.expert_ffn_size * (model.experts_per_token + model.shared_experts)
-            per_width = 3 if model.gated_mlp else 2
-            outside = (4 * e + (2 if dropout else 0)) * h / shard
-            inside = e * (q + 2 * kv + q + per_width * width) / tp
-            whole = tokens * (outside + inside)
-            if not fused:
-                whole *= UNFUSED_FACTOR
-            if kind == "moe":
-                # Rows sorted by expert as they arrive there, and the results before they are weighted.
-                whole += tokens * ROUTED_COPIES * model.experts_per_token * e * h / shard
-            if recompute == "selective" and keep_operators:
-                # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
-                # attention's, and the input of the block.
-                kept = (2 * q + kv + width + (h if model.gated_mlp else 0)) / tp
-                whole = tokens * e * (h / shard + kept)
-            whole += 2 * gathered
-            scores = tokens * seq_len * model.heads / tp * (2 * e + 1)
-            if not flash_attention and recompute == "none":
-                whole += scores
-            if recompute == "full":
-                activations[layer] = tokens * h * e / shard
-                transient[layer] = whole + (0 if flash_attention else scores)
-            else:
-                activations[layer] = whole
-                transient[layer] = scores if not flash_attention and recompute == "selective" else 0.0
+def _layer_memory(model: Model, way: _Way) -> LayerMemory:
+    layers = range(model.layers)
+    kinds = [model.layer_kind(layer) for layer in layers]
+    by_kind = {kind: _held(kinds.index(kind), model, way) for kind in set(kinds)}
+    parameters, elsewhere, activations, transient = np.array([by_kind[kind] for kind in kinds]).T.copy()
     sharded = parameters + elsewhere
     for array in (parameters, activations, transient, sharded):
         array.setflags(write=False)
-    tied = model.head_weight_parameters() / tp if model.tied_embeddings and model.family != "vit" else 0.0
+    tied = model.head_weight_parameters() / way.tp if model.tied_embeddings and model.family != "vit" else 0.0
     return LayerMemory(
         parameters=parameters,
         activation_bytes=activations,
@@ -144,6 +131,84 @@ def _layer_memory(
         tied_parameters=tied,
         sharded_parameters=sharded,
     )
+
+
+def _held(layer: int, model: Model, way: _Way) -> _Held:
+    kind = model.layer_kind(layer)
+    if kind == "embedding":
+        return _embedding_held(model, way)
+    return _head_held(model, way) if kind == "head" else _block_held(model.block(layer), way)
+
+
+def _embedding_held(model: Model, way: _Way) -> _Held:
+    """The embedding, and a tower before it: all of its layers, without the logits of the head that it has not."""
+    count, tower = model.layer_parameters(0), model.tower
+    parameters = count if model.family == "vit" else count / way.tp
+    drop = 1 if way.dropout else 0
+    activations = way.tokens * model.hidden_size * drop / way.shard + way.tokens * 8
+    if tower is None:
+        return _Held(parameters, 0.0, activations, 0.0)
+    inside = way._replace(seq_len=tower.tokens_per_input)
+    parts = [_held(layer, tower, inside) for layer in range(tower.layers - 1)]
+    return _Held(
+        parameters, 0.0, activations + sum(part.activations for part in parts), max(part.transient for part in parts)
+    )
+
+
+def _head_held(model: Model, way: _Way) -> _Held:
+    """The head with the logits; for each further token that is predicted a block, both its inputs, and logits."""
+    h, e, tokens, image = model.hidden_size, way.element_bytes, way.tokens, model.family == "vit"
+    norm, ahead = model.norm_size, model.predicted_ahead
+    count = model.layer_parameters(model.layers - 1) - model.prediction_parameters()
+    rows = way.micro_batch_size if image else tokens
+    transient = rows * model.vocab_size / way.tp * (e + way.logit_bytes) + 2 * way.gathered(h)
+    own = _Held(
+        count if image else (count - norm) / way.tp + norm,
+        0.0,
+        2 * e * tokens * h / way.shard + (2 * e * tokens * h / way.shard if model.head_transform else 0.0),
+        transient,
+    )
+    if not ahead:
+        return own
+    block = _block_held(model.block(model.blocks), way)
+    joining = 3 * norm + 2 * h * h / way.tp
+    return _Held(
+        own.parameters + ahead * (block.parameters + joining),
+        ahead * block.elsewhere,
+        own.activations + ahead * (block.activations + own.activations + 4 * e * tokens * h / way.shard),
+        (1 + ahead) * transient + block.transient,
+    )
+
+
+def _block_held(block: Block, way: _Way) -> _Held:
+    h, e, tp, tokens, shard = block.hidden_size, way.element_bytes, way.tp, way.tokens, way.shard
+    norms, experts = block.replicated_parameters, block.expert_parameters
+    parameters = (block.parameters - norms - experts) / tp + norms + experts / way.ep / tp
+    elsewhere = experts / tp - experts / way.ep / tp
+    # Inputs of norms, and of attention (twice with an encoder's output) and MLP, which may be one.
+    inputs = block.norms + (1 if block.parallel and block.norms == 1 else 3 if block.cross else 2)
+    outside = (inputs * e + (2 if way.dropout else 0)) * h / shard
+    per_width = 3 if block.gated_mlp else 2
+    inside = e * (block.mixing_size + per_width * block.width) / tp + e * block.latent_size
+    whole = tokens * (outside + inside)
+    if not way.fused:
+        whole *= UNFUSED_FACTOR
+    if block.experts:
+        # Rows sorted by expert as they arrive there, and the results before they are weighted.
+        whole += tokens * ROUTED_COPIES * block.experts_per_token * e * h / shard
+    if way.recompute == "selective" and way.keep_operators:
+        # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
+        # attention's, and the input of the block.
+        kept = block.query_size + block.mixed_size + block.value_size + block.width + (h if block.gated_mlp else 0)
+        whole = tokens * e * (h / shard + kept / tp)
+    whole += 2 * way.gathered(h)
+    heads = 0 if block.linear is not None else block.heads * (2 if block.cross else 1)
+    scores = 0.0 if way.flash_attention else tokens * way.seq_len * heads / tp * (2 * e + 1)
+    if way.recompute == "full":
+        return _Held(parameters, elsewhere, tokens * h * e / shard, whole + scores)
+    if way.recompute == "selective":
+        return _Held(parameters, elsewhere, whole, scores)
+    return _Held(parameters, elsewhere, whole + scores, 0.0)
 
 
 def layer_memory(
@@ -154,44 +219,41 @@ def layer_memory(
     micro_batch_size: int = 1,
     recompute: str = "none",
     sequence_parallel: bool = False,
-    flash_attention: bool = True,
-    fused: bool = True,
-    dropout: bool = False,
     cp: int = 1,
     ep: int = 1,
-    keep_operators: bool = False,
-    keep_gathered: bool = False,
-    logit_bytes: int = 4,
+    runtime: Runtime = FUSED,
 ) -> LayerMemory:
     """What each layer puts on one device of a worker of `tp` devices, for one micro-batch in flight.
 
     Per block and token, with element size e: 4 e h outside of the tensor-parallel part (inputs of norms and of
-    attention and MLP), e (2 q + 2 kv + 2 f) inside it, and 2 e h for each routed expert that the token goes to; full
-    recomputation keeps the block's input alone. While the loss is computed, `logit_bytes` are held per logit beside it.
-    Sequence parallelism with `keep_gathered` holds the inputs of attention, MLP and head (with its gradient) whole.
+    attention and MLP; e h more for each further norm), e (2 q + 2 kv + 2 f) inside it (`Block.mixing_size` has what
+    other kinds of attention keep), and 2 e h for each routed expert that the token goes to; full recomputation keeps
+    the block's input alone. While the loss is computed, `LOGIT_BYTES` are held per logit beside it. Sequence
+    parallelism in a runtime that `keeps_gathered` holds the inputs of attention, MLP and head (with its gradient)
+    whole.
 
     References
     ----------
     Korthikanti et al., MLSys 2023 (arXiv:2205.05198), with grouped heads and fused attention.
     """
     require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
-    return _layer_memory(
-        model,
-        batch.seq_len,
-        batch.element_bytes,
-        tp,
-        micro_batch_size,
-        recompute,
-        sequence_parallel,
-        flash_attention,
-        fused,
-        dropout,
-        cp,
-        ep,
-        keep_operators,
-        keep_gathered,
-        logit_bytes,
+    way = _Way(
+        seq_len=batch.seq_len,
+        element_bytes=max(batch.element_bytes, 2),
+        tp=tp,
+        micro_batch_size=micro_batch_size,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        flash_attention=runtime.attention != "materialised",
+        fused=runtime.fused,
+        dropout=runtime.dropout,
+        cp=cp,
+        ep=ep,
+        keep_operators=runtime.selective == "operators",
+        keep_gathered=runtime.keeps_gathered,
+        logit_bytes=LOGIT_BYTES[runtime.loss],
     )
+    return _layer_memory(model, way)
 
 
 def stage_memory(
@@ -253,6 +315,14 @@ def state_bytes(batch: Batch) -> tuple[float, float, float]:
     return max(batch.element_bytes, 2), batch.gradient_bytes, per_optimizer
 
 
+def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:
+    """Further copies of the gradients: flattened ones of a reduction, and low-precision ones that live beside the
+    wider ones they are added to, in units of those."""
+    if runtime.fused_accumulation or zero == 3 or batch.gradient_bytes <= batch.element_bytes:
+        return runtime.gradient_copies
+    return runtime.gradient_copies + batch.element_bytes / batch.gradient_bytes
+
+
 def breakdown(
     held: float,
     largest: float,
@@ -271,7 +341,7 @@ def breakdown(
     """Peak bytes from what `stage_rows` says of a stage."""
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
     if zero >= 3 and shards > 1:
-        transient_bytes += largest * (2 * per_weight + per_gradient)
+        transient_bytes = transient_bytes + largest * (2 * per_weight + per_gradient)
     return MemoryBreakdown(
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
         gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from polygon.cost.kernels import architecture_of
-from polygon.domain.cluster import Device, Link
-from polygon.kernel_options import kernel
+from polygon.domain.cluster import Device, Link, Pool
+from polygon.jit.compilation import kernel
 
 REFERENCE_BYTES_PER_S = 300e9
 """Link rate of the device that the tables below were measured on (A100, NVLink 3, NVSwitch)."""
@@ -38,6 +38,16 @@ ALL_REDUCE_MESH = {
 """The same for up to eight V100 in the hybrid mesh of a DGX-1: not monotone in the members, topology decides."""
 MESH_BYTES_PER_S = 150e9
 """Rate of the NVLink of that generation."""
+SWITCH, MESH, PCIE = 0, 1, 2
+"""How the devices of a node are joined."""
+PCIE_MOST_BYTES_PER_S = 64e9
+"""Rate of PCIe 5 x16: what is no faster is taken for it."""
+PCIE_SHARE = 0.45
+"""Bus bandwidth of NCCL's all-reduce through host memory over the rate of PCIe, 2 to 8 devices without peer-to-peer
+copies, which only some boards may do: V100-PCIe 0.43 to 0.45, RTX 4090 0.46 to 0.57, RTX 5090 0.44 to 0.56 (nccl-tests
+in NVIDIA/nccl and NVIDIA/nccl-tests issues, 2019 to 2025); behind one shared uplink a quarter and less."""
+PCIE_MEMBER_S = 5e-6
+"""Latency of a small all-reduce per member (the same tables: 9-12 us for two, 18-21 for four, 38-44 for eight)."""
 
 RING_STEP_S = 6.3e-6
 """Latency of one ring step between nodes: SimAI's measured efficiencies for 16 to 1024 ranks agree on 6.0-6.7 µs."""
@@ -45,6 +55,22 @@ FABRIC_EFFICIENCY = 0.75
 """What large messages reach of NVLink and NVSwitch: 193-227 of 300 GB/s on A100."""
 CARD_EFFICIENCY = 0.93
 """What large messages reach of a network card (SimAI: 0.92-0.96)."""
+TCP_LATENCY_S = 20e-6
+"""Links between nodes of a region with at least this latency are Ethernet without RDMA: NCCL goes through sockets."""
+
+
+def socket_share(bytes_per_s: np.ndarray) -> np.ndarray:
+    """What NCCL reaches of a link through TCP sockets: 0.9 (10 Gbit/s over the rate)^0.3, 0.9 below.
+
+    About 0.9 of 10 Gbit/s, 0.46 to 0.7 of 32 with eight devices a node, 0.54 of 25 with four, 0.32 to 0.48 of 100
+    (nccl-tests in NVIDIA/nccl issues 209, 398 and 450, nccl-tests issue 83, google/nccl-fastsocket issue 2); nothing
+    was found for 40 and 50, nor for more than four nodes.
+    """
+    return 0.9 * np.minimum(1.0, (10e9 / 8 / np.maximum(bytes_per_s, 1.0)) ** 0.3)
+
+
+NEAR_MESSAGE_S, FAR_MESSAGE_S = 10e-6, 15e-6
+"""Seconds that a message between two devices takes beside the link's: on one node, and on two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +86,8 @@ class Group:
     devices_per_node: int
     intra_node: Link
     inter_node: Link
-    mesh: bool = False
-    """Whether the devices of a node are joined pair by pair (V100 in a DGX-1) and not by a switch."""
+    fabric: int = SWITCH
+    """How the devices of a node are joined."""
 
     @property
     def nodes(self) -> int:
@@ -69,7 +95,7 @@ class Group:
         return math.ceil(self.members / self.per_node)
 
     @property
-    def numbers(self) -> tuple[int, int, int, float, float, float, float, bool]:
+    def numbers(self) -> tuple[int, int, int, float, float, float, float, int]:
         """What `ring_kernel` takes of the group."""
         intra, inter = self.intra_node, self.inter_node
         return (
@@ -80,21 +106,45 @@ class Group:
             intra.latency_s,
             inter.bytes_per_s,
             inter.latency_s,
-            self.mesh,
+            self.fabric,
         )
 
 
-def one_node(members: int, link: Link, *, mesh: bool = False) -> Group:
+def one_node(members: int, link: Link, *, fabric: int = SWITCH) -> Group:
     """A group of devices of one node."""
     return Group(
-        members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link, mesh=mesh
+        members=members, per_node=members, devices_per_node=members, intra_node=link, inter_node=link, fabric=fabric
     )
 
 
-def joined_in_a_mesh(device: Device, devices_per_node: int) -> bool:
-    """Whether a node of such devices is a mesh: V100 up to eight; sixteen of them (DGX-2), and all later ones, have a
-    switch."""
-    return architecture_of(device) == "volta" and devices_per_node <= 8
+def fabric_of(device: Device, devices_per_node: int, link: Link) -> int:
+    """How the devices of a node are joined: through PCIe, as a mesh or by a switch.
+
+    V100 are joined pair by pair up to eight (DGX-1); sixteen of them (DGX-2), and all later ones, have a switch.
+    """
+    if link.bytes_per_s <= PCIE_MOST_BYTES_PER_S:
+        return PCIE
+    return MESH if architecture_of(device) == "volta" and devices_per_node <= 8 else SWITCH
+
+
+def shared_link(pool: Pool, tp: int, members: int) -> Link:
+    """What one device gets inside a group of `members` that lie `tp` apart: the fabric, or its part of the cards."""
+    if tp * members <= pool.devices_per_node:
+        return pool.intra_node
+    rate = pool.inter_node.bytes_per_s / pool.devices_per_node
+    return Link(latency_s=pool.inter_node.latency_s, bytes_per_s=rate)
+
+
+def group_of(pool: Pool, members: int, per_node: int) -> Group:
+    """A group of devices of the pool, at most `per_node` of them on a node."""
+    return Group(
+        members=members,
+        per_node=max(1, min(members, per_node, pool.devices_per_node)),
+        devices_per_node=pool.devices_per_node,
+        intra_node=pool.intra_node,
+        inter_node=pool.inter_node,
+        fabric=fabric_of(pool.device, pool.devices_per_node, pool.intra_node),
+    )
 
 
 _SIZES = np.array(ALL_REDUCE_SIZES)
@@ -103,12 +153,16 @@ _MESH = np.array([ALL_REDUCE_MESH[max(n, 2)] for n in range(9)])
 
 
 @kernel
-def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float, mesh: bool) -> float:
+def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: float, fabric: int) -> float:
     """See `intra_node_all_reduce_s`."""
     if members < 2 or n_bytes <= 0:
         return 0.0
+    if fabric == PCIE:
+        return 2 * (members - 1) / members * n_bytes / (PCIE_SHARE * bytes_per_s) + members * (
+            PCIE_MEMBER_S + latency_s
+        )
     rates, reference = _RATES[min(members, 8)], REFERENCE_BYTES_PER_S
-    if mesh:
+    if fabric == MESH:
         rates, reference = _MESH[min(members, 8)], MESH_BYTES_PER_S
     scaled = n_bytes * reference / bytes_per_s
     factor = 2 * (members - 1) / members
@@ -136,7 +190,7 @@ def ring_kernel(
     fabric_latency_s: float,
     node_bytes_per_s: float,
     node_latency_s: float,
-    mesh: bool,
+    fabric: int,
     passes: int,
 ) -> float:
     """All-reduce (2 passes), all-gather or reduce-scatter (1 pass) inside a node or over several.
@@ -148,10 +202,10 @@ def ring_kernel(
         return 0.0
     nodes = -(-members // per_node)
     if nodes == 1:
-        return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s, mesh)
+        return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s, fabric)
     rate = node_bytes_per_s * per_node / devices_per_node * CARD_EFFICIENCY
     if per_node > 1:
-        rate = min(rate, FABRIC_EFFICIENCY * fabric_bytes_per_s)
+        rate = min(rate, (PCIE_SHARE if fabric == PCIE else FABRIC_EFFICIENCY) * fabric_bytes_per_s)
     latency_s = passes * ((members - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + node_latency_s))
     if passes == 2:
         tree_s = 2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + node_latency_s)
@@ -160,13 +214,13 @@ def ring_kernel(
     return passes * (members - 1) / members * n_bytes / rate + latency_s
 
 
-def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link, *, mesh: bool = False) -> float:
+def intra_node_all_reduce_s(n_bytes: float, members: int, link: Link, *, fabric: int = SWITCH) -> float:
     """Seconds of an all-reduce of `n_bytes` among devices of one node; 0 for one member.
 
     Interpolates the measured table in the logarithm of the size; a link of another rate is taken to move a
     proportionally larger buffer in the same time.
     """
-    return intra_kernel(n_bytes, members, link.bytes_per_s, link.latency_s, mesh)
+    return intra_kernel(n_bytes, members, link.bytes_per_s, link.latency_s, fabric)
 
 
 def all_reduce_s(n_bytes: float, group: Group) -> float:
@@ -177,26 +231,3 @@ def all_reduce_s(n_bytes: float, group: Group) -> float:
 def gather_s(n_bytes: float, group: Group) -> float:
     """Seconds of an all-gather to (or reduce-scatter from) `n_bytes` on every member: half an all-reduce."""
     return ring_kernel(n_bytes, *group.numbers, 1)
-
-
-def all_to_all_s(n_bytes: float, group: Group) -> float:
-    """Seconds of an all-to-all in which every member sends `n_bytes` in all (its own part included)."""
-    n = group.members
-    if n < 2 or n_bytes <= 0:
-        return 0.0
-    inside = (
-        (group.per_node - 1) / n * n_bytes / (FABRIC_EFFICIENCY * group.intra_node.bytes_per_s) + (n - 1) * 2e-6 + 20e-6
-    )
-    if group.nodes == 1:
-        return inside
-    card = group.inter_node.bytes_per_s / group.devices_per_node * CARD_EFFICIENCY
-    outside = (n - group.per_node) / n * n_bytes / card + (group.nodes - 1) * (RING_STEP_S + group.inter_node.latency_s)
-    return max(inside, outside)
-
-
-def send_s(n_bytes: float, group: Group) -> float:
-    """Seconds of a message of `n_bytes` to a device of the next group, while its neighbours send as well."""
-    if group.nodes == 1:
-        return 10e-6 + group.intra_node.latency_s + n_bytes / (FABRIC_EFFICIENCY * group.intra_node.bytes_per_s)
-    card = group.inter_node.bytes_per_s / group.devices_per_node * CARD_EFFICIENCY
-    return 15e-6 + group.inter_node.latency_s + n_bytes / card

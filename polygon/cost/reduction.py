@@ -1,11 +1,12 @@
 """How long the workers of a stage need to combine their weight gradients.
 
-Three levels, as the runner does it: inside every node, between the nodes of a region, between regions. On each level
-the group first reduce-scatters, the next level works on the scattered parts, and all-gathers on the way back
-(BlueConnect, Cho et al. 2019). Between regions the parts of k node pairs travel side by side, k being the least number
-of nodes that a region lends to the stage.
+Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a node by its measured table, over
+several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors reduce-scatter
+and gather in two levels, as gloo does under the runner: in every node, then between the nodes. Between regions the
+parts of k node pairs travel side by side (BlueConnect, Cho et al. 2019), k being the least number of nodes that a
+region lends to the stage.
 
-With n bytes per worker, g workers in a node, N nodes in a region, R regions:
+With n bytes per worker of a processor, g workers in a node, N nodes in a region, R regions:
 
     T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
@@ -26,10 +27,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.collectives import ring_pass_s
-from polygon.cost.transfers import LinkTable, Placement, by_link, codec_s, packed_bytes
-from polygon.domain.model import Batch
+from polygon.cost.memory import state_bytes
+from polygon.cost.network import ring_kernel
+from polygon.cost.transfers import LinkArrays, LinkTable, Placement, by_link, codec_s, matrix_values, packed_bytes
+from polygon.domain.model import Batch, Model
 from polygon.domain.plan import COMPRESSIONS, Plan
-from polygon.kernel_options import kernel
+from polygon.domain.runtime import Runtime
+from polygon.jit.compilation import kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,8 @@ class ReductionCost:
     """Part of `across_s` that is latency: however little is reduced, it takes no less."""
     across_bytes: tuple[tuple[int, int, float], ...] = ()
     """Rows (source region, target region, bytes), per step."""
+    gather_s: float = 0.0
+    """Seconds after the update in which the weights that ZeRO has divided are gathered."""
     outer_s: float = 0.0
     """Seconds after the update, the mean per step, in which regions that take local steps meet."""
 
@@ -95,20 +101,55 @@ def exchange_rounds(regions: int, whole: bool) -> int:
 
 
 @kernel
+def collective_s(
+    n_bytes: float,
+    members: int,
+    per_node: int,
+    pool: int,
+    latency_s: float,
+    bytes_per_s: float,
+    passes: int,
+    links: LinkArrays,
+) -> float:
+    """Seconds of NCCL's all-reduce (2 passes), gather or scatter (1 pass) of what each device of a group has.
+
+    Gradients go in buckets, each of which waits for the latency of its ring.
+
+    Parameters
+    ----------
+    n_bytes : float
+        Of one device.
+    members, per_node : int
+        Devices of the group, and how many of them are on a node; every device of a node does so in a group of its own.
+    pool : int
+        Of the devices.
+    latency_s, bytes_per_s : float
+        Of the link between two nodes.
+    """
+    if members < 2 or n_bytes <= 0:
+        return 0.0
+    nodes = -(-members // per_node)
+    if nodes > 1 and bytes_per_s <= 0:
+        return np.inf
+    of = links.collective[pool]
+    buckets = max(1.0, np.ceil(n_bytes / links.bucket_bytes))
+    one_s = ring_kernel(
+        n_bytes / buckets, members, per_node, int(of[0]), of[1], of[2], bytes_per_s, latency_s, int(of[3]), passes
+    )
+    return of[5] * buckets * one_s
+
+
+@kernel
 def levels_s(
     n_bytes: float,
     count: int,
     pools: np.ndarray,
     nodes: np.ndarray,
     members: np.ndarray,
+    degrees: np.ndarray,
     wire_bytes: np.ndarray,
     pair_share: np.ndarray,
-    pool_region: np.ndarray,
-    latency_s: np.ndarray,
-    bytes_per_s: np.ndarray,
-    node_latency_s: np.ndarray,
-    node_bytes_per_s: np.ndarray,
-    capacity_bytes_per_s: np.ndarray,
+    links: LinkArrays,
     whole: bool,
     room: LevelsRoom,
 ) -> tuple[float, float, float, float]:
@@ -120,9 +161,9 @@ def levels_s(
         Gradient bytes that a worker holds.
     count : int
         How many of the pools.
-    pools, nodes, members : ndarray, shape (at least count,)
-        The pools that hold workers of the stage (those of a region side by side), how many of their nodes do, and how
-        many workers per node.
+    pools, nodes, members, degrees : ndarray, shape (at least count,)
+        The pools that hold workers of the stage (those of a region side by side), how many of their nodes do, how many
+        workers per node, and the least tensor-parallel degree of these.
     wire_bytes : ndarray, shape (regions, regions)
         Bytes of the gradient once packed for the way from region to region.
     pair_share : ndarray, shape (regions, regions)
@@ -131,25 +172,32 @@ def levels_s(
         Whether regions send each other whole gradients in one round (`exchange_rounds`).
     """
     node_s = 0.0
-    for i in range(count):
-        p = pools[i]
-        node_s = max(node_s, ring_s(n_bytes, members[i], node_latency_s[p], node_bytes_per_s[p]))
     found = 0
     region_s = 0.0
     i = 0
     while i < count:
-        r = pool_region[pools[i]]
+        r = links.region[pools[i]]
         end = i
-        while end < count and pool_region[pools[end]] == r:
+        while end < count and links.region[pools[end]] == r:
             end += 1
-        total, latency, rate = 0, 0.0, np.inf
+        total, workers, latency, rate, nccl = 0, 0, 0.0, np.inf, True
         for j in range(i, end):
             total += nodes[j]
+            workers += nodes[j] * members[j]
+            nccl = nccl and links.collective[pools[j], 4] > 0
             for k in range(i, end):
                 if k != j or nodes[j] > 1:
-                    latency = max(latency, latency_s[pools[j], pools[k]])
-                    rate = min(rate, bytes_per_s[pools[j], pools[k]])
-        region_s = max(region_s, ring_s(n_bytes, total, latency, rate))
+                    latency = max(latency, links.ring_latency_s[pools[j], pools[k]])
+                    rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
+        for j in range(i, end):
+            p = pools[j]
+            if nccl:
+                each = collective_s(n_bytes / degrees[j], workers, members[j], p, latency, rate, 2, links)
+                region_s = max(region_s, each)
+            else:
+                node_s = max(node_s, ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p]))
+        if not nccl:
+            region_s = max(region_s, links.collective[pools[i], 5] * ring_s(n_bytes, total, latency, rate))
         room.first[found], room.nodes[found] = i, total
         found += 1
         i = end
@@ -165,12 +213,69 @@ def levels_s(
             if a != b:
                 # Which pool stands for a region does not matter: links between regions are the same for all its pools.
                 pa, pb = pools[room.first[a]], pools[room.first[b]]
-                ra, rb = pool_region[pa], pool_region[pb]
-                rate = min(bytes_per_s[pa, pb] * parallel, capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]))
-                far_s = max(far_s, rounds * latency_s[pa, pb])
+                ra, rb = links.region[pa], links.region[pb]
+                rate = min(
+                    links.bytes_per_s[pa, pb] * parallel,
+                    links.capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]),
+                )
+                far_s = max(far_s, rounds * links.latency_s[pa, pb])
                 n = 2 * wire_bytes[ra, rb] / found
-                across_s = max(across_s, rounds * latency_s[pa, pb] + n / rate if rate > 0 else np.inf)
+                across_s = max(across_s, rounds * links.latency_s[pa, pb] + n / rate if rate > 0 else np.inf)
     return node_s, region_s, across_s, far_s
+
+
+@kernel
+def copies_s(
+    n_bytes: float, count: int, pools: np.ndarray, nodes: np.ndarray, degrees: np.ndarray, links: LinkArrays
+) -> float:
+    """Seconds to sum between the shard groups of a stage, inside regions, what ZeRO has scattered in each.
+
+    A group lies in one pool. Every node of the smallest sends its part of the gradient, all at the same time.
+    Parameters are those of `levels_s`.
+    """
+    longest, i = 0.0, 0
+    while i < count:
+        end, least = i, nodes[i]
+        while end < count and links.region[pools[end]] == links.region[pools[i]]:
+            least = min(least, nodes[end])
+            end += 1
+        latency, rate, nccl = 0.0, np.inf, True
+        for j in range(i, end):
+            nccl = nccl and links.collective[pools[j], 4] > 0
+            for k in range(i, end):
+                if k != j:
+                    latency = max(latency, links.ring_latency_s[pools[j], pools[k]])
+                    rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
+        part = n_bytes / max(1, least)
+        for j in range(i, end if end - i > 1 else i):
+            if nccl:
+                each = collective_s(part / degrees[j], end - i, 1, pools[j], latency, rate, 2, links)
+            else:
+                each = links.collective[pools[j], 5] * ring_s(part, end - i, latency, rate)
+            longest = max(longest, each)
+        i = end
+    return longest
+
+
+@kernel
+def least_sum_s(n_bytes: float, nodes: int, pool: int, links: LinkArrays) -> float:
+    """What the sum of a worker's gradients over so many nodes of a pool takes at least; 0 inside a node.
+
+    Each node's part passes its card in a ring; a tree sends as much, and has fewer latencies.
+    """
+    if nodes < 2:
+        return 0.0
+    latency_s = links.ring_latency_s[pool, pool] * links.collective[pool, 5]
+    part = (nodes - 1) / nodes
+    return 2 * np.ceil(np.log2(nodes)) * latency_s + 2 * part * n_bytes / links.bytes_per_s[pool, pool]
+
+
+def least_part(runtime: Runtime, batch: Batch) -> float:
+    """Least part of an all-reduce that a step sees of it: ZeRO scatters gradients, and gathers weights, which a
+    runtime may hide."""
+    weight_bytes, gradient_bytes, _ = state_bytes(batch)
+    gathered = 0.0 if runtime.dp_overlap == "full" else min(1.0, weight_bytes / gradient_bytes)
+    return 0.5 + 0.5 * gathered
 
 
 def gradient_wire_bytes(
@@ -181,6 +286,17 @@ def gradient_wire_bytes(
     return by_link(plan, "weight_gradients", regions, of_kind, n_values * float(batch.gradient_bytes))
 
 
+def stage_devices(place: Placement, stage: int, links: LinkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pools of a stage, nodes used in each, and how many devices of one of these hold the same part of the layers.
+
+    As `Placement.nodes`, but the parts of a sequence count, and a worker may need several nodes for them.
+    """
+    pools, nodes, workers = place.nodes[stage]
+    held = workers * place.cp[stage]
+    near = np.minimum(held, np.maximum(1, links.collective[pools, 0].astype(np.int64) // place.degrees[stage]))
+    return pools, nodes * held // near, near
+
+
 def stage_reduction(
     plan: Plan,
     stage: int,
@@ -189,9 +305,13 @@ def stage_reduction(
     links: LinkTable,
     place: Placement,
     pair_share: np.ndarray,
-    matrix_values: float | None = None,
+    runtime: Runtime,
+    model: Model,
 ) -> ReductionCost:
-    """Cost of one reduction of a stage's gradients.
+    """Cost of one reduction of a stage's gradients, and of gathering the weights that ZeRO has divided.
+
+    ZeRO divides inside shard groups, which lie in one pool: gradients are scattered there, what a shard has is summed
+    between the copies of it, and the updated weights are gathered.
 
     Parameters
     ----------
@@ -199,13 +319,12 @@ def stage_reduction(
         Weight gradients that one worker holds (all its tensor-parallel ranks together).
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
-    matrix_values : float, optional
-        See `packed_bytes`.
     """
-    pools, nodes, members = place.nodes[stage]
+    pools, nodes, members = stage_devices(place, stage, links)
+    degrees = place.degrees[stage]
     if int(nodes.sum()) == 1 and int(members[0]) == 1:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
-    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values)
+    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values(model))
     regions = np.unique(links.region[pools])
     mode = group_packing(plan, regions)
     lanes = min(int(nodes[links.region[pools] == r].sum()) for r in regions)
@@ -214,30 +333,95 @@ def stage_reduction(
         # Factors of whole matrices: one node of each region sends them whole to every other region.
         wire, part = wire * len(regions) / 2, n_values
         sent = wire * lanes
+    arrays = links.arrays(runtime.bucket_bytes)
     node_s, region_s, across_s, latency_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
         pools,
         nodes,
         members,
+        degrees,
         sent,
         pair_share.astype(float),
-        links.region,
-        links.latency_s,
-        links.bytes_per_s,
-        links.node_latency_s,
-        links.node_bytes_per_s,
-        links.capacity_bytes_per_s,
+        arrays,
         mode == "powersgd",
         levels_room(len(pools), len(pools)),
     )
+    gather_s, zero = 0.0, plan.stages[stage].zero
+    if zero:
+        inside_s = node_s + region_s
+        if len(pools) == 1:
+            p = int(pools[0])
+            group = Shards(
+                values=n_values / int(degrees[0]),
+                members=int(nodes[0] * members[0]),
+                per_node=int(members[0]),
+                shards=min(plan.stages[stage].shards or int(nodes[0] * members[0]), int(place.shards[stage].min())),
+                pool=p,
+            )
+            region_s, gather_s = zero_sums_s(group, zero, batch, runtime, arrays, whole_s=inside_s, model=model)
+            node_s = 0.0
+        elif not runtime.owned_weights:
+            scattered = zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch)
+            gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
+            node_s, region_s = (0.0, 0.0) if scattered else (0.5 * node_s, 0.5 * region_s)
+            region_s += copies_s(float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, arrays)
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
         across_s=across_s + (packing_s(part, batch, mode, pools, links) if len(regions) > 1 else 0.0),
         latency_s=latency_s,
+        gather_s=gather_s,
         across_bytes=_across_bytes(regions, wire),
     )
+
+
+class Shards(NamedTuple):
+    """Devices of one pool that hold the same layers, and over how many of them ZeRO divides."""
+
+    values: float
+    """Parameters on one device."""
+    members: int
+    per_node: int
+    shards: int
+    pool: int
+
+
+def zero_sums_s(
+    group: Shards, zero: int, batch: Batch, runtime: Runtime, links: LinkArrays, *, whole_s: float, model: Model
+) -> tuple[float, float]:
+    """Seconds to sum gradients under ZeRO when the last backward ends, and to gather weights after the update.
+
+    Parameters
+    ----------
+    whole_s : float
+        Seconds of summing them whole on every device.
+    """
+    p, shards = group.pool, group.shards
+    latency_s, rate = float(links.ring_latency_s[p, p]), float(links.ring_bytes_per_s[p, p])
+    gradient, weight = group.values * batch.gradient_bytes, group.values * state_bytes(batch)[0]
+    near = min(group.per_node, shards)
+    if runtime.owned_weights and zero < 3:
+        # All ranks sum; then one broadcast an owner, which passes every rank of the ring like a gathering does.
+        owners = min(shards, weight_matrices(model))
+        return whole_s, owners * collective_s(weight / owners, shards, near, p, latency_s, rate, 1, links)
+    scattered = zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch)
+    sum_s = 0.0 if scattered else collective_s(gradient, shards, near, p, latency_s, rate, 1, links)
+    copies = group.members // shards
+    apart = max(1, group.per_node // shards)
+    sum_s += collective_s(gradient / shards, copies, min(apart, copies), p, latency_s, rate, 2, links)
+    return sum_s, 0.0 if zero == 3 else collective_s(weight, shards, near, p, latency_s, rate, 1, links)
+
+
+def weight_matrices(model: Model) -> int:
+    """Weight matrices of a model: what InternEvo deals out to the ranks of ZeRO, each whole to one of them.
+
+    Its HybridZeroOptimizer sums gradients on all data-parallel ranks (no destination rank), gives every parameter to
+    one rank and broadcasts rank by rank (internlm/solver/optimizer/hybrid_zero_optim.py `_partition_param_list`,
+    `broadcast_params`); biases and norms go with the matrix before them (internlm/core/communication/utils.py
+    `ParamAsyncBcastHandler`).
+    """
+    return model.blocks * (2 + (3 if model.gated_mlp else 2)) + 2
 
 
 def group_packing(plan: Plan, regions: np.ndarray) -> str:

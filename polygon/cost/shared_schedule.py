@@ -1,6 +1,6 @@
 """Exact simulation of a plan's schedule where messages of several workers share links: by events in order of time.
 
-The laws are those of `polygon.cost.schedule`, but a message may need several things that others use as well: the node
+The laws are those of `polygon.cost.simulation`, but a message may need several things that others use as well: the node
 pair it travels between, the sender's network card, what regions share. Each passes messages in the order in which they
 were handed over, at its own rate; a message has left when all that it needs have passed it. So nothing ever carries
 more than it can, whoever sends. (Real streams share at the same time instead: the last of several ends then as it does
@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from polygon.kernel_options import kernel
+from polygon.jit.compilation import kernel
 
 
 @kernel
@@ -75,8 +75,9 @@ def worker_actions(
 @njit(cache=True)
 def shared_ends_s(
     routes: np.ndarray,
-    order: np.ndarray,
-    first: np.ndarray,
+    actions: np.ndarray,
+    at: np.ndarray,
+    holder: np.ndarray,
     forward_s: np.ndarray,
     backward_s: np.ndarray,
     link: np.ndarray,
@@ -90,8 +91,14 @@ def shared_ends_s(
 
     Parameters
     ----------
-    routes, order, first, forward_s, backward_s, free, start_s : ndarray
-        As in `polygon.cost.schedule.routed_ends_s`.
+    routes, forward_s, backward_s, start_s : ndarray
+        As in `polygon.cost.simulation.routed_ends_s`.
+    actions, at : ndarray of int64
+        Of `worker_actions`, by holder; `at` is changed.
+    holder : ndarray of int64, shape (workers,)
+        Who computes for each worker: several stages of an interleaved pipeline are on the same devices.
+    free : ndarray, shape (holders,)
+        Out: when each has ended its last action [s].
     link : ndarray of int64, shape (2, micro_batches, stages - 1, k)
         What the message of a micro-batch down [0] or up [1] needs, as numbers from 0 to links - 1; -1: nothing.
     hold_s : ndarray, same shape
@@ -101,7 +108,6 @@ def shared_ends_s(
     """
     micro_batches, stages = routes.shape
     workers, half = free.shape[0], micro_batches * stages
-    actions, at = worker_actions(routes, order, first, workers)
     last = at[1:].copy()
     ready = np.full(2 * half, -1.0)  # not known yet; inf where a link is missing
     ready[:half:stages] = 0.0
@@ -110,7 +116,8 @@ def shared_ends_s(
     record = start_s.shape[0] == 2
     for w in range(workers):
         if at[w] < last[w] and ready[actions[at[w]]] >= 0:
-            push(due_s, due, size, forward_s[w], w)
+            action = actions[at[w]]
+            push(due_s, due, size, forward_s[routes[action // stages % micro_batches, action % stages]], w)
             size += 1
     while size > 0:
         now, w = due_s[0], due[0]
@@ -132,7 +139,7 @@ def shared_ends_s(
                     leaves = max(leaves, taken[number])
             after = (k * micro_batches + m) * stages + to
             ready[after] = leaves + latency_s[k, m, boundary]
-            receiver = routes[m, to]
+            receiver = holder[routes[m, to]]
             if at[receiver] < last[receiver] and actions[at[receiver]] == after:
                 other = receiver
         elif k == 0:
@@ -144,7 +151,8 @@ def shared_ends_s(
             if at[v] < last[v] and ready[actions[at[v]]] >= 0:
                 action = actions[at[v]]
                 start = max(free[v], ready[action])
+                unit = routes[action // stages % micro_batches, action % stages]
                 if record:
                     start_s[action // half, action // stages % micro_batches, action % stages] = start
-                push(due_s, due, size, start + (forward_s[v] if action < half else backward_s[v]), v)
+                push(due_s, due, size, start + (forward_s[unit] if action < half else backward_s[unit]), v)
                 size += 1

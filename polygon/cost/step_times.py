@@ -7,13 +7,17 @@ from functools import cached_property
 
 import numpy as np
 
-from polygon.cost.reduction import ReductionCost, stage_reduction
-from polygon.cost.schedule import ScheduleTimes, backward_order
+from polygon.cost.finish import done_s, reduction_spans_s
+from polygon.cost.overlap import Overlap, overlap_of
+from polygon.cost.reduction import ReductionCost, stage_devices, stage_reduction
+from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
+from polygon.cost.simulation import ScheduleTimes, backward_order
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Messages, Placement, matrix_values, packed_bytes, price_messages
+from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
 from polygon.domain.plan import Plan
 from polygon.domain.schedule import windows
+from polygon.domain.uniform import uniform_config
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,24 +36,39 @@ class StepTimes:
     """Shape (workers,)."""
     layers: tuple[int, ...]
     """Of every stage."""
+    overlaps: Overlap
+    chunks: int
+    first_s: float
+    """Of ZeRO's traffic in the first layers, which nothing hides."""
     shared_cards_s: np.ndarray
     shared_pairs_s: np.ndarray
     """Seconds that each stage's reduction keeps links busy which others use too (`shared_links.busy_on_shared`)."""
 
-    def reduction_span_s(self, stage: int) -> tuple[float, float]:
-        """When a stage begins and ends to reduce its gradients.
+    @cached_property
+    def sums(self) -> np.ndarray:
+        """Seconds of every stage's reduction, its part that is latency, and of gathering weights, shape (3, stages)."""
+        costs = self.reductions
+        return np.array([[c.total_s for c in costs], [c.latency_s for c in costs], [c.gather_s for c in costs]])
 
-        Layers are reduced one after another while backward of the last micro-batch still runs; several are under way
-        at once, but each passes the latency between regions. With n layers alike, backward B of the last worker ending
-        at e, and R for the whole reduction, L of it latency: from e - B (n - 1) / n to
-        max(e + L + (R - L) / n, e - B (n - 1) / n + R).
-        """
-        mine = np.flatnonzero(self.place.stage == stage)
-        last = mine[self.ends_s[mine].argmax()]
-        end_s, n = float(self.ends_s[last]), self.layers[stage]
-        whole_s, latency_s = self.reductions[stage].total_s, self.reductions[stage].latency_s
-        begin_s = end_s - float(self.schedule.backward_s[last]) * (n - 1) / n
-        return begin_s, max(end_s + latency_s + (whole_s - latency_s) / n, begin_s + whole_s)
+    @cached_property
+    def reduction_spans_s(self) -> np.ndarray:
+        """When every stage begins [0] and ends [1] to sum its gradients, alone on its links: (2, stages)."""
+        whole_s, latency_s, _ = self.sums
+        return reduction_spans_s(
+            self.ends_s,
+            self.schedule.backward_s,
+            self.place.offset,
+            self.chunks,
+            whole_s,
+            latency_s,
+            np.array(self.layers, dtype=float),
+            self.overlaps,
+        )
+
+    def reduction_span_s(self, stage: int) -> tuple[float, float]:
+        """When a stage begins and ends to sum its gradients (`polygon.cost.overlap.summed_s`)."""
+        begin_s, end_s = self.reduction_spans_s[:, stage].tolist()
+        return begin_s, end_s
 
     @cached_property
     def outer_s(self) -> np.ndarray:
@@ -62,15 +81,15 @@ class StepTimes:
     @property
     def whole_reductions_s(self) -> np.ndarray:
         """Seconds that each stage's reduction takes, hidden part and waiting for shared links included: (stages,)."""
-        alone_s = np.array([cost.total_s for cost in self.reductions]) + self.outer_s
-        ends_s = np.array([self.reduction_span_s(s)[1] for s in range(len(self.reductions))])
+        alone_s = self.sums[0] + self.outer_s
+        ends_s = self.reduction_spans_s[1]
         waits = self.reduced_s > ends_s
         return alone_s + np.subtract(self.reduced_s, ends_s, out=np.zeros_like(ends_s), where=waits)
 
     @cached_property
     def reduced_s(self) -> np.ndarray:
         """When each stage has reduced its gradients, links shared with other stages considered, shape (stages,)."""
-        begin_s, end_s = np.array([self.reduction_span_s(s) for s in range(len(self.reductions))]).T
+        begin_s, end_s = self.reduction_spans_s
         for busy_s in (self.shared_cards_s,) if self.outer_s.any() else (self.shared_cards_s, self.shared_pairs_s):
             end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
         return end_s
@@ -78,13 +97,18 @@ class StepTimes:
     @cached_property
     def done_s(self) -> np.ndarray:
         """When each worker has reduced and updated, shape (workers,)."""
-        done = self.reduced_s[self.place.stage]
-        if self.tied_s:
-            ends = (self.place.stage == 0) | (self.place.stage == len(self.reductions) - 1)
-            done[ends] = done[ends].max() + self.tied_s
-        if self.norm_s:
-            done[:] = done.max() + self.norm_s
-        done += self.update_s
+        done = done_s(
+            self.reduced_s,
+            self.place.offset,
+            self.chunks,
+            self.schedule.forward_s,
+            self.update_s,
+            self.sums[2],
+            self.tied_s,
+            self.norm_s,
+            self.first_s,
+            self.overlaps,
+        )
         return np.full_like(done, done.max() + self.outer_s.max()) if self.outer_s.any() else done
 
     @property
@@ -100,60 +124,93 @@ def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     return list(number), np.array([number[row] for row in rows])
 
 
-def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> ScheduleTimes:
-    """Durations of a plan's actions and messages, ready to simulate."""
-    forward, backward = np.empty(len(place.stage)), np.empty(len(place.stage))
-    for s, stage in enumerate(plan.stages):
-        kinds, kind = alike(place.pool[place.members(s)], place.tp[place.members(s)])
+def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> tuple[ScheduleTimes, float]:
+    """Durations of a plan's actions and messages, ready to simulate, and ZeRO's traffic that nothing hides [s]."""
+    forward, backward, first_s = np.empty(len(place.stage)), np.empty(len(place.stage)), 0.0
+    for s in range(len(plan.stages)):
+        mine = place.members(s)
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
         of_kind = np.empty((2, len(kinds)))
-        for k, (pool, tp) in enumerate(kinds):
-            times = tables.times(pool, tp, plan.micro_batch_size, stage.recompute)
-            of_kind[0, k] = times.forward_s[stage.last_layer] - times.forward_s[stage.first_layer]
-            of_kind[1, k] = times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer]
-        forward[place.members(s)], backward[place.members(s)] = of_kind[:, kind]
-        if stage.zero >= 2 and stage.width > 1:
-            extra = sharding_traffic_s(plan, tables, place, s)
-            span = slice(place.offset[s], place.offset[s] + stage.width)
-            backward[span] += extra if stage.zero == 2 else 2 * extra
-            forward[span] += 0 if stage.zero == 2 else extra
+        for k, (pool, tp, shards) in enumerate(kinds):
+            of_kind[0, k], of_kind[1, k], seen_s = stage_seconds(
+                plan, tables, s, pool=pool, tp=tp, shards=shards, place=place
+            )
+            first_s = max(first_s, seen_s)
+        forward[mine], backward[mine] = of_kind[:, kind]
     forward, backward = forward + messages.codec_s[0], backward + messages.codec_s[1]
+    link, hold_s, latency_s, shared = messages.link, messages.hold_s, messages.latency_s, messages.shared
+    if not tables.problem.runtime.p2p_overlap and latency_s.size:
+        blocked = blocked_s(messages, plan.routes + place.offset[None, :], len(forward))
+        forward, backward = forward + blocked[0], backward + blocked[1]
+        missing = np.isinf(messages.busy_s)
+        link, shared = messages.channel[..., None], False
+        hold_s, latency_s = np.where(missing, np.inf, 0.0)[..., None], np.zeros_like(latency_s)
     order, first = backward_order(windows(plan))
-    return ScheduleTimes(
+    schedule = ScheduleTimes(
         routes=plan.routes + place.offset[None, :],
         order=order,
         first=first,
         forward_s=forward,
         backward_s=backward,
-        link=messages.link,
-        hold_s=messages.hold_s,
-        latency_s=messages.latency_s,
-        links=messages.links,
-        shared=messages.shared,
+        link=link,
+        hold_s=hold_s,
+        latency_s=latency_s,
+        links=messages.links if shared else messages.channels,
+        shared=shared,
+        chunks=plan.chunks,
     )
+    return schedule, first_s
 
 
-def sharding_traffic_s(plan: Plan, tables: CostTables, place: Placement, stage: int) -> np.ndarray:
-    """Seconds per micro-batch to gather weights once or scatter gradients once within shard groups, shape (width,)."""
-    held = plan.stages[stage]
-    shards = place.shards[stage]
-    mine = np.flatnonzero(place.stage == stage)
-    seconds = np.zeros(len(mine))
-    for k, i in enumerate(mine):
-        if shards[k] > 1:
-            pool = tables.problem.cluster.pools[place.pool[i]]
-            memory = tables.memory(int(place.tp[i]), plan.micro_batch_size, held.recompute)
-            n_bytes = (memory.parameters[held.last_layer] - memory.parameters[held.first_layer]) * place.tp[i]
-            n_bytes *= tables.problem.batch.element_bytes
-            inside = shards[k] * place.tp[i] <= pool.devices_per_node
-            link = pool.intra_node if inside else pool.inter_node
-            seconds[k] = (shards[k] - 1) * link.transfer_s(n_bytes / shards[k])
-    return seconds
+def stage_seconds(
+    plan: Plan, tables: CostTables, s: int, *, pool: int, tp: int, shards: int, place: Placement
+) -> tuple[float, float, float]:
+    """Forward and backward of a micro-batch on a worker of a stage, and ZeRO's traffic that nothing hides [s]."""
+    stage, cp = plan.stages[s], int(place.cp[s])
+    forward_s, backward_s, _ = tables.passing_s(
+        stage,
+        pool=pool,
+        tp=tp,
+        cp=cp,
+        micro_batch_size=plan.micro_batch_size,
+        accumulates=stage.zero < 3 or shards < 2,
+    )
+    if stage.zero < 2 or shards < 2:
+        return forward_s, backward_s, 0.0
+    pools, _, members = stage_devices(place, s, tables.links)
+    traffic = ShardingTraffic(
+        tables,
+        stage,
+        pool=pool,
+        tp=tp,
+        cp=cp,
+        shards=shards,
+        per_node=int(members[pools == pool][0]),
+        micro_batch_size=plan.micro_batch_size,
+    )
+    return forward_s + traffic.forward_s, backward_s + traffic.backward_s, traffic.first_s
+
+
+def blocked_s(messages: Messages, routes: np.ndarray, workers: int) -> np.ndarray:
+    """Seconds per micro-batch in which each worker only sends or receives: in forward and backward, shape (2, workers).
+
+    Of a runtime that does not compute beside: it sends one way while it receives from the other side, so that the
+    longer of the two counts.
+    """
+    sent_s = messages.busy_s + messages.latency_s
+    longest = np.zeros((2, *routes.shape))
+    longest[:, :, :-1] = sent_s
+    longest[:, :, 1:] = np.maximum(longest[:, :, 1:], sent_s)
+    share = np.maximum(np.bincount(routes.ravel(), minlength=workers), 1)
+    return np.stack([np.bincount(routes.ravel(), weights=way.ravel(), minlength=workers) for way in longest]) / share
 
 
 def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> float:
     """Parameters on one device of a worker of `tp` devices, a tied head's own copy included."""
     held = plan.stages[stage]
-    memory = tables.memory(tp, plan.micro_batch_size, held.recompute)
+    memory = tables.memory(
+        tp, plan.micro_batch_size, held.recompute, held.workers[0].cp, held.ep, held.sequence_parallel
+    )
     count = float(memory.parameters[held.last_layer] - memory.parameters[held.first_layer])
     if held.first_layer > 0 and held.last_layer == tables.problem.model.layers:
         count += memory.layers.tied_parameters
@@ -171,26 +228,34 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """Simulate a plan's schedule and price its reduction and update."""
     problem = tables.problem
     place = tables.placement(plan)
-    messages = price_messages(plan, problem.model, problem.batch, tables.links, place)
-    schedule = schedule_times(plan, tables, place, messages)
+    # Pipelines that are all alike send at the same time: each gets its part of what they share.
+    uniform = uniform_config(plan) is not None
+    messages = price_messages(plan, problem.model, problem.batch, tables.links, place, problem.runtime, in_step=uniform)
+    schedule, first_s = schedule_times(plan, tables, place, messages)
     ends_s, _ = schedule.simulate()
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
     reductions, n_bytes = [], []
-    updates = np.empty(len(place.stage))
+    updates = np.zeros(len(place.stage))
     for s, stage in enumerate(plan.stages):
-        degrees = set(place.tp[place.members(s)].tolist())
-        n_values = max(held_parameters(plan, tables, s, tp) * tp for tp in degrees)
+        mine, parts = place.members(s), range(s % plan.groups, len(plan.stages), plan.groups)
+        if s >= plan.groups:  # summed with the first of the stages on the same devices
+            reductions.append(ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0))
+            n_bytes.append(0.0)
+            continue
+        degrees = set(place.tp[mine].tolist())
+        n_values = max(tp * sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in degrees)
         cost = stage_reduction(
-            plan, s, n_values, problem.batch, tables.links, place, shared, matrix_values(problem.model)
+            plan, s, n_values, problem.batch, tables.links, place, shared, problem.runtime, problem.model
         )
         reductions.append(cost.with_local_steps(plan.local_steps))
         n_bytes.append(float(n_values * problem.batch.gradient_bytes))
-        mine = place.members(s)
         shards = place.shards[s] if stage.zero else np.ones(stage.width, dtype=np.int64)
         kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
-        updates[mine] = np.array([tables.update_s(p, held_parameters(plan, tables, s, tp) / k) for p, tp, k in kinds])[
-            kind
+        each = [
+            tables.update_s(p, sum(held_parameters(plan, tables, part, tp) for part in parts) / k) for p, tp, k in kinds
         ]
+        for part in parts:
+            updates[place.members(part)] = np.array(each)[kind]
     shared_cards_s, shared_pairs_s = busy_on_shared(plan, place, tables.links, reductions, n_bytes)
     return StepTimes(
         schedule=schedule,
@@ -202,6 +267,9 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         norm_s=gradient_norm_s(plan, tables, place),
         update_s=updates,
         layers=tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
+        overlaps=overlap_of(problem.runtime, problem.batch),
+        chunks=plan.chunks,
+        first_s=first_s,
         shared_cards_s=shared_cards_s,
         shared_pairs_s=shared_pairs_s,
     )
@@ -216,9 +284,10 @@ def gradient_norm_s(plan: Plan, tables: CostTables, place: Placement) -> float:
     used = np.unique(place.region)
     if plan.local_steps > 1 or len(used) == 1 or plan.gradient_everywhere:
         return 0.0
-    latency_s = tables.problem.cluster.latency_s[np.ix_(used, used)]
-    linked = tables.problem.cluster.bytes_per_s[np.ix_(used, used)] > 0
-    return float(latency_s[linked & ~np.eye(len(used), dtype=bool)].max(initial=0.0))
+    links = tables.links
+    stands = np.array([int(np.flatnonzero(links.region == region)[0]) for region in used])
+    latency_s, rate = (values[np.ix_(stands, stands)] for values in (links.latency_s, links.bytes_per_s))
+    return float(latency_s[(rate > 0) & ~np.eye(len(used), dtype=bool)].max(initial=0.0))
 
 
 def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
@@ -226,14 +295,21 @@ def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
     model, batch = tables.problem.model, tables.problem.batch
     if not model.tied_embeddings or model.family == "vit" or len(plan.stages) == 1:
         return 0.0
-    first, last = plan.stages[0].workers, plan.stages[-1].workers
+    place, links = tables.placement(plan), tables.links
+    first, last = place.members(0), place.members(len(plan.stages) - 1)
+    if np.intersect1d(place.node[first], place.node[last]).size:
+        least = np.minimum(place.tp[first].min(), place.tp[last].min())
+        n_bytes = model.head_weight_parameters() / int(least) * batch.gradient_bytes
+        pools = place.pool[first]
+        return float((links.node_latency_s[pools] + n_bytes / links.node_bytes_per_s[pools]).min())
     n_values = model.head_weight_parameters()
     best = np.inf
-    for a in {w.pool for w in first}:
-        for b in {w.pool for w in last}:
-            link = tables.problem.cluster.node_link(a, b)
-            if link is not None:
-                source, target = int(tables.links.region[a]), int(tables.links.region[b])
+    for a in set(place.pool[first].tolist()):
+        for b in set(place.pool[last].tolist()):
+            rate = float(links.bytes_per_s[a, b])
+            if rate > 0:
+                source, target = int(links.region[a]), int(links.region[b])
                 mode = plan.link_use(source, target).weight_gradients if source != target else "none"
-                best = min(best, link.transfer_s(packed_bytes(n_values, batch.gradient_bytes, mode)))
+                n_bytes = packed_bytes(n_values, batch.gradient_bytes, mode)
+                best = min(best, float(links.latency_s[a, b]) + n_bytes / rate)
     return best

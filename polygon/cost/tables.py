@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from polygon.cost.calibration import NONE, Calibration
-from polygon.cost.compute import layer_times, update_s
+from polygon.cost.compute import LayerTimes, layer_times, update_s
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory
+from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
 from polygon.cost.transfers import LinkTable, Placement
-from polygon.domain.plan import Plan, Problem
-
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch that plans may use; the lower bound looks at the same ones."""
+from polygon.domain.divisors import divisors
+from polygon.domain.plan import Plan, Problem, Stage
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -35,6 +35,10 @@ class ClassTimes:
 
     forward_s: np.ndarray
     backward_s: np.ndarray
+    communication_s: np.ndarray
+    """Of the two above: exposed seconds of tensor, context and expert parallelism."""
+    layers: LayerTimes
+    """The same layer by layer."""
     source: str
     relative_error: float
 
@@ -72,17 +76,32 @@ class CostTables:
             profile.check(problem.model, problem.batch)
         self._profiles = tuple(p for p in profiles if isinstance(p, KindProfile) or p in fitting)
         self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
-        self.links = self.calibration.links(LinkTable(problem.cluster))
-        self._times: dict[tuple[int, int, int, str], ClassTimes] = {}
-        self._memory: dict[tuple[int, int, str], ClassMemory] = {}
+        self.links = LinkTable(problem.cluster, self.calibration.communication)
+        self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
+        self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
         self.bounds_by_size: dict[tuple[int, int], Any] = {}
-        """By micro-batch size and global batch: what `polygon.cost.bounds` works out that links do not change."""
+        """By micro-batch size and global batch: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
         """Peak memory of the workers of plans that were priced."""
         self._places: WeakKeyDictionary[Plan, Placement] = WeakKeyDictionary()
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
-        self.micro_batch_sizes = tuple(b for b in MICRO_BATCH_SIZES if problem.batch.global_batch % b == 0)
+
+    @cached_property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Sequences per micro-batch that plans may use, ascending: those that divide the batch, of which some device
+        holds one recomputed block. The lower bound looks at the same ones."""
+        problem = self.problem
+        sizes: list[int] = []
+        most_bytes = max((self.limit_bytes[p.index] for p in problem.cluster.pools if problem.may_use(p)), default=0.0)
+        degree = max(TENSOR_DEGREES)
+        for size in divisors(problem.batch.global_batch):
+            layers = self.memory(degree, size, "full", sequence_parallel=True).layers
+            block = min(1, len(layers.parameters) - 1)
+            if sizes and layers.activation_bytes[block] + layers.transient_bytes[block] > most_bytes:
+                break
+            sizes.append(size)
+        return tuple(sizes)
 
     def for_problem(self, problem: Problem) -> CostTables:
         """Tables of another problem from the same measurements."""
@@ -102,10 +121,27 @@ class CostTables:
             place = self._places[plan] = Placement.of(plan, self.links)
         return place
 
-    def times(self, pool: int, tp: int, micro_batch_size: int, recompute: str) -> ClassTimes:
-        """Seconds per micro-batch on a worker of `tp` devices of a pool."""
-        key = (pool, tp, micro_batch_size, recompute)
-        if key not in self._times:
+    def times(
+        self,
+        pool: int,
+        tp: int,
+        micro_batch_size: int,
+        recompute: str,
+        cp: int = 1,
+        ep: int = 1,
+        sequence_parallel: bool = False,
+        accumulates: bool = True,
+    ) -> ClassTimes:
+        """Seconds per micro-batch on a worker of tp x cp devices of a pool, its experts spread over `ep` devices.
+
+        Fully sharded gradients are added up where they are scattered to (`polygon.cost.sharding`), not in the layers:
+        then nothing `accumulates`.
+        """
+        runtime = self.problem.runtime
+        accumulates = accumulates and not runtime.fused_accumulation
+        key = (pool, tp, micro_batch_size, recompute, cp, ep, sequence_parallel, accumulates)
+        known = self._times.get(key)
+        if known is None:
             place = self.problem.cluster.pools[pool]
             layer = layer_times(
                 self.problem.model,
@@ -113,18 +149,46 @@ class CostTables:
                 place.device,
                 place.intra_node,
                 tp=tp,
+                tp_group=group_of(place, tp, tp),
                 micro_batch_size=micro_batch_size,
                 recompute=recompute,
+                sequence_parallel=sequence_parallel,
+                cp=cp,
+                cp_link=shared_link(place, tp, cp),
+                ep=ep,
+                ep_group=group_of(place, ep, max(1, place.devices_per_node // tp)),
+                runtime=runtime if accumulates else replace(runtime, fused_accumulation=True),
                 profile=self._profile_of.get(place.device.name),
+                communication=self.calibration.communication,
             )
             layer = self.calibration.times(layer, place.device.name)
-            self._times[key] = ClassTimes(
+            known = self._times[key] = ClassTimes(
                 forward_s=running_sum(layer.forward_s),
                 backward_s=running_sum(layer.backward_s),
+                communication_s=running_sum(layer.communication_s),
+                layers=layer,
                 source=layer.source,
                 relative_error=layer.relative_error,
             )
-        return self._times[key]
+        return known
+
+    def passing_s(
+        self, stage: Stage, *, pool: int, tp: int, cp: int, micro_batch_size: int, accumulates: bool = True
+    ) -> tuple[float, float, float]:
+        """Seconds of a micro-batch in a stage's layers on a worker of tp x cp devices: forward, backward, and of these
+        what is exposed of tensor, context and expert traffic."""
+        forward_s = backward_s = sent_s = 0.0
+        until = stage.recomputed_until
+        parts = ((stage.recompute, stage.first_layer, until), ("none", until, stage.last_layer))
+        for recompute, first, last in parts:
+            if last > first:
+                times = self.times(
+                    pool, tp, micro_batch_size, recompute, cp, stage.ep, stage.sequence_parallel, accumulates
+                )
+                forward_s += float(times.forward_s[last] - times.forward_s[first])
+                backward_s += float(times.backward_s[last] - times.backward_s[first])
+                sent_s += float(times.communication_s[last] - times.communication_s[first])
+        return forward_s, backward_s, sent_s
 
     def update_s(self, pool: int, parameters_held: float) -> float:
         """Seconds of the optimizer for as many parameters on one device of a pool."""
@@ -134,23 +198,56 @@ class CostTables:
         measured = profile.update_rate_s(device.name) if profile else None
         if measured is not None:
             return factor * parameters_held * measured
-        return factor * update_s(parameters_held, device, self.problem.batch)
+        fused = self.problem.runtime.fused
+        return factor * update_s(parameters_held, device, self.problem.batch, fused=fused)
 
-    def memory(self, tp: int, micro_batch_size: int, recompute: str) -> ClassMemory:
-        """Bytes and parameters on one device of a worker of `tp` devices."""
-        key = (tp, micro_batch_size, recompute)
-        if key not in self._memory:
+    def memory(
+        self,
+        tp: int,
+        micro_batch_size: int,
+        recompute: str,
+        cp: int = 1,
+        ep: int = 1,
+        sequence_parallel: bool = False,
+    ) -> ClassMemory:
+        """Bytes and parameters on one device of a worker of tp x cp devices, its experts spread over `ep` devices."""
+        key = (tp, micro_batch_size, recompute, cp, ep, sequence_parallel)
+        known = self._memory.get(key)
+        if known is None:
             model, batch = self.problem.model, self.problem.batch
             measured = (p.memory(model, batch, tp, micro_batch_size, recompute) for p in self._profiles)
             layers = next((layers for layers in measured if layers is not None), None) or layer_memory(
-                model, batch, tp=tp, micro_batch_size=micro_batch_size, recompute=recompute
+                model,
+                batch,
+                tp=tp,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+                sequence_parallel=sequence_parallel,
+                cp=cp,
+                ep=ep,
+                runtime=self.problem.runtime,
             )
-            self._memory[key] = ClassMemory(
+            known = self._memory[key] = ClassMemory(
                 parameters=running_sum(layers.parameters),
                 activation_bytes=running_sum(layers.activation_bytes),
                 layers=layers,
             )
-        return self._memory[key]
+        return known
+
+    def layers_of(self, stage: Stage, *, tp: int, micro_batch_size: int) -> LayerMemory:
+        """What each layer puts on one device of a worker of a stage: those recomputed, and behind them the others."""
+        how = stage.workers[0].cp, stage.ep, stage.sequence_parallel
+        layers = self.memory(tp, micro_batch_size, stage.recompute, *how).layers
+        until = stage.recomputed_until
+        if stage.recompute == "none" or until == stage.last_layer:
+            return layers
+        plain = self.memory(tp, micro_batch_size, "none", *how).layers
+        recomputed = np.arange(len(layers.parameters)) < until
+        return replace(
+            layers,
+            activation_bytes=np.where(recomputed, layers.activation_bytes, plain.activation_bytes),
+            transient_bytes=np.where(recomputed, layers.transient_bytes, plain.transient_bytes),
+        )
 
     def tensor_degrees(self, pool: int) -> tuple[int, ...]:
         """Degrees that divide a node of the pool and the model's heads; of those measured, where a profile says so."""

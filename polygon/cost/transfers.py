@@ -16,15 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from polygon.cost.convergence import codec
+from polygon.cost.network import (
+    CARD_EFFICIENCY,
+    FABRIC_EFFICIENCY,
+    FAR_MESSAGE_S,
+    NEAR_MESSAGE_S,
+    TCP_LATENCY_S,
+    fabric_of,
+    socket_share,
+)
 from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
-from polygon.kernel_options import kernel
-from polygon.parity import codec
+from polygon.domain.runtime import Runtime
+from polygon.jit.compilation import kernel
 
 BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
 """Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (int8) or
@@ -92,21 +102,47 @@ def boundary_values(model: Model, batch: Batch, micro_batch_size: int) -> int:
     return micro_batch_size * batch.seq_len * model.hidden_size
 
 
+class LinkArrays(NamedTuple):
+    """A `LinkTable` for kernels."""
+
+    region: np.ndarray
+    latency_s: np.ndarray
+    bytes_per_s: np.ndarray
+    node_latency_s: np.ndarray
+    node_bytes_per_s: np.ndarray
+    card_bytes_per_s: np.ndarray
+    capacity_bytes_per_s: np.ndarray
+    ring_latency_s: np.ndarray
+    ring_bytes_per_s: np.ndarray
+    collective: np.ndarray
+    bucket_bytes: float
+
+
 class LinkTable:
-    """Latency and rate between pools as matrices, for vectorised pricing.
+    """Latency and rate between pools as matrices: the only place from which prices take links.
+
+    A message of an accelerator reaches part of what its link has, and waits for NCCL (`polygon.cost.network`); links
+    between regions, and those of processors, have what the cluster says.
 
     Attributes
     ----------
     latency_s, bytes_per_s : ndarray, shape (pools, pools)
-        Between two different nodes; rate 0 where regions have no link.
+        Of a message between two different nodes; rate 0 where regions have no link.
     node_latency_s, node_bytes_per_s : ndarray, shape (pools,)
-        Between two devices of one node.
+        Of a message between two devices of one node.
     card_bytes_per_s : ndarray, shape (pools,)
         What a node can send in all.
     region : ndarray of int, shape (pools,)
+    collective : ndarray, shape (pools, 6)
+        What `collective_s` takes of a pool: devices per node, fabric rate and latency, how devices are joined, whether
+        NCCL drives it, factor of the calibration.
+    ring_latency_s, ring_bytes_per_s : ndarray, shape (pools, pools)
+        Of the link between two nodes, as the cluster has it: for collectives, which know what they reach of it.
+    factor : float
+        Measured over predicted seconds (`polygon.cost.calibration`), in all of the above.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, factor: float = 1.0) -> None:
         pools = cluster.pools
         self.cluster = cluster
         self.region = np.array([pool.region for pool in pools], dtype=np.int64)
@@ -115,14 +151,55 @@ class LinkTable:
         for a, b in np.argwhere(self.region[:, None] == self.region[None, :]).tolist():
             link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
-        self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools])
-        self.node_bytes_per_s = np.array([pool.intra_node.bytes_per_s for pool in pools])
-        self.card_bytes_per_s = np.array([pool.inter_node.bytes_per_s for pool in pools])
+        self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()
+        nccl = np.array([not pool.device.is_cpu for pool in pools])
+        near = (self.region[:, None] == self.region[None, :]) & nccl[:, None] & nccl[None, :]
+        # What is not RDMA reaches less; `collective_s` takes CARD_EFFICIENCY off itself.
+        sockets = near & (self.latency_s >= TCP_LATENCY_S)
+        self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s) / CARD_EFFICIENCY, 1.0)
+        self.latency_s += np.where(near, FAR_MESSAGE_S, 0.0)
+        self.bytes_per_s = np.where(near, CARD_EFFICIENCY * self.ring_bytes_per_s, self.bytes_per_s)
+        self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools]) + NEAR_MESSAGE_S * nccl
+        fabric = np.array([pool.intra_node.bytes_per_s for pool in pools])
+        self.node_bytes_per_s = fabric * np.where(nccl, FABRIC_EFFICIENCY, 1.0)
+        cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
+        self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
+        tcp = nccl & (np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S)
+        self.card_bytes_per_s = np.where(tcp, cards * socket_share(cards), self.card_bytes_per_s)
+        self.collective = np.array(
+            [
+                (
+                    pool.devices_per_node,
+                    pool.intra_node.bytes_per_s,
+                    pool.intra_node.latency_s,
+                    fabric_of(pool.device, pool.devices_per_node, pool.intra_node),
+                    not pool.device.is_cpu,
+                    factor,
+                )
+                for pool in pools
+            ],
+            dtype=float,
+        )
         self.capacity_bytes_per_s = np.minimum(
             cluster.capacity_bytes_per_s, np.array([region.egress_bytes_per_s for region in cluster.regions])[:, None]
         ).astype(float)
         self.egress_bytes_per_s = np.array([region.egress_bytes_per_s for region in cluster.regions], dtype=float)
         self.first_node = np.concatenate([[0], np.cumsum([pool.nodes for pool in pools])])[:-1].astype(np.int64)
+        self.factor = factor
+        if factor != 1.0:
+            for name in ("latency_s", "node_latency_s"):
+                setattr(self, name, getattr(self, name) * factor)
+            rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s")
+            for name in (*rates, "capacity_bytes_per_s", "egress_bytes_per_s"):
+                setattr(self, name, getattr(self, name) / factor)
+        self._arrays: dict[float, LinkArrays] = {}
+
+    def arrays(self, bucket_bytes: float) -> LinkArrays:
+        """The table for kernels, with the largest message of a runtime's reductions."""
+        if bucket_bytes not in self._arrays:
+            own = {name: getattr(self, name) for name in LinkArrays._fields if name != "bucket_bytes"}
+            self._arrays[bucket_bytes] = LinkArrays(**own, bucket_bytes=float(bucket_bytes))
+        return self._arrays[bucket_bytes]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +214,10 @@ class Placement:
     tp: np.ndarray
     offset: np.ndarray
     """First worker of every stage, shape (stages,)."""
+    cp: np.ndarray
+    """Context-parallel degree of every stage's workers, shape (stages,)."""
+    zero_shards: np.ndarray
+    """Devices over which every stage's ZeRO divides at most, shape (stages,); 0: all that hold the same."""
 
     def members(self, stage: int) -> slice:
         """Where the workers of a stage are."""
@@ -157,15 +238,28 @@ class Placement:
         return tuple(rows)
 
     @cached_property
+    def degrees(self) -> tuple[np.ndarray, ...]:
+        """Of every stage: least tensor-parallel degree in each of its pools (as in `nodes`), shape (pools used,)."""
+        rows = []
+        for stage, (pools, _, _) in enumerate(self.nodes):
+            mine = self.members(stage)
+            least = np.full(int(pools.max()) + 1, np.iinfo(np.int64).max)
+            np.minimum.at(least, self.pool[mine], self.tp[mine])
+            rows.append(least[pools])
+        return tuple(rows)
+
+    @cached_property
     def shards(self) -> tuple[np.ndarray, ...]:
-        """Over how many workers each worker of a stage shards under ZeRO: those of its pool and degree: (width,)."""
+        """Over how many devices each worker of a stage shards under ZeRO: those of its pool and degree: (width,)."""
         rows = []
         for stage in range(len(self.offset)):
             mine = self.members(stage)
             _, inverse, counts = np.unique(
                 self.pool[mine] * 64 + self.tp[mine], return_inverse=True, return_counts=True
             )
-            rows.append(counts[inverse])
+            held = counts[inverse] * self.cp[stage]
+            most = self.zero_shards[stage]
+            rows.append(np.minimum(held, most) if most else held)
         return tuple(rows)
 
     @classmethod
@@ -175,7 +269,7 @@ class Placement:
         stage = np.repeat(np.arange(len(plan.stages)), [stage_.width for stage_ in plan.stages])
         workers = [worker for stage_ in plan.stages for worker in stage_.workers]
         pool = np.array([worker.pool for worker in workers], dtype=np.int64)
-        tp = np.array([len(worker.devices) for worker in workers], dtype=np.int64)
+        tp = np.array([worker.tp for worker in workers], dtype=np.int64)
         first_device = np.array([p.first_device for p in pools], dtype=np.int64)
         per_node = np.array([p.devices_per_node for p in pools], dtype=np.int64)
         device = np.array([worker.devices[0] for worker in workers], dtype=np.int64)
@@ -188,6 +282,8 @@ class Placement:
             node=node,
             tp=tp,
             offset=np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64),
+            cp=np.array([stage_.workers[0].cp for stage_ in plan.stages], dtype=np.int64),
+            zero_shards=np.array([stage_.shards for stage_ in plan.stages], dtype=np.int64),
         )
 
 
@@ -281,8 +377,23 @@ class Messages:
         return float(self.n_bytes.sum())
 
 
-def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, place: Placement) -> Messages:
-    """Time and size of every activation and gradient message of a plan (sharing as in the module's docstring)."""
+def price_messages(
+    plan: Plan,
+    model: Model,
+    batch: Batch,
+    links: LinkTable,
+    place: Placement,
+    runtime: Runtime,
+    *,
+    in_step: bool = False,
+) -> Messages:
+    """Time and size of every activation and gradient message of a plan (sharing as in the module's docstring).
+
+    Parameters
+    ----------
+    in_step : bool
+        Whether all that share something send at the same time, each with its part of it, instead of in turn.
+    """
     routes = plan.routes + place.offset[None, :]
     a, b = routes[:, :-1], routes[:, 1:]
     sender, receiver = np.stack([a, b]), np.stack([b, a])
@@ -293,22 +404,29 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
     far = region_s != region_r
 
     regions = len(links.cluster.regions)
-    values = boundary_values(model, batch, plan.micro_batch_size)
-    plain = float(values * batch.element_bytes)
-    of_kind = partial(packed_bytes, values, batch.element_bytes, width=model.hidden_size)
+    values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), max(batch.element_bytes, 2)
+    plain = float(values * element_bytes)
+    of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
     size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
     n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
-    codecs = _codec_s(plan, values, batch.element_bytes, links, place, sender, receiver)
+    # Inside a node every device of a worker has a link of its own; each sends its part, or all of it.
+    devices = place.tp * place.cp[place.stage]
+    if runtime.scattered_sends:
+        n_bytes = np.where(same_node, n_bytes / devices[sender], n_bytes)
+    else:
+        n_bytes = np.where(same_node, n_bytes, n_bytes * devices[sender])
+    codecs = _codec_s(plan, values, element_bytes, links, place, sender, receiver)
 
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
     latency = np.where(same_node, links.node_latency_s[pool_s], links.latency_s[pool_s, pool_r])
     nodes = int(links.first_node[-1] + links.cluster.pools[-1].nodes)
     workers = len(place.stage)
+    holder = np.arange(workers) % (workers // plan.chunks)  # several stages may be on the same devices
 
     def share(group: np.ndarray) -> np.ndarray:
         """Part of what `group` shares that the sender's own messages may use."""
         keys = np.where(same_node, -1, group)
-        own = np.where(same_node, -1, group * workers + sender)
+        own = np.where(same_node, -1, group * workers + holder[sender])
         return (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
 
     alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
@@ -333,6 +451,11 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
     if np.isfinite(egress).any():
         things.append((np.where(far, region_s, -1), egress))
     pair = np.where(same_node, nodes * nodes + channel.reshape(sender.shape), node_s * nodes + node_r)
+    if in_step:
+        own = channel.reshape(sender.shape)[..., None]
+        passed: dict[str, Any] = {"link": own, "hold_s": busy[..., None], "links": int(channels), "shared": False}
+    else:
+        passed = _passed(n_bytes, channel.reshape(sender.shape), int(channels), pair, alone, things)
     return Messages(
         sender=sender,
         receiver=receiver,
@@ -343,7 +466,7 @@ def price_messages(plan: Plan, model: Model, batch: Batch, links: LinkTable, pla
         channels=int(channels),
         connected=bool((rate > 0).all()),
         codec_s=codecs,
-        **_passed(n_bytes, channel.reshape(sender.shape), int(channels), pair, alone, things),
+        **passed,
     )
 
 

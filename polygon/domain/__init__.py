@@ -1,1 +1,2 @@
-"""Frozen data: cluster, model, batch, plan, and the catalogues. Imports nothing of polygon but itself."""
+"""Frozen data: cluster, model, batch, plan, the catalogues, and what is said of them. Imports nothing of polygon but
+itself."""

@@ -14,9 +14,12 @@ from functools import cached_property
 
 import numpy as np
 
-from polygon.domain.errors import InputError, Phrase, one_of, require, require_number
+from polygon.domain.efficiency import MeasuredEfficiency
+from polygon.domain.errors import Phrase, fault, one_of, require, require_number
+from polygon.domain.message import Message
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+CPU_ARCHITECTURES = ("x86", "arm", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class Device:
     price_usd_per_hour: float = 0.0
     architecture: str = ""
     source: str = ""
+    efficiency: MeasuredEfficiency | None = None
+    """What it reaches of the above; None: what its architecture does."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "device.name", self.name, "a name")
@@ -43,6 +48,11 @@ class Device:
         for precision, value in self.flops.items():
             require(precision in PRECISIONS, "flops", precision, " or ".join(PRECISIONS))
             require_number(value, f"flops.{precision}", above=0)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a processor: it needs no host to launch its kernels, and communicates without NCCL."""
+        return self.architecture in CPU_ARCHITECTURES
 
     def peak_flops(self, precision: str) -> float:
         """Dense peak [FLOP/s]; bf16 on a device without it is taken as fp16 (what the runtime uses there)."""
@@ -159,6 +169,9 @@ class Cluster:
         Every device type that the regions use.
     stages : int or None
         Pipeline stages that the owner of the cluster asks for; None leaves the choice to the planner.
+    defaults : tuple of str
+        Links that the owner did not give, as ``REGION.intra_region``, ``REGION.nodes[I].intra_node`` or
+        ``REGION.nodes[I].inter_node``: what stands there is assumed.
     """
 
     name: str
@@ -168,6 +181,7 @@ class Cluster:
     capacity_bytes_per_s: np.ndarray
     catalogue: Mapping[str, Device] = field(default_factory=dict)
     stages: int | None = None
+    defaults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.regions)
@@ -177,7 +191,7 @@ class Cluster:
             require(names.count(name) == 1, "regions", name, "names that differ")
         for label in ("latency_s", "bytes_per_s", "capacity_bytes_per_s"):
             matrix = getattr(self, label)
-            require(matrix.shape == (n, n), label, matrix.shape, f"shape ({n}, {n})")
+            require(matrix.shape == (n, n), label, matrix.shape, Message("expected.square", regions=n))
             require(
                 not np.isnan(matrix).any() and bool((matrix >= 0).all()),
                 label,
@@ -187,10 +201,8 @@ class Cluster:
         for region in self.regions:
             for group in region.node_groups:
                 if group.device not in self.catalogue:
-                    raise InputError(
-                        f"region {region.name}: found device {group.device!r}, expected "
-                        f"{one_of(group.device, self.catalogue)}"
-                    )
+                    found = Message("found.named", kind="device", name=group.device)
+                    raise fault(f"region {region.name}", found, one_of(group.device, self.catalogue))
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
@@ -243,4 +255,4 @@ class Cluster:
         for index, region in enumerate(self.regions):
             if region.name == name:
                 return index
-        raise InputError(f"region: found {name!r}, expected {one_of(name, [region.name for region in self.regions])}")
+        raise fault("region", name, one_of(name, [region.name for region in self.regions]))

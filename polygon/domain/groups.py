@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from polygon.domain.errors import Phrase, require
+from polygon.domain.message import Message
 from polygon.domain.plan import Problem
 
 
@@ -36,7 +37,12 @@ class Groups:
     def __post_init__(self) -> None:
         pools = self.problem.cluster.pools
         shape = self.allocation.shape
-        require(self.allocation.ndim == 2 and shape[1] == len(pools), "allocation", shape, f"(stages, {len(pools)})")
+        require(
+            self.allocation.ndim == 2 and shape[1] == len(pools),
+            "allocation",
+            shape,
+            Message("expected.stages_by_pools", pools=len(pools)),
+        )
         require(bool((self.allocation >= 0).all()), "allocation", Phrase("a negative entry"), "entries >= 0")
         for s in np.flatnonzero(self.allocation.sum(axis=1) == 0):
             require(False, f"stages[{s}]", Phrase("no devices"), "at least one")
@@ -45,8 +51,8 @@ class Groups:
             require(
                 total <= pool.devices,
                 f"pool {pool.index} ({region}, {pool.device.name})",
-                Phrase(f"{int(total)} devices in all stages"),
-                f"at most the {pool.devices} that it has",
+                Message("found.devices_in_stages", devices=int(total)),
+                Message("expected.at_most_that_it_has", most=pool.devices),
             )
 
     @property

@@ -7,7 +7,7 @@ worker's actions from routes and spans (`polygon.domain.schedule`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,12 +15,13 @@ import numpy as np
 from polygon.domain.cluster import Cluster, Pool
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.model import Batch, Model, check_sequence
+from polygon.domain.runtime import POLYGON, Runtime
 
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "topk", "powersgd")
 """How a message is packed; `none` sends it in the precision it has."""
 
 PARITY_LEVELS = ("exact", "safe", "known", "any")
-"""How sure it must be that the loss is kept, from surest to least sure (`polygon.parity`)."""
+"""How sure it must be that the loss is kept, from surest to least sure (`polygon.cost.convergence`)."""
 
 RECOMPUTE = ("none", "selective", "full")
 REDUCTIONS = ("all-reduce", "sharded-server", "central-server")
@@ -103,6 +104,8 @@ class Problem:
     model: Model
     batch: Batch
     constraints: Constraints = field(default_factory=Constraints)
+    runtime: Runtime = POLYGON
+    """The program that is to execute the step."""
 
     def __post_init__(self) -> None:
         check_sequence(self.model, self.batch)
@@ -130,16 +133,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One device, or the devices of one tensor-parallel group (all on one node)."""
+    """The devices that compute a micro-batch together: tp x cp of them, a tensor-parallel group's side by side."""
 
     pool: int
     devices: tuple[int, ...]
     """Numbers of the devices in the cluster."""
+    cp: int = 1
+    """Context-parallel degree: parts into which the sequence is cut."""
 
     @property
     def tp(self) -> int:
         """Tensor-parallel degree."""
-        return len(self.devices)
+        return len(self.devices) // self.cp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +155,39 @@ class Stage:
     last_layer: int
     workers: tuple[Worker, ...]
     zero: int = 0
+    shards: int = 0
+    """Devices over which ZeRO divides, the others holding copies; 0: all that hold the same."""
     recompute: str = "none"
+    recompute_blocks: int | None = None
+    """Of the stage's blocks, its first so many are recomputed, the others not; None: all are."""
+    sequence_parallel: bool = False
+    """Whether norms and dropout work on a tensor-parallel rank's part of the sequence (Korthikanti et al.)."""
+    ep: int = 1
+    """Expert-parallel degree: devices of the stage over which the experts of a layer are spread."""
 
     @property
     def width(self) -> int:
         """Workers of the stage."""
         return len(self.workers)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """First layer, and the one behind the last."""
+        return self.first_layer, self.last_layer
+
+    @property
+    def recomputed_until(self) -> int:
+        """Layers [first_layer, recomputed_until) are recomputed; the embedding, layer 0, is no block."""
+        if self.recompute == "none":
+            return self.first_layer
+        if self.recompute_blocks is None:
+            return self.last_layer
+        return min(self.last_layer, max(self.first_layer, 1) + self.recompute_blocks)
+
+    def only(self, layer: int) -> Stage:
+        """A stage of one of its layers, executed as it is here."""
+        recompute = self.recompute if layer < self.recomputed_until else "none"
+        return replace(self, first_layer=layer, last_layer=layer + 1, recompute=recompute, recompute_blocks=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +223,8 @@ class Plan:
         How a stage's workers combine weight gradients.
     local_steps : int
         Optimizer steps between two reductions (1: every step; more: local updates with an outer optimizer).
+    chunks : int
+        Stages on each group of workers.
     """
 
     stages: tuple[Stage, ...]
@@ -200,8 +234,20 @@ class Plan:
     links: tuple[LinkUse, ...] = ()
     reduction: str = "all-reduce"
     local_steps: int = 1
+    chunks: int = 1
+    """Stages that every worker holds (interleaving): of n stages, stage s + n / chunks is on the workers of stage s."""
     solver: str = ""
     seed: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of workers: as many as stages, but for interleaving."""
+        return len(self.stages) // self.chunks
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Every worker once, group by group."""
+        return tuple(worker for stage in self.stages[: self.groups] for worker in stage.workers)
 
     @property
     def micro_batches(self) -> int:
@@ -222,7 +268,7 @@ class Plan:
     @cached_property
     def device_ranks(self) -> dict[int, int]:
         """Rank of every used device: used devices in the order of their numbers, so a node's ranks are consecutive."""
-        used = sorted(device for stage in self.stages for worker in stage.workers for device in worker.devices)
+        used = sorted({device for stage in self.stages for worker in stage.workers for device in worker.devices})
         return {device: rank for rank, device in enumerate(used)}
 
     @cached_property
@@ -260,10 +306,10 @@ class Plan:
 
     @cached_property
     def rank_places(self) -> dict[int, tuple[int, int, int]]:
-        """For every rank its stage, its worker in the stage and its place in the worker's tensor-parallel group."""
+        """For every rank its stage (the first that it holds), its worker there and its place among those devices."""
         return {
             self.device_ranks[device]: (s, w, t)
-            for s, stage in enumerate(self.stages)
+            for s, stage in enumerate(self.stages[: self.groups])
             for w, worker in enumerate(stage.workers)
             for t, device in enumerate(worker.devices)
         }

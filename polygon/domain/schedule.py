@@ -16,10 +16,14 @@ the routes and spans, and one sort gives a topological order of the whole step. 
 number of micro-batches are GPipe; spans equal to the width, with micro-batches dealt in turn, are 1F1B (Narayanan et
 al., SC'21). A worker that is slower than its neighbours has a longer span, so that the others do not wait for it; a
 longer span also hides a longer link. Both cost memory.
+
+Where workers hold several stages (`Plan.chunks`), spans say nothing: their order is interleaved 1F1B, see
+`interleaved_actions`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +40,17 @@ class Action(NamedTuple):
     kind: str
     """F or B."""
     micro_batch: int
+    chunk: int = 0
+    """Which of the stages that the worker holds."""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.micro_batch}"
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+    @classmethod
+    def named(cls, name: str) -> Action | None:
+        """The action of that name (as `str` gives it); None where it is not an action's."""
+        found = re.fullmatch(r"([FBV])(\d+)(?:\.(\d+))?", name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3] or 0))
 
 
 def stage_spans(stages: Sequence[Stage], spans: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -70,12 +82,87 @@ def topological_order(plan: Plan) -> np.ndarray:
 
 
 def worker_order(plan: Plan, stage: int, worker: int) -> list[Action]:
-    """Actions of one worker in the order in which it executes them."""
+    """Actions of one worker in the order in which it executes them; of all its stages, `stage` being the first."""
+    if plan.chunks > 1:
+        return _interleaved_order(plan, stage, worker)
     mine = np.flatnonzero(plan.routes[:, stage] == worker)
     due = mine + windows(plan)[mine, stage] - 1
     keyed = [((int(m), 0, int(m)), Action("F", int(m))) for m in mine]
     keyed += [((int(key), 1, int(m)), Action("B", int(m))) for m, key in zip(mine, due, strict=True)]
     return [action for _, action in sorted(keyed)]
+
+
+def _interleaved_order(plan: Plan, group: int, worker: int) -> list[Action]:
+    """`worker_order` of a worker that holds several stages."""
+    offset = np.cumsum([0, *(stage.width for stage in plan.stages)])
+    actions, begins, _ = interleaved_actions(plan.routes + offset[:-1], int(offset[-1]), plan.chunks)
+    mine = actions[begins[offset[group] + worker] : begins[offset[group] + worker + 1]]
+    micro_batches, stages = plan.routes.shape
+    kind, m, s = np.unravel_index(mine, (2, micro_batches, stages))
+    return [Action("FB"[k], int(i), int(chunk)) for k, i, chunk in zip(kind, m, s // plan.groups, strict=True)]
+
+
+def interleaved_actions(routes: np.ndarray, workers: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Actions of every holder of several stages in the order of interleaved 1F1B, and where each holder's begin.
+
+    With p groups of workers and v chunks, the i-th forward of a group is that of micro-batch i // (p v) p + i % p in
+    chunk i // p % v (the last round may be short), its backwards go through the chunks from the last; group g begins
+    with w = 2 (p - g - 1) + (v - 1) p forwards, then every forward is followed by a backward (Narayanan et al., SC'21,
+    as Megatron-LM's `forward_backward_pipelining_with_interleaving` has it).
+
+    It never deadlocks, whatever the routes: a forward's key plus g grows by one from stage to stage, and so does a
+    backward's, less w and plus p - 1 - g; every worker's order is the one by these numbers.
+
+    Parameters
+    ----------
+    routes : ndarray of int, shape (micro_batches, stages)
+        Worker numbers, counted over all stages.
+    workers : int
+        Of all stages: who holds several is counted once for each.
+    chunks : int
+
+    Returns
+    -------
+    actions, begins : ndarray of int64
+        As of `polygon.cost.shared_schedule.worker_actions`: kind, micro-batch and stage in one number, by holder.
+    holder : ndarray of int64, shape (workers,)
+        Who computes for each worker.
+    """
+    micro_batches, stages = routes.shape
+    groups, holders = stages // chunks, workers // chunks
+    lane = np.zeros(micro_batches, dtype=np.int64)
+    for w in np.unique(routes[:, 0]):
+        mine = np.flatnonzero(routes[:, 0] == w)
+        lane[mine] = np.arange(len(mine))
+    m, s = (grid.ravel() for grid in np.meshgrid(np.arange(micro_batches), np.arange(stages), indexing="ij"))
+    group, chunk = s % groups, s // groups
+    turn, within = lane[m] // groups, lane[m] % groups
+    ahead = 2 * (groups - group - 1) + (chunks - 1) * groups
+    forward_key = turn * groups * chunks + chunk * groups + within
+    backward_key = turn * groups * chunks + (chunks - 1 - chunk) * groups + within + ahead
+    unit = routes[m, s]
+    holder = np.arange(workers) % holders
+    half = micro_batches * stages
+    number = np.arange(half)
+    key = np.concatenate([2 * forward_key, 2 * backward_key + 1])
+    who = np.tile(holder[unit], 2)
+    order = np.lexsort((key, who))
+    begins = np.concatenate([[0], np.cumsum(np.bincount(who, minlength=holders))])
+    return np.concatenate([number, half + number])[order], begins.astype(np.int64), holder
+
+
+def interleaved_in_flight(plan: Plan, group: int) -> np.ndarray:
+    """Most micro-batches each worker of a group holds activations of, in units of all of its layers, shape (width,)."""
+    units = interleaved_units(plan.groups, plan.chunks, group)
+    return np.minimum(plan.shares(group) * plan.chunks, units) / plan.chunks
+
+
+def interleaved_units(groups: int, chunks: int, group: int) -> int:
+    """Forwards of one chunk that a group does before its first backward ends.
+
+    p - g of 1F1B; with v chunks 2 (p - g - 1) + (v - 1) p and one more (Narayanan et al., SC'21).
+    """
+    return groups - group if chunks == 1 else 2 * (groups - group - 1) + (chunks - 1) * groups + 1
 
 
 def in_flight(plan: Plan, stage: int, window: np.ndarray | None = None) -> np.ndarray:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from polygon import cli
+from polygon.commands import cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     from polygon.export.targets import TARGETS, export
 
-    parser = cli.Parser(
+    parser = cli.CommandParser(
         prog="polygon export",
         description="Write a plan as what other systems read, and say what that costs.",
         parents=[cli.output_options()],
@@ -29,10 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hosts", metavar="FILE", help="a line a node, in the cluster's order: name, or name address")
     args = parser.parse_args(argv)
 
-    from polygon import files
     from polygon.domain.errors import located
+    from polygon.domain.message import Message
     from polygon.export.bundle import describe
-    from polygon.export.hosts import read_hosts
+    from polygon.export.launch_hosts import read_hosts
+    from polygon.formats import files
 
     problem, plan, _ = files.read_plan(args.plan)
     hosts = None
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             hosts = read_hosts(text, problem.cluster)
     result = export(problem, plan, args.to, hosts=hosts, name=Path(args.out).name)
     if result is None:
-        return cli.infeasible(f"{args.to} can express no plan for this problem that fits the devices' memory")
+        return cli.infeasible(Message("reason.not_expressible", target=args.to))
     files.write_folder(args.out, result.files)
     cli.Talk(quiet=args.quiet).say(f"{len(result.files)} files in {args.out}")
     data = result.to_dict()

@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.notation import format_json
-from polygon.report import seconds
+from polygon.formats.serialization import format_json
+from polygon.messages.report import seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Something of a plan that the target cannot express."""
 
-    what: str
+    what: Message
     cost_s: float | None = None
     """Seconds that it adds to a step, by the same estimate as the plan's; None where time is not what is lost."""
 
@@ -34,9 +35,9 @@ class Export:
     """Step of the plan as it was searched [s]."""
     step_s: float = 0.0
     """Step of what the files start [s]."""
-    start: str = ""
+    start: str | Message = ""
     """How to start it, in one command line."""
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[Message, ...] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

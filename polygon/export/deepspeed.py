@@ -13,11 +13,12 @@ from typing import Any
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import Phrase, fault, require
+from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss, json_text
-from polygon.export.hosts import Host, Seat, hosts_text, seats
+from polygon.export.launch_hosts import Host, Seat, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import PORT, STRICT, folded, run_name, start_all_script, torchrun_script
 
@@ -144,10 +145,7 @@ def launch_script(rows: Sequence[Seat]) -> str:
 def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
     """Everything that DeepSpeed needs to train the plan's model; None where no plan fits that it can express."""
     if problem.model.family == "vit":
-        raise InputError(
-            "export: found a vision transformer, expected a language model for DeepSpeed's program "
-            "(runners.train trains vision transformers with DeepSpeed)"
-        )
+        raise fault("export", Phrase("a vision transformer"), Message("expected.for_deepspeed"))
     uniform = find_uniform(problem, plan, tables, RULES)
     if uniform is None:
         return None
@@ -166,12 +164,12 @@ def export_deepspeed(problem: Problem, plan: Plan, tables: CostTables, hosts: Se
     files["start-all.sh"] = start_all_script(rows)
     lost = losses(problem, plan, tables, RULES, uniform, "deepspeed")
     if any(worker.tp > 1 for stage in plan.stages for worker in stage.workers):
-        lost.append(Loss(what="tensor parallelism: the exported program has none (its cost is in the re-arrangement)"))
+        lost.append(Loss(what=Message("lost.tensor_parallelism")))
     if problem.model.experts:
-        lost.append(Loss(what="experts: the exported program trains the dense blocks of the same width"))
-    notes = ["run.sh --small trains a tiny model of the same stages, on CPUs too"]
+        lost.append(Loss(what=Message("lost.experts")))
+    notes = [Message("note.small_run")]
     if problem.model.tied_embeddings:
-        notes.append("the exported program does not tie the head to the embedding: one matrix more")
+        notes.append(Message("note.not_tied"))
     return Export(
         target="deepspeed",
         files=files,

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError
+from polygon.domain.errors import Phrase, fault
+from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss
-from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
@@ -59,7 +60,10 @@ def model_arguments(problem: Problem) -> list[str]:
         words += ["--moe-ffn-hidden-size", model.expert_ffn_size]
         if model.shared_experts:
             words += ["--moe-shared-expert-intermediate-size", model.shared_experts * model.expert_ffn_size]
-        if model.dense_blocks:
+        if model.expert_every > 1:
+            sparse = [int(model.is_sparse(layer)) for layer in range(1, model.blocks + 1)]
+            words += ["--moe-layer-freq", f"[{','.join(map(str, sparse))}]"]
+        elif model.dense_blocks:
             pattern = f"([0]*{model.dense_blocks}+[1]*{model.blocks - model.dense_blocks})"
             words += ["--moe-layer-freq", pattern]
     if batch.precision in ("bf16", "fp16"):
@@ -94,7 +98,7 @@ def parallel_arguments(uniform: Uniform, model: Model, batch_size: int) -> list[
 def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
     """Scripts that start `pretrain_gpt.py` of a Megatron-LM checkout; None where no uniform plan fits."""
     if problem.model.family == "vit":
-        raise InputError("export: found a vision transformer, expected a language model for Megatron-LM")
+        raise fault("export", Phrase("a vision transformer"), "a language model for Megatron-LM")
     uniform = find_uniform(problem, plan, tables, RULES)
     if uniform is None:
         return None
@@ -112,9 +116,7 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     files["start-all.sh"] = start_all_script(rows)
     lost = losses(problem, plan, tables, RULES, uniform, "megatron")
     if len({w.pool for w in uniform.chain}) > 1:
-        lost.append(
-            Loss(what="different speeds: Megatron-LM takes all devices for equal; only the layout knows better")
-        )
+        lost.append(Loss(what=Message("lost.speeds")))
     return Export(
         target="megatron",
         files=files,
@@ -122,5 +124,5 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
         plan_step_s=step_times(plan, tables).step_s,
         step_s=uniform.step_s,
         start="MEGATRON_ROOT=/path/to/Megatron-LM bash start-all.sh",
-        notes=("ranks are tensor, then data, then pipeline parallel: Megatron-LM's default order tp-cp-ep-dp-pp",),
+        notes=(Message("note.rank_order"),),
     )

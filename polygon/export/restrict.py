@@ -19,6 +19,7 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
+from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.export.bundle import Loss
 
@@ -200,7 +201,9 @@ def _fit_memory(draft: Plan, tables: CostTables, rules: Rules) -> Plan | None:
     shards = draft.stages[0].width > 1
     for recompute in rules.recompute:
         for zero in range(most + 1) if shards else [0]:
-            stages = tuple(replace(stage, recompute=recompute, zero=zero) for stage in draft.stages)
+            stages = tuple(
+                replace(stage, recompute=recompute, recompute_blocks=None, zero=zero) for stage in draft.stages
+            )
             plan = replace(draft, stages=stages)
             place = Placement.of(plan, tables.links)
             need = np.array([memory.total_bytes for memory in worker_memory(plan, tables, place)])
@@ -215,7 +218,7 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
     here, before_s = plan, step_times(plan, tables).step_s
     packing = _gradient_packing(plan, rules)
 
-    def lose(what: str, changed: Plan) -> None:
+    def lose(what: Message, changed: Plan) -> None:
         nonlocal here, before_s
         after_s = step_times(changed, tables).step_s
         if math.isfinite(after_s):
@@ -227,25 +230,28 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
     )
     if any(use.activations != "none" or use.activation_gradients != "none" for use in plan.links):
         links = tuple(replace(use, activations="none", activation_gradients="none") for use in here.links)
-        lose(f"packing of activations between regions ({', '.join(kinds)})", replace(here, links=links))
+        lose(Message("lost.activations", modes=tuple(kinds)), replace(here, links=links))
     if any(use.weight_gradients != packing for use in plan.links):
         links = tuple(replace(use, weight_gradients=packing) for use in here.links)
-        kept = f", {packing} instead" if packing != "none" else ""
-        lose(f"packing of weight gradients per link{kept}", replace(here, links=links))
+        kept = Message("lost.weight_gradients_kept", mode=packing)
+        lose(Message("lost.weight_gradients") if packing == "none" else kept, replace(here, links=links))
     if plan.local_steps > 1:
-        lose(f"{plan.local_steps} local steps between reductions", replace(here, local_steps=1))
+        lose(Message("lost.local_steps", steps=plan.local_steps), replace(here, local_steps=1))
     if plan.reduction != "all-reduce":
-        lose(f"reduction by {plan.reduction}", replace(here, reduction="all-reduce"))
+        lose(Message("lost.reduction", reduction=plan.reduction), replace(here, reduction="all-reduce"))
     shares = [plan.shares(s) for s in range(len(plan.stages))]
     if any(share.min() != share.max() for share in shares):
         turns = np.stack([np.arange(plan.micro_batches) % stage.width for stage in plan.stages], axis=1)
-        lose("shares by speed: every worker of a stage takes equally many micro-batches", replace(here, routes=turns))
+        lose(Message("lost.shares"), replace(here, routes=turns))
     one_f_one_b = tuple((stage.width,) * stage.width for stage in plan.stages)
     if plan.spans != one_f_one_b:
-        lose("a schedule that hides slow links: plain 1F1B instead", replace(here, spans=one_f_one_b))
+        lose(Message("lost.schedule"), replace(here, spans=one_f_one_b))
     rest = uniform.step_s - before_s
     if _shape(plan) != _shape(uniform.plan) or abs(rest) > 1e-9 * uniform.step_s:
         found.append(Loss(what=_structure(problem, plan, uniform, rules), cost_s=rest))
+    special = tuple(name for name in problem.model.special(problem.batch.seq_len) if name != "family")
+    if special:
+        found.append(Loss(what=Message("lost.blocks", fields=special)))
     return found
 
 
@@ -253,20 +259,17 @@ def _shape(plan: Plan) -> list[tuple[int, int, int]]:
     return [(stage.first_layer, stage.last_layer, stage.width) for stage in plan.stages]
 
 
-def _structure(problem: Problem, plan: Plan, uniform: Uniform, rules: Rules) -> str:
-    """The change of structure in words."""
+def _structure(problem: Problem, plan: Plan, uniform: Uniform, rules: Rules) -> Message:
+    """The change of structure."""
     widths = ", ".join(
         f"{count} x {width}" if count > 1 else str(width)
         for width, alike in itertools.groupby(stage.width for stage in plan.stages)
         for count in [len(list(alike))]
     )
     left_out = plan.world_size - uniform.plan.world_size
-    words = [
-        f"stages of their own width and degree ({widths} workers), re-arranged as {uniform.pp} stages"
-        f" x {uniform.dp} replicas x tensor {uniform.tp}"
-    ]
+    changes = [Message("lost.widths", widths=widths, pp=uniform.pp, dp=uniform.dp, tp=uniform.tp)]
     if not rules.uneven_layers:
-        words.append("blocks dealt evenly")
+        changes.append(Message("lost.uneven_layers"))
     if left_out > 0:
-        words.append(f"{left_out} devices left out")
-    return ", ".join(words)
+        changes.append(Message("lost.devices", devices=left_out))
+    return Message("lost.structure", changes=tuple(changes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from polygon.export.hosts import Seat
+from polygon.export.launch_hosts import Seat
 
 PORT = 29500
 FORWARDED: tuple[str, ...] = ("POLYGON_ROOT", "POLYGON_MASTER", "POLYGON_PORT", "MEGATRON_ROOT", "TORCHTITAN_ROOT")

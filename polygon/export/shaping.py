@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss
-from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.tc import ShapedTarget, tc_script
 from polygon.export.torchrun import by_rank
 
@@ -34,13 +35,13 @@ def export_tc(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[
         for seat in rows
     }
     step_s = step_times(plan, tables).step_s
-    lost = [Loss(what="links inside a region and capacities that several node pairs share: those stay as they are")]
+    lost = [Loss(what=Message("lost.shared_links"))]
     return Export(
         target="tc",
         files={"shape.sh": tc_script(cluster.name, targets), "hosts.txt": hosts_text(rows)},
         losses=tuple(lost),
         plan_step_s=step_s,
         step_s=step_s,
-        start="sudo bash shape.sh apply     # on every host; shape.sh clear undoes it",
-        notes=("addresses are made up (10.77.x.y): export again with --hosts and your own",) if made_up else (),
+        start=Message("start.shape"),
+        notes=(Message("note.made_up_addresses"),) if made_up else (),
     )

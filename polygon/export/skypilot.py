@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from polygon.convert_plan import plan_data
+from polygon.bounds.gap import estimate_data
+from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss, json_text
-from polygon.export.hosts import Host, Seat, hosts_text, seats, slug
+from polygon.export.launch_hosts import Host, Seat, hosts_text, seats, slug
 from polygon.export.scripts import PORT
 from polygon.export.torchrun import by_rank
-from polygon.notation import format_yaml
+from polygon.formats.convert_plan import plan_data
+from polygon.formats.serialization import format_yaml
 
 ACCELERATORS = {
     "a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-sxm": "H100", "h100-pcie": "H100", "h200": "H200",
@@ -57,7 +60,10 @@ def export_skypilot(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     """A YAML file for every node group of the plan."""
     result = estimate(problem, plan, tables)
     rows = seats(problem.cluster, by_rank(plan), hosts)
-    files = {"plan.json": json_text(plan_data(problem, plan, result.to_dict())), "hosts.txt": hosts_text(rows)}
+    files = {
+        "plan.json": json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables)))),
+        "hosts.txt": hosts_text(rows),
+    }
     first = 0
     idle = 0
     for (p, devices), group in groupby(rows, key=lambda seat: (seat.host.pool, seat.devices)):
@@ -70,16 +76,16 @@ def export_skypilot(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
         files[name] = comment + task(problem.cluster, members, first, len(rows))
         first += len(members)
     lost = [
-        Loss(what="where a region is: SkyPilot's names of clouds and regions must be filled in (resources.infra)"),
-        Loss(what="a private network between clouds: the port is opened to the public Internet, set up a VPN"),
+        Loss(what=Message("lost.places")),
+        Loss(what=Message("lost.private_network")),
     ]
     if idle:
-        lost.append(Loss(what=f"nodes used in part: {idle} devices are rented and left idle"))
+        lost.append(Loss(what=Message("lost.parts_of_nodes", devices=idle)))
     return Export(
         target="skypilot",
         files=files,
         losses=tuple(lost),
         plan_step_s=result.step_s,
         step_s=result.step_s,
-        start="sky launch sky-000-*.yaml, then the others with --env MASTER_ADDR=<its address>",
+        start=Message("start.sky"),
     )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError, one_of
+from polygon.domain.errors import fault, one_of
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, check_script, readme
 from polygon.export.deepspeed import export_deepspeed
-from polygon.export.hosts import Host, default_hosts, slug
+from polygon.export.launch_hosts import Host, default_hosts, slug
 from polygon.export.megatron import export_megatron
 from polygon.export.shaping import export_tc
 from polygon.export.skypilot import export_skypilot
@@ -46,7 +46,7 @@ def export(
         For an unknown target, and for host names that are none.
     """
     if target not in TARGETS:
-        raise InputError(f"target: found {target!r}, expected {one_of(target, TARGETS)}")
+        raise fault("target", target, one_of(target, TARGETS))
     tables = tables or CostTables(problem)
     result = TARGETS[target](problem, plan, tables, hosts or default_hosts(problem.cluster))
     if result is None:

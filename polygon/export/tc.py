@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from polygon.domain.errors import require, require_number
+from polygon.domain.message import Message
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
@@ -40,7 +41,7 @@ class ShapedTarget:
         require_number(self.bytes_per_s, "bytes_per_s", above=0)
 
 
-def check_address(text: str, where: str) -> None:
+def check_address(text: str, where: str | Message) -> None:
     """Require an IPv4 address.
 
     Raises
@@ -76,7 +77,7 @@ def shaping_commands(interface: str, targets: Sequence[ShapedTarget], *, netem: 
         Write the delays; False for kernels without netem, where only zero latencies can be had.
     """
     check_interface(interface)
-    require(len(targets) <= MAX_TARGETS, "targets", len(targets), f"at most {MAX_TARGETS}")
+    require(len(targets) <= MAX_TARGETS, "targets", len(targets), Message("expected.at_most", most=MAX_TARGETS))
     commands = [["qdisc", "replace", "dev", interface, "root", "handle", "1:", "htb", "default", "0"]]
     for number, target in enumerate(targets, start=1):
         class_id = f"1:{number:x}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polygon.convert_plan import plan_data
+from polygon.bounds.gap import estimate_data
+from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem, Worker
 from polygon.export.bundle import Export, json_text
-from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.scripts import run_name, start_all_script, torchrun_script
+from polygon.formats.convert_plan import plan_data
 
 
 def by_rank(plan: Plan) -> list[Worker]:
@@ -24,7 +27,10 @@ def export_torchrun(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     result = estimate(problem, plan, tables)
     rows = seats(problem.cluster, by_rank(plan), hosts)
     program = ["runners/dist_runner.py", "--plan"]
-    files = {"plan.json": json_text(plan_data(problem, plan, result.to_dict())), "hosts.txt": hosts_text(rows)}
+    files = {
+        "plan.json": json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables)))),
+        "hosts.txt": hosts_text(rows),
+    }
     for index, seat in enumerate(rows):
         text = torchrun_script(
             "Runs a plan of polygon; POLYGON_ROOT is its checkout.", rows, index, program, "POLYGON_ROOT"
@@ -38,5 +44,5 @@ def export_torchrun(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
         plan_step_s=result.step_s,
         step_s=result.step_s,
         start="POLYGON_ROOT=/path/to/polygon bash start-all.sh --steps 100",
-        notes=("try it on one machine first: python -m runners.launch plan.json --rehearse --max-ranks 8",),
+        notes=(Message("note.rehearse"),),
     )

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, Loss
-from polygon.export.hosts import Host, hosts_text, seats
+from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
@@ -77,9 +78,9 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
         files[run_name(seat)] = text.replace("--module", names, 1)
     files["start-all.sh"] = start_all_script(rows)
     lost = losses(problem, plan, tables, RULES, uniform, "torchtitan")
-    notes = ["the model itself is torchtitan's: TITAN_CONFIG must name one of this shape"]
+    notes = [Message("note.titan_config")]
     if problem.model.family != "llama":
-        lost.append(Loss(what=f"a model of the {problem.model.family} family: torchtitan has no such model of its own"))
+        lost.append(Loss(what=Message("lost.family", family=problem.model.family)))
     return Export(
         target="torchtitan",
         files=files,

@@ -17,14 +17,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from polygon import cli
-from polygon.cost.uniform import OVERLAPS, SCHEDULES, ParallelConfig
+from polygon.commands import cli
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
-from polygon.grid3d.evaluate import Case, case_of
+from polygon.domain.runtime import DP_OVERLAP
+from polygon.domain.uniform import SCHEDULES, ParallelConfig
 from polygon.grid3d.grid import BACKENDS, evaluate_all, parallel_config
+from polygon.grid3d.grid_rows import FIELDS, Case, case_of
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
-from polygon.grid3d.splits import EVERYTHING, Options, all_splits
+from polygon.grid3d.splits import EVERYTHING, GridOptions, all_splits
 
 COST_MODELS = ("polygon", "seed003")
 TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")
@@ -51,15 +52,16 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return convert
 
 
-def parser() -> cli.Parser:
+def parser() -> cli.CommandParser:
     """All options."""
-    top = cli.Parser(
+    top = cli.CommandParser(
         prog="polygon grid3d",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[
             cli.output_options(out="every configuration as JSON (default output.json)"),
             cli.problem_options(required=False),
+            cli.bench_options(),
         ],
     )
     top.add_argument("cluster", metavar="CLUSTER", help="cluster or problem file, or the searcher's cluster metadata")
@@ -76,7 +78,7 @@ def parser() -> cli.Parser:
     what.add_argument("--schedule", type=_several(_one_of(*SCHEDULES), SCHEDULES), help="(default 1f1b)")
     what.add_argument("--interleave", type=_several(whole, EVERYTHING.interleave), help="chunks a stage (default 1)")
     what.add_argument("--sequence-parallel", choices=SWITCH, help="(default off)")
-    what.add_argument("--overlap", choices=OVERLAPS, default="backward", help="of DP traffic (default %(default)s)")
+    what.add_argument("--overlap", choices=DP_OVERLAP, help="of DP traffic (default: the runtime's)")
     how = top.add_argument_group("how")
     how.add_argument("--jobs", type=cli.whole(1), default=-1, help="processes (default: one a core)")
     how.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
@@ -96,13 +98,13 @@ def parser() -> cli.Parser:
     return top
 
 
-def _options(args: argparse.Namespace) -> Options:
-    chosen = EVERYTHING if args.all else Options()
+def _options(args: argparse.Namespace) -> GridOptions:
+    chosen = EVERYTHING if args.all else GridOptions()
     # An option that was not given is not there: None would mean `all`.
     values = {name: getattr(args, name, getattr(chosen, name)) for name in TRIED}
     if isinstance(values["sequence_parallel"], str):
         values["sequence_parallel"] = SWITCH[values["sequence_parallel"]]
-    return Options(**values, overlap=args.overlap)
+    return GridOptions(**values, overlap=getattr(args, "overlap", None))
 
 
 def _constants(args: argparse.Namespace) -> Constants:
@@ -118,7 +120,8 @@ def _constants(args: argparse.Namespace) -> Constants:
 
 def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str, Any]]:
     """What prices a split, the number of devices, and what the file says of the inputs."""
-    from polygon import files
+    from polygon.formats import files
+    from polygon.formats.convert import runtime_data
 
     data = files.read_yaml(args.cluster)
     if is_metadata(data):
@@ -128,6 +131,8 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
             raise InputError(
                 f"{args.cluster}: found metadata, expected a cluster file for --cost-model polygon (or seed003)"
             )
+        if args.bench:
+            raise InputError(f"--bench: found metadata in {args.cluster}, expected a cluster file")
         case = read_metadata(data, files.read_json(args.model_file), _constants(args))
         return case, case.devices, {"cluster": args.cluster, "model": args.model_file, "cost_model": "seed003"}
     args.model = args.model or args.model_file
@@ -136,6 +141,7 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
     if note:
         talk.say(note)
     says = {"cluster": problem.cluster.name, "model": problem.model.name, "cost_model": args.cost_model or "polygon"}
+    says["runtime"] = runtime_data(problem.runtime)
     says["batch"] = {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len}
     if args.cost_model == "seed003":
         old = metadata_of(problem.model, problem.batch, priced.pool, _constants(args))
@@ -145,11 +151,15 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
-    from polygon.overhead.report import table
+    from polygon.overhead.communication_tables import table
 
     names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
     usual = {field.name: field.default for field in fields(ParallelConfig)}
-    names = [name for name in names if name in ("dp", "tp", "pp") or any(row[name] != usual[name] for row in rows)]
+    names = [
+        name
+        for name in names
+        if name in ("dp", "tp", "pp") or any(row[name] != usual[FIELDS.get(name, name)] for row in rows)
+    ]
     terms = list(rows[0]["terms_s"])
     header = ["rank", *names, "step ms", *(f"{term} ms" for term in terms)]
     header += ["memory GB"] * ("memory_bytes" in rows[0])
@@ -163,10 +173,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Price every split, write all, show the best."""
+    from polygon.messages.report import describe_runtime
+
     args = parser().parse_args(argv)
     talk = cli.Talk(quiet=args.quiet)
     case, devices, says = _case(args, talk)
-    options = Options() if isinstance(case, SearcherCase) else case.options
+    options = GridOptions() if isinstance(case, SearcherCase) else case.options
     splits = list(all_splits(devices, options.cp))
     start = time.perf_counter()
     with talk.progress("splits", total=len(splits)) as show:
@@ -196,7 +208,9 @@ def main(argv: list[str] | None = None) -> int:
         text = _table(best)
         if isinstance(case, Case):
             best = [{**values, **case.details(parallel_config(values))} for values in best]
-        cli.emit({"configurations": count, "accepted": result.accepted, "best": best}, text, as_json=args.json)
+        text = f"{describe_runtime(says['runtime'])}\n{text}" if "runtime" in says else text
+        found = {"configurations": count, "accepted": result.accepted, "best": best}
+        cli.emit({**{key: says[key] for key in ("runtime",) if key in says}, **found}, text, as_json=args.json)
     return cli.EXIT_OK
 
 

@@ -8,26 +8,27 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from polygon.cost.uniform import ParallelConfig
 from polygon.domain.errors import InputError
-from polygon.grid3d.evaluate import KEYS, Row
-from polygon.grid3d.splits import Split
+from polygon.domain.message import Message
+from polygon.domain.uniform import ParallelConfig
+from polygon.grid3d.grid_rows import FIELDS, KEYS, GridRow
+from polygon.grid3d.splits import GridSplit
 
 BACKENDS = ("loky", "dask", "ray", "serial")
 
 
-class Priced(Protocol):
+class PricedSplits(Protocol):
     """A case that can price a split (and travel to another process)."""
 
-    def rows(self, split: Split) -> list[Row]:
+    def rows(self, split: GridSplit) -> list[GridRow]:
         """Every configuration of the split."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class GridResult:
     """Every configuration, the best first, rejected ones last."""
 
-    rows: Sequence[Row]
+    rows: Sequence[GridRow]
     interrupted: bool = False
     """Whether an interrupt left splits out."""
 
@@ -42,7 +43,7 @@ class Result:
 
     def write(self, path: str, head: dict[str, Any]) -> None:
         """Write the file: what was asked (`head`), then one configuration a line; the same result, the same bytes."""
-        from polygon import files
+        from polygon.formats import files
 
         head = {"format": "polygon-grid", **head, "accepted": self.accepted}
         if self.interrupted:
@@ -56,12 +57,12 @@ class Result:
         first = self.top(1)
         return parallel_config(first[0]) if first else None
 
-    def why_none(self, devices: int) -> str:
+    def why_none(self, devices: int) -> Message:
         """What to say where no configuration is accepted."""
         if not self.rows:
-            return f"no configuration of {devices} devices has these degrees"
-        counts = ", ".join(f"{count} by {reason}" for reason, count in self.reasons().items())
-        return f"no configuration of {devices} devices fits; rejected: {counts}"
+            return Message("reason.no_degrees", devices=devices)
+        rejected = tuple(Message("reason.rejected_by", count=n, why=why) for why, n in self.reasons().items())
+        return Message("reason.no_configuration_fits", devices=devices, rejected=rejected)
 
     def reasons(self) -> dict[str, int]:
         """How many were rejected for what (the words before the first colon or number)."""
@@ -77,18 +78,19 @@ class Result:
 def parallel_config(values: dict[str, Any]) -> ParallelConfig:
     """The configuration that a row describes."""
     known = {field.name for field in fields(ParallelConfig)}
-    return ParallelConfig(**{key: values[key] for key in KEYS if key in values and key in known})
+    named = {FIELDS.get(key, key): values[key] for key in KEYS if key in values}
+    return ParallelConfig(**{name: value for name, value in named.items() if name in known})
 
 
 def evaluate_all(
-    case: Priced,
-    splits: Sequence[Split],
+    case: PricedSplits,
+    splits: Sequence[GridSplit],
     *,
     jobs: int = -1,
     backend: str = "loky",
     scheduler: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Result:
+) -> GridResult:
     """Price every split; the result does not depend on where or in which order.
 
     Parameters
@@ -113,7 +115,7 @@ def evaluate_all(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend: found {backend!r}, expected {' or '.join(BACKENDS)}")
-    rows: list[Row] = []
+    rows: list[GridRow] = []
     interrupted = False
     with contextlib.closing(_results(case, splits, jobs, backend, scheduler)) as results:
         try:
@@ -122,12 +124,12 @@ def evaluate_all(
                 progress(done)
         except KeyboardInterrupt:
             interrupted = True
-    return Result(sorted(rows), interrupted)
+    return GridResult(sorted(rows), interrupted)
 
 
 def _results(
-    case: Priced, splits: Sequence[Split], jobs: int, backend: str, scheduler: str | None
-) -> Generator[list[Row], None, None]:
+    case: PricedSplits, splits: Sequence[GridSplit], jobs: int, backend: str, scheduler: str | None
+) -> Generator[list[GridRow], None, None]:
     if backend == "serial" or jobs == 1:
         yield from map(case.rows, splits)
         return

@@ -30,8 +30,8 @@ from polygon.cost.compute import model_flops_per_step
 from polygon.domain.cluster import Pool
 from polygon.domain.errors import InputError, require, require_number
 from polygon.domain.model import Batch, Model
-from polygon.grid3d.evaluate import Row, row, short
-from polygon.grid3d.splits import Split
+from polygon.grid3d.grid_rows import GridRow, row, short
+from polygon.grid3d.splits import GridSplit
 
 CLUSTER_KEYS = {
     "n_node": ("n_node", "n_nodes"),
@@ -85,7 +85,7 @@ class SearcherCase:
         """GPUs of the cluster."""
         return self.nodes * self.gpus_per_node
 
-    def terms_ms(self, split: Split) -> dict[str, float]:
+    def terms_ms(self, split: GridSplit) -> dict[str, float]:
         """Milliseconds per iteration by the formula above; they add up to the iteration."""
         dp, tp, pp, _ = split
         c = self.constants
@@ -103,7 +103,7 @@ class SearcherCase:
             "pipeline-parallel": (pp - 1) * 2 * max(self.layer_activation_mb) / fast * 1000,
         }
 
-    def rows(self, split: Split) -> list[Row]:
+    def rows(self, split: GridSplit) -> list[GridRow]:
         """The one configuration of a split; a pipeline longer than the model is rejected."""
         values: dict[str, Any] = {"dp": split.dp, "tp": split.tp, "pp": split.pp}
         if split.pp > self.layers:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from polygon.cost.topologies import divisors
-from polygon.cost.uniform import ParallelConfig
+from polygon.domain.divisors import divisors
 from polygon.domain.model import Batch, Model
+from polygon.domain.uniform import ParallelConfig
 
 
-class Split(NamedTuple):
+class GridSplit(NamedTuple):
     """dp x tp x pp x cp devices."""
 
     dp: int
@@ -21,7 +21,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class GridOptions:
     """What is tried beside every (dp, tp, pp); None: every value that can be."""
 
     cp: tuple[int, ...] | None = (1,)
@@ -32,10 +32,11 @@ class Options:
     schedule: tuple[str, ...] = ("1f1b",)
     interleave: tuple[int, ...] = (1,)
     sequence_parallel: tuple[bool, ...] = (False,)
-    overlap: str = "backward"
+    overlap: str | None = None
+    """Of data-parallel traffic; None: the runtime's."""
 
 
-EVERYTHING = Options(
+EVERYTHING = GridOptions(
     cp=None,
     ep=None,
     micro_batch_size=None,
@@ -47,7 +48,7 @@ EVERYTHING = Options(
 )
 
 
-def all_splits(devices: int, cp: tuple[int, ...] | None = (1,)) -> Iterator[Split]:
+def all_splits(devices: int, cp: tuple[int, ...] | None = (1,)) -> Iterator[GridSplit]:
     """Every (dp, tp, pp, cp) with this product, tensor degree by tensor degree."""
     for tp in divisors(devices):
         for context in divisors(devices // tp):
@@ -55,10 +56,10 @@ def all_splits(devices: int, cp: tuple[int, ...] | None = (1,)) -> Iterator[Spli
                 continue
             rest = devices // tp // context
             for pp in divisors(rest):
-                yield Split(dp=rest // pp, tp=tp, pp=pp, cp=context)
+                yield GridSplit(dp=rest // pp, tp=tp, pp=pp, cp=context)
 
 
-def split_fault(split: Split, model: Model, batch: Batch, devices_per_node: int) -> str | None:
+def split_fault(split: GridSplit, model: Model, batch: Batch, devices_per_node: int) -> str | None:
     """Why a split cannot be, whatever the options; None if it can."""
     dp, tp, pp, cp = split
     if devices_per_node % tp:
@@ -76,7 +77,7 @@ def split_fault(split: Split, model: Model, batch: Batch, devices_per_node: int)
     return None
 
 
-def micro_batch_sizes(split: Split, batch: Batch, options: Options) -> Iterator[tuple[int, str | None]]:
+def micro_batch_sizes(split: GridSplit, batch: Batch, options: GridOptions) -> Iterator[tuple[int, str | None]]:
     """Micro-batch sizes to try, each with why it cannot be (None if it can)."""
     per_replica = batch.global_batch // split.dp
     for size in options.micro_batch_size or divisors(per_replica):
@@ -84,7 +85,7 @@ def micro_batch_sizes(split: Split, batch: Batch, options: Options) -> Iterator[
         yield size, None if fits else f"micro-batch {size} does not divide the {per_replica} sequences of a replica"
 
 
-def _interleave_fits(split: Split, model: Model, chunks: int, micro_batches: int) -> bool:
+def _interleave_fits(split: GridSplit, model: Model, chunks: int, micro_batches: int) -> bool:
     """One chunk always fits; more need a pipeline, blocks for all chunks, and micro-batches in rounds of pp."""
     if chunks == 1:
         return True
@@ -92,7 +93,7 @@ def _interleave_fits(split: Split, model: Model, chunks: int, micro_batches: int
 
 
 def configurations(
-    split: Split, model: Model, batch: Batch, options: Options
+    split: GridSplit, model: Model, batch: Batch, options: GridOptions
 ) -> Iterator[tuple[ParallelConfig | int, str | None]]:
     """The configurations of a split that can be, and micro-batch sizes that cannot, with the reason.
 
@@ -129,9 +130,8 @@ def configurations(
                                         zero=zero,
                                         recompute=recompute,
                                         schedule=schedule,
-                                        interleave=chunks,
+                                        chunks=chunks,
                                         sequence_parallel=sequence,
-                                        overlap=options.overlap,
                                     ),
                                     None,
                                 )

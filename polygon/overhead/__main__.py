@@ -14,17 +14,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polygon import catalogue, cli
-from polygon.cost.collective_table import Cell, collective_cell
-from polygon.cost.topologies import KINDS, OPERATIONS, Topology, divisors, most_square
+from polygon.commands import cli
 from polygon.domain.cluster import Device, Link
+from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError, located, require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import RECOMPUTE
-from polygon.overhead import predefined, report
-from polygon.overhead.analysis import Analysis, Configuration, analyse, model_of_sizes, shape_of
+from polygon.formats import catalogue
+from polygon.overhead import communication_tables as report
+from polygon.overhead import predefined
+from polygon.overhead.collective_table import Cell, collective_cell
+from polygon.overhead.communication import Configuration, TrafficAnalysis, analyse, model_of_sizes, shape_of
 from polygon.overhead.dimensions import CP_MODES, Degrees, Shape
 from polygon.overhead.quantities import BYTES, BYTES_PER_S, COUNT, SECONDS, quantity
+from polygon.overhead.topologies import KINDS, OPERATIONS, Topology, most_square
 
 FLAT = ("ring", "tree", "switch")
 """Topologies that `--tree-algo` applies to."""
@@ -33,8 +36,8 @@ INTRA, INTER = "nvlink3", "infiniband-hdr"
 """Links of the catalogue where none are given: A100's NVLink; one HDR card for every GPU."""
 
 
-def _wiring_options(*, every: bool = False) -> cli.Parser:
-    parent = cli.Parser(add_help=False)
+def _wiring_options(*, every: bool = False) -> cli.CommandParser:
+    parent = cli.CommandParser(add_help=False)
     group = parent.add_argument_group("wiring")
     kinds = (*KINDS, "all") if every else KINDS
     group.add_argument("--topology", choices=kinds, default="ring", help="how ranks are joined (default %(default)s)")
@@ -57,17 +60,17 @@ def _wiring_options(*, every: bool = False) -> cli.Parser:
     return parent
 
 
-def _output_options(*, verbose: bool = True) -> cli.Parser:
-    parent = cli.Parser(add_help=False)
+def _output_options(*, verbose: bool = True) -> cli.CommandParser:
+    parent = cli.CommandParser(add_help=False)
     if verbose:
         parent.add_argument("--verbose", action="store_true", help="formulas, the numbers put in, sources")
     parent.add_argument("--csv", action="store_true", help="rows with a header in place of text")
     return parent
 
 
-def parser() -> cli.Parser:
+def parser() -> cli.CommandParser:
     """All options of all modes."""
-    top = cli.Parser(
+    top = cli.CommandParser(
         prog="polygon overhead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -263,7 +266,7 @@ def _micro_batches(args: argparse.Namespace, dp: int) -> int:
 
 def _sizes(args: argparse.Namespace, dp: int) -> tuple[Shape, Batch, Model | None]:
     """Model and batch from --model, or from single sizes as far as they are given."""
-    from polygon import files
+    from polygon.formats import files
 
     count = _micro_batches(args, dp)
     known: Model | None = files.read_model(args.model) if args.model else None
@@ -298,7 +301,7 @@ def _sizes(args: argparse.Namespace, dp: int) -> tuple[Shape, Batch, Model | Non
     return shape, batch, known
 
 
-def analysis_of(args: argparse.Namespace) -> Analysis:
+def analysis_of(args: argparse.Namespace) -> TrafficAnalysis:
     """The analysis that the options ask for."""
     degrees = _degrees(args)
     with located("--gpu: "):
@@ -330,7 +333,7 @@ def analysis(args: argparse.Namespace) -> int:
     return cli.infeasible(report.verdict(result)) if result.fits is False else cli.EXIT_OK
 
 
-def _flat(result: Analysis) -> dict[str, Any]:
+def _flat(result: TrafficAnalysis) -> dict[str, Any]:
     """One row for a whole configuration."""
     data = report.analysis_data(result)
     keys = ("topology", "devices", "dp", "tp", "pp", "cp", "zero", "sequence_parallel", "cp_mode")
@@ -343,7 +346,7 @@ def _flat(result: Analysis) -> dict[str, Any]:
 
 def run_all(args: argparse.Namespace) -> int:
     """All predefined combinations: CSV on standard output, or CSV files and plots in a folder."""
-    from polygon import files
+    from polygon.formats import files
 
     link, inter = catalogue.link(INTRA), catalogue.link(INTER)
     cells = [row for cell in predefined.all_cells(link, inter) for row in report.cell_rows(cell)]
@@ -354,7 +357,8 @@ def run_all(args: argparse.Namespace) -> int:
         else:
             cli.write(report.as_csv(cells) + "\n" + report.as_csv(configurations))
         return cli.EXIT_OK
-    from polygon.overhead import plots
+    from polygon.commands.figures import new_figure
+    from polygon.overhead import communication_plots as plots
 
     folder = Path(args.out)
     files.make_folder(folder)
@@ -365,11 +369,13 @@ def run_all(args: argparse.Namespace) -> int:
     with talk.progress("plots", total=len(KINDS) + 1) as show:
         for done, kind in enumerate(KINDS):
             show(done, kind)
-            plots.time_by_size(folder / f"time-{kind}.png", predefined.wiring(kind, 16, link, inter))
+            figure = new_figure(6.4, 4.4, "-o")
+            plots.time_by_size(figure, folder / f"time-{kind}.png", predefined.wiring(kind, 16, link, inter))
             names.append(f"time-{kind}.png")
         show(len(KINDS), "memory")
         first = next(a for a in predefined.all_analyses(link, inter) if a.configuration.degrees.dp == 8)
-        plots.memory_by_zero(folder / "memory-zero.png", first.memory, "70e9 parameters over 8 GPUs, dp 8")
+        figure, title = new_figure(5.4, 4.0, "-o"), "70e9 parameters over 8 GPUs, dp 8"
+        plots.memory_by_zero(figure, folder / "memory-zero.png", first.memory, title)
         names.append("memory-zero.png")
     cli.emit({"written": names}, "\n".join(str(folder / name) for name in names), as_json=args.json)
     return cli.EXIT_OK

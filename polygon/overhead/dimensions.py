@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from polygon.cost.collective_table import Cell, collective_cell
-from polygon.cost.topologies import Topology, divisors, most_square
+from polygon.domain.divisors import divisors
 from polygon.domain.errors import require
+from polygon.overhead.collective_table import Cell, collective_cell
+from polygon.overhead.topologies import Topology, most_square
 
 Messages = Iterable[tuple[str, str, Topology, float, float]]
 """What is sent, by which operation, in which group, bytes of one message, messages per step."""
@@ -66,7 +67,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class AxisTraffic:
     """One kind of message of one dimension, as the busiest device sees it."""
 
     dimension: str
@@ -217,7 +218,9 @@ DIMENSIONS = {
 }
 
 
-def traffic(shape: Shape, degrees: Degrees, whole: Topology, *, tree_algorithm: bool = False) -> tuple[Traffic, ...]:
+def traffic(
+    shape: Shape, degrees: Degrees, whole: Topology, *, tree_algorithm: bool = False
+) -> tuple[AxisTraffic, ...]:
     """All messages of a step, dimension by dimension.
 
     Parameters
@@ -236,5 +239,5 @@ def traffic(shape: Shape, degrees: Degrees, whole: Topology, *, tree_algorithm: 
             cell = collective_cell(op, group, message, shards=shards)
             if tree_algorithm and op == "all_reduce" and group.ranks > 1:
                 cell = cell.only(("binomial-tree", "double-tree"))
-            found.append(Traffic(dimension=dimension, what=what, cell=cell, count=count))
+            found.append(AxisTraffic(dimension=dimension, what=what, cell=cell, count=count))
     return tuple(found)

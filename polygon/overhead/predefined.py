@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polygon.cost.collective_table import Cell, collective_cell
-from polygon.cost.topologies import KINDS, OPERATIONS, Topology, most_square
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
-from polygon.overhead.analysis import Analysis, Configuration, analyse
+from polygon.overhead.collective_table import Cell, collective_cell
+from polygon.overhead.communication import Configuration, TrafficAnalysis, analyse
 from polygon.overhead.dimensions import Degrees, Shape
+from polygon.overhead.topologies import KINDS, OPERATIONS, Topology, most_square
 
 PROGRAM = "python -m polygon.overhead"
 RANKS = (2, 3, 4, 7, 8, 16, 64)
@@ -82,7 +82,7 @@ def all_cells(link: Link, inter: Link) -> Iterator[Cell]:
                     yield collective_cell(op, topology, size)
 
 
-def all_analyses(link: Link, inter: Link) -> Iterator[Analysis]:
+def all_analyses(link: Link, inter: Link) -> Iterator[TrafficAnalysis]:
     """The predefined configurations of 8 GPUs (one for the first) on every topology."""
     shape = Shape(parameters=PARAMETERS, blocks=BLOCKS, hidden_size=HIDDEN, seq_len=SEQ_LEN, micro_batches=4)
     for kind in KINDS:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from polygon.cost.bill import Bill
+from polygon.cost.money import Bill
 from polygon.domain.plan import Plan
-from polygon.planning.bank import Bank
 from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.initial_solutions import block_rates, even_parts
 from polygon.planning.objectives import value_of
-from polygon.planning.starts import block_rates, even_parts
+from polygon.planning.problem_arrays import Bank, Setting
 from solvers.allocation import AllocationProblem, AllocationSpace
-from solvers.problem import Problem as SolverProblem
+from solvers.problem import SearchProblem
 
 MOST_STRUCTURES = 3000
 
 
-class Candidates(SolverProblem[Allocation]):
-    """Allocations of a problem's devices to at most `stages` stages, with their micro-batch size.
+class Candidates(SearchProblem[Allocation]):
+    """Allocations of a problem's devices to at most `stages` stages, with their setting.
 
     The value is the decoder's objective by the fluid step time; good and different ones are kept in `elite`.
     """
@@ -38,6 +38,7 @@ class Candidates(SolverProblem[Allocation]):
             empty_groups=True,
         )
         self.sizes = decoder.tables.micro_batch_sizes
+        self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
         self._count = itertools.count()
 
@@ -46,7 +47,7 @@ class Candidates(SolverProblem[Allocation]):
         value = self.decoder.value(x)
         if np.isfinite(value):
             used = x.workers.any(axis=0)
-            structure = (int(x.workers.any(axis=1).sum()), x.micro_batch_size, used.tobytes())
+            structure = (int(x.workers.any(axis=1).sum()), x.setting, used.tobytes())
             best = self._best.setdefault(structure, [])
             if len(best) < 3 or value < best[-1][0]:
                 key = self.key(x)
@@ -59,11 +60,18 @@ class Candidates(SolverProblem[Allocation]):
                 self._best = dict(kept)
         return value
 
+    def evaluate_degrees(self, x: Allocation) -> tuple[float, Allocation]:
+        """The best of an allocation's context- and expert-parallel degrees, and its value."""
+        options = [replace(x, cp=cp, ep=ep) for cp, ep in self.degrees]
+        values = [self.evaluate(option) for option in options]
+        best = int(np.argmin(values))
+        return values[best], options[best]
+
     @property
     def elite(self) -> list[Allocation]:
         """Good and different allocations met: in turn the best of all, and the best of every structure.
 
-        A structure is a number of stages, the worker classes used, and a micro-batch size. The fluid value misjudges
+        A structure is a number of stages, the worker classes used, and a setting. The fluid value misjudges
         some structures more than others, so the best few of all would often be of one kind.
         """
         ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
@@ -74,7 +82,8 @@ class Candidates(SolverProblem[Allocation]):
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""
         size = int(self.sizes[rng.integers(len(self.sizes))])
-        return Allocation(workers=self._compact(self.space.random(rng)), micro_batch_size=size)
+        cp, ep = self.degrees[rng.integers(len(self.degrees))]
+        return Allocation(workers=self._compact(self.space.random(rng)), micro_batch_size=size, cp=cp, ep=ep)
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ or release workers; split, merge or move a stage; another micro-batch size."""
@@ -85,6 +94,9 @@ class Candidates(SolverProblem[Allocation]):
             at = self.sizes.index(x.micro_batch_size)
             choices = [i for i in (at - 1, at + 1) if 0 <= i < len(self.sizes)]
             return replace(x, micro_batch_size=int(self.sizes[choices[rng.integers(len(choices))]]))
+        if kind < 0.18 and len(self.degrees) > 1:
+            cp, ep = self.degrees[rng.integers(len(self.degrees))]
+            return replace(x, cp=cp, ep=ep)
         if kind < 0.34:
             return replace(x, workers=self._restructure(x.workers, rng))
         if kind < 0.5:
@@ -167,15 +179,13 @@ class Candidates(SolverProblem[Allocation]):
         return result
 
     def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
-        """A repaired mixture of the matrices; the micro-batch size of one parent."""
+        """A repaired mixture of the matrices; the setting of one parent."""
         mixed = self.space.crossover(a.workers, b.workers, rng)
-        return Allocation(
-            workers=self._compact(mixed), micro_batch_size=(a if rng.random() < 0.5 else b).micro_batch_size
-        )
+        return replace(a if rng.random() < 0.5 else b, workers=self._compact(mixed))
 
     def key(self, x: Allocation) -> Hashable:
-        """Stages and micro-batch size."""
-        return x.micro_batch_size, x.workers.tobytes()
+        """Stages and setting."""
+        return x.setting, x.workers.tobytes()
 
 
 class ExactCandidates(Candidates):
@@ -192,6 +202,11 @@ class ExactCandidates(Candidates):
         steps = [super(ExactCandidates, self).neighbour(x, rng) for _ in range(12)]
         values = [self.decoder.value(step) for step in steps]
         return steps[int(np.argmin(values))]
+
+    def met(self) -> Iterator[tuple[Allocation, float]]:
+        """Every allocation that was evaluated and has a plan, and its value."""
+        for bill, x in self.bills:
+            yield x, value_of(self.decoder.problem, self.decoder.objective, bill)
 
     def evaluate(self, x: Allocation) -> float:
         """The objective, exactly; what was evaluated before is remembered."""
@@ -235,21 +250,21 @@ class GroupCandidates(AllocationProblem):
 
     def affinity(self) -> np.ndarray:
         """How well two classes combine gradients: 1 / (1 + a gradient's seconds over the median)."""
-        bank = self.decoder.bank(self.micro_batch_size)
+        bank = self.decoder.bank(Setting(self.micro_batch_size))
         blocks = self.decoder.problem.model.blocks / self.space.groups
         per_block = float(bank.parameters[0, 2] - bank.parameters[0, 1]) * int(bank.tp[0]) * bank.gradient_bytes
         return self._closeness(bank, per_block * blocks * bank.gradient_ratio)
 
     def next_affinity(self) -> np.ndarray:
         """How well one class passes activations to another in the next stage."""
-        bank = self.decoder.bank(self.micro_batch_size)
+        bank = self.decoder.bank(Setting(self.micro_batch_size))
         return self._closeness(bank, bank.activation_wire * bank.micro_batches / self.space.groups)
 
     def _closeness(self, bank: Bank, n_bytes: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore"):
             seconds = (
-                bank.latency_s[np.ix_(bank.pool, bank.pool)]
-                + n_bytes[np.ix_(bank.region, bank.region)] / bank.bytes_per_s[np.ix_(bank.pool, bank.pool)]
+                bank.links.latency_s[np.ix_(bank.pool, bank.pool)]
+                + n_bytes[np.ix_(bank.region, bank.region)] / bank.links.bytes_per_s[np.ix_(bank.pool, bank.pool)]
             )
         finite = seconds[np.isfinite(seconds)]
         scale = float(np.median(finite[finite > 0])) if (finite > 0).any() else 1.0

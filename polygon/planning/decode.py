@@ -8,33 +8,38 @@ shares and routes (`polygon.planning.routing`), the windows of the schedule, and
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from polygon.cost.bill import Bill, priced, step_bill
+from polygon.cost.convergence import Allowed, allowed
 from polygon.cost.estimate import worker_memory
-from polygon.cost.step_times import StepTimes, step_times
+from polygon.cost.money import Bill, priced, step_bill
+from polygon.cost.step_times import StepTimes, alike, stage_seconds, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
-from polygon.domain.plan import PARITY_LEVELS, LinkUse, Plan, Problem, Stage, Worker
-from polygon.parity import Allowed, allowed
-from polygon.planning.bank import OPTIONS, Bank, build_bank, worker_classes
-from polygon.planning.dealing import deal_devices
+from polygon.domain.message import Message
+from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
+from polygon.planning.device_assignment import deal_devices
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FITS, NO_LINK, REASONS, Work, fluid_step_s, work_for
+from polygon.planning.fluid import FITS, NEVER_ENDS, NO_LINK, NO_MEMORY, REASONS, FluidWork, fluid_step_s, work_for
+from polygon.planning.link_compression import activation_modes, gradient_mode, settled
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
-from polygon.planning.packing import activation_modes, gradient_mode, settled
+from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
 from polygon.planning.routing import build_routes
-from polygon.planning.spans import Pacing
 from polygon.planning.stage_rules import StageRules
+from polygon.planning.warmup_depths import Pacing
 
 SOCKET_WINDOW_BYTES = 4 * 2**20
 """Largest TCP send buffer of a Linux host as it comes (net.ipv4.tcp_wmem)."""
 WINDOW_USE = 0.82
 """Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
 MAX_STREAMS = 16
+SHORTEST_PIECE, LEAST_PIECE = 4096, 1024
+"""Tokens of a piece of a sequence that a search looks at, and where a device has less than `FEW` sequences."""
+FEW = 4
 
 NEARLY = 1.01
 """Of several numbers of local steps, the fewest within this factor of the best are taken."""
@@ -42,24 +47,32 @@ NEARLY = 1.01
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
-    """Workers of each class in each stage, and the micro-batch size.
+    """Tensor-parallel groups of each class in each stage, and how they work.
 
     Parameters
     ----------
     workers : ndarray of int64, shape (stages, classes)
-        Columns as in the decoder's `classes`; empty rows are skipped.
-    micro_batch_size : int
+        Columns as in the decoder's `classes`; empty rows are skipped. A worker takes `cp` of a class's groups.
+    micro_batch_size, cp, ep : int
+        See `Setting`.
     """
 
     workers: np.ndarray
     micro_batch_size: int
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def setting(self) -> Setting:
+        """How the workers work."""
+        return Setting(self.micro_batch_size, self.cp, self.ep)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Infeasible:
     """Why an allocation, or a whole problem, has no plan."""
 
-    reason: str
+    reason: Message
 
 
 class Decoder:
@@ -77,25 +90,26 @@ class Decoder:
         self.objective = objective
         self.tables = tables or CostTables(problem)
         self.classes = worker_classes(self.tables, tensor_limit)
+        self.degrees = parallel_degrees(problem)
+        """Context- and expert-parallel degrees that the search may choose."""
         self._paced: tuple[Plan, StepTimes] | None = None
         if self.classes:
             self.may = allowed(problem)
             self._chain = nested(problem)
             self.rules = StageRules(problem, np.array([problem.cluster.pools[p].region for p, _ in self.classes]))
             self._bills = FluidBills(problem, self.classes)
-            self._widest = max(problem.cluster.pools[p].devices // t for p, t in self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
             self._work = lru_cache(maxsize=None)(self._room)
 
-    def _build_bank(self, micro_batch_size: int, may: Allowed) -> Bank:
-        return build_bank(self.tables, self.classes, micro_batch_size, may, min(self._widest, 256))
+    def _build_bank(self, setting: Setting, may: Allowed) -> Bank:
+        return build_bank(self.tables, self.classes, setting, may)
 
-    def _room(self, rows: int) -> Work:
-        return work_for(self.bank(self.tables.micro_batch_sizes[0]), rows)
+    def _room(self, rows: int) -> FluidWork:
+        return work_for(self.bank(Setting(self.tables.micro_batch_sizes[0])), rows)
 
-    def bank(self, micro_batch_size: int) -> Bank:
-        """Arrays of the problem at a micro-batch size."""
-        return self._bank(micro_batch_size, self.may)
+    def bank(self, setting: Setting) -> Bank:
+        """Arrays of the problem under a setting."""
+        return self._bank(setting, self.may)
 
     def warm_up(self) -> None:
         """Have the kernels compiled (or loaded), so that time limits count searching alone."""
@@ -107,7 +121,7 @@ class Decoder:
         """Fluid step time [s], and why it is inf (`polygon.planning.fluid`)."""
         allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
-        bank = self.bank(allocation.micro_batch_size)
+        bank = self.bank(allocation.setting)
         return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows))
 
     def legal(self, allocation: Allocation) -> Allocation:
@@ -123,7 +137,7 @@ class Decoder:
     def fluid_bill(self, allocation: Allocation) -> Bill:
         """What an allocation's step costs, by the fluid step time."""
         allocation = self.legal(allocation)
-        bank = self.bank(allocation.micro_batch_size)
+        bank = self.bank(allocation.setting)
         bounds, options, out = _out(allocation.workers.shape[0])
         step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
         if not math.isfinite(step_s):
@@ -152,10 +166,10 @@ class Decoder:
         """
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
-            return Infeasible(reason="no devices are left where the rules for stages want them")
+            return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if not relax:
             return self._decode(allocation, self.may)
-        best: Plan | Infeasible = Infeasible(reason="")
+        best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
         value = math.inf
         for may in self._chain:
             plan = self._decode(allocation, may)
@@ -172,18 +186,18 @@ class Decoder:
     def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
         bounds, options, out = _out(allocation.workers.shape[0])
-        bank = self._bank(allocation.micro_batch_size, may)
+        bank = self._bank(allocation.setting, may)
         value, why = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
         if why != FITS or not math.isfinite(value):
-            return Infeasible(reason=REASONS.get(why, "the step would never end"))
+            return Infeasible(reason=REASONS.get(why, NEVER_ENDS))
         stages = self._stages(allocation, bounds, options, int(out[0]))
-        draft = self._route(stages, allocation.micro_batch_size, may, locked=bool(out[1]))
+        draft = self._route(stages, allocation.setting, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):
             return draft
         paced = Pacing(draft, self.tables).best()
         if paced is None:
             shortest = tuple((1,) * stage.width for stage in draft.stages)
-            return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)))
+            return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
         self._paced = paced
         return self._with_local_steps(paced[0], may)
 
@@ -200,8 +214,10 @@ class Decoder:
         return next(option for option, value in zip(options, values, strict=True) if value <= limit)
 
     def _stages(self, allocation: Allocation, bounds: np.ndarray, options: np.ndarray, count: int) -> list[Stage]:
-        """Deal out devices, pool by pool (`polygon.planning.dealing`)."""
-        rows = allocation.workers[allocation.workers.any(axis=1)]
+        """Deal out devices, pool by pool (`polygon.planning.device_assignment`)."""
+        cp = allocation.cp
+        rows = allocation.workers // cp
+        rows = rows[rows.any(axis=1)]
         workers: list[list[Worker]] = [[] for _ in rows]
         of_pool: dict[int, list[int]] = {}
         for c in np.flatnonzero(rows.any(axis=0)).tolist():
@@ -209,41 +225,39 @@ class Decoder:
         for p in sorted(of_pool):
             columns = sorted(of_pool[p], key=lambda c: -self.classes[c][1])
             pool = self.problem.cluster.pools[p]
-            degrees = [self.classes[c][1] for c in columns]
+            degrees = [self.classes[c][1] * cp for c in columns]
             dealt = deal_devices(rows[:, columns], degrees, pool.devices, pool.devices_per_node)
             for s, devices in enumerate(dealt):
-                workers[s] += [
-                    Worker(pool=p, devices=tuple(range(pool.first_device + first, pool.first_device + first + tp)))
-                    for first, tp in devices
-                ]
+                begins = [(pool.first_device + first, n) for first, n in devices]
+                workers[s] += [Worker(pool=p, devices=tuple(range(a, a + n)), cp=cp) for a, n in begins]
         return [
-            Stage(
-                first_layer=int(bounds[s]),
-                last_layer=int(bounds[s + 1]),
-                workers=tuple(workers[s]),
-                recompute=OPTIONS[options[s]][0],
-                zero=OPTIONS[options[s]][1] if len(workers[s]) > 1 else 0,
-            )
+            self._stage(int(bounds[s]), int(bounds[s + 1]), tuple(workers[s]), options[:, s].tolist(), allocation.ep)
             for s in range(count)
         ]
 
-    def _route(self, stages: list[Stage], micro_batch_size: int, may: Allowed, *, locked: bool) -> Plan | Infeasible:
+    def _stage(self, first: int, last: int, workers: tuple[Worker, ...], option: list[int], ep: int) -> Stage:
+        """A stage of layers [first, last) under a memory option of `polygon.planning.layer_split`."""
+        mode, zero, blocks = option
+        whole = max(first, 1) + blocks >= last
+        alike = Counter[tuple[int, int]]()
+        for worker in workers:
+            alike[worker.pool, worker.tp] += worker.cp
+        return Stage(
+            first_layer=first,
+            last_layer=last,
+            workers=workers,
+            recompute=RECOMPUTE[mode] if blocks else "none",
+            recompute_blocks=None if whole or not blocks else blocks,
+            zero=zero if alike.total() > 1 else 0,
+            sequence_parallel=any(splits_sequence(self.problem, worker.tp, worker.cp) for worker in workers),
+            ep=math.gcd(ep, *alike.values()) if ep > 1 else 1,
+        )
+
+    def _route(self, stages: list[Stage], setting: Setting, may: Allowed, *, locked: bool) -> Plan | Infeasible:
         """Shares and routes; workers left without a micro-batch are dropped."""
-        problem, links = self.problem, self.tables.links
+        problem, links, micro_batch_size = self.problem, self.tables.links, setting.micro_batch_size
         micro_batches = problem.batch.global_batch // micro_batch_size
-        seconds = []
-        for stage in stages:
-            by_class = {}
-            for key in {(w.pool, w.tp) for w in stage.workers}:
-                times = self.tables.times(*key, micro_batch_size, stage.recompute)
-                span = stage.last_layer, stage.first_layer
-                by_class[key] = float(
-                    times.forward_s[span[0]]
-                    - times.forward_s[span[1]]
-                    + times.backward_s[span[0]]
-                    - times.backward_s[span[1]]
-                )
-            seconds.append(np.array([by_class[w.pool, w.tp] for w in stage.workers]))
+        seconds = self._seconds(stages, micro_batch_size)
         regions = [np.array([links.region[w.pool] for w in stage.workers], dtype=np.int64) for stage in stages]
         share = None
         if locked:
@@ -251,7 +265,7 @@ class Decoder:
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
             share = np.zeros((len(rates), count))
             lock_shares(np.array(rates), len(rates), True, share)
-        routes = build_routes(seconds, regions, self._message_s(micro_batch_size, may), micro_batches, share)
+        routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
         kept = []
@@ -259,7 +273,10 @@ class Decoder:
             busy = np.unique(routes[:, s])
             if len(busy) < stage.width:
                 routes[:, s] = np.searchsorted(busy, routes[:, s])
-                stage = replace(stage, workers=tuple(stage.workers[w] for w in busy))
+                stage = replace(stage, workers=tuple(stage.workers[w] for w in busy), ep=1)
+            shares = np.bincount(routes[:, s], minlength=stage.width)
+            if stage.ep > 1 and shares.min() < shares.max():
+                return Infeasible(reason=Message("reason.expert_shares"))
             kept.append(stage)
         return Plan(
             stages=tuple(kept),
@@ -269,11 +286,26 @@ class Decoder:
             links=self._links(kept, micro_batch_size, may),
         )
 
-    def _message_s(self, micro_batch_size: int, may: Allowed) -> np.ndarray:
+    def _seconds(self, stages: list[Stage], micro_batch_size: int) -> list[np.ndarray]:
+        """Forward and backward of a micro-batch on every worker, what is seen of ZeRO's traffic included."""
+        routes = np.zeros((1, len(stages)), dtype=np.int64)
+        draft = Plan(stages=tuple(stages), routes=routes, micro_batch_size=micro_batch_size, spans=())
+        place, seconds = Placement.of(draft, self.tables.links), []
+        for s in range(len(stages)):
+            mine = place.members(s)
+            kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
+            of_kind = [
+                sum(stage_seconds(draft, self.tables, s, pool=pool, tp=tp, shards=shards, place=place)[:2])
+                for pool, tp, shards in kinds
+            ]
+            seconds.append(np.array(of_kind)[kind])
+        return seconds
+
+    def _message_s(self, setting: Setting, may: Allowed) -> np.ndarray:
         """Seconds of one message between regions; inf where there is no link."""
         cluster = self.problem.cluster
         with np.errstate(divide="ignore"):
-            return cluster.latency_s + self._bank(micro_batch_size, may).activation_wire / cluster.bytes_per_s
+            return cluster.latency_s + self._bank(setting, may).activation_wire / cluster.bytes_per_s
 
     def _links(self, stages: list[Stage], micro_batch_size: int, may: Allowed) -> tuple[LinkUse, ...]:
         """One entry for every ordered pair of regions between which the plan may send."""
@@ -304,24 +336,43 @@ class Decoder:
         need = np.array([total[id(memory)] for memory in breakdowns])
         return need > self.tables.limit_bytes[place.pool]
 
-    def over_memory(self, plan: Plan) -> str:
-        """Which worker of a plan has too little memory, and by how much; empty if all fit."""
+    def over_memory(self, plan: Plan) -> Message | None:
+        """Which worker of a plan has too little memory, and by how much; None if all fit."""
         place = Placement.of(plan, self.tables.links)
         for i, memory in enumerate(worker_memory(plan, self.tables, place)):
             limit = float(self.tables.limit_bytes[place.pool[i]])
             if memory.total_bytes > limit:
                 pool = self.problem.cluster.pools[place.pool[i]]
-                return (
-                    f"stage {place.stage[i]} on {pool.device.name} in {self.problem.cluster.regions[pool.region].name} "
-                    f"lacks {(memory.total_bytes - limit) / 2**30:.1f} GiB, most of it {memory.owner}"
+                return Message(
+                    "reason.lacks_memory",
+                    stage=int(place.stage[i]),
+                    device=pool.device.name,
+                    region=self.problem.cluster.regions[pool.region].name,
+                    lacking_bytes=memory.total_bytes - limit,
+                    owner=Message(f"memory.{memory.owner}"),
                 )
-        return ""
+        return None
 
     def step_times(self, plan: Plan) -> StepTimes:
         """Exact times of a plan; those of the plan decoded last are known."""
         if self._paced is not None and plan is self._paced[0]:
             return self._paced[1]
         return step_times(plan, self.tables)
+
+
+def parallel_degrees(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Pairs of context- and expert-parallel degrees that a search looks at; (1, 1) first.
+
+    Sequences are cut into pieces of at least `SHORTEST_PIECE` tokens, or `LEAST_PIECE` where they are few; experts are
+    spread over powers of two.
+    """
+    widest = max((pool.devices for pool in problem.cluster.pools if problem.may_use(pool)), default=1)
+    tokens, experts = problem.batch.seq_len, problem.model.experts
+    shortest = LEAST_PIECE if problem.batch.global_batch < FEW * problem.cluster.devices else SHORTEST_PIECE
+    powers = [2**k for k in range(int(math.log2(widest)) + 1)]
+    cps = [cp for cp in powers if tokens % cp == 0 and (cp == 1 or tokens // cp >= shortest)]
+    eps = [ep for ep in powers if ep == 1 or (experts and experts % ep == 0)]
+    return tuple((cp, ep) for cp in cps for ep in eps)
 
 
 def nested(problem: Problem) -> list[Allowed]:
@@ -355,6 +406,6 @@ def _out(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Room for what `fluid_step_s` hands back."""
     return (
         np.zeros(rows + 1, dtype=np.int64),
-        np.zeros(rows, dtype=np.int64),
+        np.zeros((3, rows), dtype=np.int64),
         np.zeros(3, dtype=np.int64),
     )

@@ -1,9 +1,10 @@
 """The best plan of a small problem, proved: every allocation that the search could choose, decoded or excluded.
 
-The search chooses how many workers of each class serve each stage, and the micro-batch size; decode does the rest. So
+The search chooses how many workers of each class serve each stage, and their setting; decode does the rest. So
 all of these are enumerated (stages up to a limit, every pool dealt out in every way, idle devices too). What
-`polygon.planning.floors` shows to be no better than the best known is left out; the others are decoded and simulated
-as the search does with its best, lowest floor first.
+`polygon.planning.allocation_bound` shows to be no better than the best known is left out; the others are decoded and
+simulated as the search does with its best, lowest bound first; the best is polished (`polygon.planning.polish`). What
+is proved is that no allocation decodes to a better plan; borders and options other than decode's are not enumerated.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import numpy as np
 
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.planning.allocation_bound import floors_s, limits_of
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.engine import Effort, Found, Tell, find_plan, most_stages
-from polygon.planning.floors import floors_s, limits_of
+from polygon.planning.polish import polished
+from polygon.planning.problem_arrays import Setting
+from polygon.planning.search_engine import Effort, Found, Tell, find_plan, most_stages
 from solvers.allocation import AllocationSpace
 from solvers.exhaustive import Exhaustive
 from solvers.stop import MaxEvaluations, TimeLimit
 
 MOST_ALLOCATIONS = 2_000_000
-"""More (allocations times micro-batch sizes) are refused."""
+"""More (allocations times settings) are refused."""
 KNOWN = 8
 """Of the search's allocations so many are tried first."""
 
@@ -37,6 +41,7 @@ class AllAllocations(Candidates):
     def __init__(self, decoder: Decoder, stages: int) -> None:
         super().__init__(decoder, stages)
         pools = decoder.problem.cluster.pools
+        self.settings = [Setting(size, *degrees) for size in self.sizes for degrees in self.degrees]
         self.spaces = [
             AllocationSpace(
                 groups=s,
@@ -49,7 +54,7 @@ class AllAllocations(Candidates):
 
     def count(self) -> int:
         """How many there are, those with empty stages counted as well."""
-        return sum(space.count() for space in self.spaces) * len(self.sizes)
+        return sum(space.count() for space in self.spaces) * len(self.settings)
 
     def evaluate(self, x: Allocation) -> float:
         """Step time of the plan as the search would return it [s]."""
@@ -57,34 +62,35 @@ class AllAllocations(Candidates):
         return self.decoder.plan_value(plan) if isinstance(plan, Plan) else math.inf
 
     def solutions(self) -> Iterator[Allocation]:
-        """Every allocation without empty stages, for every micro-batch size."""
+        """Every allocation without empty stages, under every setting."""
         for space in self.spaces:
             for x in space.solutions():
-                for size in self.sizes:
-                    yield Allocation(workers=x, micro_batch_size=size)
+                for size, cp, ep in self.settings:
+                    yield Allocation(workers=x, micro_batch_size=size, cp=cp, ep=ep)
 
     def solutions_by_floor(self) -> Iterator[tuple[float, Allocation]]:
         """Those that have a plan, with a step time that it cannot beat."""
         every: list[np.ndarray] = []
         floors: list[np.ndarray] = []
-        sizes: list[int] = []
-        limits = {size: limits_of(self.decoder, size) for size in self.sizes}
+        settings: list[Setting] = []
+        limits = {setting: limits_of(self.decoder, setting.micro_batch_size) for setting in self.settings}
         for space in self.spaces:
             for block in space.solution_blocks():
                 xs = block.astype(np.int16)
-                for size in self.sizes:
+                for setting in self.settings:
                     out = np.empty(len(xs))
-                    floors_s(self.decoder.bank(size), limits[size], xs, out)
+                    floors_s(self.decoder.bank(setting), limits[setting], xs, out)
                     every.append(xs[np.isfinite(out)])
                     floors.append(out[np.isfinite(out)])
-                    sizes.append(size)
+                    settings.append(setting)
         block_of = np.repeat(np.arange(len(floors)), [len(part) for part in floors])
         first = np.cumsum([0, *(len(part) for part in floors)])
         values = np.concatenate([*floors, np.zeros(0)])
         for i in np.argsort(values, kind="stable").tolist():
             block_at = int(block_of[i])
             x = every[block_at][i - int(first[block_at])].astype(np.int64)
-            yield float(values[i]), Allocation(workers=x, micro_batch_size=sizes[block_at])
+            size, cp, ep = settings[block_at]
+            yield float(values[i]), Allocation(workers=x, micro_batch_size=size, cp=cp, ep=ep)
 
 
 def find_optimum(
@@ -114,7 +120,7 @@ def find_optimum(
     effort = effort or Effort()
     decoder = Decoder(problem, tables=tables)
     if not decoder.classes:
-        return Found(plan=None, value_s=math.inf, reason="every region or device type is forbidden")
+        return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     if problem.constraints.limits_cost or decoder.rules:
         raise InputError("method: exhaustive search knows no budget, deadline, egress cap or rule for stages")
     everything = AllAllocations(decoder, most_stages(problem))
@@ -131,12 +137,20 @@ def find_optimum(
         rng,
         MaxEvaluations(count + KNOWN) | TimeLimit(effort.time_limit_s),
         start=known,
-        callback=(lambda progress, _: tell("every allocation", 0.5, progress.value)) if tell else None,
+        callback=(lambda progress, _: tell(Message("phase.every_allocation"), 0.5, progress.value)) if tell else None,
     )
     plan = decoder.decode(result.solution) if result.solution is not None else None
+    value_s = result.value
+    if isinstance(plan, Plan):
+        plan = polished(
+            plan, decoder.tables, decoder.plan_value, evaluations=effort.polish_evaluations, expired=lambda: False
+        )
+        value_s = decoder.plan_value(plan)
+    if first.value_s < value_s:
+        plan, value_s = first.plan, first.value_s
     return Found(
         plan=replace(plan, solver="exhaustive") if isinstance(plan, Plan) else None,
-        value_s=result.value,
+        value_s=value_s,
         reason=first.reason,
         evaluations=first.evaluations + result.evaluations,
         seconds=first.seconds + result.seconds,

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.kernel_options import inner, kernel
-from polygon.planning.bank import Bank
-from polygon.planning.hosts import Hosts, common_nodes, find_crowds, near_part
+from polygon.jit.compilation import inner, kernel
+from polygon.planning.node_sharing import Hosts, common_nodes, find_crowds, near_part
+from polygon.planning.problem_arrays import Bank
 from polygon.planning.stage_lists import Stages
 
 
@@ -141,10 +141,10 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, flow: np.ndarr
                 if demand[b] <= 1e-12 or a == b:
                     continue
                 pa, pb = bank.stands[a], bank.stands[b]
-                rate = bank.bytes_per_s[pa, pb]
+                rate = bank.links.bytes_per_s[pa, pb]
                 if rate <= 0:
                     continue
-                cost = bank.latency_s[pa, pb] + bank.activation_wire[a, b] / rate
+                cost = bank.links.latency_s[pa, pb] + bank.activation_wire[a, b] / rate
                 if cost < best:
                     best, source, target = cost, a, b
         if source < 0:
@@ -197,8 +197,9 @@ def find_flows(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -
 
 
 @inner
-def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool) -> tuple[float, float]:
-    """Seconds of the slowest message between stages s and s + 1, and the time in which the fullest link carries all.
+def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool) -> tuple[float, float, float]:
+    """Seconds of the slowest message between stages s and s + 1, the time in which the fullest link carries all, and
+    seconds of the mean message.
 
     The mean of the slowest activation and the slowest gradient: workers take micro-batches in a fixed order, so all
     wait for the slowest way. The workers of a node share its links.
@@ -209,7 +210,7 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
         Whether any node serves several of the n stages.
     """
     regions = bank.activation_wire.shape[0]
-    down, up, fullest = 0.0, 0.0, 0.0
+    down, up, fullest, mean = 0.0, 0.0, 0.0, 0.0
     for a in range(regions):
         for b in range(regions):
             part = places.flow[s, a, b]
@@ -217,9 +218,36 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
                 continue
             message, full = _way_s(bank, places, hosts, n, s, s + 1, a, b, part, shared)
             down, fullest = max(down, message), max(fullest, full)
+            mean += 0.5 * part * message
             message, full = _way_s(bank, places, hosts, n, s + 1, s, b, a, part, shared)
             up, fullest = max(up, message), max(fullest, full)
-    return 0.5 * (down + up), fullest
+            mean += 0.5 * part * message
+    return 0.5 * (down + up), fullest, mean
+
+
+@inner
+def cards_s(bank: Bank, places: Places, n: int, shared: bool) -> float:
+    """The time in which the busiest nodes' cards send all that they send: activations down and gradients up.
+
+    The crowd of stages that share nodes is that of `find_crowds`.
+    """
+    regions, longest = bank.activation_wire.shape[0], 0.0
+    for s in range(n):
+        for r in range(regions):
+            n_bytes = 0.0
+            for q in (s, s - 1):  # to the next stage, and back to the one before
+                if q < 0 or q > n - 2:
+                    continue
+                for other in range(regions):
+                    part = places.flow[q, r, other] if q == s else places.flow[q, other, r]
+                    if shared and other == r:
+                        part *= 1 - places.near[q, r]
+                    n_bytes += part * bank.activation_wire[r, other]
+            if n_bytes > 0:
+                crowd = places.crowd[s, r] if shared else 1.0
+                card = bank.links.card_bytes_per_s[places.pool[s, r]] * places.nodes[s, r]
+                longest = max(longest, bank.micro_batches * n_bytes * crowd / card)
+    return longest
 
 
 @inner
@@ -234,18 +262,18 @@ def _way_s(
         if a == b:
             part *= 1 - places.near[min(s, q), a]
             if part < 1e-9:
-                return bank.node_latency_s[pa] + bank.activation_wire[a, b] / bank.node_bytes_per_s[pa], 0.0
+                return bank.links.node_latency_s[pa] + bank.activation_wire[a, b] / bank.links.node_bytes_per_s[pa], 0.0
         card_crowd = places.crowd[s, a]
         if places.busy[a, b] > part * (1 + 1e-9):
             pair_crowd = _pair_crowd(places, hosts, n, s, q, a, b)
-    latency, n_bytes = bank.latency_s[pa, pb], bank.activation_wire[a, b]
-    rate, card = bank.bytes_per_s[pa, pb] / pair_crowd, bank.card_bytes_per_s[pa] / card_crowd
+    latency, n_bytes = bank.links.latency_s[pa, pb], bank.activation_wire[a, b]
+    rate, card = bank.links.bytes_per_s[pa, pb] / pair_crowd, bank.links.card_bytes_per_s[pa] / card_crowd
     nodes, workers = places.nodes[s, a], places.workers[s, a]
     together = min(rate * nodes * places.nodes[q, b], card * nodes)
     alone = min(rate, card) * nodes / workers
     if a != b:
-        together = min(together, bank.capacity_bytes_per_s[a, b])
-        alone = min(alone, bank.capacity_bytes_per_s[a, b] / workers)
+        together = min(together, bank.links.capacity_bytes_per_s[a, b])
+        alone = min(alone, bank.links.capacity_bytes_per_s[a, b] / workers)
     seconds = latency + n_bytes / alone + (0.0 if a == b else bank.activation_codec_s[a, b])
     return seconds, bank.micro_batches * n_bytes * part / together
 

@@ -12,7 +12,7 @@ memory lets only a few micro-batches be in flight behind a stage.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
 stage with the fastest recomputation and ZeRO option that fits its memory. The exact simulation of the decoded plan
-(`polygon.cost.schedule`) decides between the best candidates.
+(`polygon.cost.simulation`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.cost.reduction import LevelsRoom, levels_room, levels_s
-from polygon.kernel_options import inner, kernel
-from polygon.planning.bank import Bank
-from polygon.planning.flow import Places, boundary_s, find_flows, find_places, lock_shares, places_for
-from polygon.planning.hosts import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
+from polygon.cost.overlap import gathered_s, summed_s
+from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s
+from polygon.domain.message import Message
+from polygon.jit.compilation import inner, kernel
+from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
 from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers
+from polygon.planning.node_sharing import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
+from polygon.planning.problem_arrays import ZERO, Bank
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
 
 FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
 REASONS = {
-    NO_MEMORY: "no split of the layers fits the memory of its stages",
-    NO_LINK: "two neighbouring stages, or two members of one stage, have no link",
-    NO_STAGE: "there is no stage, or there are more stages than layers",
-    TOO_FEW_MICRO_BATCHES: "a stage has more workers than there are micro-batches",
+    NO_MEMORY: Message("reason.no_memory"),
+    NO_LINK: Message("reason.no_link"),
+    NO_STAGE: Message("reason.no_stage"),
+    TOO_FEW_MICRO_BATCHES: Message("reason.too_few_micro_batches"),
 }
+NEVER_ENDS = Message("reason.never_ends")
 
 
 class Reductions(NamedTuple):
@@ -60,7 +63,7 @@ class Reductions(NamedTuple):
     """When it begins, seconds from its end to that of the step, and zeros for the one or the other."""
 
 
-class Work(NamedTuple):
+class FluidWork(NamedTuple):
     """Room in which `fluid_step_s` works; of what it leaves there, only the lists by class of `stages` are of use."""
 
     stages: Stages
@@ -69,10 +72,13 @@ class Work(NamedTuple):
     trial: np.ndarray
     """(rows + 1,)."""
     passing: np.ndarray
+    mean: np.ndarray
     message: np.ndarray
-    """(rows,) seconds of a stage's slowest worker, and of the slowest way to the next stage, for a micro-batch."""
+    """(rows,) seconds of a stage's slowest worker, of the mean micro-batch there and back from the next stage, and of
+    the slowest way to that, for a micro-batch."""
     reduction: Reductions
     pools: np.ndarray
+    degrees: np.ndarray
     """(classes,) of one stage, as in `levels_s`."""
     wire_bytes: np.ndarray
     pair_share: np.ndarray
@@ -98,18 +104,20 @@ def reductions_for(rows: int) -> Reductions:
     )
 
 
-def work_for(bank: Bank, rows: int) -> Work:
+def work_for(bank: Bank, rows: int) -> FluidWork:
     """Room for allocations of so many rows."""
     classes, regions = len(bank.pool), len(bank.stands)
-    return Work(
+    return FluidWork(
         stages=stages_for(rows, classes),
         places=places_for(rows, regions),
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
         passing=np.zeros(rows),
+        mean=np.zeros(rows),
         message=np.zeros(rows),
         reduction=reductions_for(rows),
         pools=np.zeros(classes, dtype=np.int64),
+        degrees=np.zeros(classes, dtype=np.int64),
         wire_bytes=np.zeros((regions, regions)),
         pair_share=np.zeros((regions, regions)),
         levels=levels_room(classes, regions),
@@ -118,7 +126,7 @@ def work_for(bank: Bank, rows: int) -> Work:
 
 @kernel
 def fluid_step_s(
-    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray, work: Work
+    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray, work: FluidWork
 ) -> tuple[float, int]:
     """Seconds per step of an allocation, and why not if it is inf.
 
@@ -127,15 +135,15 @@ def fluid_step_s(
     bank : Bank
     x : ndarray of int64, shape (rows, classes)
         Workers of each class in each stage; empty rows are no stages.
-    bounds, options : ndarray of int64, shape (rows + 1,), (rows,)
-        Out: the layer split and the memory options.
+    bounds, options : ndarray of int64, shape (rows + 1,), (3, rows)
+        Out: the layer split and the memory options (`polygon.planning.problem_arrays.RECOMPUTED` and on).
     stages_out : ndarray of int64, shape (3,)
         Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
     work : Work
         Of `work_for` the rows of x.
     """
     stages = work.stages
-    n = gather_stages(x, stages)
+    n = gather_stages(x, stages, bank.cp)
     stages_out[0] = n
     layers = bank.parameters.shape[1] - 1
     if n == 0 or n > layers:
@@ -146,6 +154,9 @@ def fluid_step_s(
         width = 0
         for i in range(stages.kind_members[s]):
             width += stages.kind_counts[s, i]
+        for i in range(stages.members[s]):
+            if stages.counts[s, i] * bank.cp % bank.ep:
+                return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
         if width > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
         window = min(bank.micro_batches, window + width)
@@ -179,7 +190,7 @@ def fluid_step_s(
 
 @inner
 def _pipeline_s(
-    bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool, shared: bool
+    bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool, shared: bool
 ) -> float:
     """When stage 0 of n ends its last backward; inf where a link is missing. Fills `passing` and `message`.
 
@@ -195,35 +206,49 @@ def _pipeline_s(
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
-    bottleneck, link_bound = 0.0, 0.0
+    bottleneck, link_bound, before = 0.0, 0.0, 0.0
     for s in range(n):
         slowest, fastest = 0.0, np.inf
-        for i in range(stages.kind_members[s]):
-            slowest = max(slowest, stages.kind_seconds[s, i])
-            fastest = min(fastest, stages.kind_seconds[s, i])
         makespan = kinds_makespan_s(bank, stages, s)
+        for i in range(stages.kind_members[s]):
+            if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
+                slowest = max(slowest, stages.kind_seconds[s, i])
+            fastest = min(fastest, stages.kind_seconds[s, i])
         if locked:
             for r in range(places.rates.shape[1]):
                 if places.share[s, r] > 0:
                     makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
-        bottleneck = max(bottleneck, makespan - fastest)
-        message = 0.0
+        message, sent = 0.0, 0.0
         if s + 1 < n:
-            message, fullest = boundary_s(bank, places, work.hosts, n, s, shared)
+            message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
             link_bound = max(link_bound, fullest)
+        if not bank.overlap.p2p:  # workers wait for what they send and receive
+            longest = max(message, before)
+            makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
+            before, message = message, 0.0
+        bottleneck = max(bottleneck, makespan - fastest)
         work.passing[s], work.message[s] = slowest, message
-    fill = 0.0
+        width, rate = 0.0, 0.0
+        for i in range(stages.kind_members[s]):
+            width += stages.kind_counts[s, i]
+            rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
+        work.mean[s] = min(slowest, width / rate) + 2 * (sent if bank.overlap.p2p else 0.0)
+    if bank.overlap.p2p:
+        link_bound = max(link_bound, cards_s(bank, places, n, shared))
+    fill, stay = 0.0, 0.0
     for s in range(n - 1, -1, -1):
         fill += work.passing[s] + 2 * work.message[s]
-        room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options[s])
-        if room < micro_batches:
-            # Little's law: no more than `room` micro-batches are between their forward and backward of this stage.
-            bottleneck = max(bottleneck, (micro_batches - room) * fill / room)
+        stay += work.mean[s]
+        room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options)
+        if n > 1 and room < micro_batches:
+            # Little's law: no more than `room` micro-batches are between their forward and backward of this stage,
+            # where they stay for so long in the mean.
+            bottleneck = max(bottleneck, (micro_batches - room) * stay / room)
     return max(bottleneck, link_bound) + fill
 
 
 @inner
-def _price_reductions(bank: Bank, work: Work, n: int, bounds: np.ndarray, options: np.ndarray) -> float:
+def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> float:
     """Price the reductions and updates of n stages, each by itself: fills `reduction`.
 
     Returns the seconds in which all regions agree on the gradient's norm; inf where a link is missing.
@@ -250,13 +275,13 @@ def _price_reductions(bank: Bank, work: Work, n: int, bounds: np.ndarray, option
             if s > 0 and bounds[s + 1] == layers:
                 here += bank.tied[c]
             n_values = max(n_values, here * bank.tp[c])
-            shards = count if bank.option_zero[options[s]] > 0 else 1
+            shards = count * bank.cp if options[ZERO, s] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
-            work.pools[i] = bank.pool[c]
+            work.pools[i], work.degrees[i] = bank.pool[c], bank.tp[c]
         of.n_bytes[s], of.update[s] = n_values * bank.gradient_bytes, update
         of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
-        if m > 1 or stages.counts[s, 0] > 1:
+        if m > 1 or stages.counts[s, 0] * bank.cp > 1:
             lent, lanes = 0, 0
             for a in range(regions):
                 if nodes[s, a] == 0:
@@ -272,18 +297,22 @@ def _price_reductions(bank: Bank, work: Work, n: int, bounds: np.ndarray, option
                 work.pools,
                 hosts.member_nodes[s],
                 hosts.member_most[s],
+                work.degrees,
                 work.wire_bytes,
                 work.pair_share,
-                bank.pool_region,
-                bank.latency_s,
-                bank.bytes_per_s,
-                bank.node_latency_s,
-                bank.node_bytes_per_s,
-                bank.capacity_bytes_per_s,
+                bank.links,
                 False,
                 work.levels,
             )
-            of.whole[s], of.inside[s] = node_s + region_s + across_s, node_s + region_s
+            inside_s = node_s + region_s
+            zero = options[ZERO, s]
+            if zero > 0:  # half of it scatters gradients, and half gathers updated weights
+                if zero < 3:
+                    gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
+                    of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
+                inside_s *= 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
+                inside_s += copies_s(of.n_bytes[s], m, work.pools, hosts.member_nodes[s], work.degrees, bank.links)
+            of.whole[s], of.inside[s] = inside_s + across_s, inside_s
             of.lanes[s], of.lane_bytes[s] = lanes, 2 / lent * of.n_bytes[s] / lanes
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
@@ -291,10 +320,10 @@ def _price_reductions(bank: Bank, work: Work, n: int, bounds: np.ndarray, option
 
 
 @inner
-def _norm_s(bank: Bank, work: Work, n: int, options: np.ndarray) -> float:
+def _norm_s(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> float:
     """Seconds to agree on the gradient's norm, as `step_times.gradient_norm_s` prices it."""
     stages, used = work.stages, work.pair_share
-    everywhere = n == 1 and bank.option_zero[options[0]] < 2
+    everywhere = n == 1 and options[ZERO, 0] < 2
     for i in range(stages.members[0]):
         everywhere = everywhere and bank.tp[stages.classes[0, i]] == 1
     if everywhere:
@@ -303,15 +332,15 @@ def _norm_s(bank: Bank, work: Work, n: int, options: np.ndarray) -> float:
     for a in range(used.shape[0]):
         for b in range(used.shape[0]):
             pa, pb = bank.stands[a], bank.stands[b]
-            if a != b and used[a, a] > 0 and used[b, b] > 0 and bank.bytes_per_s[pa, pb] > 0:
-                longest = max(longest, bank.latency_s[pa, pb])
+            if a != b and used[a, a] > 0 and used[b, b] > 0 and bank.links.bytes_per_s[pa, pb] > 0:
+                longest = max(longest, bank.links.latency_s[pa, pb])
     return longest
 
 
 @inner
 def _with_reductions(
     bank: Bank,
-    work: Work,
+    work: FluidWork,
     n: int,
     bounds: np.ndarray,
     options: np.ndarray,
@@ -331,11 +360,11 @@ def _with_reductions(
     norm : float
         Seconds in which all regions agree on the gradient's norm; without it no worker waits for other stages.
     shared : bool
-        Whether any node serves several stages: then they wait for one another (`polygon.planning.hosts`).
+        Whether any node serves several stages: then they wait for one another (`polygon.planning.node_sharing`).
     """
     stages, nodes, of = work.stages, work.places.nodes, work.reduction
     for s in range(n):
-        if bank.option_zero[options[s]] == 3:
+        if options[ZERO, s] == 3:
             local_steps = 1
         for i in range(stages.members[s]):
             if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
@@ -346,12 +375,11 @@ def _with_reductions(
     step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.
-        backward, depth = work.passing[s] * 2 / 3, bounds[s + 1] - bounds[s]
-        of.begin[s] = end - early - backward * (depth - 1) / depth
+        backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
         of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
-        whole = max(end - early + of.far[s] + (of.whole[s] - of.far[s]) / depth, of.begin[s] + of.whole[s])
+        of.begin[s], whole = summed_s(end - early, backward, of.whole[s], of.far[s], depth, bank.overlap)
         step = max(step, whole + of.tail[s])
-        inside = max(end - early + of.inside[s] / depth, of.begin[s] + of.inside[s])
+        inside = summed_s(end - early, backward, of.inside[s], 0.0, depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tail[s])
         outer = max(outer, of.whole[s])
         update = max(update, of.update[s])
@@ -378,9 +406,14 @@ def _tied_s(bank: Bank, stages: Stages, last: int) -> float:
     for i in range(stages.members[0]):
         for j in range(stages.members[last]):
             a, b = stages.classes[0, i], stages.classes[last, j]
-            rate = bank.bytes_per_s[bank.pool[a], bank.pool[b]]
+            p = bank.pool[a]
+            if p == bank.pool[b] and bank.nodes[a] == 1:  # both are on it, and send over its fabric
+                n_bytes = bank.tied_values * bank.gradient_bytes / min(bank.tp[a], bank.tp[b])
+                best = min(best, bank.links.node_latency_s[p] + n_bytes / bank.links.node_bytes_per_s[p])
+                continue
+            rate = bank.links.bytes_per_s[bank.pool[a], bank.pool[b]]
             if rate > 0:
                 ratio = bank.gradient_ratio[bank.region[a], bank.region[b]]
                 seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
-                best = min(best, bank.latency_s[bank.pool[a], bank.pool[b]] + seconds)
+                best = min(best, bank.links.latency_s[bank.pool[a], bank.pool[b]] + seconds)
     return best

@@ -10,18 +10,18 @@ plan, and a budget that the fastest plan keeps changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
-from polygon.cost.bill import Bill, excesses
+from polygon.cost.money import Bill, excesses
 from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.engine import Effort, Found, Tell, find_plan
 from polygon.planning.objectives import (
     ENERGY,
     MONEY,
@@ -29,9 +29,11 @@ from polygon.planning.objectives import (
     STEP_TIME,
     Objective,
     mixture,
+    over_limits,
     value_of,
     without_cost_limits,
 )
+from polygon.planning.search_engine import Effort, Found, Tell, find_plan
 
 T = TypeVar("T")
 
@@ -52,7 +54,7 @@ class Collection:
     """Everything that a series of searches simulated exactly."""
 
     bills: tuple[tuple[Bill, Allocation], ...]
-    reason: str = ""
+    reason: Message | None = None
     """Why it is empty."""
     evaluations: int = 0
     seconds: float = 0.0
@@ -86,7 +88,8 @@ def collect(
     share_s = effort.time_limit_s / (len(objectives) + 1)
     bills: list[tuple[Bill, Allocation]] = []
     evaluations, seconds = 0, 0.0
-    reason, interrupted = "", False
+    reason: Message | None = None
+    interrupted = False
     for i, objective in enumerate(objectives):
         own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
         known = [best[1] for best in _leaders(problem, bills, objectives)]
@@ -108,7 +111,7 @@ def collect(
             break
     return Collection(
         bills=tuple(bills),
-        reason="" if bills else reason,
+        reason=None if bills else reason,
         evaluations=evaluations,
         seconds=seconds,
         interrupted=interrupted,
@@ -136,8 +139,10 @@ def _half(effort: Effort, time_limit_s: float) -> Effort:
 def _part(tell: Tell | None, objective: Objective, index: int, count: int) -> Tell | None:
     if tell is None:
         return None
-    told: Callable[[str, float, float], None] = tell
-    return lambda phase, part, best: told(f"{objective.name}, {phase}", (index + part) / count, best)
+    told: Tell = tell
+    return lambda phase, part, best: told(
+        Message("phase.of_objective", objective=objective.name, phase=phase), (index + part) / count, best
+    )
 
 
 def find_front(
@@ -245,11 +250,10 @@ def _decoded(problem: Problem, collection: Collection, objective: Objective, tab
     plan = decoder.decode(allocation)
     value = decoder.plan_value(plan) if isinstance(plan, Plan) else math.inf
     if not isinstance(plan, Plan) or value >= OVER_LIMIT:
-        over = "; ".join(text for _, text in excesses(problem, bill))
         return Found(
             plan=None,
             value_s=math.inf,
-            reason=f"no plan was found that keeps the limits; of the nearest one {over}",
+            reason=Message("reason.none_found_within_limits", over=over_limits(problem, bill)),
             evaluations=collection.evaluations,
             seconds=collection.seconds,
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.kernel_options import inner, kernel
-from polygon.planning.bank import Bank
+from polygon.cost.overlap import gathered_s, summed_s, visible_s
+from polygon.cost.reduction import collective_s
+from polygon.jit.compilation import inner, kernel
+from polygon.planning.problem_arrays import Bank
 from polygon.planning.stage_lists import Stages
 
 
@@ -42,55 +44,164 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 
 
 @inner
-def _shards_traffic_s(bank: Bank, c: int, n_bytes: float, shards: int) -> float:
-    """Seconds to gather (or scatter) `n_bytes` of weights once within a shard group of class c."""
-    if shards <= 1:
+def _shards_traffic_s(
+    bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int
+) -> float:
+    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike."""
+    if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
         return 0.0
-    p = bank.pool[c]
-    if shards * bank.tp[c] <= bank.devices_per_node[c]:
-        return (shards - 1) * (bank.node_latency_s[p] + n_bytes / shards / bank.node_bytes_per_s[p])
-    return (shards - 1) * (bank.latency_s[p, p] + n_bytes / shards / bank.bytes_per_s[p, p])
+    p, of = bank.pool[c], bank.overlap
+    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
+    latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
+    scatter = layers * collective_s(held * of.gradient_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
+    if zero == 2:
+        return visible_s(scatter, of.gather_hidden * backward_s, of.contention)
+    gather = layers * collective_s(held * of.weight_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
+    seen = visible_s(gather, of.gather_hidden * forward_s, of.contention)
+    seen += visible_s(gather + scatter, of.gather_hidden * backward_s, of.contention)
+    return seen + held * bank.copies_s[c]
 
 
 @inner
-def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> int:
-    """First option under which layers [first, last) fit every kind of worker of stage s; -1 if none does.
+def _held(bank: Bank, values: np.ndarray, c: int, first: int, last: int) -> float:
+    """Of layers [first, last) on a device of a class, from a running sum of parameters; a tied head's copy included."""
+    tied = bank.tied[c] if last == bank.parameters.shape[1] - 1 and first > 0 else 0.0
+    return values[c, last] - values[c, first] + tied
 
-    `kind_seconds` receives their seconds per micro-batch.
+
+@inner
+def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: int, last: int) -> float:
+    """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
+    c = stages.kinds[s, i]
+    shards = stages.kind_shards[s, i] if zero else 1
+    held = _held(bank, bank.parameters, c, first, last) * bank.held_bytes[zero]
+    return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
+
+
+@inner
+def _transient_bytes(bank: Bank, c: int, recompute: int, zero: int, shards: int, first: int, last: int) -> float:
+    """Most that one of the layers [first, last) needs while it is computed; blocks are taken as alike."""
+    most, gathered = 0.0, 0.0
+    for layer in (first, min(first + 1, last - 1), last - 1):
+        most = max(most, bank.transient_bytes[c, recompute, layer])
+        gathered = max(gathered, bank.largest_bytes[c, layer])
+    return most + gathered if zero == 3 and shards > 1 else most
+
+
+@inner
+def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, first: int, last: int) -> int:
+    """Fewest of the stage's first blocks to recompute so that layers [first, last) fit every kind; -1: none suffice."""
+    begin, most = max(first, 1), 0
+    for i in range(stages.kind_members[s]):
+        c, held = stages.kinds[s, i], stages.held[s, i]
+        shards = stages.kind_shards[s, i]
+        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
+        plain = bank.activation_bytes[c, 0]
+        whole = (plain[last] - plain[first]) * held
+        if whole + _transient_bytes(bank, c, 0, zero, shards, first, last) <= free:
+            continue
+        sums = bank.activation_bytes[c, mode]
+        free -= max(
+            _transient_bytes(bank, c, 0, zero, shards, first, last),
+            _transient_bytes(bank, c, mode, zero, shards, first, last),
+        )
+        low, high = most, last - begin
+        while low < high:
+            middle = (low + high) // 2
+            until = begin + middle
+            kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until]
+            if kept * held <= free:
+                high = middle
+            else:
+                low = middle + 1
+        until = begin + low
+        kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until]
+        if until > last or kept * held > free:
+            return -1
+        most = max(most, low)
+    return most
+
+
+@kernel
+def passing_s(bank: Bank, c: int, recompute: int, blocks: int, first: int, last: int) -> tuple[float, float]:
+    """Forward and backward of layers [first, last) on a class, so many of its first blocks recomputed."""
+    forward = bank.forward_s[c, 0, last] - bank.forward_s[c, 0, first]
+    backward = bank.backward_s[c, 0, last] - bank.backward_s[c, 0, first]
+    if blocks > 0:
+        begin = max(first, 1)
+        until = min(begin + blocks, last)
+        more = bank.backward_s[c, recompute, until] - bank.backward_s[c, recompute, begin]
+        backward += more - (bank.backward_s[c, 0, until] - bank.backward_s[c, 0, begin])
+        more = bank.forward_s[c, recompute, until] - bank.forward_s[c, recompute, begin]
+        forward += more - (bank.forward_s[c, 0, until] - bank.forward_s[c, 0, begin])
+    return forward, backward
+
+
+@inner
+def _kind_s(
+    bank: Bank, stages: Stages, s: int, i: int, recompute: int, zero: int, blocks: int, first: int, last: int
+) -> float:
+    """Seconds per micro-batch of the i-th kind of stage s under a memory option."""
+    c = stages.kinds[s, i]
+    forward, backward = passing_s(bank, c, recompute, blocks, first, last)
+    held = _held(bank, bank.parameters, c, first, last)
+    spread = stages.kind_spread[s, i]
+    if zero == 3 and spread > 1:
+        backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
+    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread)
+
+
+@inner
+def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: float, first: int, last: int) -> float:
+    """What a step sees at its end of sums of gradients and gathers of weights inside the pool of the i-th kind."""
+    c, shards, of = stages.kinds[s, i], stages.kind_spread[s, i], bank.overlap
+    if shards <= 1 or zero == 3:
+        return 0.0
+    p, held = bank.pool[c], _held(bank, bank.parameters, c, first, last)
+    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
+    latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
+    scatter = 0.0
+    if zero < 2 or not of.scatters:
+        scatter = collective_s(held * of.gradient_bytes, shards, near, p, latency_s, rate, 1, bank.links)
+    gather = collective_s(held * of.weight_bytes, shards, near, p, latency_s, rate, 1, bank.links)
+    summed = summed_s(0.0, seconds * 2 / 3, scatter, 0.0, float(last - first), of)[1]
+    return summed + gathered_s(gather, seconds / 3, of)
+
+
+@inner
+def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> tuple[int, int, int]:
+    """The quickest recomputation, ZeRO and number of recomputed blocks under which layers [first, last) fit stage s.
+
+    A ZeRO stage of -1 if nothing fits. `kind_seconds` receives the seconds per micro-batch of every kind of worker.
     """
-    layers = bank.parameters.shape[1] - 1
-    for option in range(bank.option_zero.shape[0]):
-        zero, recompute = bank.option_zero[option], bank.option_recompute[option]
-        fits = True
-        for i in range(stages.kind_members[s]):
-            c = stages.kinds[s, i]
-            shards = min(stages.kind_shards[s, i], bank.state_bytes.shape[1] - 1) if zero else 1
-            here = bank.parameters[c, last] - bank.parameters[c, first]
-            if last == layers and first > 0:
-                here += bank.tied[c]
-            transient = max(bank.transient_bytes[c, recompute, first], bank.transient_bytes[c, recompute, last - 1])
-            if last - first > 2:
-                transient = max(transient, bank.transient_bytes[c, recompute, first + 1])
-            activations = bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]
-            need = (
-                here * bank.state_bytes[zero, shards] + activations * stages.held[s, i] + transient + bank.context_bytes
-            )
-            if need > bank.limit_bytes[c]:
-                fits = False
+    members, spread = stages.kind_members[s], 1
+    for i in range(members):
+        spread = max(spread, stages.kind_spread[s, i])
+    best, chosen = np.inf, (0, -1, 0)
+    # Sharded optimizer states (ZeRO-1) cost nothing in a micro-batch, and a step sends less for them than without.
+    for zero in range(1 if spread > 1 else 0, 4 if spread > 1 else 1):
+        if zero == 2 and chosen[1] == 1 and chosen[2] == 0:
+            continue  # nothing is recomputed: it would hold less than is needed
+        if zero == 3 and chosen[1] >= 0 and bank.local_steps > 1:
+            continue  # regions that train by themselves hold whole weights
+        for m in range(bank.modes.shape[0]):
+            mode = bank.modes[m]
+            blocks = blocks_recomputed(bank, stages, s, mode, zero, first, last)
+            if blocks < 0:
+                continue
+            rate, ends = 0.0, 0.0
+            for i in range(members):
+                seconds = _kind_s(bank, stages, s, i, mode, zero, blocks, first, last)
+                rate += stages.kind_counts[s, i] / seconds
+                ends = max(ends, _ends_s(bank, stages, s, i, zero, seconds, first, last))
+            whole = bank.micro_batches / rate + ends
+            if whole < best * (1 - 1e-9):
+                best, chosen = whole, (mode if blocks else 0, zero, blocks)
+            if blocks == 0:
                 break
-            seconds = (
-                bank.forward_s[c, recompute, last]
-                - bank.forward_s[c, recompute, first]
-                + bank.backward_s[c, recompute, last]
-                - bank.backward_s[c, recompute, first]
-            )
-            if zero >= 2:
-                once = _shards_traffic_s(bank, c, here * bank.tp[c] * bank.element_bytes, shards)
-                seconds += once * (3 if zero == 3 else 1)
-            stages.kind_seconds[s, i] = seconds
-        if fits:
-            return option
-    return -1
+    for i in range(members if chosen[1] >= 0 else 0):
+        stages.kind_seconds[s, i] = _kind_s(bank, stages, s, i, chosen[0], chosen[1], chosen[2], first, last)
+    return chosen
 
 
 @inner
@@ -128,8 +239,7 @@ def _extend(bank: Bank, stages: Stages, s: int, first: int, limit: int, goal_s: 
     low, high = first, limit
     while low < high:
         middle = (low + high + 1) // 2
-        option = stage_option(bank, stages, s, first, middle)
-        if option >= 0 and kinds_makespan_s(bank, stages, s) <= goal_s:
+        if stage_option(bank, stages, s, first, middle)[1] >= 0 and kinds_makespan_s(bank, stages, s) <= goal_s:
             low = middle
         else:
             high = middle - 1
@@ -153,8 +263,8 @@ def split_layers(
         Room.
     bounds : ndarray, shape (rows + 1,)
         Out: first layer of every stage, and the end.
-    options : ndarray, shape (rows,)
-        Out: index of recomputation and ZeRO.
+    options : ndarray, shape (3, rows)
+        Out: recomputation, ZeRO and blocks recomputed.
     """
     layers = bank.parameters.shape[1] - 1
     low, high, found = 0.0, np.inf, False
@@ -186,31 +296,29 @@ def split_layers(
         if found and high - low <= 1e-4 * high:
             break
     for s in range(n):
-        options[s] = stage_option(bank, stages, s, bounds[s], bounds[s + 1])
+        options[0, s], options[1, s], options[2, s] = stage_option(bank, stages, s, bounds[s], bounds[s + 1])
     return high
 
 
 @inner
-def room_in_flight(bank: Bank, stages: Stages, s: int, first: int, last: int, option: int) -> float:
+def room_in_flight(bank: Bank, stages: Stages, s: int, first: int, last: int, options: np.ndarray) -> float:
     """Micro-batches that stage s's workers can hold activations of at one time, each its share by speed."""
-    zero, recompute = bank.option_zero[option], bank.option_recompute[option]
-    layers = bank.parameters.shape[1] - 1
+    recompute, zero, blocks = options[0, s], options[1, s], options[2, s]
+    begin = max(first, 1)
+    until = min(begin + blocks, last) if blocks else first
     members = stages.kind_members[s]
     rate = 0.0
     for i in range(members):
         rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
     room = np.inf
     for i in range(members):
-        c = stages.kinds[s, i]
-        here = bank.parameters[c, last] - bank.parameters[c, first]
-        if last == layers and first > 0:
-            here += bank.tied[c]
-        shards = min(stages.kind_shards[s, i], bank.state_bytes.shape[1] - 1) if zero else 1
-        each = bank.activation_bytes[c, recompute, last] - bank.activation_bytes[c, recompute, first]
-        free = bank.limit_bytes[c] - bank.context_bytes - here * bank.state_bytes[zero, shards]
+        c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
+        sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
+        each = sums[until] - sums[first] + plain[last] - plain[until]
+        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
         transient = max(
-            bank.transient_bytes[c, recompute, first],
-            max(bank.transient_bytes[c, recompute, (first + last) // 2], bank.transient_bytes[c, recompute, last - 1]),
+            _transient_bytes(bank, c, recompute, zero, shards, first, last),
+            _transient_bytes(bank, c, 0, zero, shards, first, last),
         )
         held = max(1.0, np.floor((free - transient) / max(each, 1.0)))
         room = min(room, held * rate * stages.kind_seconds[s, i])

@@ -6,25 +6,18 @@ import math
 from dataclasses import dataclass
 
 from polygon.cost.tables import CostTables
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Decoder
-from polygon.planning.fluid import FITS, REASONS
+from polygon.planning.fluid import FITS, NEVER_ENDS, REASONS
 from polygon.planning.nearby import allocation_of, best_of, with_idle
 from polygon.planning.objectives import ENERGY, MONEY, STEP_TIME, TOKENS_PER_USD, Objective
 
 MOST_POOLS = 8
 """Pools that are looked at, those with most idle compute first."""
 
-LONGER = ("be {:.1%} longer", "be {:.1%} shorter", "be no shorter")
-DEARER = ("cost {:.1%} more", "cost {:.1%} less", "cost no less")
-HUNGRIER = ("take {:.1%} more energy", "take {:.1%} less energy", "take no less energy")
-MEASURES = {
-    STEP_TIME.name: (STEP_TIME, LONGER),
-    MONEY.name: (MONEY, DEARER),
-    TOKENS_PER_USD.name: (MONEY, DEARER),
-    ENERGY.name: (ENERGY, HUNGRIER),
-}
-"""By objective: what a step is measured by, and what it would do with more, with less and with as much of it."""
+MEASURES = {STEP_TIME.name: STEP_TIME, MONEY.name: MONEY, TOKENS_PER_USD.name: MONEY, ENERGY.name: ENERGY}
+"""By objective: what a step is measured by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +27,7 @@ class LeftOut:
     region: str
     device: str
     devices: int
-    reason: str
+    reason: Message
 
 
 def left_out(problem: Problem, plan: Plan, tables: CostTables, objective: Objective = STEP_TIME) -> list[LeftOut]:
@@ -58,40 +51,40 @@ def left_out(problem: Problem, plan: Plan, tables: CostTables, objective: Object
     rows = []
     for place, (pool, count) in enumerate(idle):
         if not problem.may_use(pool):
-            reason = "the constraints forbid them"
+            reason = Message("idle.forbidden")
         elif not any(
             pool.region == r or problem.cluster.connected(pool.region, r) for r in plan.regions(problem.cluster)
         ):
-            reason = "no link to the regions in use"
+            reason = Message("idle.no_link")
         elif place >= MOST_POOLS:
-            reason = "not looked at"
+            reason = Message("idle.not_looked_at")
         else:
-            reason = _cost(decoder, plan, pool.index, count, *MEASURES[objective.name])
+            reason = _cost(decoder, plan, pool.index, count, MEASURES[objective.name])
         region = problem.cluster.regions[pool.region].name
         rows.append(LeftOut(region=region, device=pool.device.name, devices=count, reason=reason))
     return rows
 
 
-def _cost(decoder: Decoder, plan: Plan, pool: int, count: int, measure: Objective, words: tuple[str, str, str]) -> str:
-    """What adding the idle devices of a pool would do to the step, in words."""
+def _cost(decoder: Decoder, plan: Plan, pool: int, count: int, measure: Objective) -> Message:
+    """What adding the idle devices of a pool would do to the step."""
     allocation = allocation_of(decoder, plan)
     options = list(with_idle(decoder, allocation, pool, count))
     if not options:
-        return "too few for a worker"
+        return Message("idle.too_few")
     found = [decoder.fluid_s(option) for option in options]
     fitting = [option for option, (step_s, _) in zip(options, found, strict=True) if math.isfinite(step_s)]
     if not fitting:
-        return next((REASONS[why] for _, why in found if why != FITS), "the step would never end")
+        return next((REASONS[why] for _, why in found if why != FITS), NEVER_ENDS)
     best = min(measure.value(decoder.fluid_bill(option)) for option in fitting)
     more = _part_more(best, measure.value(decoder.fluid_bill(allocation)))
     if more <= 0.001:
         outcome = best_of(decoder, options)
         if outcome.bill is None:
-            return outcome.reason
+            return outcome.reason or NEVER_ENDS
         more = _part_more(measure.value(outcome.bill), measure.value(decoder.bill(plan)))
     if more < -0.001:
-        return f"the step would {words[1].format(-more)} with them: search longer"
-    return f"the step would {words[0].format(more) if more > 0.001 else words[2]} with them"
+        return Message(f"idle.less_{measure.name}", part=-more)
+    return Message(f"idle.more_{measure.name}", part=more) if more > 0.001 else Message(f"idle.same_{measure.name}")
 
 
 def _part_more(value: float, base: float) -> float:

@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from polygon.cost.bill import Bill
+from polygon.cost.money import Bill
 from polygon.cost.tables import CostTables
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import ExactCandidates
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
-from polygon.planning.engine import most_stages
-from polygon.planning.starts import even_parts
-from polygon.planning.violations import violations
+from polygon.planning.initial_solutions import even_parts
+from polygon.planning.polish import polished
+from polygon.planning.search_engine import most_stages
 from solvers.local_search import Restarts
 from solvers.stop import MaxEvaluations
+
+POLISH_EVALUATIONS = 60
+"""Small changes that are priced of a plan that is only compared with another."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +30,7 @@ class Outcome:
 
     plan: Plan | None = None
     bill: Bill | None = None
-    reason: str = ""
+    reason: Message | None = None
     allocation: Allocation | None = None
 
 
@@ -33,11 +38,13 @@ def allocation_of(decoder: Decoder, plan: Plan) -> Allocation:
     """The allocation of a plan; workers of classes that the decoder does not know are left out."""
     column = {key: c for c, key in enumerate(decoder.classes)}
     workers = np.zeros((max(most_stages(decoder.problem), len(plan.stages)), len(decoder.classes)), dtype=np.int64)
-    for s, stage in enumerate(plan.stages):
+    stages = plan.stages[: plan.groups]
+    for s, stage in enumerate(stages):
         for worker in stage.workers:
             if (worker.pool, worker.tp) in column:
-                workers[s, column[worker.pool, worker.tp]] += 1
-    return Allocation(workers=workers, micro_batch_size=plan.micro_batch_size)
+                workers[s, column[worker.pool, worker.tp]] += worker.cp
+    cp, ep = max(worker.cp for worker in plan.workers), max(stage.ep for stage in stages)
+    return Allocation(workers=workers, micro_batch_size=plan.micro_batch_size, cp=cp, ep=ep)
 
 
 def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Allocation:
@@ -48,7 +55,7 @@ def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Al
     for c, key in enumerate(source.classes):
         if key in column:
             workers[: len(rows), column[key]] = rows[:, c]
-    return Allocation(workers=workers, micro_batch_size=allocation.micro_batch_size)
+    return replace(allocation, workers=workers)
 
 
 def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) -> Iterator[Allocation]:
@@ -76,9 +83,9 @@ def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decod
 def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int = 3) -> Outcome:
     """The fastest of several allocations: the best few by the fluid step time are simulated exactly."""
     if not allocations:
-        return Outcome(reason="there is no such plan")
+        return Outcome(reason=Message("reason.no_such_plan"))
     values = [decoder.fluid_s(x)[0] for x in allocations]
-    best, reason = Outcome(), ""
+    best, reason = Outcome(), None
     for i in np.argsort(values, kind="stable")[:tries]:
         x = allocations[i]
         outcome = checked(decoder.problem, decoder.decode(x), decoder.tables, decoder)
@@ -86,7 +93,17 @@ def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int =
             reason = reason or outcome.reason
         elif best.bill is None or outcome.bill.step_s < best.bill.step_s:
             best = Outcome(plan=outcome.plan, bill=outcome.bill, allocation=x)
-    return best if best.bill is not None else Outcome(reason=reason)
+    return _polished(decoder, best) if best.bill is not None else Outcome(reason=reason)
+
+
+def _polished(decoder: Decoder, outcome: Outcome) -> Outcome:
+    """The outcome with its plan polished a little, as that of a search is."""
+    if outcome.plan is None:
+        return outcome
+    plan = polished(
+        outcome.plan, decoder.tables, decoder.plan_value, evaluations=POLISH_EVALUATIONS, expired=lambda: False
+    )
+    return replace(outcome, plan=plan, bill=decoder.bill(plan))
 
 
 def search_around(decoder: Decoder, starts: Sequence[Allocation], *, evaluations: int, seed: int) -> Outcome:
@@ -100,7 +117,7 @@ def search_around(decoder: Decoder, starts: Sequence[Allocation], *, evaluations
     )
     if result.solution is None:
         outcome = decoder.decode(starts[0])
-        return Outcome(reason=outcome.reason if isinstance(outcome, Infeasible) else "no plan near it fits")
+        return Outcome(reason=outcome.reason if isinstance(outcome, Infeasible) else Message("reason.none_near"))
     plan = decoder.decode(result.solution, relax=False)
     found = checked(decoder.problem, plan, decoder.tables, decoder)
-    return Outcome(plan=found.plan, bill=found.bill, reason=found.reason, allocation=result.solution)
+    return _polished(decoder, replace(found, allocation=result.solution))

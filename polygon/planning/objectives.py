@@ -1,6 +1,6 @@
 """What a search minimises: step time, money, energy, or a mixture of them, within the limits of the constraints.
 
-An objective is a function of a step's bill (`polygon.cost.bill`). The search asks it for allocations, whose bill
+An objective is a function of a step's bill (`polygon.cost.money`). The search asks it for allocations, whose bill
 follows from the fluid step time, the devices used and the flow between regions; and for plans, whose bill is exact.
 What exceeds a limit is valued above everything that keeps it, and the more so the further it is over, so that a search
 finds its way back.
@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from polygon.cost.bill import Bill, excesses, priced
+from polygon.cost.money import Bill, excesses, priced
 from polygon.domain.errors import one_of, require
+from polygon.domain.message import Message
 from polygon.domain.plan import Problem
-from polygon.planning.bank import Bank
+from polygon.planning.problem_arrays import RECOMPUTED, Bank
 
 OVER_LIMIT = 1e15
 """Values from here on belong to what exceeds a limit."""
@@ -82,6 +83,11 @@ def value_of(problem: Problem, objective: Objective, bill: Bill) -> float:
     return value if objective.name == "time" else value + 1e-9 * bill.step_s
 
 
+def over_limits(problem: Problem, bill: Bill) -> tuple[Message, ...]:
+    """What a bill exceeds of the limits of a problem's constraints."""
+    return tuple(excess for _, excess in excesses(problem, bill))
+
+
 def without_cost_limits(problem: Problem) -> Problem:
     """The problem without budgets, deadline and egress caps."""
     free = replace(
@@ -105,7 +111,7 @@ class FluidBills:
         self, bank: Bank, workers: np.ndarray, bounds: np.ndarray, options: np.ndarray, out: np.ndarray, step_s: float
     ) -> Bill:
         """Bill of an allocation whose fluid step takes `step_s`; the last arrays are what `fluid_step_s` hands back."""
-        used = workers.sum(axis=0)
+        used = (workers // bank.cp * bank.cp).sum(axis=0)
         if self._needs_egress:
             egress = fluid_egress_bytes(bank, workers, bounds, options, int(out[0]), int(out[2]))
         else:
@@ -131,7 +137,7 @@ def fluid_egress_bytes(
     if regions == 1 or not len(rows):
         return egress
     first, last = bounds[:stages], bounds[1 : stages + 1]
-    recompute = bank.option_recompute[options[:stages]]
+    recompute = options[RECOMPUTED, :stages]
     both_s = bank.forward_s + bank.backward_s
     part = np.zeros((stages, regions))
     for s in range(stages):

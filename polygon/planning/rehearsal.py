@@ -11,6 +11,7 @@ import numpy as np
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.schedule import worker_order
 
 HIDDEN_SIZE = 64
 HEADS = 4
@@ -31,11 +32,11 @@ def rehearsal_problem(
 ) -> tuple[Problem, Plan]:
     """Scale a problem and its plan down to a rehearsal.
 
-    Kept: the cluster, the stages, their order and ZeRO, the packing of links, and, within the limits, widths, shares
-    and routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the number
-    of micro-batches (an even selection of the routes in which each worker still has work), spans (so that each worker
-    holds about as many micro-batches as before), tensor-parallel degrees (to what divides the small model's heads; to 1
-    where the ranks would not suffice for all stages).
+    Kept: the cluster, the stages, their order, chunks and ZeRO, the packing of links, and, within the limits, widths,
+    shares and routes. Scaled: layers (each stage keeps its part, at least one), every layer's size, the sequence, the
+    number of micro-batches (an even selection of the routes in which each worker still has work), spans (so that each
+    worker holds about as many micro-batches as before), the degrees inside a worker and of experts (to what divides the
+    small model's heads and experts; to 1 where the ranks would not suffice for all stages).
 
     Parameters
     ----------
@@ -53,20 +54,25 @@ def rehearsal_problem(
     """
     require(max_ranks is None or max_ranks >= 1, "max_ranks", max_ranks, "a whole number >= 1")
     require(max_layers >= 3, "max_layers", max_layers, "a whole number >= 3")
-    degree = _degree(problem.model, plan, max_ranks)
-    max_workers = None if max_ranks is None else max_ranks // degree
-    stages, routes = list(plan.stages), np.asarray(plan.routes)
+    tp, cp = _degrees(problem.model, plan, max_ranks)
+    max_workers = None if max_ranks is None else max_ranks // (tp * cp)
+    stages, routes, chunks = list(plan.stages), np.asarray(plan.routes), plan.chunks
     slack = [np.array(plan.spans[s]) * plan.shares(s) / plan.micro_batches for s in range(len(stages))]
-    if max_workers is not None and len(stages) > max_workers:
-        stages, routes, slack = _merge_stages(stages, routes, slack, max_workers)
-    widths = _shrink([stage.width for stage in stages], max_workers)
-    kept_workers, kept_slack = [], []
-    for s, (stage, width) in enumerate(zip(stages, widths, strict=True)):
-        shares = np.bincount(routes[:, s], minlength=stage.width)
-        workers, place = _merge_workers(stage.workers, shares, width, degree)
-        kept_workers.append(workers)
-        kept_slack.append(np.array([slack[s][place == w].max() for w in range(width)]))
+    if max_workers is not None and plan.groups > max_workers:
+        stages, routes, slack, chunks = _merge_stages(stages, routes, slack, max_workers, chunks)
+    groups = len(stages) // chunks
+    widths = _shrink([stage.width for stage in stages[:groups]], max_workers)
+    kept_workers, kept_slack, places = [], [], []
+    for s, stage in enumerate(stages):
+        if s < groups:
+            shares = np.bincount(routes[:, s], minlength=stage.width)
+            workers, place = _merge_workers(stage.workers, shares, widths[s], tp, cp)
+            kept_workers.append(workers)
+            places.append(place)
+        place = places[s % groups]
+        kept_slack.append(np.array([slack[s][place == w].max() for w in range(widths[s % groups])]))
         routes = np.concatenate([routes[:, :s], place[routes[:, s]][:, None], routes[:, s + 1 :]], axis=1)
+    kept_workers, widths = kept_workers * chunks, widths * chunks
     routes = routes[_select(routes, widths, max_micro_batches)]
     counts = _layer_counts([stage.last_layer - stage.first_layer for stage in stages], max_layers)
     borders = [0, *np.cumsum(counts).tolist()]
@@ -76,7 +82,9 @@ def rehearsal_problem(
             last_layer=borders[s + 1],
             workers=workers,
             recompute=stages[s].recompute,
-            zero=stages[s].zero if len(workers) > 1 else 0,
+            zero=stages[s].zero if len(workers) * cp > 1 else 0,
+            shards=stages[s].shards if stages[s].shards and len(workers) * cp % stages[s].shards == 0 else 0,
+            sequence_parallel=stages[s].sequence_parallel and tp > 1,
         )
         for s, workers in enumerate(kept_workers)
     )
@@ -94,29 +102,50 @@ def rehearsal_problem(
         routes=routes,
         micro_batch_size=micro_batch_size,
         spans=_spans(kept_slack, routes),
+        chunks=chunks,
     )
-    return replace(problem, model=model, batch=batch), small_plan
+    sharing = tuple(
+        replace(stage, ep=_expert_degree(model, small_plan, s, stages[s].ep))
+        for s, stage in enumerate(small_plan.stages)
+    )
+    return replace(problem, model=model, batch=batch), replace(small_plan, stages=sharing)
 
 
-def _degree(model: Model, plan: Plan, max_ranks: int | None) -> int:
-    """Largest tensor-parallel degree of the rehearsal: all stages find room, and the small model's heads divide."""
-    largest = math.gcd(_small_kv_heads(model), max(worker.tp for stage in plan.stages for worker in stage.workers))
-    while largest > 1 and max_ranks is not None and max_ranks // largest < len(plan.stages):
-        largest //= 2
-    return largest
+def _degrees(model: Model, plan: Plan, max_ranks: int | None) -> tuple[int, int]:
+    """Largest tp and cp of the rehearsal: all stages find room, and the small model's heads divide."""
+    workers = [worker for stage in plan.stages for worker in stage.workers]
+    tp = math.gcd(_small_kv_heads(model), max(worker.tp for worker in workers))
+    cp = math.gcd(HEADS // tp, *(worker.cp for worker in workers))
+    while max_ranks is not None and tp * cp > 1 and max_ranks // (tp * cp) < plan.groups:
+        tp, cp = (tp, cp // 2) if cp > 1 else (tp // 2, cp)
+    return tp, cp
+
+
+def _expert_degree(model: Model, plan: Plan, s: int, wanted: int) -> int:
+    """Of a stage: what divides the small model's experts, where all workers do the same at the same time; else 1."""
+    stage = plan.stages[s]
+    orders = {
+        tuple(action._replace(micro_batch=0) for action in worker_order(plan, s % plan.groups, w))
+        for w in range(stage.width)
+    }
+    alike = len(orders) == 1 and len({worker.tp for worker in stage.workers}) == 1
+    return math.gcd(wanted, model.experts, sum(worker.cp for worker in stage.workers)) if alike and wanted > 1 else 1
 
 
 def _merge_stages(
-    stages: list[Stage], routes: np.ndarray, slack: list[np.ndarray], count: int
-) -> tuple[list[Stage], np.ndarray, list[np.ndarray]]:
-    """Join neighbouring stages to `count` of about equally many; the first one's workers hold the layers of all."""
-    groups = np.array_split(np.arange(len(stages)), count)
-    merged = [
-        replace(stages[group[0]], first_layer=stages[group[0]].first_layer, last_layer=stages[group[-1]].last_layer)
-        for group in groups
-    ]
-    first = [int(group[0]) for group in groups]
-    return merged, routes[:, first], [slack[s] for s in first]
+    stages: list[Stage], routes: np.ndarray, slack: list[np.ndarray], count: int, chunks: int
+) -> tuple[list[Stage], np.ndarray, list[np.ndarray], int]:
+    """Join the stages of neighbouring groups to `count` groups of about equally many, chunk by chunk.
+
+    The first one's workers hold the layers of all; one group has no use for chunks.
+    """
+    groups = len(stages) // chunks
+    joined = [chunk * groups + part for chunk in range(chunks) for part in np.array_split(np.arange(groups), count)]
+    if count == 1:
+        joined, chunks = [np.arange(len(stages))], 1
+    merged = [replace(stages[part[0]], last_layer=stages[part[-1]].last_layer) for part in joined]
+    first = [int(part[0]) for part in joined]
+    return merged, routes[:, first], [slack[s] for s in first], chunks
 
 
 def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:
@@ -134,15 +163,15 @@ def _shrink(widths: Sequence[int], max_ranks: int | None) -> list[int]:
 
 
 def _merge_workers(
-    workers: Sequence[Worker], shares: np.ndarray, width: int, degree: int
+    workers: Sequence[Worker], shares: np.ndarray, width: int, tp: int, cp: int
 ) -> tuple[tuple[Worker, ...], np.ndarray]:
-    """Let neighbours share one worker, the busiest among them, of at most that degree; every worker's new place."""
+    """Let neighbours share one worker, the busiest among them, of at most those degrees; every worker's new place."""
     place = np.zeros(len(workers), dtype=np.int64)
     kept = []
     for new, group in enumerate(np.array_split(np.arange(len(workers)), width)):
         place[group] = new
         busiest = workers[int(group[np.argmax(shares[group])])]
-        kept.append(replace(busiest, devices=busiest.devices[: math.gcd(busiest.tp, degree)]))
+        kept.append(replace(busiest, devices=busiest.devices[: math.gcd(busiest.tp, tp) * cp], cp=cp))
     return tuple(kept), place
 
 
@@ -184,7 +213,8 @@ def _small_kv_heads(model: Model) -> int:
 
 
 def _small_model(model: Model, blocks: int) -> Model:
-    """The same architecture with thin layers; a vision transformer for images of 8 x 8."""
+    """The same architecture with thin layers, plain ones where the model's are not (the engine has no others); a vision
+    transformer for images of 8 x 8."""
     small = {
         "name": f"{model.name}-rehearsal",
         "blocks": blocks,
@@ -208,7 +238,7 @@ def _small_model(model: Model, blocks: int) -> Model:
             "shared_experts": min(1, model.shared_experts),
             "dense_blocks": min(model.dense_blocks, blocks),
         }
-    return replace(model, **small)  # type: ignore[arg-type]
+    return replace(model.plain(), **small)  # type: ignore[arg-type]
 
 
 def _rounded(ratio: float) -> int:

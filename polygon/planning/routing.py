@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-from polygon.kernel_options import kernel
+from polygon.jit.compilation import kernel
 
 
 def apportion(seconds: np.ndarray, micro_batches: int) -> np.ndarray:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.kernel_options import inner
-from polygon.planning.bank import Bank
+from polygon.jit.compilation import inner
+from polygon.planning.problem_arrays import Bank
 
 
 class Stages(NamedTuple):
@@ -26,7 +26,9 @@ class Stages(NamedTuple):
     kinds: np.ndarray
     kind_counts: np.ndarray
     kind_shards: np.ndarray
-    """Over how many workers the smallest class of a kind can shard."""
+    """Over how many devices the smallest class of a kind can shard."""
+    kind_spread: np.ndarray
+    """Over how many the largest does, whose traffic takes longest."""
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
@@ -44,21 +46,25 @@ def stages_for(rows: int, classes: int) -> Stages:
         kinds=np.zeros(shape, dtype=np.int64),
         kind_counts=np.zeros(shape, dtype=np.int64),
         kind_shards=np.zeros(shape, dtype=np.int64),
+        kind_spread=np.zeros(shape, dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
     )
 
 
 @inner
-def gather_stages(x: np.ndarray, stages: Stages) -> int:
-    """Drop empty rows of an allocation; fills the lists of classes and counts; returns the number of stages."""
+def gather_stages(x: np.ndarray, stages: Stages, cp: int) -> int:
+    """Drop empty rows of an allocation; fills the lists of classes and counts; returns the number of stages.
+
+    A worker takes `cp` of the allocation's tensor-parallel groups.
+    """
     n = 0
     for s in range(x.shape[0]):
         k = 0
         for c in range(x.shape[1]):
-            if x[s, c] > 0:
+            if x[s, c] >= cp:
                 stages.classes[n, k] = c
-                stages.counts[n, k] = x[s, c]
+                stages.counts[n, k] = x[s, c] // cp
                 k += 1
         if k:
             stages.members[n] = k
@@ -74,13 +80,16 @@ def merge_kinds(bank: Bank, stages: Stages, n: int) -> None:
         for i in range(stages.members[s]):
             kind = bank.kind[stages.classes[s, i]]
             count = stages.counts[s, i]
+            shards = count * bank.cp
             at = 0
             while at < k and stages.kinds[s, at] != kind:
                 at += 1
             if at == k:
-                stages.kinds[s, k], stages.kind_counts[s, k], stages.kind_shards[s, k] = kind, count, count
+                stages.kinds[s, k], stages.kind_counts[s, k] = kind, count
+                stages.kind_shards[s, k], stages.kind_spread[s, k] = shards, shards
                 k += 1
             else:
                 stages.kind_counts[s, at] += count
-                stages.kind_shards[s, at] = min(stages.kind_shards[s, at], count)
+                stages.kind_shards[s, at] = min(stages.kind_shards[s, at], shards)
+                stages.kind_spread[s, at] = max(stages.kind_spread[s, at], shards)
         stages.kind_members[s] = k

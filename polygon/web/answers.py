@@ -11,15 +11,20 @@ from typing import Any
 import numpy as np
 import orjson
 
-
-def compact(data: Any) -> bytes:
-    """JSON of plain data and numpy values on one line; NaN and infinities, which JSON lacks, become null."""
-    return orjson.dumps(data, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+from polygon.domain.message import Language, Message, say
 
 
-def _plain(value: Any) -> Any:
-    """What orjson does not know: mappings that are no dict, arrays that are not contiguous."""
-    return value.tolist() if isinstance(value, np.ndarray) else dict(value)
+def compact(data: Any, language: Language = "en") -> bytes:
+    """JSON of plain data, numpy values and messages (as words of a language) on one line; NaN and infinities, which
+    JSON lacks, become null."""
+
+    def plain(value: Any) -> Any:
+        """What orjson does not know: messages, mappings that are no dict, arrays that are not contiguous."""
+        if isinstance(value, Message):
+            return say(value, language)
+        return value.tolist() if isinstance(value, np.ndarray) else dict(value)
+
+    return orjson.dumps(data, default=plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 class Answers:

@@ -1,6 +1,6 @@
 """The JSON API and the page: the planner's functions behind HTTP, and nothing else is served.
 
-OpenAPI is at /api/openapi.json. Bad input answers 422 with the planner's own line; a problem without a plan is a job
+OpenAPI is at /api/v1/openapi.json. Bad input answers 422 with the planner's own line; a problem without a plan is a job
 in the state `infeasible` with its reason. Words are English or Chinese, by the header Accept-Language.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import threading
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,17 +25,21 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from polygon import __version__
-from polygon.domain.errors import InputError
-from polygon.schema import Strict, fault_message
+from polygon.domain.errors import InputError, Phrase, fault
+from polygon.domain.message import Message, say
+from polygon.formats.schema import Strict, fault_message
 from polygon.web.guard import Guard
-from polygon.web.jobs import Jobs
-from polygon.web.language import preferred, say
+from polygon.web.jobs import RETRY_S, BusyError, Jobs
+from polygon.web.language import preferred
 from polygon.web.plan_routes import add_deployments, add_plans
 from polygon.web.search_routes import add_catalogue, add_jobs, warm_up
 from polygon.web.store import Store
 
 THREADS = 4
 """Requests that are computed at the same time: the work holds the interpreter's lock, so more only wait longer."""
+
+
+LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,10 @@ class Settings:
     database: Path
     deployments: Path
     instances: Path | None = None
-    token: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """Of users, by their names; none: everybody who reaches it is the same user, who need not say who that is."""
+    hosts: frozenset[str] = LOOPBACK
+    """Names by which the server may be called."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -62,12 +69,13 @@ def create_app(settings: Settings) -> FastAPI:
         store.close()
 
     app = FastAPI(
-        title="polygon", version=__version__, lifespan=lifespan, openapi_url="/api/openapi.json", docs_url=None,
+        title="polygon", version=__version__, lifespan=lifespan, openapi_url="/api/v1/openapi.json", docs_url=None,
         redoc_url=None, description="Plans the training of foundation models on unequal, distant devices.",
         generate_unique_id_function=lambda route: route.name if isinstance(route, APIRoute) else "route",
     )  # fmt: skip
-    app.add_middleware(Guard, token=settings.token)
+    app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)
     app.add_exception_handler(InputError, _say_bad_input)
+    app.add_exception_handler(BusyError, _say_busy)
     app.add_exception_handler(RequestValidationError, _say_bad_request)
     app.add_exception_handler(StarletteHTTPException, _say_http_error)
     add_catalogue(app, settings.instances)
@@ -78,37 +86,49 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _refused(request: Request, detail: str, status: int = 422) -> JSONResponse:
+def _refused(request: Request, detail: Message | str, status: int = 422) -> JSONResponse:
     language = preferred(request.headers.get("accept-language", ""))
     return JSONResponse({"detail": say(detail, language)}, status_code=status)
 
 
 async def _say_bad_input(request: Request, error: Exception) -> JSONResponse:
-    return _refused(request, str(error))
+    assert isinstance(error, InputError)
+    return _refused(request, error.message)
+
+
+async def _say_busy(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BusyError)
+    answer = _refused(request, error.message, 429)
+    answer.headers["Retry-After"] = str(RETRY_S)
+    return answer
 
 
 async def _say_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
     if error.status_code == 400:  # the framework's only one
-        return _refused(request, "body: found bytes that are not UTF-8, expected JSON")
-    return _refused(request, str(error.detail), error.status_code)
+        return _refused(request, fault("body", Phrase("bytes that are not UTF-8"), "JSON").message)
+    own = {404: Message("missing.address"), 405: Message("refused.method")}
+    said: Any = error.detail
+    detail = said if isinstance(said, Message) else own.get(error.status_code, said)
+    return _refused(request, detail, error.status_code)
 
 
 async def _say_bad_request(request: Request, error: Exception) -> JSONResponse:
     """The first fault in the words of files: where, what was found, what is expected."""
     assert isinstance(error, RequestValidationError)
-    fault = error.errors()[0]
-    where = [part for part in fault["loc"] if part != "body"]
+    first = error.errors()[0]
+    where = [part for part in first["loc"] if part != "body"]
     field = getattr(request.scope.get("route"), "body_field", None)
     schema = field.field_info.annotation if field is not None else None
-    if fault["type"] == "json_invalid":
-        return _refused(request, f"body: found no JSON, expected JSON: {fault['ctx']['error']}")
-    if fault["loc"][0] == "body" and where and isinstance(schema, type) and issubclass(schema, Strict):
-        return _refused(request, fault_message(schema, fault | {"loc": tuple(where)}))
-    found = repr(fault.get("input"))[:60]
-    pattern = fault.get("ctx", {}).get("pattern")
-    expected = f"text like {pattern}" if pattern else fault["msg"]
-    return _refused(request, f"{where[-1] if where else 'body'}: found {found}, expected {expected}")
+    if first["type"] == "json_invalid":
+        why = Message("expected.json", why=first["ctx"]["error"])
+        return _refused(request, fault("body", Phrase("no JSON"), why).message)
+    if first["loc"][0] == "body" and where and isinstance(schema, type) and issubclass(schema, Strict):
+        return _refused(request, fault_message(schema, first | {"loc": tuple(where)}))
+    pattern = first.get("ctx", {}).get("pattern")
+    expected = Message("expected.pattern", pattern=pattern) if pattern else str(first["msg"])
+    found = Phrase(repr(first.get("input"))[:60])
+    return _refused(request, fault(str(where[-1]) if where else "body", found, expected).message)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -125,15 +145,15 @@ def _add_page(app: FastAPI) -> None:
         if path.suffix in types:
             packed(path)
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     def page() -> Any:
         return FileResponse(static / "index.html", headers={"Cache-Control": "no-cache"})
 
-    @app.get("/assets/{name}", include_in_schema=False)
+    @app.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def asset(name: str, request: Request) -> Any:
         path = built.get(name)
         if path is None:
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, Message("missing.file"))
         headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
         if path.suffix in types and "gzip" in request.headers.get("accept-encoding", ""):
             headers["Content-Encoding"] = "gzip"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
-from polygon import files
-from polygon.domain.errors import InputError
+from polygon.domain.errors import fault
+from polygon.domain.message import Message
 from polygon.export.bundle import Export
-from polygon.planning.violations import violations
+from polygon.formats import files
+from polygon.planning.checker import violations
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}")
@@ -28,12 +31,12 @@ def write_deployment(root: Path, name: str, export: Export) -> Path:
         For a name that is none, and where there are too many.
     """
     if not NAME.fullmatch(name):
-        raise InputError(f"name: found {name!r}, expected letters a-z, digits and '-', at most 40")
+        raise fault("name", name, "letters a-z, digits and '-', at most 40")
     folder = root / name
     if folder.is_symlink():
-        raise InputError(f"name: found a link at {name!r}, expected a folder or nothing")
+        raise fault("name", Message("found.link", name=name), "a folder or nothing")
     if not folder.exists() and root.exists() and len(list(root.iterdir())) >= MOST_DEPLOYMENTS:
-        raise InputError(f"deployments: found {MOST_DEPLOYMENTS}, expected fewer (remove some)")
+        raise fault("deployments", MOST_DEPLOYMENTS, "fewer (remove some)")
     if folder.exists():
         shutil.rmtree(folder)
     files.write_folder(folder, export.files)
@@ -46,17 +49,21 @@ def check_folder(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.iterdir()):
         if path.suffix == ".sh":
             run = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=20, check=False)
-            checks.append({"what": f"bash -n {path.name}", "passed": run.returncode == 0, "found": run.stderr[:500]})
+            checks.append(_check("check.script", run.returncode == 0, run.stderr[:500], file=path.name))
         elif path.name == "plan.json":
             problem, plan, _ = files.read_plan(path)
             broken = violations(problem, plan)
-            checks.append({"what": "plan.json breaks no rule", "passed": not broken, "found": "; ".join(broken)[:500]})
+            checks.append(_check("check.plan", not broken, Message("check.violations", broken=tuple(broken[:5]))))
         elif path.suffix == ".json":
             found = json.loads(path.read_text("utf-8"))
-            checks.append({"what": f"{path.name} can be read", "passed": isinstance(found, dict), "found": ""})
+            checks.append(_check("check.readable", isinstance(found, dict), "", file=path.name))
             if path.name == "ds_config.json":
                 checks.append(_batch_check(folder, found))
     return checks
+
+
+def _check(kind: str, passed: bool, found: Message | str, **arguments: str) -> dict[str, Any]:
+    return {"what": Message(kind, **arguments), "passed": passed, "found": found}
 
 
 def _batch_check(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def _batch_check(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * replicas
     found = f"{config['train_micro_batch_size_per_gpu']} x {config['gradient_accumulation_steps']} x {replicas}"
     passed = product == config["train_batch_size"]
-    return {"what": "batch sizes multiply out", "passed": passed, "found": f"{found} = {config['train_batch_size']}"}
+    return _check("check.batch", passed, f"{found} = {config['train_batch_size']}")
 
 
 def deployment_files(root: Path) -> list[dict[str, Any]]:
@@ -79,6 +86,19 @@ def deployment_files(root: Path) -> list[dict[str, Any]]:
         for folder in sorted(root.iterdir())
         if folder.is_dir() and not folder.is_symlink() and NAME.fullmatch(folder.name)
     ]
+
+
+def pack_deployment(root: Path, name: str) -> bytes | None:
+    """A zip of a deployment's files; None where there is none (or the name is none)."""
+    folder = root / name
+    if not NAME.fullmatch(name) or folder.is_symlink() or not folder.is_dir():
+        return None
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and not path.is_symlink():
+                archive.write(path, f"{name}/{path.name}")
+    return packed.getvalue()
 
 
 def read_deployment(root: Path, name: str, file: str) -> str | None:

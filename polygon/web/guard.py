@@ -1,13 +1,15 @@
-"""What stands before every request: host check, optional token, size limit; and the headers of every answer."""
+"""What stands before every request: host and origin check, tokens, size limit; and the headers of every answer."""
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from polygon.web.language import preferred, say
+from polygon.domain.message import Message as Words
+from polygon.domain.message import say
+from polygon.web.language import preferred
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,14 +36,17 @@ HEADERS = {
 class Guard:
     """ASGI middleware.
 
-    A request that comes from another origin's page is refused: browsers send `Sec-Fetch-Site` and `Origin`, and no
-    CORS header is ever sent. The token is asked of /api alone, as `Authorization: Bearer TOKEN` (never in an address,
-    which is kept in histories and logs).
+    The name in `Host` must be one of `hosts`: a page of another site that lets its own name point here (DNS rebinding)
+    is of the same origin for the browser, and only the name tells it apart. A request that comes from another origin's
+    page is refused: browsers send `Sec-Fetch-Site` and `Origin`, and no CORS header is ever sent. The token is asked of
+    /api alone, as `Authorization: Bearer TOKEN` (never in an address, which is kept in histories and logs).
     """
 
-    def __init__(self, app: Any, token: str = "") -> None:
+    def __init__(self, app: Any, tokens: Mapping[str, str], hosts: frozenset[str]) -> None:
         self.app = app
-        self.token = token
+        self.tokens = tokens
+        """Of users, by their names; none: nobody is asked."""
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,6 +60,7 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *extra]
             await send(message)
 
+        scope.setdefault("state", {})["user"] = ""
         wrong = self._refusal(scope, headers)
         if wrong is not None:
             await _answer(sealed, headers, *wrong)
@@ -67,7 +73,7 @@ class Guard:
             parts.append(message)
             taken += len(message.get("body", b""))
             if taken > MOST_BYTES:
-                await _answer(sealed, headers, 413, f"the request is larger than {MOST_BYTES} bytes")
+                await _answer(sealed, headers, 413, Words("refused.too_large", most_bytes=MOST_BYTES))
                 return
             if message["type"] != "http.request" or not message.get("more_body", False):
                 break
@@ -79,23 +85,34 @@ class Guard:
 
         await self.app(scope, replay, sealed)
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, Words] | None:
+        host = host_name(headers.get("host", ""))
+        if host and host not in self.hosts:
+            return 421, Words("refused.host", host=host)
         if headers.get("sec-fetch-site") == "cross-site":
-            return 403, "requests of other sites' pages are refused"
+            return 403, Words("refused.other_site")
         origin = headers.get("origin", "")
         if origin and origin.split("://")[-1] != headers.get("host", ""):
-            return 403, "requests of other sites' pages are refused"
+            return 403, Words("refused.other_site")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MOST_BYTES:
-            return 413, f"the request is larger than {MOST_BYTES} bytes"
-        if self.token and scope["path"].startswith("/api/"):
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
-                return 401, "the token is missing or wrong"
+            return 413, Words("refused.too_large", most_bytes=MOST_BYTES)
+        if self.tokens and scope["path"].startswith("/api/"):
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            users = [user for user, token in self.tokens.items() if hmac.compare_digest(given, token.encode())]
+            if not users:
+                return 401, Words("refused.token")
+            scope["state"]["user"] = users[0]
         return None
 
 
-async def _answer(send: Send, asked: dict[str, str], status: int, text: str) -> None:
+def host_name(host: str) -> str:
+    """The name of a Host header or an address, without port and brackets."""
+    name = host.rsplit("]", 1)[0].removeprefix("[") if host.startswith("[") else host.rsplit(":", 1)[0]
+    return name.lower().rstrip(".")
+
+
+async def _answer(send: Send, asked: dict[str, str], status: int, text: Words) -> None:
     body = json.dumps({"detail": say(text, preferred(asked.get("accept-language", "")))}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

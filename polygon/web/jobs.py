@@ -11,36 +11,36 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from polygon import catalogue
-from polygon.convert import model_data, problem_from_spec
-from polygon.convert_plan import plan_data, plan_from_spec
-from polygon.cost.estimate import estimate
+from polygon.api import planner
+from polygon.api.choices import Objective
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, PolygonError, located
+from polygon.domain.message import Message
 from polygon.domain.plan import Problem
-from polygon.explain import explanation_data
-from polygon.notation import format_json, parse_json
-from polygon.planning.engine import Effort
-from polygon.planning.explain import Explainer
-from polygon.planning.frontier import find_within_limits
-from polygon.planning.objectives import objective_named
-from polygon.planning.whatif import sensitivities
-from polygon.report import seconds
-from polygon.schema import PlanSpec, ProblemSpec, check
-from polygon.web.store import Job, Store
+from polygon.formats import catalogue
+from polygon.formats.convert import model_data, problem_from_spec
+from polygon.formats.convert_plan import plan_data, plan_from_spec
+from polygon.formats.schema import PlanSpec, ProblemSpec, check
+from polygon.formats.serialization import format_json, parse_json
+from polygon.messages.explanation import explanation_data
+from polygon.messages.report import seconds
+from polygon.planning.alternatives import Explainer
+from polygon.planning.efforts import EFFORTS
+from polygon.planning.frontier import find_front
+from polygon.planning.what_ifs import sensitivities
+from polygon.web.store import Store, StoredJob
 
 log = logging.getLogger(__name__)
 
 WORKERS = 2
 MOST_WAITING = 20
+"""Searches that run or wait, of all users."""
+MOST_WAITING_EACH = 10
+"""Of one user where there are several."""
+RETRY_S = 10
+"""When one who was turned away may ask again: a quick search has ended by then."""
 MOST_SECONDS = 600.0
 USUAL_EXPLAIN_SECONDS = 60.0
-EFFORTS = {
-    "quick": Effort(fluid_evaluations=1500, exact_evaluations=40, patience=600),
-    "thorough": Effort(),
-    "long": Effort(fluid_evaluations=100_000, exact_evaluations=2000, patience=20_000),
-}
-"""Quick answers in about a second for clusters of up to some hundred devices."""
 
 
 def problem_of(data: Any) -> Problem:
@@ -49,6 +49,14 @@ def problem_of(data: Any) -> Problem:
         with located("model: "):
             data = data | {"model": model_data(catalogue.model(data["model"]))}
     return problem_from_spec(check(ProblemSpec, data))
+
+
+class BusyError(Exception):
+    """Too many searches are waiting."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(waiting)
+        self.message = Message("refused.busy", jobs=waiting, seconds=RETRY_S)
 
 
 class Jobs:
@@ -76,20 +84,22 @@ class Jobs:
         Raises
         ------
         InputError
-            For a problem that is none, and where too many are waiting.
+            For a problem that is none.
+        BusyError
+            Where too many are waiting.
         """
         problem_of(request["problem"])
-        self._check_room()
+        self._check_room(request.get("user", ""))
         job = self.store.add(request)
         self._submit(job)
         return job
 
-    def explain(self, plan: str, time_limit_s: float = USUAL_EXPLAIN_SECONDS) -> Job:
+    def explain(self, plan: str, time_limit_s: float = USUAL_EXPLAIN_SECONDS, user: str = "") -> StoredJob:
         """The job that explains a plan: the one that does, will, or has and left nothing out; else a new one.
 
         Raises
         ------
-        InputError
+        BusyError
             Where too many are waiting.
         """
         job = self.explanation_id(plan)
@@ -97,14 +107,14 @@ class Jobs:
             found = self.store.get(job)
             whole = found is not None and (found.state in ("queued", "running") or self._whole(found))
             if not whole:
-                self._check_room()
-                self.store.add({"explain": plan, "time_limit_s": time_limit_s}, job=job)
+                self._check_room(user)
+                self.store.add({"explain": plan, "time_limit_s": time_limit_s, "user": user}, job=job)
                 self._submit(job)
         found = self.store.get(job)
         assert found is not None
         return found
 
-    def _whole(self, job: Job) -> bool:
+    def _whole(self, job: StoredJob) -> bool:
         """Whether an explanation has ended with every question answered."""
         data = parse_json(self.store.result(job.id) or "{}")
         return job.state == "done" and not data.get("left_out") and not data.get("changes_left_out")
@@ -114,9 +124,10 @@ class Jobs:
         """The job that explains a plan has an id made of the plan's."""
         return f"why-{plan}"[:40]
 
-    def _check_room(self) -> None:
-        if self.store.waiting() >= MOST_WAITING:
-            raise InputError(f"jobs: found {MOST_WAITING} waiting, expected fewer (cancel one, or try again later)")
+    def _check_room(self, user: str) -> None:
+        waiting = self.store.waiting()
+        if waiting >= MOST_WAITING or (user and self.store.waiting(user) >= MOST_WAITING_EACH):
+            raise BusyError(waiting)
 
     def cancel(self, job: str) -> None:
         """Stop a search; the best plan so far is kept."""
@@ -133,47 +144,77 @@ class Jobs:
         try:
             found = self.store.get(job)
             if found is not None:
-                work = self._explain if "explain" in found.request else self._search
-                work(job, found.request, Progress(self.store, job, stop))
+                work = self._explain if "explain" in found.request else self._front if found.is_front else self._search
+                work(job, found.request, JobProgress(self.store, job, stop))
         except KeyboardInterrupt:
             if not self._closing.is_set():
                 self.store.finish(job, "cancelled")
         except PolygonError as error:
-            self.store.finish(job, "failed", error=str(error))
+            said = error.message if isinstance(error, InputError) else str(error)
+            self.store.finish(job, "failed", error=said)
         except Exception as error:  # a job must end in a state, whatever happens
             log.exception("job %s", job)
-            self.store.finish(job, "failed", error=f"internal error: {type(error).__name__}")
+            self.store.finish(job, "failed", error=Message("error.internal", what=type(error).__name__))
         finally:
             self._stop.pop(job, None)
 
-    def _search(self, job: str, request: dict[str, Any], progress: Progress) -> None:
+    def _search(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
         progress.tell("", 0.0)
-        problem = problem_of(request["problem"])
-        seed = int(request.get("seed", 0))
-        objective = objective_named(str(request.get("objective", "time")))
+        objective: Objective = request.get("objective", "time")
 
-        def tell(phase: str, part: float, best: float) -> None:
-            value = seconds(best) if objective.name == "time" else f"{best:.4g}"
+        def tell(phase: Message, part: float, best: float) -> None:
+            value = seconds(best) if objective == "time" else f"{best:.4g}"
             # A plain search has two halves; a series of searches counts its own.
-            whole = part if ", memetic" in phase or ", exact" in phase else 0.5 * (part + phase.startswith("exact"))
-            progress.tell(f"{phase}: {value}", whole)
+            whole = part if phase.kind == "phase.of_objective" else 0.5 * (part + (phase.kind == "phase.exact"))
+            progress.tell(Message("phase.best", phase=phase, best=value), whole)
 
-        limit_s = min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS)
-        effort = replace(EFFORTS[str(request.get("effort", "quick"))], time_limit_s=limit_s)
-        tables = CostTables(problem)
-        result = find_within_limits(problem, seed, objective=objective, effort=effort, tell=tell, tables=tables)
+        result = planner.Problem.of(problem_of(request["problem"])).search(
+            objective=objective,
+            effort=request.get("effort", "quick"),
+            seed=int(request.get("seed", 0)),
+            time_limit_s=min(float(request.get("time_limit_s", MOST_SECONDS)), MOST_SECONDS),
+            progress=tell,
+        )
         if self._closing.is_set():
             return
         stopped = progress.stop.is_set()
         if result.plan is None:
-            self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason)
+            self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason or "")
             return
-        plan = replace(result.plan, seed=seed)
-        priced = estimate(problem, plan, tables)
-        text = format_json(plan_data(problem, plan, priced.to_dict()))
-        self.store.finish(job, "cancelled" if stopped else "done", result=text, note=seconds(priced.step_s))
+        plan = result.plan
+        text = format_json(plan_data(plan.problem.data, plan.data, plan.to_dict()))
+        note = seconds(plan.evaluate().step_s)
+        self.store.finish(job, "cancelled" if stopped else "done", result=text, note=note)
 
-    def _explain(self, job: str, request: dict[str, Any], progress: Progress) -> None:
+    def _front(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
+        """Plans of which none is beaten in time and money."""
+        progress.tell("", 0.0)
+
+        def tell(phase: Message, part: float, best: float) -> None:
+            progress.tell(Message("phase.best", phase=phase, best=f"{best:.4g}"), part)
+
+        problem = planner.Problem.of(problem_of(request["problem"]))
+        effort = replace(EFFORTS[request.get("effort", "quick")], time_limit_s=MOST_SECONDS)
+        found, collection = find_front(
+            problem.data, int(request.get("seed", 0)), effort=effort, tell=tell, tables=problem.tables
+        )
+        if self._closing.is_set():
+            return
+        if not found:
+            self.store.finish(job, "infeasible", error=collection.reason or "")
+            return
+        points = []
+        for point in found:
+            plan = planner.Plan(problem, point.plan)
+            points.append(
+                {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
+                 "devices": plan.devices, "stages": plan.stages,
+                 "plan": plan_data(problem.data, point.plan, plan.to_dict())}
+            )  # fmt: skip
+        state = "cancelled" if progress.stop.is_set() else "done"
+        self.store.finish(job, state, result=format_json({"points": points}), note=str(len(points)))
+
+    def _explain(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
         progress.tell("", 0.0)
         problem, plan, _ = plan_from_spec(check(PlanSpec, parse_json(self.store.result(request["explain"]) or "")))
         tables = CostTables(problem)
@@ -184,14 +225,14 @@ class Jobs:
             """Seconds until a part of the limit; none once it is to stop, which keeps the answers so far."""
             return lambda: 0.0 if progress.stop.is_set() else part * limit_s - (time.monotonic() - began_s)
 
-        def tell(text: str, part: float) -> None:
+        def tell(what: Message, part: float) -> None:
             if not progress.stop.is_set():
-                progress.tell(text, part)
+                progress.tell(what, part)
 
         explainer = Explainer(problem, plan, tables)
-        why = explainer.explain(seconds_left=left(0.5), tell=lambda text, part: tell(text, part / 2))
+        why = explainer.explain(seconds_left=left(0.5), tell=lambda idea, part: tell(idea, part / 2))
         what = sensitivities(
-            problem, plan, tables=tables, seconds_left=left(1.0), tell=lambda text, part: tell(text, 0.5 + part / 2)
+            problem, plan, tables=tables, seconds_left=left(1.0), tell=lambda change, part: tell(change, 0.5 + part / 2)
         )
         if self._closing.is_set():
             return
@@ -199,7 +240,7 @@ class Jobs:
         self.store.finish(job, "cancelled" if progress.stop.is_set() else "done", result=format_json(data))
 
 
-class Progress:
+class JobProgress:
     """Tells a job's progress to the store, ten times a second at most, and stops the job when asked to."""
 
     def __init__(self, store: Store, job: str, stop: threading.Event) -> None:
@@ -207,7 +248,7 @@ class Progress:
         self._store, self._job = store, job
         self._told_s = -1.0
 
-    def tell(self, note: str, part: float) -> None:
+    def tell(self, note: Message | str, part: float) -> None:
         """How far the job is, 0 to 1.
 
         Raises

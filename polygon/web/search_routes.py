@@ -12,31 +12,49 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from polygon import catalogue, convert, files, formats
+from polygon.api.choices import EffortName, Objective
+from polygon.cost.convergence import rows
 from polygon.domain.cluster import Cluster
+from polygon.domain.message import Message
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
-from polygon.limits import OBJECTIVES
-from polygon.parity import rows
-from polygon.planning.engine import Effort, find_plan
-from polygon.schema import Strict
-from polygon.web import views
+from polygon.formats import catalogue, convert, files
+from polygon.formats import recognition as formats
+from polygon.formats.schema import ClusterSpec, Strict, check
+from polygon.formats.serialization import format_json, parse_json
+from polygon.messages.report import seconds
+from polygon.planning.search_engine import Effort, find_plan
+from polygon.web import responses, views
 from polygon.web.answers import Answers, compact
+from polygon.web.editing import default_link, lean, resolved
 from polygon.web.jobs import MOST_SECONDS, Jobs, problem_of
 from polygon.web.language import Asked, in_language
-from polygon.web.store import Store
+from polygon.web.store import LABELS, Store, StoredJob
 
+MOST_VALUES = 50_000
+"""Of a YAML text: matrices of a hundred regions, read in a second; more comes as JSON."""
 JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    401: {"description": "The token is missing or wrong."},
-    404: {"description": "There is no such thing."},
-    413: {"description": "The request is too large."},
-    422: {"description": "Bad input; `detail` says where, what was found and what is allowed."},
+    status: {"description": words, "model": responses.Refusal}
+    for status, words in {
+        401: "The token is missing or wrong.",
+        404: "There is no such thing.",
+        413: "The request is too large.",
+        421: "The server does not answer to the name in Host.",
+        422: "Bad input; `detail` says where, what was found and what is allowed.",
+        429: "Too many searches are waiting; the header Retry-After says when to ask again.",
+    }.items()
 }
+
+
+def as_bytes(kind: str) -> dict[int | str, dict[str, Any]]:
+    """The answer of an operation that is no JSON."""
+    return {200: {"description": "As it is.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 class SearchRequest(Strict):
@@ -45,14 +63,25 @@ class SearchRequest(Strict):
     problem: dict[str, Any]
     """As in a problem file; checked by the same validator."""
     name: Annotated[str, Field(max_length=120)] = ""
-    objective: Literal["time", "money", "energy", "tokens-per-usd"] = "time"
+    objective: Objective = "time"
     """What is best, as with the command line's --objective."""
-    effort: Literal["quick", "thorough", "long"] = "quick"
+    effort: EffortName = "quick"
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
     time_limit_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = MOST_SECONDS
 
 
-assert SearchRequest.model_fields["objective"].annotation == Literal[OBJECTIVES]
+class ClusterRequest(Strict):
+    """A cluster as it is being edited."""
+
+    cluster: dict[str, Any]
+
+
+class Labels(Strict):
+    """What people call a plan; what is left out stays."""
+
+    name: Annotated[str, Field(max_length=120)] | None = None
+    tags: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=12)] | None = None
+    archived: bool | None = None
 
 
 class TextRequest(Strict):
@@ -73,35 +102,40 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
     kept = Answers(most=200)
     names = {path.stem for path in instances.glob("*.yaml")} if instances else set()
 
-    @app.get("/api/catalogue", responses=RESPONSES)
+    @app.get("/api/v1/catalogue", responses=RESPONSES, response_model=responses.Known)
     def catalogues() -> Any:
-        """Names of devices, models, links and instances, and places of cloud regions."""
+        """Names of devices, models, links, runtimes and instances, and places of cloud regions."""
         text = kept.get("", lambda: compact(known() | {"instances": sorted(names)}))
         return Response(text, media_type="application/json")
 
-    @app.get("/api/instances/{name}", responses=RESPONSES)
+    @app.get("/api/v1/instances/{name}", responses=RESPONSES, response_model=dict[str, Any])
     def instance(name: str) -> Any:
         """A shipped cluster."""
         if instances is None or name not in names:
-            raise HTTPException(404, "there is no such instance")
+            raise HTTPException(404, Message("missing.instance"))
         folder = instances
 
         def text() -> bytes:
-            return compact(convert.cluster_data(files.read_cluster(folder / f"{name}.yaml")))
+            return compact(lean(files.read_cluster(folder / f"{name}.yaml")))
 
         return Response(kept.get(name, text), media_type="application/json")
 
-    @app.post("/api/read", responses=RESPONSES)
+    @app.post("/api/v1/read", responses=RESPONSES, response_model=dict[str, Any])
     def read(request: TextRequest) -> Any:
         """What an uploaded text says, as plain data."""
         if request.kind == "cluster":
-            cluster: Cluster = formats.cluster_from_text(request.text, request.name)
-            return answer(convert.cluster_data(cluster))
-        return answer(convert.model_data(formats.model_from_text(request.text, request.name)))
+            cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
+            return answer(lean(cluster))
+        return answer(convert.model_data(formats.model_from_text(request.text, request.name, MOST_VALUES)))
+
+    @app.post("/api/v1/clusters", responses=RESPONSES, response_model=responses.Resolved)
+    def resolve(request: ClusterRequest) -> Any:
+        """A cluster with every value that was not given spelt out, and its file."""
+        return answer(resolved(request.cluster))
 
 
 def known() -> dict[str, Any]:
-    """What the planner knows: devices, models, links, and places of cloud regions."""
+    """What the planner knows: devices, models, links, runtimes, and places of cloud regions."""
     devices = [
         {"name": d.name, "memory_gib": d.memory_bytes / 2**30, "price_usd_per_hour": d.price_usd_per_hour}
         for d in catalogue.devices().values()
@@ -118,8 +152,9 @@ def known() -> dict[str, Any]:
     floor_ms, slope_ms = latency_per_km()
     return {
         "devices": devices, "models": models, "links": sorted(catalogue.links()), "regions": regions,
+        "runtimes": [{"name": name, "version": r.version} for name, r in catalogue.runtimes().items()],
         "parity_levels": PARITY_LEVELS, "compressions": COMPRESSIONS, "local_steps": sorted(rows("local_steps")),
-        "latency_ms_floor": floor_ms, "latency_ms_per_km": slope_ms,
+        "default_link": default_link(), "latency_ms_floor": floor_ms, "latency_ms_per_km": slope_ms,
     }  # fmt: skip
 
 
@@ -151,38 +186,95 @@ def warm_up() -> None:
     gc.freeze()
 
 
+def asked_of(job: StoredJob, plan: str | None) -> dict[str, Any]:
+    """What a job was asked, its cluster as it was given; of an uploaded plan what its file says."""
+    kept = job.request
+    problem = kept.get("problem")
+    if problem is None or "parent" in kept:
+        problem = parse_json(plan or "{}").get("problem", {})
+        if problem:
+            problem["cluster"] = lean(convert.cluster_from_spec(check(ClusterSpec, problem["cluster"])))
+    return {"problem": problem, **{key: kept.get(key, LABELS[key]) for key in ("objective", "effort", "seed")}}
+
+
 def add_jobs(app: FastAPI, store: Store, jobs: Jobs) -> None:
     """Searches: start, list, follow, stop."""
 
     def found(job: str, language: Asked) -> dict[str, Any]:
         row = store.get(job)
         if row is None:
-            raise HTTPException(404, "there is no such job")
+            raise HTTPException(404, Message("missing.job"))
         return dict(in_language(row.to_dict(), language))
 
-    @app.post("/api/jobs", status_code=202, responses=RESPONSES)
-    def start_search(request: SearchRequest, language: Asked) -> Any:
+    @app.post("/api/v1/jobs", status_code=202, responses=RESPONSES, response_model=responses.Job)
+    def start_search(request: SearchRequest, language: Asked, http: Request) -> Any:
         """Start a search; its link is /#plan=ID."""
-        return found(jobs.start(request.model_dump()), language)
+        return found(jobs.start(request.model_dump() | {"user": http.state.user}), language)
 
-    @app.get("/api/jobs", responses=RESPONSES)
-    def list_jobs(language: Asked) -> Any:
+    @app.post("/api/v1/fronts", status_code=202, responses=RESPONSES, response_model=responses.Job)
+    def start_front(request: SearchRequest, language: Asked, http: Request) -> Any:
+        """Start a search for plans of which none is beaten in time and money."""
+        asked = request.model_dump() | {"user": http.state.user, "front": True}
+        return found(jobs.start(asked), language)
+
+    @app.get("/api/v1/fronts/{job}", responses=RESPONSES, response_model=responses.Front)
+    def front(job: JobId, language: Asked) -> Any:
+        """The plans of a front without their files, and how far its search is."""
+        points = parse_json(store.result(job) or "{}").get("points", [])
+        told = [{key: value for key, value in point.items() if key != "plan"} for point in points]
+        return answer(found(job, language) | {"points": told})
+
+    @app.post("/api/v1/fronts/{job}/points/{index}", status_code=201, responses=RESPONSES, response_model=responses.Job)
+    def front_plan(job: JobId, index: Annotated[int, PathParameter(ge=0, le=10_000)], language: Asked) -> Any:
+        """Keep a plan of a front as a plan of its own."""
+        row, points = store.get(job), parse_json(store.result(job) or "{}").get("points", [])
+        if row is None or index >= len(points):
+            raise HTTPException(404, Message("missing.plan"))
+        point = points[index]
+        request = {key: value for key, value in row.request.items() if key != "front"}
+        note = seconds(point["step_s"])
+        return found(store.add(request, "done", format_json(point["plan"]), note=note), language)
+
+    @app.get("/api/v1/jobs", responses=RESPONSES, response_model=list[responses.Job])
+    def list_jobs(language: Asked, http: Request) -> Any:
         """The newest searches and plans."""
-        return in_language([job.to_dict() for job in store.jobs()], language)
+        return in_language([job.to_dict() for job in store.jobs(http.state.user)], language)
 
-    @app.get("/api/jobs/{job}", responses=RESPONSES)
+    @app.get("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
     def job_state(job: JobId, language: Asked) -> Any:
         """How far a job is."""
         return found(job, language)
 
-    @app.delete("/api/jobs/{job}", responses=RESPONSES)
+    @app.get("/api/v1/jobs/{job}/request", responses=RESPONSES, response_model=responses.Asked)
+    def job_request(job: JobId, language: Asked) -> Any:
+        """What was asked: problem, objective, effort and seed, as a search takes them."""
+        found(job, language)
+        row = store.get(job)
+        assert row is not None
+        return answer(asked_of(row, store.result(job)))
+
+    @app.patch("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
+    def label_job(job: JobId, labels: Labels, language: Asked) -> Any:
+        """Give a plan another name, tags, or put it into the archive."""
+        found(job, language)
+        store.label(job, labels.model_dump(exclude_none=True))
+        return found(job, language)
+
+    @app.delete("/api/v1/plans/{job}", status_code=204, responses=RESPONSES)
+    def remove_plan(job: JobId, language: Asked) -> None:
+        """Stop a search and forget it with its plan."""
+        found(job, language)
+        jobs.cancel(job)
+        store.remove(job)
+
+    @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
     def cancel_job(job: JobId, language: Asked) -> Any:
         """Stop a search and keep the best plan so far."""
         found(job, language)
         jobs.cancel(job)
         return found(job, language)
 
-    @app.get("/api/jobs/{job}/events", responses=RESPONSES)
+    @app.get("/api/v1/jobs/{job}/events", responses=RESPONSES | as_bytes("text/event-stream"))
     async def job_events(job: JobId, request: Request, language: Asked) -> StreamingResponse:
         """Progress as server-sent events, until the job has ended."""
         await run_in_threadpool(found, job, language)

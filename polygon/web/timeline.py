@@ -1,4 +1,9 @@
-"""The predicted step for the page: every moment of a worker named, of as many workers as a page can draw."""
+"""The predicted step for the page: every moment of a worker named, in as much detail as a window of time can show.
+
+A row is a worker; of a stage that is not opened only the worker that ends last is shown. Where a row has few bars in
+the window they are given one by one. Where it has more than a screen can draw, neighbouring moments are summed into
+bands: what part of the band goes to each kind. So an answer grows with the screen, not with the micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polygon.cost.step_times import StepTimes
-from polygon.export.chrome_trace import Interval
-from polygon.export.predicted import predicted_intervals
-from polygon.web.whatif import Priced
+from polygon.web.sliders import PricedChange
 
-MOST_INTERVALS = 24_000
-"""Bars that a page draws in about a second."""
+KINDS = ("F", "B", "exposed", "update", "reduce", "send")
+"""Of bars; what none of the first four covers is bubble. The last two lie beside a worker's own work."""
+TILES = 4
+MOST_ROWS = 96
+MOST_BARS = 8000
+"""Of all rows together."""
+MOST_BARS_A_ROW = 160
+"""More are a pattern of stripes, in which nothing can be seen."""
+BANDS = 240
+"""Of a row at most, before equal neighbours become one."""
+BARS_A_BAND = 6
+ALIKE = 0.08
+"""Part by which the kinds of a band may differ from its neighbour's to be one with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,10 +40,12 @@ class Work:
     """
 
     worker: NDArray[np.int64]
-    name: NDArray[np.str_]
+    backward: NDArray[np.bool_]
+    micro_batch: NDArray[np.int64]
     idle_s: NDArray[np.float64]
     left_s: NDArray[np.float64]
     start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
     last_s: NDArray[np.float64]
     """End of the last of each worker, shape (workers,)."""
 
@@ -52,57 +68,162 @@ def work(times: StepTimes) -> Work:
     np.maximum.at(last_s, worker, done_s)
     kind, micro_batch, _ = np.unravel_index(order, start_s.shape)
     return Work(
-        worker=worker, name=np.char.add(np.array(["F", "B"])[kind], micro_batch.astype(str)), idle_s=idle_s,
-        left_s=np.clip(ready_s, idle_s, begin_s), start_s=begin_s, last_s=last_s,
+        worker=worker, backward=kind == 1, micro_batch=micro_batch, idle_s=idle_s,
+        left_s=np.clip(ready_s, idle_s, begin_s), start_s=begin_s, end_s=done_s, last_s=last_s,
     )  # fmt: skip
 
 
-def timeline(priced: Priced, *, messages: bool = False) -> dict[str, Any]:
-    """Intervals of one step, with the messages if asked for.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bars:
+    """What workers do, one row of all arrays each."""
 
-    A worker's compute, bubble, exposed communication and update fill the step without a gap: after the last backward
-    it is exposed communication until the update, bubble thereafter. The hidden part of a reduction (`reduce`) and
-    messages (`send`) lie beside them. Where there are more workers than can be drawn, the first of every stage come
-    before the second of any (one of every stage in any case); the shares of bubble and exposed communication are
-    those of all.
+    worker: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    """Number in `KINDS`."""
+    micro_batch: NDArray[np.int64]
+    """-1 for what belongs to none."""
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+
+    def of(self, worker: int, begin_s: float, end_s: float) -> Bars:
+        """Those of a worker that a window shows, in the order of time."""
+        mine = np.flatnonzero((self.worker == worker) & (self.end_s > begin_s) & (self.start_s < end_s))
+        mine = mine[np.argsort(self.start_s[mine], kind="stable")]
+        return Bars(
+            worker=self.worker[mine], kind=self.kind[mine], micro_batch=self.micro_batch[mine],
+            start_s=self.start_s[mine], end_s=self.end_s[mine],
+        )  # fmt: skip
+
+
+def bars(times: StepTimes, done: Work, *, messages: bool = False) -> Bars:
+    """All bars of a step: work, exposed communication before it and after the last, update; reduction and messages."""
+    workers = np.arange(len(times.place.stage))
+    update_s = times.done_s - times.update_s
+    reducing = np.array([times.reduction_span_s(s)[0] for s in range(len(times.reductions))])[times.place.stage]
+    none = np.full(len(workers), -1)
+    parts: list[tuple[NDArray[Any], ...]] = [
+        (done.worker, done.backward.astype(np.int64), done.micro_batch, done.start_s, done.end_s),
+        (done.worker, np.full(len(done.worker), 2), done.micro_batch, done.left_s, done.start_s),
+        (workers, np.full(len(workers), 2), none, done.last_s, update_s),
+        (workers, np.full(len(workers), 3), none, update_s, times.done_s),
+        (workers, np.full(len(workers), 4), none, reducing, np.minimum(update_s, done.last_s)),
+    ]
+    if messages:
+        parts.append(_messages(times))
+    worker, kind, micro_batch, start_s, end_s = (np.concatenate(column) for column in zip(*parts, strict=True))
+    there = end_s > start_s
+    return Bars(
+        worker=worker[there], kind=kind[there], micro_batch=micro_batch[there], start_s=start_s[there],
+        end_s=end_s[there],
+    )  # fmt: skip
+
+
+def _messages(times: StepTimes) -> tuple[NDArray[Any], ...]:
+    """Messages between stages, at their senders."""
+    schedule, messages = times.schedule, times.messages
+    _, start_s = schedule.simulate(record=True)
+    end_s = start_s + np.stack([schedule.forward_s, schedule.backward_s])[:, schedule.routes]
+    leave_s = np.stack([end_s[0, :, :-1], end_s[1, :, 1:]]) if end_s.shape[2] > 1 else np.empty((2, end_s.shape[1], 0))
+    micro_batch = np.broadcast_to(np.arange(end_s.shape[1])[None, :, None], leave_s.shape)
+    arrive_s = leave_s + messages.busy_s + messages.latency_s
+    sender = messages.sender.reshape(leave_s.shape)
+    kind = np.full(leave_s.size, KINDS.index("send"))
+    return sender.ravel(), kind, micro_batch.ravel(), leave_s.ravel(), arrive_s.ravel()
+
+
+def timeline(
+    priced: PricedChange,
+    *,
+    opened: frozenset[int] = frozenset(),
+    from_s: float = 0.0,
+    to_s: float | None = None,
+    messages: bool = False,
+) -> dict[str, Any]:
+    """Rows of one step, or of a window of it.
+
+    Parameters
+    ----------
+    opened : frozenset of int
+        Stages of which every worker has a row, as far as `MOST_ROWS` allows.
+    from_s, to_s : float
+        The window [s]; by default the whole step.
+    messages : bool
+        Whether messages between stages are wanted, too.
+
+    Returns
+    -------
+    dict
+        A row has `bars` [kind, micro-batch, start, end] or `bands` [start, end, parts of the first `TILES` kinds]. The
+        shares of bubble and exposed communication are those of all workers over the whole step.
     """
     times, step_s = priced.times, priced.estimate.step_s
-    place = times.place
-    done = work(times)
+    place, done = times.place, work(times)
+    end_s = step_s if to_s is None else min(to_s, step_s)
+    begin_s = min(max(0.0, from_s), end_s)
     update_s = times.done_s - times.update_s
     bubble_s = np.bincount(done.worker, done.left_s - done.idle_s, len(place.stage)) + step_s - times.done_s
     exposed_s = np.bincount(done.worker, done.start_s - done.left_s, len(place.stage)) + update_s - done.last_s
+    everything = bars(times, done, messages=messages)
+    shown = _shown(times, opened)
+    most = min(MOST_BARS_A_ROW, MOST_BARS // max(1, len(shown)))
     number = np.arange(len(place.stage)) - place.offset[place.stage]
-    drawn = _drawn(place.stage, number, done)
-    rows = [(w.stage, w.worker) for w in priced.estimate.workers]
-    intervals = [i for i in predicted_intervals(times, drawn) if messages or i.kind != "send"]
-    last_s = {row: float(done.last_s[w]) for w, row in enumerate(rows)}
-    intervals = [i._replace(end_s=min(i.end_s, last_s[i[:2]])) if i.kind == "reduce" else i for i in intervals]
-    for w in np.flatnonzero(drawn):
-        stage, worker = rows[w]
-        intervals.append(Interval(stage, worker, "exposed", "", float(done.last_s[w]), float(update_s[w])))
-        intervals.append(Interval(stage, worker, "bubble", "", float(times.done_s[w]), step_s))
-    for i in np.flatnonzero(drawn[done.worker]):
-        (stage, worker), name, left_s = rows[done.worker[i]], str(done.name[i]), float(done.left_s[i])
-        intervals.append(Interval(stage, worker, "bubble", name, float(done.idle_s[i]), left_s))
-        intervals.append(Interval(stage, worker, "exposed", name, left_s, float(done.start_s[i])))
-    workers = [
-        {"stage": w.stage, "worker": w.worker, "region": w.region, "drawn": here, "busy_s": w.busy_s,
-         "device": w.device + (f"\u00d7{w.tp}" if w.tp > 1 else "")}
-        for w, here in zip(priced.estimate.workers, drawn.tolist(), strict=True)
-    ]  # fmt: skip
+    rows = []
+    for w in shown:
+        estimate = priced.estimate.workers[w]
+        rows.append(
+            {"stage": int(place.stage[w]), "worker": int(number[w]), "region": estimate.region,
+             "device": estimate.device, "tp": estimate.tp, "width": int(np.sum(place.stage == place.stage[w])),
+             "busy_s": estimate.busy_s, **_row(everything.of(w, begin_s, end_s), begin_s, end_s, most)}
+        )  # fmt: skip
     return {
-        "workers": workers, "step_s": step_s, "left_out": int(np.sum(~drawn)),
-        "intervals": [i[:6] for i in intervals if i.end_s > i.start_s],
-        "bubble_share": float(bubble_s.mean()) / step_s, "exposed_share": float(exposed_s.mean()) / step_s,
+        "kinds": list(KINDS), "rows": rows, "step_s": step_s, "from_s": begin_s, "to_s": end_s,
+        "workers": len(place.stage), "bubble_share": float(bubble_s.mean()) / step_s,
+        "exposed_share": float(exposed_s.mean()) / step_s,
     }  # fmt: skip
 
 
-def _drawn(stage: NDArray[np.int64], number: NDArray[np.int64], done: Work) -> NDArray[np.bool_]:
-    """Which workers are drawn: the first of every stage, then the second, while their bars are not too many."""
-    waits = (done.left_s > done.idle_s).astype(np.int64) + (done.start_s > done.left_s)
-    bars = np.bincount(done.worker, 1 + waits, len(stage))
-    order = np.lexsort((stage, number))
-    drawn = number == 0
-    drawn[order] |= np.cumsum(bars[order]) <= MOST_INTERVALS
-    return drawn
+def _shown(times: StepTimes, opened: frozenset[int]) -> list[int]:
+    """The workers that have a row: of every stage the one that ends last, of opened ones all."""
+    stage, shown = times.place.stage, []
+    for s in range(int(stage.max()) + 1):
+        mine = np.flatnonzero(stage == s)
+        last = int(mine[times.done_s[mine].argmax()])
+        shown += mine.tolist()[:MOST_ROWS] if s in opened else [last]
+    return shown[: max(MOST_ROWS, int(stage.max()) + 1)]
+
+
+def _row(mine: Bars, begin_s: float, end_s: float, most: int) -> dict[str, Any]:
+    """Bars of a row, or bands where there are too many."""
+    if len(mine.kind) <= most:
+        columns = (mine.kind, mine.micro_batch, mine.start_s, mine.end_s)
+        given = zip(*(column.tolist() for column in columns), strict=True)
+        return {"bars": [[kind, m, _short(a), _short(b)] for kind, m, a, b in given], "bands": []}
+    count = max(1, min(BANDS, len(mine.kind) // BARS_A_BAND))
+    edges = np.linspace(begin_s, end_s, count + 1)
+    width = (end_s - begin_s) / count
+    parts = np.stack([_covered(mine, kind, edges) for kind in range(TILES)], axis=1) / width
+    bands: list[list[Any]] = []
+    first = 0
+    for i in range(1, count + 1):
+        mean = parts[first:i].mean(axis=0)
+        if i == count or np.abs(parts[i] - mean).max() > ALIKE:
+            bands.append([_short(edges[first]), _short(edges[i]), [round(float(part), 3) for part in mean]])
+            first = i
+    beside = np.flatnonzero(mine.kind == KINDS.index("reduce"))
+    hidden = [[4, -1, _short(mine.start_s[i]), _short(mine.end_s[i])] for i in beside]
+    return {"bars": hidden, "bands": bands}
+
+
+def _covered(mine: Bars, kind: int, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of a kind between neighbouring edges: differences of the running sum of its bars."""
+    own = np.flatnonzero(mine.kind == kind)
+    if len(own) == 0:
+        return np.zeros(len(edges) - 1)
+    points = np.stack([mine.start_s[own], mine.end_s[own]], axis=1).ravel()
+    sums = np.cumsum(np.stack([np.zeros(len(own)), mine.end_s[own] - mine.start_s[own]], axis=1).ravel())
+    return np.diff(np.interp(edges, points, sums))
+
+
+def _short(seconds: float) -> float:
+    """Seven digits are more than a screen shows."""
+    return float(f"{seconds:.7g}")

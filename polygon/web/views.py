@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from polygon.bounds.gap import bound_data, gap
+from polygon.cost.convergence import assumptions
 from polygon.cost.estimate import Estimate
 from polygon.cost.step_times import StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.cluster import Region
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.parity import assumptions
-from polygon.report import layer_span, size
-from polygon.web.whatif import NO_CHANGE, Changes, Priced, price, timed
+from polygon.messages.report import layer_span, size
+from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 
@@ -32,14 +34,15 @@ def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
     return 2 * 6371 * math.asin(min(1.0, math.sqrt(h)))
 
 
-def view(priced: Priced) -> dict[str, Any]:
+def view(priced: PricedChange) -> dict[str, Any]:
     """Everything that changes when a toggle changes."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     moved = traffic(priced)
     return {
         "model": problem.model.name,
+        "runtime": {"name": problem.runtime.name, "version": problem.runtime.version},
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
-        "estimate": {name: getattr(result, name) for name in SHOWN},
+        "estimate": {name: getattr(result, name) for name in SHOWN} | bound_data(result.step_s, priced.bound),
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
@@ -56,7 +59,7 @@ def view(priced: Priced) -> dict[str, Any]:
     }
 
 
-def _over_memory(priced: Priced) -> float:
+def _over_memory(priced: PricedChange) -> float:
     """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
     need = np.array([worker.peak_bytes for worker in priced.estimate.workers])
     return float(max(0.0, (need - priced.tables.limit_bytes[priced.times.place.pool]).max()))
@@ -81,7 +84,7 @@ def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _stages(priced: Priced) -> list[dict[str, Any]]:
+def _stages(priced: PricedChange) -> list[dict[str, Any]]:
     problem, plan, result = priced.problem, priced.plan, priced.estimate
     rows = []
     for s, stage in enumerate(plan.stages):
@@ -94,7 +97,8 @@ def _stages(priced: Priced) -> list[dict[str, Any]]:
             groups.append(
                 {"region": key[0], "device": key[1], "tp": key[2], "workers": len(same), "share_low": min(shares),
                  "share_high": max(shares), "busy": max(w.busy_s for w in same) / result.step_s,
-                 "peak_bytes": full.peak_bytes, "limit_bytes": full.limit_bytes, "memory_owner": full.memory_owner}
+                 "peak_bytes": full.peak_bytes, "limit_bytes": full.limit_bytes,
+                 "memory_owner": Message(f"memory.{full.memory_owner}")}
             )  # fmt: skip
         layers = layer_span(problem, stage.first_layer, stage.last_layer)
         rows.append(
@@ -104,7 +108,7 @@ def _stages(priced: Priced) -> list[dict[str, Any]]:
     return rows
 
 
-def _links(priced: Priced) -> list[dict[str, Any]]:
+def _links(priced: PricedChange) -> list[dict[str, Any]]:
     cluster, plan = priced.problem.cluster, priced.plan
     used = {(use.source, use.target): use for use in priced.estimate.links}
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
@@ -133,7 +137,7 @@ def _km(a: Region, b: Region) -> float | None:
     return km_between((a.latitude, a.longitude), (b.latitude, b.longitude))
 
 
-def _tensor_traffic(priced: Priced) -> float:
+def _tensor_traffic(priced: PricedChange) -> float:
     """Bytes that tensor-parallel groups exchange in a step: four all-reduces of 2 (t-1)/t of an activation a block."""
     problem, plan = priced.problem, priced.plan
     values = boundary_values(problem.model, problem.batch, plan.micro_batch_size) * problem.batch.element_bytes
@@ -145,7 +149,7 @@ def _tensor_traffic(priced: Priced) -> float:
     return total
 
 
-def traffic(priced: Priced) -> dict[str, Any]:
+def traffic(priced: PricedChange) -> dict[str, Any]:
     """Bytes and seconds by dimension, how much of the communication is hidden, and the ratio that calls for advice."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     messages = times.messages
@@ -171,10 +175,9 @@ def traffic(priced: Priced) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def formulas(priced: Priced, shown: dict[str, Any]) -> list[dict[str, str]]:
+def formulas(priced: PricedChange, shown: dict[str, Any]) -> list[dict[str, Message | str]]:
     """Every shown number's formula, with its numbers; `shown` is the `traffic`."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
-    terms = " + ".join(f"{name} {value:.4g}" for name, value in result.terms.items())
     batch = problem.batch
     # Stages that reduce alike stand once, with their number.
     alike = Counter(
@@ -183,25 +186,28 @@ def formulas(priced: Priced, shown: dict[str, Any]) -> list[dict[str, str]]:
     )
     reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
-    rows = [
-        ("step", "sum of terms", f"{terms} = {result.step_s:.4g} s"),
+    rows: list[tuple[str, Message | str, Message | str]] = [
+        ("step", Message("formula.step"), Message("numbers.step", **result.terms, step_s=result.step_s)),
         ("tokens", "B L / T",
          f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:.5g}/s"),
-        ("pp_bytes", "2 M (S-1) b L h e, packed between regions",
-         f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B = "
-         f"{size(2 * plan.micro_batches * (len(plan.stages) - 1) * values * batch.element_bytes)} unpacked, "
-         f"{size(times.messages.total_bytes)} packed"),
-        ("dp_bytes", "sum over stages 2 (w-1) P g / H",
+        ("pp_bytes", Message("formula.pp_bytes"), Message(
+            "numbers.pp_bytes",
+            product=f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B",
+            unpacked=size(2 * plan.micro_batches * (len(plan.stages) - 1) * values * batch.element_bytes),
+            packed=size(times.messages.total_bytes))),
+        ("dp_bytes", Message("formula.dp_bytes"),
          f"({reduced or 0}) x {batch.gradient_bytes} B / {plan.local_steps} = {size(shown['dp_bytes'])}"),
-        ("tp_bytes", "4 x 2 (t-1) b L h e per block and micro-batch", size(shown["tp_bytes"])),
-        ("dp_s", "slowest stage: inside nodes + inside regions + across + waiting for shared links",
-         f"{max(priced.reductions_s, default=0.0):.4g} + tied {times.tied_s:.4g} = {shown['dp_s']:.4g} s"),
-        ("pp_s", "busiest sender: sum of bytes / rate", f"{shown['pp_s']:.4g} s"),
-        ("hidden", "1 - exposed / all",
+        ("tp_bytes", Message("formula.tp_bytes"), size(shown["tp_bytes"])),
+        ("dp_s", Message("formula.dp_s"), Message(
+            "numbers.dp_s", reduction_s=max(priced.reductions_s, default=0.0), tied_s=times.tied_s,
+            total_s=shown["dp_s"])),
+        ("pp_s", Message("formula.pp_s"), f"{shown['pp_s']:.4g} s"),
+        ("hidden", Message("formula.hidden"),
          f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden'] * 100:.1f} %"),
-        ("ratio", "communication / computation",
+        ("ratio", Message("formula.ratio"),
          f"{shown['total_s']:.4g} / {shown['compute_s']:.4g} = {shown['ratio']:.3g}"),
-        ("bound", "no plan is faster", f"{result.lower_bound_s:.4g} s, gap {result.gap * 100:.1f} %"),
+        ("bound", Message("formula.bound"), Message("numbers.bound", bound_s=priced.bound.seconds,
+                                                         gap_percent=100 * gap(result.step_s, priced.bound))),
     ]  # fmt: skip
     return [{"key": key, "formula": formula, "numbers": numbers} for key, formula, numbers in rows]
 
@@ -237,7 +243,13 @@ def advice(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -
 
 
 def _effect(
-    problem: Problem, plan: Plan, changes: Changes, tables: CostTables, before: Priced, key: str, change: dict[str, Any]
+    problem: Problem,
+    plan: Plan,
+    changes: Changes,
+    tables: CostTables,
+    before: PricedChange,
+    key: str,
+    change: dict[str, Any],
 ) -> dict[str, Any]:
     after = price(problem, plan, changes.model_copy(update=change), tables)
     return {

@@ -80,7 +80,8 @@ class Agreement:
         """Start to sum, over all or those of this region."""
         worker = self.worker
         part = float(worker.is_last and worker.place == 0)
-        fraction = part * len(worker.actions) / 2 / worker.layout.plan.micro_batches / worker.layout.context
+        parts = worker.layout.plan.micro_batches * worker.layout.worker_of(self.rank).cp
+        fraction = part * worker.shares[-1] / parts
         stop = float(self._stop.is_set())
         values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
         values = values.to(worker.wires.device)
@@ -96,9 +97,10 @@ class Agreement:
             return True
         if bucket.zero < 2:
             return bucket.leads if not alone else bucket.group is not None and bucket.group.near_place == 0
-        # Within its region a split gradient is there once; the first region's counts, or each one's own.
-        assert bucket.group is not None
-        return self.rank in (bucket.group.near_ranks if alone else bucket.group.members.regions[0])
+        # Whoever shares a copy has a part of the gradient: the first copy of the first region counts, or of each one.
+        assert bucket.group is not None and bucket.owners is not None
+        first = bucket.group.near_ranks[0] if alone else bucket.group.members.regions[0][0]
+        return first in bucket.owners.near_ranks
 
     def _square(self, bucket: Bucket) -> float:
         """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""

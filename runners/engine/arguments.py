@@ -9,9 +9,12 @@ from pathlib import Path
 
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
-from polygon.files import read_plan
+from polygon.formats.files import read_plan
 from polygon.planning.rehearsal import rehearsal_problem
-from runners.engine.options import Options
+from runners.data.choice import PACKINGS, TOKEN_TYPES, DataChoice
+from runners.data.prepared import CACHE
+from runners.engine.learning_rate import SCHEDULES
+from runners.engine.options import Lora, Options
 from runners.engine.trackers import TRACKERS
 
 
@@ -48,7 +51,32 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--warmup-steps", type=int, default=default.warmup_steps, help="linear warm-up (default none)"
     )
-    training.add_argument("--weight-decay", type=float, default=default.weight_decay, help="default %(default)s")
+    training.add_argument(
+        "--schedule", choices=SCHEDULES, default=default.schedule, help="of the learning rate (default %(default)s)"
+    )
+    training.add_argument("--schedule-steps", type=int, metavar="STEPS", help="until the final rate (default: --steps)")
+    training.add_argument("--decay-steps", type=int, metavar="STEPS", help="of wsd (default: a tenth of all)")
+    training.add_argument(
+        "--final-rate", type=float, default=default.final_rate, metavar="PART",
+        help="of the largest rate, at the schedule's end (default %(default)s)",
+    )  # fmt: skip
+    training.add_argument(
+        "--weight-decay", type=float, default=default.weight_decay, help="of matrices (default %(default)s)"
+    )
+    training.add_argument(
+        "--decay", choices=("matrices", "all"), default=default.decay, help="what decays (default %(default)s)"
+    )
+    training.add_argument(
+        "--average", type=float, default=default.average, metavar="PART",
+        help="a step leaves so much of the moving average of the weights, as 0.999; 0 (default): none is kept",
+    )  # fmt: skip
+    training.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile for every block (inductor)"
+    )
+    training.add_argument(
+        "--loss-chunk", type=int, default=default.loss_chunk, metavar="TOKENS",
+        help="tokens whose logits are there at a time; 0 (default): those of the whole micro-batch",
+    )  # fmt: skip
     training.add_argument(
         "--clip-norm", type=float, default=default.clip_norm, help="of the whole model's gradient; 0: none"
     )
@@ -72,7 +100,17 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(
-        "--data", type=Path, help="text, .npy of tokens, or .npz of images and classes (default: English prose)"
+        "--weights", type=Path, metavar="DIR",
+        help="folder of Hugging Face to start from: config.json and safetensors (default: drawn from the seed)",
+    )  # fmt: skip
+    training.add_argument(
+        "--lora", type=int, metavar="RANK", help="train low-rank additions in place of the weights (with --weights)"
+    )
+    training.add_argument(
+        "--lora-alpha", type=float, metavar="A", help="over the rank: their factor (default: 2 x rank)"
+    )
+    training.add_argument(
+        "--lora-targets", nargs="+", default=Lora().targets, metavar="NAME", help="linear layers (default: query value)"
     )
     training.add_argument(
         "--model-file", type=Path, help="Python file with the model as a list of layers (docs/runtime.md)"
@@ -99,6 +137,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that the PyTorch Profiler records after the first, into LOG_DIR/profile (default none)",
     )
+    _add_data_options(parser)
     failure = parser.add_argument_group("checkpoints and failures")
     failure.add_argument("--checkpoint-dir", type=Path, help="where checkpoints are written and looked for")
     failure.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: only at the end")
@@ -117,6 +156,58 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
 
 
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    default = DataChoice()
+    data = parser.add_argument_group("data (docs/runtime.md)")
+    data.add_argument(
+        "--data", type=Path, action="append", metavar="PATH",
+        help="tokens (Megatron's .bin and .idx, raw .bin, .npy), a data set (.jsonl, .parquet, .arrow, a folder), "
+        "text, or .npz of images and classes; may be repeated (default: English prose)",
+    )  # fmt: skip
+    data.add_argument("--data-weights", type=float, nargs="+", metavar="W", help="of the samples of each --data")
+    data.add_argument("--token-type", choices=TOKEN_TYPES, help="of raw files of tokens that do not say it")
+    data.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with it (default: text by bytes)")
+    data.add_argument("--data-column", metavar="NAME", help="of data sets (default: input_ids, tokens, text, ...)")
+    data.add_argument(
+        "--packing", choices=PACKINGS, default=default.packing,
+        help="windows of all tokens in turn, or whole documents, as many as fit (default %(default)s)",
+    )  # fmt: skip
+    data.add_argument("--data-cache", type=Path, metavar="DIR", help=f"of prepared data (default {CACHE})")
+    data.add_argument("--validate-every", type=int, default=0, metavar="STEPS", help="loss of held-out samples")
+    data.add_argument("--validation-data", type=Path, metavar="PATH", help="default: a part of --data")
+    data.add_argument(
+        "--validation-fraction", type=float, default=default.validation_fraction, help="(default %(default)s)"
+    )
+    data.add_argument("--validation-samples", type=int, metavar="N", help="at most (default: all of the part)")
+
+
+def _data_choice(arguments: argparse.Namespace) -> DataChoice:
+    return DataChoice(
+        paths=tuple(arguments.data or ()),
+        weights=tuple(arguments.data_weights or ()),
+        token_type=arguments.token_type,
+        tokenizer=arguments.tokenizer,
+        column=arguments.data_column,
+        packing=arguments.packing,
+        cache=arguments.data_cache,
+        validate=arguments.validate_every > 0,
+        validation=arguments.validation_data,
+        validation_fraction=arguments.validation_fraction,
+        validation_samples=arguments.validation_samples,
+    )
+
+
+def _lora(arguments: argparse.Namespace) -> Lora | None:
+    rank = arguments.lora
+    if rank is None:
+        return None
+    for option, value in (("--model-file", arguments.model_file), ("--rehearse", arguments.rehearse or None)):
+        if value is not None:
+            raise InputError(f"--lora: found with {option}, expected without it")
+    alpha = 2.0 * rank if arguments.lora_alpha is None else arguments.lora_alpha
+    return Lora(rank=rank, alpha=alpha, targets=tuple(arguments.lora_targets))
+
+
 def options_from(arguments: argparse.Namespace) -> Options:
     """The choices of a run; raises `InputError` on one that is not allowed."""
     rate = arguments.learning_rate
@@ -124,7 +215,15 @@ def options_from(arguments: argparse.Namespace) -> Options:
         steps=arguments.steps,
         learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
         warmup_steps=arguments.warmup_steps,
+        schedule=arguments.schedule,
+        schedule_steps=arguments.schedule_steps,
+        decay_steps=arguments.decay_steps,
+        final_rate=arguments.final_rate,
         weight_decay=arguments.weight_decay,
+        decay=arguments.decay,
+        average=arguments.average,
+        compile=arguments.compile,
+        loss_chunk=arguments.loss_chunk,
         offload_optimizer=arguments.offload_optimizer,
         outer_rate=arguments.outer_rate,
         outer_momentum=arguments.outer_momentum,
@@ -133,7 +232,10 @@ def options_from(arguments: argparse.Namespace) -> Options:
         synchronous_steps=arguments.synchronous_steps,
         clip_norm=arguments.clip_norm or None,
         seed=arguments.seed,
-        data=arguments.data,
+        data=_data_choice(arguments),
+        validate_every=arguments.validate_every,
+        weights=arguments.weights,
+        lora=_lora(arguments),
         model_file=arguments.model_file,
         timeout_s=arguments.timeout,
         dead_after_s=arguments.dead_after,
@@ -169,8 +271,15 @@ def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:
     problem, plan, _ = read_plan(arguments.plan)
     if arguments.max_ranks is not None and not arguments.rehearse:
         raise InputError("--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)")
-    if arguments.rehearse and arguments.model_file is not None:
-        raise InputError("--model-file: found with --rehearse, expected without it (a rehearsal brings its own model)")
+    for option, value in (("--model-file", arguments.model_file), ("--weights", arguments.weights)):
+        if arguments.rehearse and value is not None:
+            raise InputError(f"{option}: found with --rehearse, expected without it (a rehearsal brings its own model)")
+    if arguments.model_file is not None and arguments.weights is not None:
+        raise InputError("--weights: found with --model-file, expected one of them")
     if arguments.rehearse:
         return rehearsal_problem(problem, plan, max_ranks=arguments.max_ranks)
+    if arguments.weights is not None:
+        from runners.engine.layers import check_weights
+
+        check_weights(arguments.weights, problem.model, problem.batch.seq_len)
     return problem, plan

@@ -14,6 +14,8 @@ import hashlib
 import io
 import json
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +27,7 @@ from urllib.parse import quote
 import torch
 from torch.distributed import Store
 
-from polygon.domain.errors import InputError, require
+from polygon.domain.errors import InputError, PolygonError, require
 from polygon.domain.model import Model
 from runners.engine.experts import EXPERT
 from runners.engine.layers import TIED_COPY, TIED_WEIGHT
@@ -41,8 +43,12 @@ class DamagedError(Exception):
     """A file is not what was written."""
 
 
+class UnsavedError(PolygonError):
+    """A checkpoint could not be written; the message says on which rank, why, and which one is the last whole one."""
+
+
 @dataclass(frozen=True)
-class Progress:
+class SavedProgress:
     """How far a run has come."""
 
     step: int = 0
@@ -50,6 +56,8 @@ class Progress:
     samples: int = 0
     """Samples consumed: the number of the next one."""
     seed: int = 0
+    data: str = ""
+    """Digest of what was read."""
 
 
 def canonical(model: Model, name: str) -> str:
@@ -81,6 +89,14 @@ def _shape_of(model: Model) -> dict[str, Any]:
     return {key: value for key, value in asdict(model).items() if key not in ("name", "source")}
 
 
+def saved_model(content: Mapping[str, Any], where: Path) -> Model:
+    """The model that a file is of; what a program knew nothing of when it wrote is as by default."""
+    try:
+        return Model(name=where.stem, **content["model"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{where}: model: {error}, expected a checkpoint of this program") from None
+
+
 def write_file(path: Path, content: Any) -> None:
     """Write a file with its checksum, whole or not at all."""
     buffer = io.BytesIO()
@@ -108,7 +124,12 @@ def read_file(path: Path) -> Any:
     head = len(MAGIC) + hashlib.sha256().digest_size
     if data[: len(MAGIC)] != MAGIC or hashlib.sha256(data[head:]).digest() != data[len(MAGIC) : head]:
         raise DamagedError(f"{path}: checksum differs")
-    return torch.load(io.BytesIO(data[head:]), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data[head:]), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        # torch's message goes on with how to load it all the same, which would run whatever the file says.
+        reason = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
+        raise DamagedError(f"{path}: holds more than tensors and plain values ({reason})") from error
 
 
 def step_directory(directory: Path, step: int) -> Path:
@@ -117,8 +138,9 @@ def step_directory(directory: Path, step: int) -> Path:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Steps that have a directory, oldest first."""
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*") if path.is_dir())
+    """Steps that have a directory, oldest first; folders of other names (`step-old`) are the user's own."""
+    named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in directory.glob("step-*"))
+    return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
 
 
 class Checkpoints:
@@ -134,16 +156,30 @@ class Checkpoints:
     rank, world_size : int
     store : Store
         A connection of its own: it is waited on in the writing thread.
+    lora : mapping, optional
+        What the additions are like, where these are trained in place of the weights.
     """
 
-    def __init__(self, directory: Path, model: Model, keep: int, rank: int, world_size: int, store: Store) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Model,
+        keep: int,
+        rank: int,
+        world_size: int,
+        store: Store,
+        lora: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._lora = {} if lora is None else {"lora": dict(lora)}
         self.directory, self.model, self.keep = directory, model, keep
         self._rank, self._world_size, self._store = rank, world_size, store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._whole: int | None = None
+        """Newest step that all ranks are known to have saved."""
 
     def save(
-        self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
+        self, progress: SavedProgress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
     ) -> None:
         """Copy the tensors and write them in the background.
 
@@ -159,10 +195,10 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, progress, _copy(files), _copy(owed))
 
     def _write(
-        self, progress: Progress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
+        self, progress: SavedProgress, files: Mapping[str, Mapping[str, Mapping[str, Any]]], owed: Mapping[str, Any]
     ) -> None:
         place = step_directory(self.directory, progress.step)
-        head = {"progress": asdict(progress), "model": _shape_of(self.model)}
+        head = {"progress": asdict(progress), "model": _shape_of(self.model), **self._lora}
         outcome = "ok"
         try:
             for stem, parameters in files.items():
@@ -177,12 +213,17 @@ class Checkpoints:
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text != "ok"]
         if failed:
             shutil.rmtree(place, ignore_errors=True)
-            raise OSError(f"checkpoint of step {progress.step} not written on rank {failed[0][0]}: {failed[0][1]}")
+            rank, why = failed[0]
+            last = "this run has saved none"
+            if self._whole is not None:
+                last = f"the last whole one is {step_directory(self.directory, self._whole)}"
+            raise UnsavedError(f"checkpoint of step {progress.step} not written on rank {rank}: {why}; {last}")
+        self._whole = progress.step
         for step in [s for s in steps_in(self.directory) if s <= progress.step][: -self.keep]:
             shutil.rmtree(step_directory(self.directory, step), ignore_errors=True)
 
     def wait(self) -> None:
-        """Return when the last save is done on all ranks; OSError if it could not be written somewhere."""
+        """Return when the last save is done on all ranks; `UnsavedError` if it could not be written somewhere."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -220,9 +261,10 @@ class Checkpoints:
             for rank in range(1, self._world_size):
                 common &= set(json.loads(self._store.get(f"usable/{rank}")))
             self._store.set("resume", json.dumps(max(common, default=None)))
-        return json.loads(self._store.get("resume")), faults
+        self._whole = json.loads(self._store.get("resume"))
+        return self._whole, faults
 
-    def load(self, step: int, names: Iterable[str], seed: int) -> tuple[Progress, dict[str, dict[str, Any]]]:
+    def load(self, step: int, names: Iterable[str], seed: int) -> tuple[SavedProgress, dict[str, dict[str, Any]]]:
         """Progress and the state of the named parameters at a step.
 
         Raises
@@ -231,19 +273,19 @@ class Checkpoints:
             The checkpoint is of another model or data order.
         """
         states: dict[str, dict[str, Any]] = {}
-        progress = Progress()
+        progress = SavedProgress()
         by_file: dict[str, Any] = {}
         for name in names:
             stem = file_of(self.model, name)
             if stem not in by_file:
                 by_file[stem] = read_file(step_directory(self.directory, step) / f"{stem}{SUFFIX}")
             content = by_file[stem]
-            found, expected = content["model"], _shape_of(self.model)
-            different = [key for key in expected if found.get(key) != expected[key]]
+            found, expected = _shape_of(saved_model(content, self.directory)), _shape_of(self.model)
+            different = [key for key in expected if found[key] != expected[key]]
             if different:
                 key = different[0]
-                raise InputError(f"{self.directory}: model.{key}: found {found.get(key)!r}, expected {expected[key]!r}")
-            progress = Progress(**content["progress"])
+                raise InputError(f"{self.directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+            progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
                 raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
             states[name] = content["parameters"][canonical(self.model, name)]

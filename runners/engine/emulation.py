@@ -6,38 +6,53 @@ machine. The numbers stay real: everything is computed, the rest of the time is 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+from polygon_comm.shaped import Clock, RealClock
+
 from polygon.cost.step_times import held_parameters
 from polygon.cost.tables import CostTables
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.schedule import Action
+
+
+def kind_of(name: str) -> str:
+    """What of one kind takes the same time: F and B of a worker's first stage, F.1 and B.1 of its second, u: update."""
+    action = Action.named(name)
+    return name[:1] if action is None or not action.chunk else f"{action.kind}.{action.chunk}"
 
 
 def least_seconds(problem: Problem, plan: Plan, rank: int, factor: float) -> dict[str, float]:
-    """Seconds that a rank's forward (F), backward (B) and update are to take: `factor` times the predicted ones."""
+    """Seconds that a rank's forwards, backwards and update are to take, by kind: `factor` times the predicted ones."""
     tables = CostTables(problem)
-    stage_number, worker_number, _ = plan.rank_places[rank]
-    stage = plan.stages[stage_number]
-    worker = stage.workers[worker_number]
-    times = tables.times(worker.pool, worker.tp, plan.micro_batch_size, stage.recompute)
-    held = held_parameters(plan, tables, stage_number, worker.tp)
-    seconds = {
-        "F": times.forward_s[stage.last_layer] - times.forward_s[stage.first_layer],
-        "B": times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer],
-        "u": tables.update_s(worker.pool, held),
-    }
-    return {key: factor * float(value) for key, value in seconds.items()}
+    group, number, _ = plan.rank_places[rank]
+    worker, seconds, held = plan.stages[group].workers[number], {}, 0.0
+    for s in range(group, len(plan.stages), plan.groups):
+        passed = _passing_s(tables, plan, plan.stages[s], worker)
+        chunk = s // plan.groups
+        held += float(held_parameters(plan, tables, s, worker.tp))
+        for kind, passed_s in zip("FB", passed, strict=True):
+            seconds[kind_of(str(Action(kind, 0, chunk)))] = passed_s
+    seconds["u"] = float(tables.update_s(worker.pool, held))
+    return {key: factor * value for key, value in seconds.items()}
 
 
-def backward_shares(problem: Problem, plan: Plan, rank: int) -> list[float]:
-    """Part of a rank's backward that has passed when each of its layers, the last one first, has its gradient."""
-    stage_number, worker_number, _ = plan.rank_places[rank]
-    stage = plan.stages[stage_number]
-    worker = stage.workers[worker_number]
-    times = CostTables(problem).times(worker.pool, worker.tp, plan.micro_batch_size, stage.recompute)
-    passed = times.backward_s[stage.last_layer] - times.backward_s[stage.first_layer : stage.last_layer][::-1]
+def _passing_s(tables: CostTables, plan: Plan, stage: Stage, worker: Worker) -> tuple[float, float]:
+    """Seconds of a worker's forward and backward of a micro-batch in a stage."""
+    return tables.passing_s(
+        stage, pool=worker.pool, tp=worker.tp, cp=worker.cp, micro_batch_size=plan.micro_batch_size
+    )[:2]
+
+
+def backward_shares(problem: Problem, plan: Plan, rank: int, chunk: int = 0) -> list[float]:
+    """Part of a rank's backward in a stage that has passed when each layer, the last one first, has its gradient."""
+    group, number, _ = plan.rank_places[rank]
+    stage = plan.stages[group + chunk * plan.groups]
+    tables, worker = CostTables(problem), stage.workers[number]
+    each_s = [_passing_s(tables, plan, stage.only(layer), worker)[1] for layer in range(*stage.layers)]
+    passed = np.cumsum(each_s[::-1])
     return [float(part) for part in passed / passed[-1]]
 
 
@@ -50,36 +65,47 @@ class Pace:
     Parameters
     ----------
     least_s : mapping
-        Seconds by kind, an interval's first letter.
-    shares : sequence of float
-        `backward_shares`.
+        Seconds by kind (`kind_of`).
+    shares : mapping
+        By kind of backward `backward_shares`.
+    clock : Clock, optional
+        By which work is timed and waits end; the machine's.
     """
 
-    def __init__(self, least_s: Mapping[str, float], shares: Sequence[float] = ()) -> None:
-        self._least_s, self._shares = dict(least_s), list(shares)
+    def __init__(
+        self,
+        least_s: Mapping[str, float],
+        shares: Mapping[str, Sequence[float]] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._least_s, self._shares = dict(least_s), dict(shares or {})
+        self._clock: Clock = clock if clock is not None else RealClock()
         self._work_s: dict[str, float] = {}
-        self._backward_s: float | None = None
-        """When the backward began that is under way."""
+        self._backward: tuple[str, float] | None = None
+        """Kind of the backward that is under way, and when it began."""
 
     def reach(self, place: int) -> None:
         """Wait until backward has come to a layer, by its place counted from the last one."""
-        if self._backward_s is not None and place < len(self._shares):
-            due_s = self._backward_s + self._shares[place] * self._least_s.get("B", 0.0)
-            time.sleep(max(0.0, due_s - time.monotonic()))
+        if self._backward is None:
+            return
+        kind, begun_s = self._backward
+        if place < len(self._shares[kind]):
+            self._clock.wait_until(begun_s + self._shares[kind][place] * self._least_s.get(kind, 0.0))
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Make the work inside last as long as its kind (the name's first letter) is to last."""
-        kind = name[:1]
-        end_s = time.monotonic() + self._least_s.get(kind, 0.0)
-        if kind == "B" and self._shares:
-            self._backward_s = time.monotonic()
+        """Make the work inside last as long as its kind is to last."""
+        kind = kind_of(name)
+        begun_s = self._clock.now_s()
+        end_s = begun_s + self._least_s.get(kind, 0.0)
+        if kind in self._shares:
+            self._backward = kind, begun_s
         else:
-            time.sleep(max(0.0, self._least_s.get(kind, 0.0) - 1.1 * self._work_s.get(kind, float("inf"))))
-        start_s = time.monotonic()
+            self._clock.wait_until(end_s - 1.1 * self._work_s.get(kind, float("inf")))
+        start_s = self._clock.now_s()
         try:
             yield
         finally:
-            self._backward_s = None
-            self._work_s[kind] = time.monotonic() - start_s
-            time.sleep(max(0.0, end_s - time.monotonic()))
+            self._backward = None
+            self._work_s[kind] = self._clock.now_s() - start_s
+            self._clock.wait_until(end_s)

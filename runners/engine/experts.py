@@ -107,14 +107,15 @@ class Experts(nn.Module):
         if self.balance.weight and torch.is_grad_enabled():
             x = _WithLoss.apply(x, balance_loss(scores, chosen, self.context), self.balance)
         rows = x.flatten(0, 1)
-        weights = best.float().softmax(-1).to(x.dtype).flatten()
+        weights = best.float().softmax(-1).to(x.dtype).view(-1, self.per_token, 1)
         # Choices sorted by expert: `order` says which choice, so which row, comes when.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count)
         sent = rows[order // self.per_token]
         mixed = self._run(sent, counts.tolist()) if self.group is None else self._run_apart(sent, counts, self.group)
-        mixed = mixed * weights[order, None]
-        out = torch.zeros_like(rows).index_add(0, order // self.per_token, mixed.to(rows.dtype))
+        # Back to the order of the tokens; `index_add` would keep what it adds for backward.
+        mixed = mixed.index_select(0, order.argsort()).view(-1, self.per_token, rows.shape[-1])
+        out = (mixed * weights).to(rows.dtype).sum(1)
         for expert in self.shared:
             out = out + expert(rows)
         return split(out.view_as(x), self.split_over)

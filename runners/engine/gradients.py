@@ -64,6 +64,10 @@ class Bucket:
         """Ranks that hold the same (first slices), of which any may write it."""
         self.parts: list[Part] = []
         """Owners of stretches, where the group has parameter servers."""
+        self.owners = group
+        """Between whose members in this region ZeRO divides: all of the group, or those that share a copy."""
+        self.copies: SumGroup | None = None
+        """Those that hold the same part, where there are several copies in this region and all are cut alike."""
         self.name, self.group, self.tp, self.dims, self.whole = name, group, tp, dict(dims or {}), whole
         self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters.values()]
@@ -83,6 +87,11 @@ class Bucket:
             parameter.grad = self.vector[start:stop].view_as(parameter)
             start = stop
         self.missing = 0
+        """Parameters whose gradient of the micro-batch under way is not there yet."""
+        self.complete = False
+        """Whether the gradients of all of this rank's micro-batches of the step are there."""
+        self.chunk = 0
+        """Which of a worker's stages the parameters are in."""
 
     def weights_of(self, start: int, stop: int) -> torch.Tensor:
         """A held stretch of the weights."""
@@ -162,7 +171,8 @@ class Reducer:
     Parameters
     ----------
     buckets : sequence of Bucket
-        In the order in which backward completes them, groups that other stages share last.
+        In the order in which backward completes them, those of the last stage (chunk) of a worker first; groups that
+        other stages share last.
     dtype : torch.dtype
         In which gradients travel.
     on_micro_batch : callable
@@ -182,7 +192,12 @@ class Reducer:
         self._to_expect: deque[Bucket] = deque()
         """Buckets whose sums are to be expected in this step, in their order, and those that are."""
         self._expected: deque[Bucket] = deque()
-        self._next = len(self.buckets)
+        self._passing: deque[Bucket] = deque()
+        """Those of the stage whose backward is under way, that it has not passed yet."""
+        self._passed = 0
+        """How many of them it has."""
+        self._next = 0
+        """The first that is not handed over in this step."""
         self._last = False
         self._handles: list[RemovableHandle] = []
         # Hooks cost 3 % of a small model's step: they are there only where and when somebody waits for a gradient.
@@ -204,37 +219,48 @@ class Reducer:
 
         return done
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Expect the gradients of a micro-batch; `last`: those of the step."""
-        self._next, self._last = 0, last
-        for bucket in self.buckets:
+    def begin_backward(self, chunk: int, *, last: bool) -> None:
+        """Expect the gradients of a micro-batch in one of the worker's stages; `last`: those of the step there."""
+        self._passing, self._last = deque(bucket for bucket in self.buckets if bucket.chunk == chunk), last
+        self._passed = 0
+        for bucket in self._passing:
             bucket.missing = len(bucket.parameters)
         if last and not self._always:
             self._set_hooks()
 
     def end_backward(self) -> None:
         """Take the buckets that did not come by themselves: some of their parameters had no part in the loss."""
-        for bucket in self.buckets:
+        for bucket in self._passing:
             bucket.missing = 0
         self._pass_ready()
         while self._handles and not self._always:
             self._handles.pop().remove()
 
     def finish(self) -> None:
-        """Hand over all buckets of a worker that had no micro-batch in this step."""
-        for bucket in self.buckets if not self._last else ():
-            self._add(bucket)
-        self._last = False
+        """End the step: hand over what was not, of a stage that had no micro-batch or where nothing overlaps."""
+        for bucket in self.buckets:
+            bucket.complete = True
+        self._hand_over()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.complete = False
 
     def _pass_ready(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-            bucket = self.buckets[self._next]
+        while self._passing and self._passing[0].missing <= 0:
+            bucket = self._passing.popleft()
             if self._log.pace is not None:
-                self._log.pace.reach(self._next)
-            self._next += 1
+                self._log.pace.reach(self._passed)
+            self._passed += 1
             self._on_micro_batch(bucket)
             if self._last:
-                self._add(bucket)
+                bucket.complete = True
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """All members of a group sum the same buckets in the same order, whichever is complete first."""
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self._add(self.buckets[self._next])
+            self._next += 1
 
     def _add(self, bucket: Bucket) -> None:
         self.line.add(lambda: self._begin(bucket), bucket.size * bucket.vector.element_size())

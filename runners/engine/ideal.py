@@ -23,10 +23,11 @@ from polygon_comm.reduction import Members
 
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, packed_bytes
+from polygon.domain.errors import require
 from polygon.domain.plan import Plan, Problem
 from polygon.domain.schedule import BACKWARD, FORWARD, topological_order
-from runners.engine.layout import Layout
 from runners.engine.options import Options
+from runners.engine.rank_layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class IdealRun:
     """
 
     def __init__(self, problem: Problem, plan: Plan, speeds: Mapping[int, Speed], options: Options) -> None:
+        require(plan.chunks == 1, "plan.chunks", plan.chunks, "1, for the ideal run")
         self.problem, self.plan, self.speeds, self.options = problem, plan, speeds, options
         self.layout = Layout(problem, plan)
         self._order = topological_order(plan).tolist()

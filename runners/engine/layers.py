@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from polygon_comm.exchange import ExchangeGroup
@@ -22,7 +23,8 @@ from polygon.domain.model import Model
 from runners.engine.context import to_heads, to_tokens
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.pretrained import Pretrained
-from runners.engine.sequence import column_products, join, row_product, split, sum_gradients, sum_over
+from runners.engine.runnable import require_plain
+from runners.engine.sequence import Rows, column_products, join, row_product, split, sum_gradients, sum_over
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -112,6 +114,8 @@ class Attention(nn.Module):
         """Whether between layers each rank of the group has its part of the tokens."""
         self.context: ExchangeGroup | None = None
         """Ranks that hold the other parts of the sequences."""
+        self.kv_rows: slice | None = None
+        """Of the key's and value's outputs, those of this rank, where both are whole on all: fewer heads than ranks."""
         self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
         self.rope_theta = model.rope_theta
@@ -120,6 +124,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
         self.output = nn.Linear(q, model.hidden_size, bias=model.linear_bias)
+        self.query_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
+        self.key_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -128,6 +134,8 @@ class Attention(nn.Module):
         q, k, v = self._heads(query), self._heads(key), self._heads(value)
         if self.context is not None:
             q, k, v = to_heads(q, k, v, self.context)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
             q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         if k.shape[1] != q.shape[1]:
@@ -139,7 +147,8 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected = column_products((self.query, self.key, self.value), x, self.tp, by_tokens=self.by_tokens)
+        key, value = (layer if self.kv_rows is None else Rows(layer, self.kv_rows) for layer in (self.key, self.value))
+        projected = column_products((self.query, key, value), x, self.tp, by_tokens=self.by_tokens)
         if self.recompute_core and torch.is_grad_enabled():
             mixed = checkpoint(self._core, *projected, use_reentrant=False)
         else:
@@ -202,6 +211,8 @@ class Head(nn.Module):
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
+        self.chunk = 0
+        """Tokens whose logits are there at a time; 0: all. Where a group has the classes between it, all are."""
         self.correct: torch.Tensor | None = None
         """How many targets had the highest score; counted where this is a number (and classes are not spread)."""
 
@@ -210,7 +221,16 @@ class Head(nn.Module):
         if self.tp is not None:
             [spread] = column_products((self.output,), x, self.tp, by_tokens=self.split_over is not None)
             return _spread_cross_entropy(spread.float(), targets, self.tp)
-        logits = self.output(join(x, self.split_over)).float()
+        x = join(x, self.split_over)
+        if not self.chunk or self.pooled:
+            return self._loss(x, targets)
+        parts = zip(x.flatten(0, -2).split(self.chunk), targets.flatten().split(self.chunk), strict=True)
+        # Computed again in backward, as torch's linear_cross_entropy does not; in bf16 that sums the loss in bf16.
+        losses = [checkpoint(self._loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum()
+
+    def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.output(x).float()
         if self.correct is not None:
             self.correct += (logits.argmax(-1) == targets).sum()
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
@@ -242,13 +262,16 @@ def _initialise(module: nn.Module, model: Model, layer: int, seed: int) -> None:
 def shard_dim(model: Model, name: str, size: int) -> int | None:
     """Dimension along which a parameter (by its name in the full model) is cut for `size` devices; None: whole on each.
 
-    Heads and inner MLP units are spread; the vocabulary too, where `size` divides it.
+    Heads and inner MLP units are spread; the vocabulary too, where `size` divides it. Key and value heads that are
+    fewer than the devices are whole on each, which computes the one that it needs.
     """
     part = name.rsplit(".", maxsplit=2)
     if size == 1:
         return None
     if name in (TIED_WEIGHT, TIED_COPY):
         return 0 if model.family != "vit" and model.vocab_size % size == 0 else None
+    if len(part) == 3 and part[1] in ("key", "value") and model.kv_heads % size:
+        return None
     if len(part) == 3 and part[1] in ("query", "key", "value", "up", "gate"):
         return 0
     if len(part) == 3 and part[1] in ("output", "down") and part[2] == "weight" and part[0] != "head":
@@ -256,18 +279,35 @@ def shard_dim(model: Model, name: str, size: int) -> int | None:
     return None
 
 
-def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup) -> None:
-    """Keep this rank's slices of a layer's parameters and let the layer's parts know their group."""
+def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup, *, by_tokens: bool = False) -> None:
+    """Keep this rank's slices of a layer's parameters and let the layer's parts know their group.
+
+    `by_tokens`: between the products that are cut each rank of the group holds only its part of the tokens.
+    """
     prefix = layer_name(model, layer)
     for name, parameter in module.named_parameters():
         dim = shard_dim(model, f"{prefix}.{name}", tp.size)
         if dim is not None:
             parameter.data = tp.part(parameter.data, dim).clone()
+    _join_group(module, model, tp, by_tokens=by_tokens)
+
+
+def _join_group(module: nn.Module, model: Model, tp: TensorGroup, *, by_tokens: bool) -> None:
+    """Let the parts of a layer know with whom they hold slices."""
     spread_vocabulary = shard_dim(model, TIED_WEIGHT, tp.size) is not None
     for part in module.modules():
         if isinstance(part, Attention | Mlp) or (isinstance(part, TokenEmbedding | Head) and spread_vocabulary):
             part.tp = tp
-    if tp.by_tokens:
+        if isinstance(part, Attention) and model.kv_heads % tp.size:
+            first = tp.place * model.kv_heads // tp.size * model.head_dim
+            part.kv_rows = slice(first, first + model.head_dim)
+            for parameter in (*part.key.parameters(), *part.value.parameters()):
+                parameter.register_hook(tp.total)
+        if isinstance(part, Attention) and part.query_norm is not None and part.key_norm is not None:
+            # Each rank applies them to its own heads alone; split by tokens, their sum is one of all norms'.
+            for norm in (part.query_norm, part.key_norm) if not by_tokens else ():
+                norm.weight.register_hook(tp.total)
+    if by_tokens:
         _split_tokens(module, tp)
 
 
@@ -283,10 +323,10 @@ def _split_tokens(module: nn.Module, tp: TensorGroup) -> None:
 
 
 def attach_groups(
-    layers: nn.Module, context: ExchangeGroup | None, experts: ExchangeGroup | None, balance: BalanceLoss
+    layers: Iterable[nn.Module], context: ExchangeGroup | None, experts: ExchangeGroup | None, balance: BalanceLoss
 ) -> None:
     """Let layers know who holds the other parts of the sequences, and who the other experts; drop those."""
-    for part in layers.modules():
+    for part in (part for layer in layers for part in layer.modules()):
         if isinstance(part, Attention | TokenEmbedding | Experts):
             part.context = context
         if isinstance(part, Experts):
@@ -298,6 +338,7 @@ def attach_groups(
 def empty_layer(model: Model, layer: int) -> nn.Module:
     """One layer without memory for its weights (on torch's meta device)."""
     require(0 <= layer < model.layers, "layer", layer, f"0..{model.layers - 1}")
+    require_plain(model)
     kind = model.layer_kind(layer)
     with torch.device("meta"):
         if kind == "embedding":
@@ -312,18 +353,66 @@ def build_layer(
     device: torch.device | None = None,
     tp: TensorGroup | None = None,
     pretrained: Pretrained | None = None,
+    experts: ExchangeGroup | None = None,
+    *,
+    by_tokens: bool = False,
 ) -> nn.Module:
-    """One layer with its first weights (fp32), or this rank's slices of it."""
-    module = empty_layer(model, layer).to_empty(device=device or torch.device("cpu"))
-    if pretrained is None:
-        _initialise(module, model, layer, seed)
-    else:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(pretrained.tensor(f"{layer_name(model, layer)}.{name}", parameter.shape))
+    """One layer with its first weights (fp32), or this rank's slices of it.
+
+    Of pretrained ones a rank reads its own alone: its slices, and its experts where these are shared out.
+    """
+    module, device = empty_layer(model, layer), device or torch.device("cpu")
+    if pretrained is not None:
+        for part in module.modules():
+            if isinstance(part, Experts) and experts is not None:
+                part.share_out(experts)
+        _read_layer(module, model, layer, device, tp, pretrained)
+        if tp is not None:
+            _join_group(module, model, tp, by_tokens=by_tokens)
+        return module
+    module.to_empty(device=device)
+    _initialise(module, model, layer, seed)
     if tp is not None:
-        shard_layer(module, model, layer, tp)
+        shard_layer(module, model, layer, tp, by_tokens=by_tokens)
     return module
+
+
+def _read_layer(
+    module: nn.Module, model: Model, layer: int, device: torch.device, tp: TensorGroup | None, pretrained: Pretrained
+) -> None:
+    """Put what is read in place of parameters without memory."""
+    place, size = (0, 1) if tp is None else (tp.place, tp.size)
+    for name, parameter in list(module.named_parameters()):
+        full = f"{layer_name(model, layer)}.{name}"
+        found = pretrained.tensor(full, parameter.shape, shard_dim(model, full, size), place, size)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(found.to(device)))
+
+
+def tune(layers: nn.ModuleDict, *, compiler: str | None, loss_chunk: int) -> None:
+    """Let blocks be compiled, and the head's logits come in chunks; no number changes but by rounding."""
+    for module in layers.values():
+        if isinstance(module, Block) and compiler is not None:
+            module.compile(backend=compiler)
+        if isinstance(module, Head):
+            module.chunk = loss_chunk
+
+
+def parameter_shapes(model: Model) -> dict[str, torch.Size]:
+    """Shape of every parameter of the full model, by its name; a tied head's copy is one."""
+    kinds: dict[str, dict[str, torch.Size]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for layer in range(model.layers):
+        kind = model.layer_kind(layer)
+        if kind not in kinds:
+            kinds[kind] = {name: parameter.shape for name, parameter in empty_layer(model, layer).named_parameters()}
+        shapes |= {f"{layer_name(model, layer)}.{name}": shape for name, shape in kinds[kind].items()}
+    return shapes
+
+
+def check_weights(folder: Path, model: Model, seq_len: int | None = None) -> None:
+    """Require a folder with the weights of a model; `InputError` says what is missing (see `Pretrained`)."""
+    Pretrained(folder, model, seq_len).check(parameter_shapes(model))
 
 
 def build_layers(
@@ -333,9 +422,17 @@ def build_layers(
     device: torch.device | None = None,
     tp: TensorGroup | None = None,
     pretrained: Pretrained | None = None,
+    experts: ExchangeGroup | None = None,
+    *,
+    by_tokens: bool = False,
 ) -> nn.ModuleDict:
     """Layers by their number (as text); a tied head that is here together with the embedding shares its weight."""
-    built = nn.ModuleDict({str(layer): build_layer(model, layer, seed, device, tp, pretrained) for layer in layers})
+    built = nn.ModuleDict(
+        {
+            str(layer): build_layer(model, layer, seed, device, tp, pretrained, experts, by_tokens=by_tokens)
+            for layer in layers
+        }
+    )
     first, last = "0", str(model.layers - 1)
     if model.tied_embeddings and model.family != "vit" and first in built and last in built:
         head, embedding = built[last], built[first]

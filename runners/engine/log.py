@@ -7,6 +7,7 @@ trace; only during the traced steps), `end`.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ class RunLog:
         """From when to when actions of this step waited for their message."""
         self._lock = Lock()
         self._file: TextIO | None = None
+        self._failed = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
@@ -45,9 +47,18 @@ class RunLog:
         """Write one line."""
         if self._file is not None:
             with self._lock:
-                self._file.write(json.dumps({"type": type_, **fields}) + "\n")
-                if type_ != "event":
-                    self._file.flush()
+                try:
+                    self._file.write(json.dumps({"type": type_, **fields}) + "\n")
+                    if type_ != "event":
+                        self._file.flush()
+                except OSError as error:
+                    self._say_failed(self._file.name, error)
+
+    def _say_failed(self, name: str, error: OSError) -> None:
+        """A log that cannot be written (a full disk) is no reason to stop training; what is held back follows later."""
+        if not self._failed:
+            self._failed = True
+            print(f"{name}: {error.strerror}; training goes on", file=sys.stderr, flush=True)  # noqa: T201
 
     @contextmanager
     def interval(self, kind: str, name: str) -> Iterator[None]:
@@ -87,5 +98,8 @@ class RunLog:
         """Write what is still held back."""
         if self._file is not None:
             with self._lock:
-                self._file.close()
-                self._file = None
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                except OSError as error:
+                    self._say_failed(file.name, error)

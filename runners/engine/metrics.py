@@ -9,11 +9,14 @@ Clocks of different hosts are compared by the offset that each rank measured to 
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polygon.cost.compute import model_flops_per_step
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.schedule import Action
 
 PARTS = {
     "forward": ("forward",), "backward": ("backward",), "optimizer": ("update",),
@@ -22,8 +25,19 @@ PARTS = {
 """A step by what its computing thread does: kinds of intervals in the log. Communication is what it waits for, late
 neighbours included; sums that pass while it computes are not in it."""
 
-VALIDATION = ("validation_loss", "validation_accuracy", "validation_s")
+VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy", "validation_s")
 """Figures of the steps after which there was a validation; the same on all ranks, but for the seconds."""
+
+
+def validation_figures(
+    loss_sum: float, correct: float, targets: int, seconds: float, *, classified: bool, tokens: bool
+) -> dict[str, float]:
+    """What a validation found: mean loss, of tokens its exponential (perplexity), of classes the part that is right."""
+    loss = loss_sum / max(1, targets)
+    found = {"validation_loss": loss, "validation_s": seconds}
+    if tokens:
+        found["validation_perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+    return found | ({"validation_accuracy": correct / max(1, targets)} if classified else {})
 
 
 class Waits(NamedTuple):
@@ -59,9 +73,11 @@ class StepFigures:
 
     def _sender(self, rank: int, action: str) -> int:
         """Who hands over the message that lets an action (F3, say) of a rank start."""
-        stage, _, _ = self.plan.rank_places[rank]
-        source = stage + (-1 if action[0] == "F" else 1)
-        worker = self.plan.stages[source].workers[int(self.plan.routes[int(action[1:]), source])]
+        needs = Action.named(action)
+        assert needs is not None
+        group, _, _ = self.plan.rank_places[rank]
+        source = group + needs.chunk * self.plan.groups + (1 if needs.kind == "B" else -1)
+        worker = self.plan.stages[source].workers[int(self.plan.routes[needs.micro_batch, source])]
         return self.plan.device_ranks[worker.devices[0]]
 
     def waits(self, lines: Sequence[Mapping[str, Any]]) -> list[Waits]:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from polygon.domain.errors import require, require_number
+from runners.data.choice import DataChoice
+from runners.engine.learning_rate import FINAL_PART, LearningRate
 from runners.engine.trackers import TRACKERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank additions that are trained in place of the weights (see `runners.engine.additions`)."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    """Over the rank: the factor on what is added."""
+    targets: tuple[str, ...] = ("query", "value")
+    """Last parts of the names of the blocks' linear layers that get one."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "--lora", self.rank, "a rank >= 1")
+        require_number(self.alpha, "--lora-alpha", above=0)
+        require(self.dropout == 0, "lora.dropout", self.dropout, "0 (what it drops would depend on the plan)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +35,22 @@ class Options:
     steps: int = 100
     learning_rate: float = 3e-4
     warmup_steps: int = 0
+    schedule: str = "constant"
+    """Of the learning rate, as are the next (see `runners.engine.learning_rate`)."""
+    schedule_steps: int | None = None
+    """Steps until the final rate; None: all."""
+    decay_steps: int | None = None
+    final_rate: float = FINAL_PART
+    """Over the largest."""
     weight_decay: float = 0.1
-    context: int = 1
-    """Parts into which every sequence is cut, each for as many of a worker's devices."""
-    sequence_parallel: bool = False
-    """Whether the devices of a tensor-parallel group split the tokens between the layers that they cut."""
-    expert: int = 1
-    """Ranks that share out the experts of a layer."""
+    decay: str = "matrices"
+    """What decays: matrices (embeddings too), or all: norms and biases as well."""
+    average: float = 0.0
+    """Part that a step leaves of the moving average of the weights; 0: none is kept."""
+    compile: str | None = None
+    """torch.compile's backend for the blocks; None: they run as they are written."""
+    loss_chunk: int = 0
+    """Tokens whose logits are there at a time; 0: those of the whole micro-batch."""
     balance: float = 0.0
     """Weight of the loss that keeps experts equally busy."""
     offload_optimizer: bool = False
@@ -41,9 +69,11 @@ class Options:
     seed: int = 0
     weights: Path | None = None
     """Folder with safetensors of Hugging Face to start from; None: drawn from the seed."""
-    data: Path | None = None
+    lora: Lora | None = None
+    """Train additions to some linear layers; None: the weights."""
+    data: DataChoice = field(default_factory=DataChoice)
     model_file: Path | None = None
-    """Python file that defines the model as a list of layers (see `runners.engine.own_model`)."""
+    """Python file that defines the model as a list of layers (see `runners.engine.user_model`)."""
     timeout_s: float = 300.0
     """How long one message may take before its peer counts as lost."""
     dead_after_s: float = 8.0
@@ -74,10 +104,10 @@ class Options:
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "--steps", self.steps, "a whole number >= 1")
-        require(self.context >= 1, "context", self.context, "a whole number >= 1")
-        require(self.expert >= 1, "expert", self.expert, "a whole number >= 1")
         require_number(self.balance, "balance", at_least=0)
-        require(self.warmup_steps >= 0, "--warmup-steps", self.warmup_steps, "a whole number >= 0")
+        length = self.schedule_steps
+        require(length is None or length >= 1, "--schedule-steps", length, "a whole number >= 1")
+        assert self.rate  # which checks its own fields
         require(self.profiled_steps >= 0, "--profiled-steps", self.profiled_steps, "a whole number >= 0")
         require(
             not self.profiled_steps or self.log_dir is not None,
@@ -86,7 +116,6 @@ class Options:
             "a directory (with --profiled-steps)",
         )
         require(self.lookahead >= 0, "--lookahead", self.lookahead, "a whole number >= 0")
-        require_number(self.learning_rate, "--learning-rate", above=0)
         require_number(self.outer_rate, "--outer-rate", above=0)
         require_number(self.outer_momentum, "--outer-momentum", at_least=0)
         require(self.outer_fragments >= 1, "--outer-fragments", self.outer_fragments, "a whole number >= 1")
@@ -94,10 +123,13 @@ class Options:
         first = self.synchronous_steps
         require(first is None or first >= 0, "--synchronous-steps", first, "a whole number >= 0")
         require_number(self.weight_decay, "--weight-decay", at_least=0)
+        require(self.decay in ("matrices", "all"), "--decay", self.decay, "matrices or all")
+        require(0 <= self.average < 1, "--average", self.average, "a number in 0..1, without 1")
+        require(self.loss_chunk >= 0, "--loss-chunk", self.loss_chunk, "a whole number >= 0")
         require_number(self.timeout_s, "--timeout", above=0)
         require_number(self.emulate_devices, "--emulate-devices", at_least=0)
         require_number(self.dead_after_s, "--dead-after", above=0)
-        require(self.validate_every >= 0, "validate_every", self.validate_every, "a whole number >= 0")
+        require(self.validate_every >= 0, "--validate-every", self.validate_every, "a whole number >= 0")
         require(self.checkpoint_every >= 0, "--checkpoint-every", self.checkpoint_every, "a whole number >= 0")
         require(self.checkpoints_kept >= 1, "--keep", self.checkpoints_kept, "a whole number >= 1")
         require(
@@ -111,6 +143,18 @@ class Options:
         for name in self.track:
             require(name in TRACKERS, "--track", name, " or ".join(TRACKERS))
         require(self.device in ("auto", "cpu", "cuda"), "--device", self.device, "auto, cpu or cuda")
+
+    @property
+    def rate(self) -> LearningRate:
+        """The learning rate by step."""
+        return LearningRate(
+            largest=self.learning_rate,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            steps=self.schedule_steps or self.steps,
+            decay_steps=self.decay_steps,
+            final_part=self.final_rate,
+        )
 
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""

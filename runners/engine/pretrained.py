@@ -1,12 +1,15 @@
-"""First weights from a folder of Hugging Face: safetensors files of Llama, Qwen2, Mistral and Mixtral models.
+"""First weights from a folder of Hugging Face: safetensors of Llama, Qwen2, Qwen3, Mistral, Mixtral and GPT-2 models.
 
-A layer reads its own tensors alone, by the names that those models give them.
+A rank reads its own layers alone, of these the slices of its tensor-parallel place and its experts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +17,13 @@ import torch
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
+from polygon.formats.files import read_json, read_model
+from runners.engine.architectures import Place, architecture_of, check_config
 
+CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-OUTSIDE = {
-    "embedding.tokens.weight": "model.embed_tokens.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.output.weight": "lm_head.weight",
-}
-INSIDE = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
-}
-EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-"""Mixtral's names of an expert's matrices."""
-
-
-def their_name(name: str) -> str:
-    """Hugging Face's name of a parameter (`blocks.3.attention.query.weight` -> `model.layers.3.self_attn...`)."""
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
-    assert found is not None, name
-    block, part, kind = found.groups()
-    expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)", part)
-    if expert:
-        return f"model.layers.{block}.block_sparse_moe.experts.{expert[1]}.{EXPERT[expert[2]]}.{kind}"
-    if part not in INSIDE:
-        raise InputError(f"weights: found a model with {part}, expected a Llama, Qwen2, Mistral or Mixtral shape")
-    return f"model.layers.{block}.{INSIDE[part]}.{kind}"
+LOOKED_AT_BYTES = 1 << 16
+HEAD, EMBEDDING = "head.output.weight", "embedding.tokens.weight"
 
 
 class Pretrained:
@@ -58,56 +32,165 @@ class Pretrained:
     Parameters
     ----------
     folder : Path
-        With `model.safetensors`, or several files and their index.
+        With `config.json` and `model.safetensors`, or several files and their index.
     model : Model
         What the weights are for.
+    seq_len : int, optional
+        Tokens of a sequence; None: as many as the model takes.
 
     Raises
     ------
     InputError
-        No such files, or safetensors is not installed.
+        No such files, another model, one that the engine's layers do not compute, or safetensors is not installed.
     """
 
-    def __init__(self, folder: Path, model: Model) -> None:
+    def __init__(self, folder: Path, model: Model, seq_len: int | None = None) -> None:
         self.folder, self.model = folder, model
-        if model.family != "llama":
-            raise InputError(f"weights: found a model of family {model.family}, expected llama")
-        self._files: dict[str, str] = {}
-        """File of every tensor, where there are several files."""
-        index = folder / INDEX
-        try:
-            if index.exists():
-                self._files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"{index}: {error!r}, expected an index of safetensors files") from None
-        if not self._files and not (folder / SINGLE).exists():
-            raise InputError(f"weights: {folder}: found no {SINGLE} and no {INDEX}")
+        self.read_bytes = 0
+        """Bytes of the files' tensors that were read."""
+        self._names = architecture_of(model)
+        self._open_files: dict[str, Any] = {}
+        if not folder.is_dir():
+            raise InputError(f"weights: found no folder {folder}, expected one of Hugging Face")
+        if not (folder / CONFIG).exists():
+            raise InputError(f"weights: {folder}: found no {CONFIG}")
+        self._file_of = self._listed()
+        check_same(read_model(folder), model, f"{folder / CONFIG}")
+        check_config(read_json(folder / CONFIG), model, seq_len or model.max_seq_len, f"{folder / CONFIG}")
+        self._top = self._names.top
+        if self._file_of and not any(name.startswith(self._top) for name in self._file_of):
+            self._top = ""
 
-    def tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A parameter by its name in the full model, in fp32.
+    def _listed(self) -> dict[str, str]:
+        """File of every tensor."""
+        index = self.folder / INDEX
+        if index.exists():
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{index}: {error!r}, expected an index of safetensors files") from None
+        if not (self.folder / SINGLE).exists():
+            raise InputError(f"weights: {self.folder}: found no {SINGLE} and no {INDEX}")
+        return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+
+    def place(self, name: str) -> Place:
+        """Where a parameter is, by its name in the full model."""
+        tied = name == HEAD and self.model.tied_embeddings
+        found = self._names.place(EMBEDDING if tied else name)
+        top = self._names.top
+        if self._top != top and found.name.startswith(top):
+            return Place(found.name.removeprefix(top), found.part, found.parts, found.transposed)
+        return found
+
+    def _slice(self, name: str, shape: torch.Size) -> tuple[Place, Any]:
+        """A tensor of a file, not read yet; its shape must be that of a parameter."""
+        place = self.place(name)
+        path = self._file_of.get(place.name)
+        if path is None:
+            raise InputError(f"weights: {self.folder}: found no tensor {place.name}")
+        try:
+            found = self._file(path).get_slice(place.name)
+        except _errors() as error:
+            raise InputError(f"{self.folder / path}: {error}, expected {place.name} in it") from None
+        expected = [shape[0] * place.parts, *shape[1:]]
+        expected = expected[::-1] if place.transposed else expected
+        where = f"{self.folder / path}: {place.name}: shape"
+        require(found.get_shape() == expected, where, tuple(found.get_shape()), str(tuple(expected)))
+        return place, found
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Require a tensor of the right shape for every parameter of the full model, and none that has no use.
+
+        Reads the heads of the files alone.
+
+        Raises
+        ------
+        InputError
+            The first that is missing, of another shape or of no use.
+        """
+        used = {self._slice(name, shape)[0].name for name, shape in shapes.items()}
+        tied = {self._names.outside[HEAD]} if self.model.tied_embeddings else set()
+        for name in sorted(set(self._file_of) - used - tied):
+            if not re.fullmatch(self._names.ignored, name):
+                path = self.folder / self._file_of[name]
+                raise InputError(f"{path}: found a tensor {name}, which {self.model.name} has no place for")
+
+    def tensor(
+        self, name: str, shape: torch.Size, dim: int | None = None, place: int = 0, size: int = 1
+    ) -> torch.Tensor:
+        """A parameter or a slice of it, in fp32.
+
+        Parameters
+        ----------
+        name : str
+            In the full model.
+        shape : torch.Size
+            Of the whole parameter.
+        dim, place, size : int
+            Read part number `place` of `size` along this dimension; None: all.
 
         Raises
         ------
         InputError
             The folder has no such tensor, or it has another shape.
         """
-        theirs = their_name(name)
-        if name == "head.output.weight" and self.model.tied_embeddings:
-            theirs = OUTSIDE["embedding.tokens.weight"]
-        path = self.folder / self._files.get(theirs, SINGLE)
-        with self._open(path) as file:
-            if theirs not in file.keys():  # noqa: SIM118 - not a mapping
-                raise InputError(f"{path}: found no tensor {theirs}")
-            found = file.get_tensor(theirs)
-        require(found.shape == shape, f"{path}: {theirs}: shape", tuple(found.shape), str(tuple(shape)))
-        return found.float()
+        found, held = self._slice(name, shape)
+        ranges = [(0, length) for length in shape]
+        if dim is not None:
+            each = shape[dim] // size
+            ranges[dim] = place * each, (place + 1) * each
+        first = found.part * shape[0]
+        ranges[0] = ranges[0][0] + first, ranges[0][1] + first
+        cut = tuple(slice(*part) for part in (reversed(ranges) if found.transposed else ranges))
+        tensor = held[cut]
+        self.read_bytes += tensor.nbytes
+        return (tensor.T if found.transposed else tensor).to(torch.float32, copy=True).contiguous()
 
-    def _open(self, path: Path) -> Any:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise InputError("weights: expected safetensors installed (pip install safetensors)") from None
-        try:
-            return safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: {error}, expected a safetensors file") from None
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            self._open_files[name] = open_safetensors(self.folder / name)
+        return self._open_files[name]
+
+
+def weights_digest(folder: Path) -> str:
+    """A short name of what a folder's files hold: of their sizes, and of some bytes at start, middle and end of each.
+
+    Ranks that start from other weights under the same names would train apart without a word.
+    """
+    parts = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        parts.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(0, size - LOOKED_AT_BYTES)):
+                file.seek(start)
+                parts.update(file.read(LOOKED_AT_BYTES))
+    return parts.hexdigest()[:12]
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
+def open_safetensors(path: Path) -> Any:
+    """A file of tensors, mapped into memory; raises `InputError` where it cannot be had."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise InputError("weights: expected safetensors installed (pip install safetensors)") from None
+    try:
+        return safe_open(path, framework="pt")
+    except _errors() as error:
+        raise InputError(f"{path}: {error}, expected a safetensors file") from None
+
+
+def check_same(found: Model, model: Model, where: str) -> None:
+    """Require a model with the sizes and numbers of another; their names may differ."""
+    positions = () if model.learned_positions else ("max_seq_len",)
+    for one in fields(Model):
+        if one.name not in ("name", "source", "notes", *positions):
+            theirs, ours = getattr(found, one.name), getattr(model, one.name)
+            expected = f"{ours!r}, as {model.name} has (a plan for these weights: polygon search --model FOLDER)"
+            require(theirs == ours, f"{where}: {one.name}", theirs, expected)

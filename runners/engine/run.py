@@ -10,11 +10,17 @@ from typing import Any
 from polygon_comm.transport import PeerLostError
 from torch.profiler import record_function
 
+from polygon.domain.errors import require
 from polygon.domain.plan import Plan, Problem
-from polygon.files import make_folder
-from runners.engine.data import Samples, Shuffled, samples_for
-from runners.engine.layout import Layout, check_runnable
-from runners.engine.meeting import (
+from polygon.formats.files import make_folder
+from runners.data.samples import Samples, Shuffled, digest_of
+from runners.data.sources import training_and_held_out
+from runners.engine.additions import check_lora
+from runners.engine.failure_detector import Watch
+from runners.engine.options import Options
+from runners.engine.pretrained import weights_digest
+from runners.engine.rank_layout import Layout
+from runners.engine.rendezvous import (
     RunFailedError,
     agree,
     code_digest,
@@ -23,11 +29,10 @@ from runners.engine.meeting import (
     own_address,
     run_digest,
 )
-from runners.engine.options import Options
-from runners.engine.own_model import OwnModel, content_digest, own_problem
+from runners.engine.runnable import check_runnable
 from runners.engine.trackers import open_trackers
 from runners.engine.training import Training
-from runners.engine.watch import Watch
+from runners.engine.user_model import OwnModel, content_digest, own_problem
 from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
 
@@ -80,16 +85,26 @@ def train(
         What is asked cannot be run, or the ranks do not run the same thing.
     RunFailedError
         A peer was lost; the message names it, its region and this rank's last action.
+    UnsavedError
+        All was trained, but the last checkpoint could not be written; the message names the last whole one.
     """
     code, own = code_digest(), None
     if options.model_file is not None:
         problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
         own = OwnModel(options.model_file, options.seed, problem.model.layers)
         samples = samples or own.samples
-        samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
+    if options.weights is not None:
+        code += weights_digest(options.weights)
+    if samples is None:
+        samples, validation = training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
+    if own is not None:
         own.measure(samples, plan.micro_batch_size)
-    check_runnable(problem, plan, options.context, options.expert, sequence_parallel=options.sequence_parallel)
-    layout = Layout(problem, plan, options.context, options.expert)
+    check_runnable(problem, plan, own_model=options.model_file is not None)
+    if options.compile is not None:
+        _check_compiled(plan)
+    if options.lora is not None:
+        check_lora(problem.model, plan, options.lora)
+    layout = Layout(problem, plan)
     if options.checkpoint_dir is not None:
         make_folder(options.checkpoint_dir)
     training: Training | None = None
@@ -100,7 +115,7 @@ def train(
         )
         store = open_store(host, port, rank, options.timeout_s, listen_fd)
         address = own_address(host, port)
-        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code, address)
+        agree(store, rank, plan.world_size, run_digest(problem, plan, options), code, digest_of(samples), address)
         watch = Watch(
             rank,
             layout.watched(rank),
@@ -117,6 +132,8 @@ def train(
             _run_steps(training, report)
             training.close()
             leave_together(store, rank, plan.world_size)
+            if training.unsaved is not None:
+                raise training.unsaved
         except (PeerLostError, RuntimeError) as error:
             # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
             verdict = watch.verdict(options.dead_after_s + 1)
@@ -125,6 +142,14 @@ def train(
             peer = f"lost {layout.describe(error.peer)}: {error}" if isinstance(error, PeerLostError) else str(error)
             raise RunFailedError(verdict or f"{layout.describe(rank)}: {peer} ({watch.doing})") from error
     return training.progress.step >= options.steps
+
+
+def _check_compiled(plan: Plan) -> None:
+    """Require blocks that compute by themselves: what others hold of them is fetched outside of what is compiled."""
+    for s, stage in enumerate(plan.stages):
+        require(stage.zero < 3, f"plan.stages[{s}].zero", stage.zero, "0, 1 or 2 (with --compile)")
+        for w, worker in enumerate(stage.workers):
+            require(worker.tp == 1, f"plan.stages[{s}].workers[{w}].tp", worker.tp, "1 (with --compile)")
 
 
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:

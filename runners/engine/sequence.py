@@ -13,7 +13,7 @@ Korthikanti et al., MLSys 2023 (arXiv:2205.05198), section 4.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from polygon_comm.tensor_group import TensorGroup
@@ -69,8 +69,28 @@ def sum_over(x: torch.Tensor, tp: TensorGroup, *, by_tokens: bool) -> torch.Tens
     return tp.sum_part(x, TOKENS) if by_tokens else tp.sum(x)
 
 
+class Rows(NamedTuple):
+    """Some outputs of a linear layer."""
+
+    layer: nn.Linear
+    rows: slice
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Their part of the layer's."""
+        return self.layer.weight[self.rows]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Their part of the layer's."""
+        return None if self.layer.bias is None else self.layer.bias[self.rows]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
 def column_products(
-    layers: Sequence[nn.Linear], x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool
+    layers: Sequence[nn.Linear | Rows], x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool
 ) -> list[torch.Tensor]:
     """Linear layers with one input, whose outputs are spread over a group."""
     if tp is not None and by_tokens:

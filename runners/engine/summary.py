@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from polygon.domain.plan import Plan, Problem
-from polygon.domain.schedule import worker_order
+from polygon.domain.schedule import Action, worker_order
 from polygon.export.chrome_trace import Interval, chrome_trace
-from polygon.files import write_json
-from polygon.notation import format_json
+from polygon.formats.files import write_json
+from polygon.formats.serialization import format_json
 from runners.engine.metrics import VALIDATION, StepFigures
 
 TRACE_FILE = "trace.json"
@@ -34,22 +34,32 @@ def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 def intervals(plan: Plan, directory: Path) -> Iterator[Interval]:
     """The timeline of the traced steps."""
-    for rank, (stage, worker, place) in plan.rank_places.items():
+    for rank, (group, worker, place) in plan.rank_places.items():
         # The devices of a worker do the same at the same time: its first stands for it.
         lines = list(log_lines(directory, rank)) if place == 0 else []
         # The last estimate of how far a host's clock is from that of rank 0 is the best.
         offset_s = next((line["clock_offset_s"] for line in reversed(lines) if line["type"] == "step"), 0.0)
         for line in lines:
             if line["type"] == "event":
+                stage, name = placed(plan, group, line["name"])
                 yield Interval(
                     stage=stage,
                     worker=worker,
                     kind=line["kind"],
-                    name=line["name"],
+                    name=name,
                     start_s=line["start_s"] - offset_s,
                     end_s=line["end_s"] - offset_s,
                     step=line["step"],
                 )
+
+
+def placed(plan: Plan, group: int, name: str) -> tuple[int, str]:
+    """Stage and name there of what a worker that holds several stages did: `recv F3.1` is `recv F3` of its second."""
+    *before, last = name.split(" ")
+    action = Action.named(last)
+    if action is None:
+        return group, name
+    return group + action.chunk * plan.groups, " ".join([*before, str(action._replace(chunk=0))])
 
 
 def write_trace(problem: Problem, plan: Plan, directory: Path) -> Path:
@@ -127,8 +137,10 @@ def format_validation(figures: Mapping[str, Any]) -> str:
     """What validation found, where there was one."""
     if "validation_loss" not in figures:
         return ""
-    accuracy = figures.get("validation_accuracy")
-    return f"  validation {figures['validation_loss']:.4f}" + ("" if accuracy is None else f" ({accuracy:.1%} right)")
+    accuracy, perplexity = figures.get("validation_accuracy"), figures.get("validation_perplexity")
+    text = f"  validation {figures['validation_loss']:.4f}"
+    text += "" if perplexity is None else f" (perplexity {perplexity:,.2f})"
+    return text + ("" if accuracy is None else f" ({accuracy:.1%} right)")
 
 
 def validated(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,23 +17,24 @@ from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires
 from torch.distributed import PrefixStore, Store
 
+from polygon.domain.schedule import Action
+from runners.data.samples import Samples, Shuffled, count_targets, digest_of
 from runners.engine.agreement import Agreement, Scalars
-from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of, region_file
+from runners.engine.checkpoint import Checkpoints, SavedProgress, UnsavedError, canonical, file_of, region_file
 from runners.engine.collector import Collector
-from runners.engine.data import Samples, Shuffled, count_targets, samples_for
 from runners.engine.device import choose_device, device_memory, memory_bytes
-from runners.engine.emulation import Pace, backward_shares, least_seconds
+from runners.engine.emulation import Pace, backward_shares, kind_of, least_seconds
+from runners.engine.failure_detector import Watch
 from runners.engine.gradients import Bucket
-from runners.engine.layout import Layout
 from runners.engine.log import RunLog
-from runners.engine.meeting import plan_digest
-from runners.engine.metrics import StepFigures
+from runners.engine.metrics import StepFigures, validation_figures
 from runners.engine.options import Options
-from runners.engine.own_model import OwnModel
+from runners.engine.rank_layout import Layout
+from runners.engine.rendezvous import plan_digest
 from runners.engine.rounds import Rounds
 from runners.engine.trackers import Trackers
 from runners.engine.update import Update
-from runners.engine.watch import Watch
+from runners.engine.user_model import OwnModel
 from runners.engine.worker import StageWorker, WorkerGroups
 
 G = TypeVar("G", bound=TensorGroup)
@@ -48,17 +50,17 @@ class Training:
         store: Store,
         address: str,
         options: Options,
-        watch: Watch | None = None,
-        samples: Samples | None = None,
+        watch: Watch | None,
+        samples: Samples,
         trackers: Trackers | None = None,
         own: OwnModel | None = None,
         validation: Shuffled | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
-        self._watch, self._validation = watch, validation
+        self._watch, self._validation, self._built_in = watch, validation, own is None
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
         stage, worker, _ = plan.rank_places[rank]
-        pool = problem.cluster.pools[plan.stages[stage].workers[worker].pool]
+        pool = problem.cluster.pools[layout.worker_of(rank).pool]
         device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
         device = choose_device(options, (device_number - pool.first_device) % pool.devices_per_node)
         here = layout.region_of[rank]
@@ -79,21 +81,27 @@ class Training:
             self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),
             self._group(TensorGroup, "sums", layout.tensor_ranks(rank)),
             self._group(ExchangeGroup, "context", layout.context_ranks(rank)),
-            self._group(ExchangeGroup, "experts", layout.expert_ranks(rank)),
+            self._expert_groups(),
         )
         served = plan.reduction != "all-reduce"
         sums = {
             name: (ServerGroup if served and name != "all" else SumGroup)(members, self.wires)
             for name, members in layout.groups_of(rank).items()
         }
+        for name in list(sums):
+            for members in filter(None, layout.shard_groups.get(f"{rank}/{name}", ())):
+                sums[members.name] = SumGroup(members, self.wires)
         self._sums, self._all = sums, sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
         pace = None
         if options.emulate_devices:
             seconds = least_seconds(problem, plan, rank, options.emulate_devices)
-            pace = Pace(seconds, backward_shares(problem, plan, rank))
+            shares = {
+                kind_of(str(Action("B", 0, chunk))): backward_shares(problem, plan, rank, chunk)
+                for chunk in range(plan.chunks)
+            }
+            pace = Pace(seconds, shares)
         self.log = RunLog(path, options.traced_steps, pace)
-        samples = samples or samples_for(problem.model, problem.batch.seq_len, options.seed, options.data)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         parts = (self._part_exchange("gradients"), self._part_exchange("weights")) if layout.owners(rank) else None
         self.worker = StageWorker(
@@ -110,7 +118,9 @@ class Training:
         self.alone = False
         """Whether the regions sum the gradients of this step each for itself."""
         self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer.line)
-        self.progress = Progress(seed=options.seed)
+        self.progress = SavedProgress(seed=options.seed, data=digest_of(samples))
+        self.unsaved: UnsavedError | None = None
+        """Why the last checkpoint could not be written, if so."""
         self.stop_requested = threading.Event()
         self._agreement = Agreement(rank, self.worker, self._all, self.stop_requested)
         self.checkpoints: Checkpoints | None = None
@@ -122,6 +132,7 @@ class Training:
                 rank,
                 plan.world_size,
                 store.clone(),  # type: ignore[attr-defined]
+                None if options.lora is None else asdict(options.lora),
             )
         self._figures = StepFigures(problem, plan, self.worker.step_flops)
         self.collector: Collector | None = None
@@ -129,11 +140,10 @@ class Training:
             self.collector = Collector(store.clone(), rank, self._figures, trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
-        if plan.stages[stage].zero >= 1 and not layout.zero_of([stage]) and rank == layout.rank(stage, 0):
-            why = "parameter servers" if served else "workers of different tensor-parallel degrees"
-            self._say(
-                f"stage {stage}: ZeRO-{plan.stages[stage].zero} is not run: {why} hold whole weights and gradients"
-            )
+        for s in layout.stages_of(rank) if rank == layout.rank(stage, 0) else ():
+            if plan.stages[s].zero >= 1 and not layout.zero_of([s]):
+                why = "parameter servers" if served else "workers of different tensor-parallel degrees"
+                self._say(f"stage {s}: ZeRO-{plan.stages[s].zero} is not run: {why} hold whole weights and gradients")
         self.worker.begin(self.progress.step, options.steps, self.progress.samples)
         self.log.write(
             "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,
@@ -155,6 +165,19 @@ class Training:
             timeout_s=self.options.timeout_s,
             device=self.wires.device,
         )
+
+    def _expert_groups(self) -> dict[int, ExchangeGroup]:
+        """Ranks that share out the experts of a stage; stages with the same ones have a group in common."""
+        made: dict[tuple[int, ...], ExchangeGroup | None] = {}
+        found = {}
+        for stage in self.layout.stages_of(self.rank):
+            ranks = tuple(self.layout.expert_ranks(self.rank, stage))
+            if ranks not in made:
+                made[ranks] = self._group(ExchangeGroup, f"experts/{len(ranks)}", list(ranks))
+            group = made[ranks]
+            if group is not None:
+                found[stage] = group
+        return found
 
     def _part_exchange(self, what: str) -> PartExchange:
         """Connections to the ranks of this region with which gradients or weights are split (ZeRO-2 and 3)."""
@@ -183,7 +206,11 @@ class Training:
             if self.rank == 0:
                 self._say(f"no whole checkpoint in {self.options.checkpoint_dir}: starting from step 0")
             return
-        self.progress, states = self.checkpoints.load(step, names, self.options.seed)
+        here = self.progress.data
+        found, states = self.checkpoints.load(step, names, self.options.seed)
+        self.progress = replace(found, data=here)
+        if self.rank == 0 and found.data not in ("", here):
+            self._say(f"other data than the checkpoint's: going on with sample {found.samples} of what is read now")
         self._resume_region(step, states)
         for bucket in self.buckets:
             self.update.load(bucket, {name: states[name] for name in bucket.parameters}, self._more(bucket))
@@ -266,8 +293,8 @@ class Training:
         elif self.rounds.alone(step + 1):
             self.rounds.restart()
         met_s = time.time()
-        worker.finish_sends(step)
-        self.progress = Progress(step + 1, self.progress.samples + worker.global_batch, self.options.seed)
+        worker.messages.finish_sends(step)
+        self.progress = replace(self.progress, step=step + 1, samples=self.progress.samples + worker.global_batch)
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
         by_kind = self.log.take_seconds()
         working = by_kind.get("compute", 0.0) + by_kind.get("update", 0.0)
@@ -308,11 +335,13 @@ class Training:
         worker.reducer.line.submit(lambda: self._all.sum_(values, "validation")).result()
         targets = count_targets(samples, range(len(samples)), worker.targets_per_sample)
         loss, correct = values.tolist()
-        found = {"validation_loss": loss / max(1, targets), "validation_s": time.time() - start_s}
+        tokens = self._built_in and not samples.classified
+        seconds = time.time() - start_s
+        found = validation_figures(loss, correct, targets, seconds, classified=samples.classified, tokens=tokens)
         # The next step's figures begin where it does.
         self.log.take_seconds(), self.log.take_messages(start_s), worker.take_exchanged_bytes()
         self.wires.sent_bytes.clear()
-        return found | ({"validation_accuracy": correct / targets} if samples.classified else {})
+        return found
 
     def _packing_error(self) -> dict[str, float]:
         """Part that packing dropped from messages of this step, by what they carried; what was not packed is not named.
@@ -321,7 +350,7 @@ class Training:
         """
         groups = {id(bucket.group): bucket.group for bucket in self.buckets if bucket.group is not None}
         errors = {"weight_gradients": max((group.packing_error for group in groups.values()), default=0.0)}
-        return {kind: error for kind, error in (errors | self.worker.packing_error).items() if error}
+        return {kind: error for kind, error in (errors | self.worker.messages.packing_error).items() if error}
 
     def _clock_offset_s(self) -> float:
         return 0.0 if self._watch is None else self._watch.clock_offset_s
@@ -377,12 +406,15 @@ class Training:
         assert self.checkpoints is not None
         try:
             self.checkpoints.wait()
-        except OSError as error:
+        except UnsavedError as error:
             self._say(f"rank {self.rank}: {error}")
+            self.unsaved = error
+        else:
+            self.unsaved = None
 
     def close(self) -> None:
         """Wait for the last messages and files, and end the threads."""
-        self.worker.finish_sends(self.options.steps)
+        self.worker.messages.finish_sends()
         self.worker.close()
         if self.checkpoints is not None:
             self._note_write_errors()

@@ -19,13 +19,14 @@ from torch import nn
 
 from polygon.domain.errors import require
 from runners.engine.gradients import Bucket
+from runners.engine.optimizers import STATE_KEYS, make_optimizer
 from runners.engine.options import Options
 
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """Steps without overflow after which the loss scale doubles (as torch's GradScaler)."""
-STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What torch's optimizers keep for every weight."""
+AVERAGE = "average"
+"""Beside the optimizer's state: the moving average of the weights."""
 
 
 @dataclass
@@ -90,42 +91,38 @@ class Update:
         scaled: bool,
     ) -> None:
         self._rank, self._name = rank, optimizer
+        self._keys = (*STATE_KEYS[optimizer], *((AVERAGE,) if options.average else ()))
         self.applied = 0
         """Updates made, over all runs; steps that overflowed are none."""
         self.buckets, self.options = list(buckets), options
         self.loss_scale = FIRST_LOSS_SCALE if scaled else 1.0
         self._scaled, self._good_steps = scaled, 0
         self._pieces = [piece for bucket in buckets for piece in self._split(bucket)]
-        groups = [
-            {"params": [], "weight_decay": options.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]  # type: list[dict[str, Any]]
-        for piece in self._pieces:
-            groups[piece.start >= piece.bucket.matrix_elements]["params"].append(piece.parameter)
-        groups = [group for group in groups if group["params"]]
-        self._optimizer: torch.optim.Optimizer | None = None
-        if groups and optimizer == "sgd":
-            self._optimizer = torch.optim.SGD(groups, lr=options.learning_rate, momentum=0.9)
-        elif groups:
-            self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+        decayed = [piece.parameter for piece in self._pieces if self._decays(piece)]
+        plain = [piece.parameter for piece in self._pieces if not self._decays(piece)]
+        rate, decay = options.learning_rate, options.weight_decay
+        self._optimizer = make_optimizer(optimizer, decayed, plain, rate=rate, weight_decay=decay)
+
+    def _decays(self, piece: _Piece) -> bool:
+        return self.options.decay == "all" or piece.start < piece.bucket.matrix_elements
 
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """Fill in what other members updated."""
         if isinstance(bucket.group, ServerGroup):
             bucket.group.share_from_owners_(vector, bucket.parts)
-        if bucket.zero and bucket.group is not None:
-            bucket.group.share_parts(vector, self._parts(bucket))
+        if bucket.zero and bucket.owners is not None:
+            bucket.owners.share_parts(vector, self._parts(bucket))
 
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
-        members = bucket.group.near_size if bucket.zero and bucket.group is not None else 1
+        members = bucket.owners.near_size if bucket.zero and bucket.owners is not None else 1
         borders = [bucket.size * i // members for i in range(members + 1)]
         return list(itertools.pairwise(borders))
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
         mine = bucket.owned_by(self._rank)
-        if bucket.zero and bucket.group is not None:
-            mine = [self._parts(bucket)[bucket.group.near_place]]
+        if bucket.zero and bucket.owners is not None:
+            mine = [self._parts(bucket)[bucket.owners.near_place]]
         pieces = []
         for start, stop in mine:
             borders = sorted({start, min(max(bucket.matrix_elements, start), stop), stop})
@@ -167,15 +164,14 @@ class Update:
         factor = 1.0 / self.loss_scale
         if options.clip_norm is not None and norm * factor > options.clip_norm:
             factor *= options.clip_norm / (norm * factor)
-        rate = options.learning_rate
-        if options.warmup_steps:
-            rate *= min(1.0, (step + 1) / options.warmup_steps)
+        rate = options.rate.at(step)
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             for piece in self._pieces:
                 piece.fetch_gradient(factor)
             self._optimizer.step()
+            self._take_average(self._optimizer)
             for piece in self._pieces:
                 piece.return_weights()
         for bucket in self.buckets:
@@ -186,10 +182,20 @@ class Update:
         if self._scaled and self._good_steps % GROWTH_STEPS == 0:
             self.loss_scale *= 2
 
+    @torch.no_grad()
+    def _take_average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the average towards the weights; it begins as those of the first update (as torch's AveragedModel)."""
+        for piece in self._pieces if self.options.average else ():
+            state, weights = optimizer.state[piece.parameter], piece.parameter.detach()
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(weights, 1 - self.options.average)
+            else:
+                state[AVERAGE] = weights.clone()
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, without its counters of steps."""
         states = [] if self._optimizer is None else self._optimizer.state.values()
-        return sum(state[key].nbytes for state in states for key in STATE_KEYS[self._name] if key in state)
+        return sum(state[key].nbytes for state in states for key in self._keys if key in state)
 
     def take_weights(self) -> None:
         """Let the optimizer see weights that were changed by others."""
@@ -223,13 +229,14 @@ class Update:
     @property
     def state_keys(self) -> tuple[str, ...]:
         """What `state` gives of a parameter beside its weights, once updates were made."""
-        return STATE_KEYS[self._name] if self.applied else ()
+        return self._keys if self.applied else ()
 
     def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
         """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
         self.applied = int(first["updates"])
-        wanted = self.state_keys
+        # A run that averages from here on begins with the weights as they are.
+        wanted = tuple(key for key in self.state_keys if key != AVERAGE or key in first)
         for key in wanted:
             require(key in first, "checkpoint: optimizer state", sorted(first), f"{key} (optimizer {self._name})")
 
@@ -254,5 +261,5 @@ class Update:
                     key: whole[piece.start : piece.stop].to(device, copy=True) for key, whole in flat.items()
                 }
                 if self._name == "adamw":
-                    state["step"] = torch.tensor(float(self.applied))
+                    state["step"] = torch.tensor(float(self.applied), device=device)
                 self._optimizer.state[piece.parameter] = state

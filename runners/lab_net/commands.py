@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from polygon.cli import handled_signals
+from polygon.commands.cli import handled_signals
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan
 from polygon.export.tc import ShapedTarget, check_address, tc_script
-from polygon.files import read_cluster, read_plan, read_text, write_text
+from polygon.formats.files import read_cluster, read_plan, read_text, write_text
 from runners.lab_net import linux, registry
 from runners.lab_net.measuring import measure, measurement_text
 from runners.lab_net.running import Lab

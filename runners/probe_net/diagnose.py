@@ -50,7 +50,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class NetworkFault:
     """One thing that is wrong, where, and what mends it."""
 
     kind: str
@@ -115,8 +115,8 @@ def as_message(facts: HostFacts) -> dict[str, Any]:
     return asdict(facts)
 
 
-def _interface_problems(facts: HostFacts) -> list[Problem]:
-    problems: list[Problem] = []
+def _interface_problems(facts: HostFacts) -> list[NetworkFault]:
+    problems: list[NetworkFault] = []
     if ipaddress.ip_address(facts.used_address).is_loopback:
         return problems  # rank 0 calls itself; nothing can be said of the way to the others
     remedy = f"export GLOO_SOCKET_IFNAME={facts.interface} NCCL_SOCKET_IFNAME={facts.interface}"
@@ -133,11 +133,11 @@ def _interface_problems(facts: HostFacts) -> list[Problem]:
                     f"{variable}={wanted} ({facts.interfaces.get(name, 'no address')}), but the others are reached by "
                     f"{facts.interface} ({facts.used_address})"
                 )
-            problems.append(Problem(kind="wrong interface", rank=facts.rank, found=found, remedy=remedy))
+            problems.append(NetworkFault(kind="wrong interface", rank=facts.rank, found=found, remedy=remedy))
     return problems
 
 
-def _loopback_problem(facts: HostFacts, several_machines: bool) -> Problem | None:
+def _loopback_problem(facts: HostFacts, several_machines: bool) -> NetworkFault | None:
     if "GLOO_SOCKET_IFNAME" in facts.wanted_interfaces or not several_machines:
         return None
     address = facts.hostname_address
@@ -151,10 +151,10 @@ def _loopback_problem(facts: HostFacts, several_machines: bool) -> Problem | Non
     remedy = (
         f"export GLOO_SOCKET_IFNAME={facts.interface or 'the interface towards the others'} (else gloo binds there)"
     )
-    return Problem(kind="loopback", rank=facts.rank, found=found, remedy=remedy)
+    return NetworkFault(kind="loopback", rank=facts.rank, found=found, remedy=remedy)
 
 
-def _nat_problem(facts: HostFacts) -> Problem | None:
+def _nat_problem(facts: HostFacts) -> NetworkFault | None:
     if not facts.seen_address or facts.seen_address == facts.used_address:
         return None
     if ipaddress.ip_address(facts.seen_address).is_loopback:
@@ -164,10 +164,10 @@ def _nat_problem(facts: HostFacts) -> Problem | None:
         "address translation lets it call but not be called: join the hosts by a VPN (WireGuard) or give it a public "
         f"address, and export GLOO_SOCKET_IFNAME to that interface; or forward ports of {facts.seen_address} to it"
     )
-    return Problem(kind="NAT", rank=facts.rank, found=found, remedy=remedy)
+    return NetworkFault(kind="NAT", rank=facts.rank, found=found, remedy=remedy)
 
 
-def window_problem(facts: HostFacts, rtt_s: float, link_bytes_per_s: float, where: str) -> Problem | None:
+def window_problem(facts: HostFacts, rtt_s: float, link_bytes_per_s: float, where: str) -> NetworkFault | None:
     """A buffer too small for one stream to fill a link: tcp_wmem and tcp_rmem against bandwidth times round trip.
 
     Half of a receive buffer is window (`tcp_adv_win_scale`), so tcp_rmem must be twice as large.
@@ -187,10 +187,10 @@ def window_problem(facts: HostFacts, rtt_s: float, link_bytes_per_s: float, wher
         f"sysctl -w net.ipv4.tcp_wmem='4096 65536 {round_up}' net.ipv4.tcp_rmem='4096 131072 {2 * round_up}' on both "
         f"hosts, or {streams:.0f} streams"
     )
-    return Problem(kind="small TCP window", rank=facts.rank, found=found, remedy=remedy)
+    return NetworkFault(kind="small TCP window", rank=facts.rank, found=found, remedy=remedy)
 
 
-def connect_problem(rank: int, target: HostFacts, error: str) -> Problem:
+def connect_problem(rank: int, target: HostFacts, error: str) -> NetworkFault:
     """A data connection that did not come about; `error` is the socket's own word."""
     address = f"{target.seen_address or target.used_address}:{target.port}"
     found = f"no connection to rank {target.rank} at {address} ({error})"
@@ -203,10 +203,10 @@ def connect_problem(rank: int, target: HostFacts, error: str) -> Problem:
         remedy = f"a firewall rejects it or another machine answers at that address: check rank {target.rank}'s address"
     else:
         remedy = f"check the route: ip route get {target.seen_address or target.used_address}"
-    return Problem(kind="blocked port", rank=rank, found=found, remedy=remedy)
+    return NetworkFault(kind="blocked port", rank=rank, found=found, remedy=remedy)
 
 
-def host_problems(ranks: Sequence[HostFacts], links: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def host_problems(ranks: Sequence[HostFacts], links: Sequence[Mapping[str, Any]]) -> list[NetworkFault]:
     """Everything that is wrong, by rank.
 
     Parameters
@@ -215,7 +215,7 @@ def host_problems(ranks: Sequence[HostFacts], links: Sequence[Mapping[str, Any]]
         With `source`, `target`, `rtt_s`, `link_bytes_per_s` of the links that could be measured.
     """
     several = len({facts.boot_id for facts in ranks}) > 1 or any("POLYGON_LAB" in key for key in os.environ)
-    problems: list[Problem] = []
+    problems: list[NetworkFault] = []
     for facts in ranks:
         problems += _interface_problems(facts)
         problems += [p for p in (_loopback_problem(facts, several), _nat_problem(facts)) if p is not None]

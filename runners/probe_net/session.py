@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from polygon.domain.errors import InputError
 from runners.probe_net.diagnose import (
     HostFacts,
-    Problem,
+    NetworkFault,
     as_message,
     connect_problem,
     host_facts,
@@ -200,7 +200,7 @@ class Coordinator:
 
     def _report(self) -> dict[str, Any]:
         links: list[dict[str, Any]] = []
-        problems: list[Problem] = []
+        problems: list[NetworkFault] = []
         pairs = self._pairs()
         for done, (a, b) in enumerate(pairs, start=1):
             result = self._ask(a, self._ranks[b])

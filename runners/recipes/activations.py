@@ -15,8 +15,8 @@ import numpy as np
 from polygon.cost.memory import LayerMemory, layer_memory
 from polygon.domain.model import Batch, Model
 
-LOSS_BYTES = 12
-"""A logit at the start of backward."""
+LOSS_BYTES = 4, 8
+"""A logit: what is kept for backward (log-probabilities), and what its start needs beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,13 @@ def _block(model: Model, way: Way, *, experts: bool, e: int) -> tuple[float, flo
     return outside + inside, widest * e / way.tp + 4 * h / shard
 
 
-def own_layer_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
+def own_layer_memory(
+    model: Model, batch: Batch, way: Way, first_layer: int = 0, last_layer: int | None = None
+) -> LayerMemory:
     """As `polygon.cost.memory.layer_memory`, with activations as the engine's layers keep them.
+
+    What a layer needs for a while is beside what all layers of the stage, from `first_layer` to `last_layer`, keep:
+    less what those after it have given back when backward comes to it.
 
     Ignores what one operation needs inside (the tokens that a product gathers under sequence parallelism) and buffers
     of communication.
@@ -105,7 +110,9 @@ def own_layer_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
             rows = way.micro_batch if model.family == "vit" else tokens
             shard = way.tp if way.sequence else 1
             kept[layer] = rows * (_norm(model, way, e) + e * model.hidden_size) / shard
-            passing[layer] = rows * model.vocab_size / (1 if model.family == "vit" else way.tp) * LOSS_BYTES
+            logits = rows * model.vocab_size / (1 if model.family == "vit" else way.tp)
+            kept[layer] += logits * LOSS_BYTES[0]
+            passing[layer] = logits * LOSS_BYTES[1]
         else:
             block, backward = _block(model, way, experts=kind == "moe", e=e)
             kept[layer], passing[layer] = tokens * block, tokens * backward
@@ -113,4 +120,6 @@ def own_layer_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:
                 width = 4 if way.sums_in_32_bits else e
                 kept[layer] = tokens * model.hidden_size * width / (way.tp if way.sequence else 1)
                 passing[layer] += tokens * block
+    held = kept[first_layer:last_layer]
+    passing[first_layer:last_layer] -= held[::-1].cumsum()[::-1] - held
     return replace(usual, activation_bytes=kept, transient_bytes=passing)

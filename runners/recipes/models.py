@@ -7,8 +7,9 @@ from pathlib import Path
 
 from polygon.domain.errors import InputError, located, one_of
 from polygon.domain.model import Batch, Model
-from polygon.files import read_model
-from runners.recipes.schema import ModelPart, Recipe
+from polygon.formats.files import read_model
+from runners.engine.runnable import require_plain
+from runners.recipes.recipe_schema import ModelPart, Recipe
 
 
 def beside(folder: Path, name: str) -> Path:
@@ -50,6 +51,7 @@ def batch_of(recipe: Recipe, model: Model) -> Batch:
         seq_len = seq_len or model.tokens_per_image
     elif seq_len is None:
         raise InputError("batch.seq_len: found nothing, expected the tokens of a sequence")
+    require_plain(model, seq_len)
     return Batch(
         global_batch=recipe.batch.global_batch,
         seq_len=seq_len,

@@ -9,8 +9,7 @@ from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
 from runners.engine.experts import EXPERT
 from runners.engine.layers import TIED_COPY, empty_layer, layer_name, shard_dim
-from runners.recipes.memory import predicted_peaks
-from runners.recipes.schema import ParallelPart
+from runners.recipes.predicted_memory import predicted_peaks
 
 
 def stage_parameters(model: Model, first_layer: int, last_layer: int, *, tp: int = 1, ep: int = 1) -> int:
@@ -26,10 +25,10 @@ def stage_parameters(model: Model, first_layer: int, last_layer: int, *, tp: int
     return total
 
 
-def needs(problem: Problem, plan: Plan, parallel: ParallelPart) -> list[dict[str, Any]]:
+def needs(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
     """Of every stage: layers, ranks, parameters of one rank, its predicted peak and its device's memory [bytes]."""
     pools = problem.cluster.pools
-    peaks = predicted_peaks(problem, plan, parallel)
+    peaks = predicted_peaks(problem, plan)
     rows = []
     for s, stage in enumerate(plan.stages):
         ranks = [plan.device_ranks[device] for worker in stage.workers for device in worker.devices]
@@ -44,7 +43,7 @@ def needs(problem: Problem, plan: Plan, parallel: ParallelPart) -> list[dict[str
                 "layers": [stage.first_layer, stage.last_layer],
                 "ranks": len(ranks),
                 "parameters": stage_parameters(
-                    *(problem.model, stage.first_layer, stage.last_layer), tp=worker.tp // parallel.cp, ep=parallel.ep
+                    problem.model, stage.first_layer, stage.last_layer, tp=worker.tp, ep=stage.ep
                 ),
                 "peak_bytes": worst + context,
                 "memory_bytes": min(device.memory_bytes for device in devices),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polygon.domain.errors import PolygonError
 from runners.recipes.backends import Job
-from runners.recipes.schema import MetricsPart, ParallelPart, Recipe, ZeroPlusPart
+from runners.recipes.recipe_schema import MetricsPart, ParallelPart, Recipe, ZeroPlusPart
 
 MEMORY_STEPS = 2
 """Steps of the further run that follows every tensor: the second one has optimizer state."""
@@ -18,48 +18,66 @@ HEADER = (
     "recipe", "ranks", "degrees", "steps", "loss", "one process", "largest difference", "tokens/s",
     "predicted MB", "measured MB",
 )  # fmt: skip
+SIGNALLED = 128
+"""Exit codes above it say which signal ended a program."""
 Run = Callable[[Job], tuple[int, dict[str, Any]]]
 
 
 class RecipeFailedError(PolygonError):
-    """A recipe of the table did not run to its end."""
+    """A recipe of the table did not run to its end.
+
+    Parameters
+    ----------
+    code : int
+        Its exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        how = f"interrupted by signal {code - SIGNALLED}" if code > SIGNALLED else f"ended with exit code {code}"
+        super().__init__(how)
 
 
-def rows(jobs: Sequence[Job], run: Run) -> list[dict[str, Any]]:
+def rows(jobs: Sequence[Job], run: Run) -> Iterator[dict[str, Any]]:
     """Run every recipe, the same on one process, and again for its memory; recipes alike but for their degrees share
     the run on one process.
 
-    Raises
-    ------
-    RecipeFailedError
-        A recipe failed; what its ranks said is on stderr.
+    One that cannot run has its name, degrees and the reason as `failed`, and the others follow, unless a signal ended
+    it. What ranks said is on stderr.
     """
     alone: dict[str, list[float]] = {}
-    found = []
     for job in jobs:
-        summary, losses = _losses(job, run)
-        single = on_one_process(job.recipe)
-        key = single.model_copy(update={"name": ""}).model_dump_json()
-        if key not in alone:
-            _, alone[key] = _losses(replace(job, recipe=single, out=job.out / "one"), run)
-        metrics = MetricsPart(tensor_bytes=True)
-        short = job.recipe.model_copy(update={"metrics": metrics, "steps": MEMORY_STEPS})
-        memory, _ = _losses(replace(job, recipe=short, out=job.out / "memory"), run)
-        found.append(
-            {
-                "recipe": job.recipe.name,
-                "ranks": summary["ranks"],
-                "degrees": degrees(job.recipe),
-                "steps": len(losses),
-                "loss": losses[-1],
-                "loss_on_one_process": alone[key][-1],
-                "largest_difference": max(abs(a - b) / b for a, b in zip(losses, alone[key], strict=True)),
-                "tokens_per_s": summary["tokens_per_s"],
-                "predicted_peak_bytes": memory.get("predicted_peak_bytes"),
-                "measured_peak_bytes": memory["measured_peak_bytes"],
-            }
-        )
-    return found
+        named = {"recipe": job.recipe.name, "degrees": degrees(job.recipe)}
+        try:
+            yield named | _figures(job, run, alone)
+        except RecipeFailedError as error:
+            yield named | {"failed": str(error)}
+            if error.code > SIGNALLED:
+                return
+        except PolygonError as error:
+            yield named | {"failed": str(error)}
+
+
+def _figures(job: Job, run: Run, alone: dict[str, list[float]]) -> dict[str, Any]:
+    """A recipe's row; `alone` keeps the losses on one process by recipe."""
+    summary, losses = _losses(job, run)
+    single = on_one_process(job.recipe)
+    key = single.model_copy(update={"name": ""}).model_dump_json()
+    if key not in alone:
+        _, alone[key] = _losses(replace(job, recipe=single, out=job.out / "one"), run)
+    metrics = MetricsPart(tensor_bytes=True)
+    short = job.recipe.model_copy(update={"metrics": metrics, "steps": MEMORY_STEPS})
+    memory, _ = _losses(replace(job, recipe=short, out=job.out / "memory"), run)
+    return {
+        "ranks": summary["ranks"],
+        "steps": len(losses),
+        "loss": losses[-1],
+        "loss_on_one_process": alone[key][-1],
+        "largest_difference": max(abs(a - b) / b for a, b in zip(losses, alone[key], strict=True)),
+        "tokens_per_s": summary["tokens_per_s"],
+        "predicted_peak_bytes": memory.get("predicted_peak_bytes"),
+        "measured_peak_bytes": memory["measured_peak_bytes"],
+    }
 
 
 def on_one_process(recipe: Recipe) -> Recipe:
@@ -82,7 +100,7 @@ def degrees(recipe: Recipe) -> str:
 def _losses(job: Job, run: Run) -> tuple[dict[str, Any], list[float]]:
     code, summary = run(job)
     if code:
-        raise RecipeFailedError(f"{job.recipe.name}: ended with exit code {code}")
+        raise RecipeFailedError(code)
     lines = Path(summary["log"]).read_text(encoding="utf-8").splitlines()
     return summary, [json.loads(line)["loss"] for line in lines]
 
@@ -95,6 +113,11 @@ def format_rows(found: Sequence[dict[str, Any]]) -> str:
 
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     for row in found:
+        if "failed" in row:
+            reason = row["failed"].replace("|", "\\|")
+            cells = (row["recipe"], "-", row["degrees"], f"cannot run: {reason}", *("-",) * (len(HEADER) - 4))
+            lines.append("| " + " | ".join(cells) + " |")
+            continue
         cells = (
             row["recipe"], row["ranks"], row["degrees"], row["steps"], f"{row['loss']:.4f}",
             f"{row['loss_on_one_process']:.4f}", f"{row['largest_difference']:.1e}", f"{row['tokens_per_s']:,.0f}",

@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from polygon import catalogue
+from benchmarks.rivals.dtfm import DtfmProblem, PathAnnealing, scenario_from_document
+from benchmarks.rivals.ptafm import AntProblem, GeneticProblem, centers_from_document
+from benchmarks.rivals.sailor import setups_from_document
+from benchmarks.rivals.sailor_search import ScoreCandidates, ScoreDecoder
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem as PlanningProblem
-from polygon.files import read_cluster, read_json
-from polygon.rivals.dtfm import DtfmProblem, PathAnnealing, scenario_from_document
-from polygon.rivals.ptafm import AntProblem, GeneticProblem, centers_from_document
-from polygon.rivals.sailor import setups_from_document
-from polygon.rivals.sailor_search import ScoreCandidates, ScoreDecoder
+from polygon.domain.plan import Problem
+from polygon.formats import catalogue
+from polygon.formats.files import read_cluster, read_json
 from solvers.allocation import AllocationProblem
 from solvers.annealing import Annealing
 from solvers.ants import Ants
 from solvers.exhaustive import Exhaustive
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
-from solvers.problem import Problem
-from solvers.result import Improvement, Result
+from solvers.problem import SearchProblem
+from solvers.result import Improvement, SearchResult
 from solvers.stop import AnyOf, MaxEvaluations, Stop
 
 INSTANCES = Path(__file__).parents[2] / "instances"
@@ -42,11 +42,11 @@ class Method:
     def __init__(self, solver: Any) -> None:
         self.solver = solver
 
-    def applies(self, problem: Problem[Any]) -> bool:
+    def applies(self, problem: SearchProblem[Any]) -> bool:
         """Whether the solver can take the problem; ants need an allocation space."""
         return isinstance(problem, AllocationProblem) or not isinstance(self.solver, Ants)
 
-    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
+    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> SearchResult[Any]:
         """Run on a problem until the stop rule speaks; at most `evaluations`."""
         return self.solver.solve(problem, rng, stop)
 
@@ -62,7 +62,7 @@ class Seeded(Method):
         super().__init__(solver)
         self.starts = starts
 
-    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> Result[Any]:
+    def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> SearchResult[Any]:
         """Starts first, then the solver on what is left; both are counted."""
         began = time.perf_counter()
         starts, used = self.starts(problem, rng, evaluations // 2)
@@ -82,14 +82,14 @@ class Suite:
     name: str
     about: str
     unit: str
-    instances: Mapping[str, Callable[[], Problem[Any]]]
+    instances: Mapping[str, Callable[[], SearchProblem[Any]]]
     methods: Mapping[str, Method]
     evaluations: int
     """Of a run, unless the user says otherwise."""
     time_limit_s: float
     tolerance: float = 1e-6
     """A run has reached the best known value when it is at most this part above."""
-    bound: Callable[[Problem[Any]], float] | None = None
+    bound: Callable[[SearchProblem[Any]], float] | None = None
     best_known: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -123,11 +123,11 @@ def _generic() -> dict[str, Method]:
 
 
 def _dtfm(files: list[str]) -> Suite:
-    def scenario(path: Path) -> Callable[[], Problem[Any]]:
+    def scenario(path: Path) -> Callable[[], SearchProblem[Any]]:
         return lambda: DtfmProblem(scenario_from_document(read_json(path), path.stem))
 
     def bound(problem: Any) -> float:
-        from polygon.rivals.dtfm_bound import lower_bound
+        from benchmarks.rivals.dtfm_bound import lower_bound
 
         return lower_bound(problem.scenario).total_s
 
@@ -146,8 +146,8 @@ def _dtfm(files: list[str]) -> Suite:
 
 
 def _ptafm(files: list[str]) -> Suite:
-    def centers(path: Path, kind: str) -> Callable[[], Problem[Any]]:
-        def make() -> Problem[Any]:
+    def centers(path: Path, kind: str) -> Callable[[], SearchProblem[Any]]:
+        def make() -> SearchProblem[Any]:
             instance = centers_from_document(read_json(path), path.stem)
             return GeneticProblem(instance) if kind == "genetic" else AntProblem(instance)
 
@@ -169,10 +169,10 @@ def _ptafm(files: list[str]) -> Suite:
 # Planning: polygon's own objective over allocations of devices to stages
 
 
-def _planning(problem: PlanningProblem) -> Problem[Any]:
+def _planning(problem: Problem) -> SearchProblem[Any]:
     from polygon.planning.candidates import Candidates
     from polygon.planning.decode import Decoder
-    from polygon.planning.engine import most_stages
+    from polygon.planning.search_engine import most_stages
 
     return Candidates(Decoder(problem), most_stages(problem))
 
@@ -180,7 +180,7 @@ def _planning(problem: PlanningProblem) -> Problem[Any]:
 def _simple(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
     """All devices in walks along the links, cut evenly, in every micro-batch size; a sample where they are many."""
     from polygon.planning.decode import Allocation
-    from polygon.planning.starts import simple_starts
+    from polygon.planning.initial_solutions import simple_starts
 
     starts = [
         Allocation(workers=x, micro_batch_size=size)
@@ -194,7 +194,7 @@ def _simple(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[lis
 
 def _grown(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
     """One pipeline replicated in more and more regions."""
-    from polygon.planning.starts import grown_starts
+    from polygon.planning.initial_solutions import grown_starts
 
     value_of = _Counted(candidates)
     decoder, rows = candidates.decoder, candidates.space.groups
@@ -204,7 +204,7 @@ def _grown(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list
 
 def _replicated(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
     """The same pipeline in every region that has the workers for it."""
-    from polygon.planning.starts import replicated_starts
+    from polygon.planning.initial_solutions import replicated_starts
 
     value_of = _Counted(candidates)
     decoder, rows, sizes = candidates.decoder, candidates.space.groups, candidates.sizes
@@ -259,21 +259,21 @@ def _planning_methods() -> dict[str, Method]:
     }
 
 
-def _instance(cluster: Path, model: str, global_batch: int, seq_len: int) -> Callable[[], Problem[Any]]:
-    def make() -> Problem[Any]:
+def _instance(cluster: Path, model: str, global_batch: int, seq_len: int) -> Callable[[], SearchProblem[Any]]:
+    def make() -> SearchProblem[Any]:
         batch = Batch(global_batch=global_batch, seq_len=seq_len)
-        return _planning(PlanningProblem(cluster=read_cluster(cluster), model=catalogue.model(model), batch=batch))
+        return _planning(Problem(cluster=read_cluster(cluster), model=catalogue.model(model), batch=batch))
 
     return make
 
 
-def _generated(regions: int, types: int, devices: int) -> Callable[[], Problem[Any]]:
-    def make() -> Problem[Any]:
-        from polygon.generate import generate
+def _generated(regions: int, types: int, devices: int) -> Callable[[], SearchProblem[Any]]:
+    def make() -> SearchProblem[Any]:
+        from polygon.commands.generate import generate
 
         cluster = generate(regions, types, devices, np.random.default_rng(0))
         batch = Batch(global_batch=4096, seq_len=2048)
-        return _planning(PlanningProblem(cluster=cluster, model=catalogue.model("gpt3-13b"), batch=batch))
+        return _planning(Problem(cluster=cluster, model=catalogue.model("gpt3-13b"), batch=batch))
 
     return make
 
@@ -306,7 +306,7 @@ def _clusters(name: str, files: list[str]) -> Suite:
 
 
 def _planning_bound(problem: Any) -> float:
-    from polygon.cost.bounds import lower_bound_s
+    from polygon.bounds.lower_bound import lower_bound_s
 
     return float(lower_bound_s(problem.decoder.tables))
 
@@ -315,7 +315,7 @@ def _sailor(files: list[str]) -> Suite:
     profiles, network = (read_json(INSTANCES / "measured" / f"sailor_{part}.json") for part in ("profiles", "network"))
     paths = [INSTANCES / "sailor" / "planner_bench.json", *map(Path, files)]
 
-    def make(setup: Any) -> Callable[[], Problem[Any]]:
+    def make(setup: Any) -> Callable[[], SearchProblem[Any]]:
         return lambda: ScoreCandidates(ScoreDecoder(setup, profiles, network))
 
     setups = [setup for path in paths for setup in setups_from_document(read_json(path))]
@@ -334,7 +334,7 @@ def _sailor(files: list[str]) -> Suite:
 
 def _kind_sequences(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
     """The best dozen of all sequences of worker kinds, as far as the budget goes."""
-    from polygon.planning.starts import kind_sequences
+    from polygon.planning.initial_solutions import kind_sequences
 
     sequences = kind_sequences(candidates.decoder, candidates.space.groups, candidates.sizes)
     tried = [(candidates.evaluate(x), i, x) for i, x in enumerate(itertools.islice(sequences, budget))]

@@ -12,8 +12,8 @@ import numpy as np
 
 from polygon.domain.plan import Plan
 from polygon.export.chrome_trace import Interval
+from runners.traces.intervals import common, length, without
 from runners.traces.kineto import RankTrace
-from runners.traces.spans import common, length, without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,12 @@ def actions(traces: Iterable[RankTrace], plan: Plan) -> list[Interval]:
 
 
 def compare_bubbles(traces: Sequence[RankTrace], plan: Plan, predicted: Iterable[Interval]) -> list[Bubble]:
-    """Measured beside predicted bubbles; empty where the traces name no forwards and backwards."""
+    """Measured beside predicted bubbles; empty where the traces name no forwards and backwards.
+
+    A worker that holds several stages has one bubble, under the first of them.
+    """
     measured = bubbles(actions(traces, plan))
-    expected = bubbles(predicted)
+    expected = bubbles(interval._replace(stage=interval.stage % plan.groups) for interval in predicted)
     return [
         Bubble(stage=stage, worker=worker, measured=value, predicted=expected.get((stage, worker)))
         for (stage, worker), value in measured.items()

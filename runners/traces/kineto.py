@@ -33,7 +33,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 """Names of number formats in NCCL kernels' and in operators' arguments."""
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-ACTION = re.compile(r"(?:compute: )?([FB]\d+)$")
+ACTION = re.compile(r"(?:compute: )?([FB]\d+(?:\.\d+)?)$")
 """Annotation of a forward or a backward of a micro-batch."""
 WRAPPERS = ("autograd::", "torch::autograd", "torch::distributed", "torch.distributed", "DistributedDataParallel")
 """Operators that only contain others, among them those that communicate."""

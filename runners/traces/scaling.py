@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from polygon.domain.errors import InputError, require
-from polygon.files import read_plan
-from polygon.report import seconds, table
+from polygon.formats.files import read_plan
+from polygon.messages.report import seconds, table
 from runners.engine.summary import log_lines
 
 

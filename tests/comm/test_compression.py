@@ -135,3 +135,34 @@ def test_ratio_is_what_is_saved():
     assert make_codec("bf16").ratio(1 << 20, torch.bfloat16) == 1
     with pytest.raises(ValueError, match="powersgd"):
         make_codec("powersgd")
+
+
+def test_feedback_says_how_much_was_dropped_and_goes_on_where_it_stopped():
+    """The relative error of the last message; a restored one, at another loss scale too, sends what the first would."""
+    shapes = [(40, 30), (50,)]
+    first = ErrorFeedback(make_codec("powersgd", shapes=shapes))
+    assert first.relative_error == 0.0
+    message = noise((1250,))
+    _, restored = first.compress(message)
+    dropped = (message - restored).norm()
+    assert first.relative_error == pytest.approx(float(dropped / message.norm()), rel=1e-4)
+    again = ErrorFeedback(make_codec("powersgd", shapes=shapes))
+    state = first.state(scale=4.0)
+    assert torch.allclose(state["error"], (message - restored) / 4)
+    again.restore(state, scale=8.0)
+    assert torch.allclose(again.error, 2 * first.error)
+    again.restore(first.state(4.0), scale=4.0)
+    assert torch.equal(again.compress(noise((1250,), 1))[0], first.compress(noise((1250,), 1))[0])
+    plain = ErrorFeedback(make_codec("none"))
+    assert torch.equal(plain.compress(message)[1], message) and plain.relative_error == 0.0 and plain.error is None
+
+
+def test_an_overflow_is_forgotten_by_the_next_message():
+    """Its error would poison all that follows."""
+    feedback = ErrorFeedback(make_codec("bf16"))
+    feedback.compress(torch.full((300,), math.inf))
+    assert feedback.error is None and feedback.relative_error == 0.0
+    feedback.compress(torch.zeros(300))
+    assert feedback.relative_error == 0.0 and not feedback.error.any()
+    codec = make_codec("int8")
+    assert relative_error(codec, codec.compress(torch.zeros(300)), torch.zeros(300)) == 0.0

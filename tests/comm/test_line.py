@@ -3,9 +3,10 @@
 import threading
 
 import pytest
+from polygon_comm import line as sums
 from polygon_comm.line import BYTES_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 
 @pytest.fixture
@@ -44,17 +45,31 @@ def test_each_part_keeps_its_order_and_none_waits_for_another(line):
         assert [note for note in notes if note.startswith(part)] == [f"{part} a", f"{part} b"]
 
 
-def test_large_sums_wait_until_there_is_room(line):
+def test_large_sums_wait_until_there_is_room(monkeypatch):
     """Of sums as large as all that may be under way, so many begin as always may; the next one when one has ended."""
-    notes, arrived = [], threading.Event()
+    notes, arrived, waiting = [], threading.Event(), threading.Event()
+
+    class Telling(threading.Condition):
+        """Says when somebody waits for it."""
+
+        def wait(self, timeout=None):
+            waiting.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(sums, "Condition", Telling)
+    line = SumLine()
     for number in range(SUMS_UNDER_WAY):
         line.add(noting(notes, number, lambda: arrived.wait(PATIENCE_S)), BYTES_UNDER_WAY)
     begun = threading.Event()
     line.add(lambda: begun.set() or Pending(lambda: None), BYTES_UNDER_WAY)
-    assert not begun.wait(0.2)
+    assert eventually(lambda: waiting.is_set() or begun.is_set())
+    assert not begun.is_set() and [note for note in notes if "begin" in note] == [
+        f"begin {number}" for number in range(SUMS_UNDER_WAY)
+    ]
     arrived.set()
     line.wait()
     assert begun.is_set()
+    line.close()
 
 
 def test_what_goes_wrong_is_raised_where_it_is_waited_for(line):
@@ -74,3 +89,34 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for(line):
     with pytest.raises(RuntimeError, match="lost"):
         line.exchange(fail)()
     assert "end b" in notes and "after" not in notes
+
+
+def test_an_exchange_that_has_not_arrived_holds_no_other_up(line):
+    """The second one's next round is sent while the first is still under way; a sum passes both."""
+    arrived, advanced, summed = threading.Event(), threading.Event(), threading.Event()
+    first = line.exchange(lambda: Pending(lambda: arrived.wait(PATIENCE_S)))
+    second = line.exchange(lambda: Pending(lambda: None, advance=advanced.set))
+    line.add(lambda: Pending(summed.set))
+    line.wait()
+    assert advanced.wait(PATIENCE_S) and summed.is_set() and not arrived.is_set()
+    arrived.set()
+    first()
+    second()
+
+
+def test_as_many_small_sums_may_be_under_way_as_there_are_tags_for(monkeypatch):
+    """However small; and the bytes of those that have ended make room for others."""
+    monkeypatch.setattr(sums, "MOST_UNDER_WAY", SUMS_UNDER_WAY + 2)
+    line, arrived, begun = SumLine(), threading.Event(), []
+    for number in range(SUMS_UNDER_WAY + 3):
+        line.add(lambda number=number: begun.append(number) or Pending(lambda: arrived.wait(PATIENCE_S)), 1)
+    assert eventually(lambda: len(begun) >= SUMS_UNDER_WAY + 2)
+    assert begun == list(range(SUMS_UNDER_WAY + 2))
+    arrived.set()
+    line.wait()
+    assert begun == list(range(SUMS_UNDER_WAY + 3))
+    for number in range(SUMS_UNDER_WAY + 1):
+        line.add(lambda number=number: begun.append(number) or Pending(lambda: None), BYTES_UNDER_WAY // 4)
+    line.wait()
+    assert line._under_way == line._bytes == 0
+    line.close()

@@ -1,13 +1,18 @@
 """Laws of senders that are told how fast a link is, on real connections."""
 
+import array
+import fcntl
 import socket
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from polygon_comm.pacing import HEADROOM, connections, listening_ports, open_descriptors, pace, seen_bytes_per_s
+
+from tests.patience import eventually
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="pacing by socket option is Linux'")
 
@@ -34,6 +39,13 @@ def send_s(ours, theirs, n_bytes):
     return time.monotonic() - start_s
 
 
+def all_is_confirmed(connection):
+    """Whether nothing of what was sent is still to be confirmed: then what TCP has seen stays."""
+    left = array.array("i", [0])
+    fcntl.ioctl(connection, termios.TIOCOUTQ, left)
+    return left[0] == 0
+
+
 def test_nothing_is_sent_much_faster_than_the_link(pair):
     """3 MB over 4 MB/s take what link and headroom ask for; Linux lets the first ten segments (of 64 KiB) go."""
     ours, theirs = pair
@@ -45,6 +57,7 @@ def test_a_link_that_was_faster_than_it_is_said_to_be_is_not_held_back(pair):
     """A connection that has carried 8 MB at memory's speed goes on so, though its link be said to carry 1 byte/s."""
     ours, theirs = pair
     send_s(ours, theirs, 8_000_000)
+    assert eventually(lambda: all_is_confirmed(ours))
     seen = seen_bytes_per_s(ours.fileno())
     pace([ours.fileno()], 1.0)
     most = int.from_bytes(ours.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)

@@ -12,7 +12,7 @@ import torch
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
-from runners.engine.layout import MOST_WARM_BYTES, Layout
+from runners.engine.rank_layout import MOST_WARM_BYTES, Layout
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem

@@ -12,10 +12,10 @@ from fractions import Fraction
 
 import pytest
 
-from polygon.cost.collective_algorithm import AlgorithmCost
-from polygon.cost.collective_table import collective_cell
-from polygon.cost.topologies import Topology
 from polygon.domain.cluster import Link
+from polygon.overhead.collective_algorithm import AlgorithmCost
+from polygon.overhead.collective_table import collective_cell
+from polygon.overhead.topologies import Topology
 
 M, ALPHA, RATE = 720720.0, 3e-6, 1e9
 Message = tuple[int, int, frozenset[Hashable]]

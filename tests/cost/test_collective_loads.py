@@ -32,8 +32,8 @@ from link_loads import (
 )
 
 from polygon.cost import collectives as c
-from polygon.cost.topologies import Topology
 from polygon.domain.cluster import Link
+from polygon.overhead.topologies import Topology
 
 
 @pytest.mark.parametrize("n", PRIMES_AND_OTHERS)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
-from polygon.cost.compute import Kernels, layer_times, model_flops_per_step, update_s
+from polygon.cost.compute import layer_times, model_flops_per_step, update_s
 from polygon.cost.network import Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch, Model
+from polygon.domain.runtime import Runtime
+from polygon.formats import catalogue
 
 A100 = Device(
     name="A100",
@@ -75,7 +76,7 @@ def test_dropout_and_determinism_slow_fused_attention_by_what_is_published():
 
     def seconds(**switches: bool) -> tuple[float, float]:
         times = layer_times(
-            gpt(), Batch(global_batch=1, seq_len=32768), A100, NVLINK, kernels=Kernels(attention="flash2", **switches)
+            gpt(), Batch(global_batch=1, seq_len=32768), A100, NVLINK, runtime=Runtime(attention="flash2", **switches)
         )
         return times.forward_s[1], times.backward_s[1]
 

@@ -29,7 +29,7 @@ from link_loads import (
     routed,
 )
 
-from polygon.cost.topologies import Topology
+from polygon.overhead.topologies import Topology
 
 GRIDS = [(1, 1), (1, 5), (2, 2), (2, 3), (3, 2), (3, 3), (4, 4), (5, 3), (4, 6), (8, 2), (7, 1), (5, 7)]
 

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue
-from polygon.cost.compute import Kernels, layer_times
+from polygon.cost.compute import layer_times
+from polygon.cost.estimate import estimate
 from polygon.cost.memory import layer_memory, stage_memory
-from polygon.cost.uniform import ParallelConfig, estimate_many, estimate_uniform
-from polygon.domain.cluster import Pool
 from polygon.domain.model import Batch, Model
+from polygon.domain.runtime import Runtime
+from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
+from tests.uniform_splits import equal_nodes, held_bytes, lane
 
 
 def gpt(**changes: object) -> Model:
@@ -73,30 +75,34 @@ def test_experts_are_sharded_over_what_expert_parallelism_leaves(zero):
         assert part.optimizer == pytest.approx(12 * model.parameters / 8)
 
 
-def test_many_and_one_agree_on_experts():
-    """The kernel and the breakdown count sharded experts alike."""
+def test_lanes_and_plans_agree_on_experts():
+    """A lane and the workers of its plan count sharded experts alike."""
     model = catalogue.model("mixtral-8x7b")
     batch = Batch(global_batch=64, seq_len=2048)
-    pool = Pool(
-        index=0,
-        region=0,
-        device=catalogue.device("a100-80gb"),
-        nodes=2,
-        devices_per_node=8,
-        intra_node=catalogue.link("nvlink3"),
-        inter_node=catalogue.link("infiniband-hdr-x8"),
-        first_device=0,
-        price_usd_per_hour=0.0,
-    )
-    configs = [ParallelConfig(dp=8, pp=2, ep=ep, zero=zero) for ep in (1, 2, 8) for zero in range(4)]
-    many = estimate_many(model, batch, pool, configs)
-    for config, peak in zip(configs, many.peak_bytes, strict=True):
-        assert estimate_uniform(model, batch, pool, config).peak.total_bytes == pytest.approx(peak)
+    link = catalogue.link("infiniband-hdr-x8")
+    asked = equal_nodes(model, batch, catalogue.device("a100-80gb"), nodes=2, between=link)
+    for config in (ParallelConfig(dp=8, pp=2, ep=ep, zero=zero) for ep in (1, 2, 8) for zero in range(4)):
+        workers = estimate(asked, uniform_plan(asked, config)).workers
+        assert held_bytes(asked, config) == pytest.approx(max(worker.peak_bytes for worker in workers))
+
+
+def test_context_and_expert_parallelism_divide_activations_and_experts():
+    """Twice the context-parallel degree halves activations; experts spread over ep devices."""
+    one, two = (layer_memory(gpt(), BATCH, cp=cp) for cp in (1, 2))
+    assert two.activation_bytes[1] == pytest.approx(one.activation_bytes[1] / 2)
+    moe = gpt(experts=8, experts_per_token=2, expert_ffn_size=2048)
+    whole, spread = (layer_memory(moe, BATCH, ep=ep).parameters[1] for ep in (1, 8))
+    expert = 2 * 1024 * 2048
+    assert whole - spread == pytest.approx(7 * expert)
+    device, link = catalogue.device("a100-80gb"), catalogue.usual_link("a100-80gb")
+    assert layer_times(moe, BATCH, device, link, ep=8).communication_s[1] > 0
 
 
 def test_logits_are_held_as_the_loss_needs_them():
     """One fused kernel holds 6 bytes per 16-bit logit, torch's cross entropy 14."""
-    fused, torch = (layer_memory(gpt(), BATCH, logit_bytes=n).transient_bytes[-1] for n in (4, 12))
+    fused, torch = (
+        layer_memory(gpt(), BATCH, runtime=Runtime(loss=loss)).transient_bytes[-1] for loss in ("fused", "torch")
+    )
     assert fused == 1024 * 51200 * 6 and torch == 1024 * 51200 * 14
 
 
@@ -104,35 +110,25 @@ def test_gathered_inputs_are_kept_or_gathered_again():
     """Sequence parallelism under autograd holds two inputs a block whole, and spends one gathering fewer on each."""
     model, tp = gpt(), 4
     split = {"tp": tp, "sequence_parallel": True}
-    shares, whole = (layer_memory(model, BATCH, **split, keep_gathered=kept) for kept in (False, True))
+    let_go, keeps = (Runtime(keeps_gathered=kept) for kept in (False, True))
+    shares, whole = (layer_memory(model, BATCH, **split, runtime=runtime) for runtime in (let_go, keeps))
     assert whole.activation_bytes[1] - shares.activation_bytes[1] == 2 * BATCH.seq_len * 1024 * 2
     assert whole.transient_bytes[-1] - shares.transient_bytes[-1] == 2 * BATCH.seq_len * 1024 * 2
-    alone = (layer_memory(model, BATCH, tp=tp, keep_gathered=kept).activation_bytes[1] for kept in (False, True))
-    assert next(alone) == next(alone)
+    alone = [layer_memory(model, BATCH, tp=tp, runtime=runtime).activation_bytes[1] for runtime in (let_go, keeps)]
+    assert alone[0] == alone[1]
     device, link = catalogue.device("a100-80gb"), catalogue.usual_link("a100-80gb")
-    again, kept = (
-        layer_times(model, BATCH, device, link, **split, kernels=Kernels(keeps_gathered=kept)) for kept in (False, True)
-    )
+    again, kept = (layer_times(model, BATCH, device, link, **split, runtime=runtime) for runtime in (let_go, keeps))
     assert kept.backward_s[1] < again.backward_s[1] and kept.forward_s[1] == again.forward_s[1]
 
 
 def test_a_stage_that_keeps_what_it_sent_holds_one_tensor_more_for_each_micro_batch():
     """DeepSpeed: sequence x width x 2 bytes for the first stage's four micro-batches in flight; the last sends none."""
-    device = catalogue.device("a100-80gb")
-    link = catalogue.usual_link("a100-80gb")
-    pool = Pool(
-        index=0,
-        region=0,
-        device=device,
-        nodes=1,
-        devices_per_node=4,
-        intra_node=link,
-        inter_node=link,
-        first_device=0,
-        price_usd_per_hour=0.0,
-    )
+    device, link = catalogue.device("a100-80gb"), catalogue.usual_link("a100-80gb")
     freed, kept = (
-        estimate_uniform(gpt(), BATCH, pool, ParallelConfig(pp=4, kernels=Kernels(keeps_outputs=keeps))).memory
+        lane(
+            equal_nodes(gpt(), BATCH, device, nodes=1, between=link, runtime=Runtime(keeps_outputs=keeps)),
+            ParallelConfig(pp=4),
+        ).memory
         for keeps in (False, True)
     )
     assert kept[0].activations - freed[0].activations == pytest.approx(4 * 1024 * 1024 * 2)

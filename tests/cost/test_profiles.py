@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.catalogue import device
 from polygon.cost.compute import layer_times
 from polygon.cost.link_curves import LinkCurve, link_curves
 from polygon.cost.profiles import kind_profile, model_profiles
@@ -21,6 +20,7 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
+from polygon.formats.catalogue import device
 from tests.small_problems import routed_problem
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"

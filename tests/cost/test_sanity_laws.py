@@ -9,11 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polygon.catalogue import device, usual_link
-from polygon.cost.compute import Kernels
-from polygon.cost.uniform import ParallelConfig, UniformEstimate, estimate_uniform
-from polygon.domain.cluster import Link, Pool
+from polygon.cost.compute import model_flops_per_step
+from polygon.domain.cluster import Link
 from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Problem
+from polygon.domain.runtime import Runtime
+from polygon.domain.uniform import ParallelConfig
+from polygon.formats.catalogue import device, usual_link
+from tests.uniform_splits import equal_nodes, held_bytes, lane, with_device, with_links
 
 CARDS = (
     "a40",
@@ -60,8 +63,8 @@ ROUNDING = 1 + 1e-9
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Model, Batch, Pool, ParallelConfig]:
-    """A model, a batch, devices and a way to spread them."""
+def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
+    """A model, a batch, devices, a program and a way to spread them."""
     card = device(draw(st.sampled_from(CARDS)))
     shape = draw(st.sampled_from(SHAPES))
     more = draw(st.sampled_from(({}, EXPERTS)))
@@ -69,7 +72,7 @@ def runs(draw: st.DrawFn) -> tuple[Model, Batch, Pool, ParallelConfig]:
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16) if model.heads % n == 0]))
     pp, cp, dp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 8)))
     ways = st.sampled_from
-    kernels = Kernels(
+    runtime = Runtime(
         attention=draw(ways(("flash", "flash2", "triton", "materialised"))),
         fused=draw(st.booleans()),
         loss=draw(ways(("torch", "vocab-parallel", "fused"))),
@@ -77,6 +80,12 @@ def runs(draw: st.DrawFn) -> tuple[Model, Batch, Pool, ParallelConfig]:
         selective=draw(ways(("attention", "operators"))),
         keeps_gathered=draw(st.booleans()),
         tp_overlap=draw(ways(("none", "backward", "pipelined"))),
+        dp_overlap=draw(ways(("none", "backward", "full"))),
+        by_layer=draw(st.booleans()),
+        p2p_overlap=draw(st.booleans()),
+        owned_weights=draw(st.booleans()),
+        gathers_again=draw(st.booleans()),
+        zero2_by_micro_batch=draw(st.booleans()),
     )
     config = ParallelConfig(
         dp=dp,
@@ -84,101 +93,96 @@ def runs(draw: st.DrawFn) -> tuple[Model, Batch, Pool, ParallelConfig]:
         pp=pp,
         cp=cp,
         ep=draw(ways((1, dp * cp))) if model.experts and dp * cp <= 8 else 1,
-        interleave=draw(ways((1, 2))) if pp > 1 else 1,
+        chunks=draw(ways((1, 2))) if pp > 1 else 1,
         micro_batch_size=draw(ways((1, 2))),
         zero=draw(st.integers(0, 3)),
         recompute=draw(ways(("none", "selective", "full"))),
         sequence_parallel=draw(st.booleans()),
-        overlap=draw(ways(("none", "backward", "full"))),
-        owned_matrices=draw(ways((0, 100))),
-        gathers_again=draw(st.booleans()),
-        kernels=kernels,
     )
     batch = Batch(
         global_batch=dp * config.micro_batch_size * draw(ways((1, 4, 16))),
         seq_len=draw(ways((512, 2048, 8192, 131072))),
         precision=draw(ways([name for name in ("fp32", "fp16", "bf16", "fp8") if name in card.flops])),
     )
-    pool = Pool(
-        index=0,
-        region=0,
-        device=card,
+    asked = equal_nodes(
+        model,
+        batch,
+        card,
         nodes=-(-config.devices // 8),
-        devices_per_node=8,
-        intra_node=Link(latency_s=2e-6, bytes_per_s=usual_link(card.name).bytes_per_s),
-        inter_node=Link(latency_s=4e-6, bytes_per_s=100e9),
-        first_device=0,
-        price_usd_per_hour=0,
+        inside=Link(latency_s=2e-6, bytes_per_s=usual_link(card.name).bytes_per_s),
+        between=Link(latency_s=4e-6, bytes_per_s=100e9),
+        runtime=runtime,
     )
-    return model, batch, pool, config
+    return asked, config
 
 
-Run = tuple[Model, Batch, Pool, ParallelConfig]
-
-
-def bytes_of(estimate: UniformEstimate) -> float:
-    return estimate.peak.total_bytes
+Run = tuple[Problem, ParallelConfig]
 
 
 @settings(deadline=None, max_examples=60)
 @given(run=runs())
 def test_no_term_is_negative_and_no_step_beats_the_data_sheet(run: Run):
     """Terms >= 0; seconds >= FLOP over peak."""
-    _, batch, pool, config = run
-    estimate = estimate_uniform(*run)
-    assert all(term.seconds >= 0 for term in estimate.terms.values())
-    assert estimate.step_s >= estimate.flops / (config.devices * pool.device.peak_flops(batch.precision))
-    assert bytes_of(estimate) > 0
+    asked, config = run
+    found = lane(*run)
+    assert min(found.terms_s) >= -1e-9 * found.step_s
+    (pool,) = asked.cluster.pools
+    flops = model_flops_per_step(asked.model, asked.batch)
+    assert found.step_s >= flops / (config.devices * pool.device.peak_flops(asked.batch.precision))
+    assert found.peak.total_bytes > 0
 
 
 @settings(deadline=None, max_examples=60)
 @given(run=runs(), factor=st.floats(1.5, 10))
 def test_slower_links_and_slower_chips_are_never_faster(run: Run, factor: float):
     """Less bandwidth, more latency, fewer FLOP/s or less memory bandwidth never shorten a step."""
-    model, batch, pool, config = run
-    step_s = estimate_uniform(*run).step_s
+    asked, config = run
+    step_s = lane(*run).step_s
+    (pool,) = asked.cluster.pools
     chip, near, far = pool.device, pool.intra_node, pool.inter_node
     worse = [
-        replace(pool, intra_node=replace(near, bytes_per_s=near.bytes_per_s / factor)),
-        replace(pool, inter_node=replace(far, bytes_per_s=far.bytes_per_s / factor)),
-        replace(pool, inter_node=replace(far, latency_s=far.latency_s * factor)),
-        replace(pool, device=replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s / factor)),
+        with_links(asked, inside=replace(near, bytes_per_s=near.bytes_per_s / factor)),
+        with_links(asked, between=replace(far, bytes_per_s=far.bytes_per_s / factor)),
+        with_links(asked, between=replace(far, latency_s=far.latency_s * factor)),
+        with_device(asked, replace(chip, memory_bytes_per_s=chip.memory_bytes_per_s / factor)),
         # By two: the model then sees half as many multiprocessors, to a rounding.
-        replace(pool, device=replace(chip, flops={key: value / 2 for key, value in chip.flops.items()})),
+        with_device(asked, replace(chip, flops={key: value / 2 for key, value in chip.flops.items()})),
     ]
     for other in worse:
-        assert estimate_uniform(model, batch, other, config).step_s * (1 + 1e-3) >= step_s
+        assert lane(other, config).step_s * (1 + 1e-3) >= step_s
 
 
 @settings(deadline=None, max_examples=60)
 @given(run=runs())
 def test_more_work_is_never_faster(run: Run):
     """Longer sequences, more of them, more layers, wider ones and more words never shorten a step."""
-    model, batch, pool, config = run
-    step_s = estimate_uniform(*run).step_s
+    asked, config = run
+    model, batch = asked.model, asked.batch
+    step_s = lane(*run).step_s
     for larger in (
         replace(model, blocks=2 * model.blocks),
         replace(model, ffn_size=2 * model.ffn_size, expert_ffn_size=2 * model.expert_ffn_size),
         replace(model, vocab_size=2 * model.vocab_size),
     ):
-        assert estimate_uniform(larger, batch, pool, config).step_s * ROUNDING >= step_s
+        assert lane(replace(asked, model=larger), config).step_s * ROUNDING >= step_s
     for more in (replace(batch, seq_len=2 * batch.seq_len), replace(batch, global_batch=2 * batch.global_batch)):
-        assert estimate_uniform(model, more, pool, config).step_s * ROUNDING >= step_s
+        assert lane(replace(asked, batch=more), config).step_s * ROUNDING >= step_s
 
 
 @settings(deadline=None, max_examples=60)
 @given(run=runs())
 def test_memory_grows_with_what_is_held(run: Run):
     """Never less for larger micro-batches, longer sequences or wider layers; never more with ZeRO 1 and 2."""
-    model, batch, pool, config = run
-    held = bytes_of(estimate_uniform(*run))
+    asked, config = run
+    model, batch = asked.model, asked.batch
+    held = held_bytes(*run)
     twice = replace(batch, global_batch=2 * batch.global_batch)
     size = replace(config, micro_batch_size=2 * config.micro_batch_size)
-    assert bytes_of(estimate_uniform(model, twice, pool, size)) * ROUNDING >= held
-    assert bytes_of(estimate_uniform(model, replace(batch, seq_len=2 * batch.seq_len), pool, config)) * ROUNDING >= held
+    assert held_bytes(replace(asked, batch=twice), size) * ROUNDING >= held
+    assert held_bytes(replace(asked, batch=replace(batch, seq_len=2 * batch.seq_len)), config) * ROUNDING >= held
     wide = replace(model, ffn_size=2 * model.ffn_size, expert_ffn_size=2 * model.expert_ffn_size)
-    assert bytes_of(estimate_uniform(wide, batch, pool, config)) * ROUNDING >= held
-    stages = [bytes_of(estimate_uniform(model, batch, pool, replace(config, zero=zero))) for zero in range(3)]
+    assert held_bytes(replace(asked, model=wide), config) * ROUNDING >= held
+    stages = [held_bytes(asked, replace(config, zero=zero)) for zero in range(3)]
     assert stages[2] <= stages[1] * ROUNDING and stages[1] <= stages[0] * ROUNDING
 
 
@@ -186,13 +190,10 @@ def test_memory_grows_with_what_is_held(run: Run):
 @given(run=runs())
 def test_recomputation_trades_time_for_memory(run: Run):
     """None is fastest and holds most, full recomputation the reverse."""
-    model, batch, pool, config = run
+    asked, config = run
     assume(config.pp < 4)
-    by_mode = {
-        mode: estimate_uniform(model, batch, pool, replace(config, recompute=mode))
-        for mode in ("none", "selective", "full")
-    }
-    times = [estimate.step_s for estimate in by_mode.values()]
+    by_mode = {mode: lane(asked, replace(config, recompute=mode)) for mode in ("none", "selective", "full")}
+    times = [found.step_s for found in by_mode.values()]
     assert times == pytest.approx(sorted(times), rel=1e-9)
-    none, selective, full = (bytes_of(estimate) for estimate in by_mode.values())
+    none, selective, full = (found.peak.total_bytes for found in by_mode.values())
     assert selective <= none * ROUNDING and full <= none * ROUNDING

@@ -97,3 +97,54 @@ def test_the_last_layer_passes_the_latency(regions, rate):
     assert reduced_s >= begin_s + cost.total_s * (1 - 1e-9)
     if rate == 1e12:
         assert reduced_s == pytest.approx(end_s + cost.latency_s, rel=1e-3)
+
+
+def test_split_gradients_are_scattered_and_split_weights_gathered_for_every_micro_batch():
+    """ZeRO-2 scatters every layer in backward; ZeRO-3 gathers the weights for either pass as well. Each hides
+    behind the compute of a layer; what is longer is seen. Over PCIe a pass of n bytes takes 3/4 n / (0.45 rate)
+    and 10 us a member for both passes of a sum."""
+    cluster = cluster_of([[("t4", 1, 4)]], node_bytes_per_s=1e9)
+    batch = Batch(global_batch=12, seq_len=256, precision="fp32")
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+    layers = problem.model.layers
+    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
+    found = {}
+    for zero in range(4):
+        stages = (Stage(first_layer=0, last_layer=layers, workers=workers, zero=zero),)
+        plan = Plan(
+            stages=stages, routes=np.arange(12)[:, None] % 4, micro_batch_size=1, spans=stage_spans(stages, (4,))
+        )
+        schedule = step_times(plan, CostTables(problem)).schedule
+        found[zero] = schedule.forward_s[0], schedule.backward_s[0]
+    n_bytes = 4.0 * np.array([problem.model.layer_parameters(layer) for layer in range(layers)])
+    latency_s = cluster.pools[0].intra_node.latency_s
+    once_s = 3 / 4 * n_bytes / (0.45 * cluster.pools[0].intra_node.bytes_per_s) + 4 / 2 * (5e-6 + latency_s)
+    times = CostTables(problem).times(0, 1, 1, "none").layers
+    whole = CostTables(problem).times(0, 1, 1, "none", accumulates=False).layers
+
+    def seen(sent_s, compute_s):
+        return float(np.maximum(sent_s - compute_s, 0).sum())
+
+    forward_s, backward_s = times.forward_s.sum(), times.backward_s.sum()
+    assert found[0] == found[1] == (pytest.approx(forward_s), pytest.approx(backward_s))
+    assert found[2] == (pytest.approx(forward_s), pytest.approx(backward_s + seen(once_s, times.backward_s)))
+    gathered = pytest.approx(forward_s + seen(once_s, whole.forward_s))
+    assert found[3] == (gathered, pytest.approx(whole.backward_s.sum() + seen(2 * once_s, whole.backward_s)))
+
+
+@pytest.mark.parametrize("limit", ["capacity_bytes_per_s", "egress_bytes_per_s"])
+def test_a_region_s_capacity_bounds_what_its_links_carry_together(limit):
+    """Of a pair or of all that leaves a region: a tenth of the link's rate takes ten times as long, by any plan."""
+    problem = far_problem(2)
+    cluster = problem.cluster
+    if limit == "capacity_bytes_per_s":
+        narrow = replace(cluster, capacity_bytes_per_s=np.full((2, 2), 1e7))
+    else:
+        narrow = replace(cluster, regions=tuple(replace(region, egress_bytes_per_s=1e7) for region in cluster.regions))
+    wide_tables, narrow_tables = CostTables(problem), CostTables(replace(problem, cluster=narrow))
+    plan = packed(replicas(problem), 2, "none")
+    wide, slow = (step_times(plan, tables).reductions[0] for tables in (wide_tables, narrow_tables))
+    assert slow.across_s - LATENCY_S == pytest.approx(10 * (wide.across_s - LATENCY_S))
+    staged = in_two(replicas(problem), problem)
+    wide, slow = (step_times(staged, tables).messages for tables in (wide_tables, narrow_tables))
+    assert slow.busy_s == pytest.approx(10 * wide.busy_s)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polygon import catalogue, files
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.export.targets import export
-from polygon.formats import cluster_from_text
+from polygon.formats import catalogue, files
+from polygon.formats.recognition import cluster_from_text
 from polygon.planning.decode import Allocation, Decoder
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
@@ -30,7 +30,7 @@ TWO_HOSTS = (
 
 @pytest.mark.parametrize(
     ("text", "model", "workers"),
-    [(ONE_HOST, "opt-350m", [[2]]), (TWO_HOSTS, "gpt3-1.3b", [[1, 0], [0, 1]])],
+    [(ONE_HOST, "opt-350m", [[2]]), (TWO_HOSTS, "gpt3-760m", [[1, 0], [0, 1]])],
 )
 def test_two_ranks_of_deepspeed_train(tmp_path, text, model, workers):
     """Two replicas on one host, and a pipeline over two with a slow link, as one holds not the model; the loss falls.

@@ -5,7 +5,7 @@ import pytest
 
 from polygon.cost.step_times import step_times
 from polygon.export.restrict import Rules, find_uniform, losses
-from polygon.planning.violations import violations
+from polygon.planning.checker import violations
 from tests.exported_plans import drawn
 
 RULES = [Rules(), Rules(tensor=False, uneven_layers=False, gradient_packings=("none", "bf16"))]

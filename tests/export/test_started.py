@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polygon import catalogue, files
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.export.targets import export
-from polygon.formats import cluster_from_text
+from polygon.formats import catalogue, files
+from polygon.formats.recognition import cluster_from_text
 from polygon.planning.decode import Allocation, Decoder
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import yaml
 
-from polygon import catalogue, files
-from polygon.convert_plan import plan_data
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.export.__main__ import main
 from polygon.export.deepspeed import RULES as DEEPSPEED
 from polygon.export.deepspeed import ds_config
-from polygon.export.hosts import default_hosts, read_hosts, seats
+from polygon.export.launch_hosts import default_hosts, read_hosts, seats
 from polygon.export.megatron import RULES as MEGATRON
 from polygon.export.megatron import layout, model_arguments
 from polygon.export.restrict import find_uniform
 from polygon.export.targets import TARGETS, export
 from polygon.export.torchrun import by_rank
 from polygon.export.torchtitan import module_names
+from polygon.formats import catalogue, files
+from polygon.formats.convert_plan import plan_data
 from tests import megatron_flags
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.exported_plans import drawn, planned
@@ -108,10 +108,21 @@ def test_megatron_is_told_the_whole_model(name):
     assert (read.num_experts or 0) == model.experts
     assert (read.moe_shared_expert_intermediate_size or 0) == model.shared_experts * model.expert_ffn_size
     experts_in = read.moe_layer_freq or [int(bool(model.experts))] * model.blocks
-    kinds = [model.layer_kind(layer) for layer in range(1, model.blocks + 1)]
-    assert ["moe" if value else "block" for value in experts_in] == kinds
+    assert [bool(value) for value in experts_in] == [model.is_sparse(layer) for layer in range(1, model.blocks + 1)]
     if read.position_embedding_type == "rope":
-        assert read.rotary_base == model.rope_theta
+        assert read.rotary_base == round(model.rope_theta)
+
+
+def test_blocks_that_are_not_plain_are_among_what_is_lost():
+    """The files say plain blocks; the report names the fields that they do not."""
+    problem, plan = planned()[:2]
+    strange = replace(problem, model=replace(problem.model, norms=4, family="other"))
+    for target in ("megatron", "deepspeed", "torchtitan"):
+        fields = [
+            [loss.what["fields"] for loss in export(asked, plan, target).losses if loss.what.kind == "lost.blocks"]
+            for asked in (problem, strange)
+        ]
+        assert fields == [[], [("norms",)]]
 
 
 def test_what_torchtitan_and_megatron_insist_on():

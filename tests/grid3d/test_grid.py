@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon import catalogue, cli
-from polygon.cost.topologies import divisors
-from polygon.cost.uniform import ParallelConfig, estimate_uniform
+from polygon.commands import cli
+from polygon.cost.estimate import estimate
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Pool, Region
+from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
+from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
 from polygon.grid3d.__main__ import main
-from polygon.grid3d.evaluate import Case, Row, uniform_pool
 from polygon.grid3d.grid import evaluate_all, parallel_config
-from polygon.grid3d.splits import EVERYTHING, Options, Split, all_splits, configurations
+from polygon.grid3d.grid_rows import Case, GridRow, uniform_pool
+from polygon.grid3d.splits import EVERYTHING, GridOptions, GridSplit, all_splits, configurations
 
 MODEL = catalogue.model("gpt3-1.3b")
 BATCH = Batch(global_batch=64, seq_len=2048)
@@ -45,7 +46,7 @@ regions:
 """
 
 
-def case(options: Options, usable_bytes: float = 36e9) -> Case:
+def case(options: GridOptions, usable_bytes: float = 36e9) -> Case:
     return Case(model=MODEL, batch=BATCH, pool=POOL, usable_bytes=usable_bytes, options=options)
 
 
@@ -69,25 +70,24 @@ def test_configurations_are_legal_and_differ(split):
     for config in configs:
         assert isinstance(config, ParallelConfig)
         assert config.devices == 32 and BATCH.global_batch % (config.dp * config.micro_batch_size) == 0
-        assert config.interleave == 1 or config.pp > 1
+        assert config.chunks == 1 or config.pp > 1
 
 
 def test_rows_are_the_planners_own_estimate():
-    """A row holds what estimate_uniform says; its terms add up to the step."""
-    result = evaluate_all(
-        case(Options(zero=(0, 1), recompute=("none", "full"))), list(all_splits(32)), backend="serial"
-    )
+    """A row holds what `evaluate` says of its plan; its terms add up to the step."""
+    asked = case(GridOptions(zero=(0, 1), recompute=("none", "full")))
+    result = evaluate_all(asked, list(all_splits(32)), backend="serial")
     for row in result.top(5):
-        estimate = estimate_uniform(MODEL, BATCH, POOL, parallel_config(row))
-        assert row["step_s"] == pytest.approx(estimate.step_s, rel=1e-6)
-        assert row["memory_bytes"] == pytest.approx(estimate.peak.total_bytes, rel=1e-6)
+        found = estimate(asked.problem, uniform_plan(asked.problem, parallel_config(row)))
+        assert row["step_s"] == pytest.approx(found.step_s, rel=1e-6)
+        assert row["memory_bytes"] == pytest.approx(max(worker.peak_bytes for worker in found.workers), rel=1e-6)
         assert sum(row["terms_s"].values()) == pytest.approx(row["step_s"], rel=1e-5)
 
 
 def test_best_first_rejected_last_with_reason():
     """Accepted rows by time, then rejected ones; every rejection says why, every accepted one fits."""
     usable = 12e9
-    result = evaluate_all(case(Options(micro_batch_size=(1, 3)), usable), list(all_splits(32)), backend="serial")
+    result = evaluate_all(case(GridOptions(micro_batch_size=(1, 3)), usable), list(all_splits(32)), backend="serial")
     rows = [json.loads(row.line) for row in result.rows]
     good = [row for row in rows if row["rejected"] is None]
     assert rows[: len(good)] == good
@@ -111,11 +111,11 @@ def test_an_interrupt_keeps_what_is_priced(tmp_path):
         def __init__(self) -> None:
             self.left = 3
 
-        def rows(self, split: Split) -> list[Row]:
+        def rows(self, split: GridSplit) -> list[GridRow]:
             if self.left == 0:
                 raise KeyboardInterrupt
             self.left -= 1
-            return case(Options()).rows(split)
+            return case(GridOptions()).rows(split)
 
     result = evaluate_all(Impatient(), list(all_splits(32)), backend="serial")
     assert result.interrupted and len(result.rows) == 3
@@ -126,14 +126,14 @@ def test_an_interrupt_keeps_what_is_priced(tmp_path):
 
 def test_nothing_fits_is_a_result():
     """No accepted row, reasons counted."""
-    result = evaluate_all(case(Options(), usable_bytes=1e9), list(all_splits(32)), backend="serial")
+    result = evaluate_all(case(GridOptions(), usable_bytes=1e9), list(all_splits(32)), backend="serial")
     assert result.best() is None and result.accepted == 0
     assert result.reasons()["memory"] > 0
-    assert re.fullmatch(r"no configuration of 32 devices fits; rejected: .*\d+ by memory.*", result.why_none(32))
-    assert (
-        evaluate_all(case(Options()), [], backend="serial").why_none(3)
-        == "no configuration of 3 devices has these degrees"
-    )
+    why = result.why_none(32)
+    assert (why.kind, why["devices"]) == ("reason.no_configuration_fits", 32)
+    assert {part["why"]: part["count"] for part in why["rejected"]} == result.reasons()
+    why = evaluate_all(case(GridOptions()), [], backend="serial").why_none(3)
+    assert (why.kind, why["devices"]) == ("reason.no_degrees", 3)
 
 
 def link(latency_s: float, rate: float) -> Link:
@@ -190,7 +190,9 @@ def test_command_writes_every_configuration(tmp_path, capsys):
     splits = {(row["dp"], row["tp"], row["pp"]) for row in data["configurations"]}
     assert splits == {s[:3] for s in all_splits(16)}
     shown = capsys.readouterr()
-    assert shown.out.count("\n") == 4 and "configurations" in shown.err
+    assert (
+        shown.out.startswith("runtime       polygon\n") and shown.out.count("\n") == 5 and "configurations" in shown.err
+    )
     _, again = run(tmp_path, "--jobs", "2", "--zero", "all", "--recompute", "none,full")
     assert again == text
 
@@ -242,4 +244,4 @@ def test_infeasible_says_why(tmp_path, capsys):
 
 def test_split_is_a_tuple_of_degrees():
     """The last degree may be left out."""
-    assert Split(2, 4, 1) == (2, 4, 1, 1)
+    assert GridSplit(2, 4, 1) == (2, 4, 1, 1)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from polygon import cli
+from polygon.commands import cli
 from polygon.domain.errors import InputError
 from polygon.grid3d.__main__ import main
 from polygon.grid3d.searcher import Constants, read_metadata
-from polygon.grid3d.splits import Split
+from polygon.grid3d.splits import GridSplit
 
 CLUSTER = {
     "n_node": 2,
@@ -36,7 +36,7 @@ MODEL = {
 
 def test_formula_by_hand():
     """dp 2, tp 2, pp 2: 0.35/1.2/1.25 efficiency on 56 TFLOP/s, over 0.6; 512, 512 and 256 MB at 51.2 GB/s."""
-    terms = read_metadata(CLUSTER, MODEL, Constants()).terms_ms(Split(2, 2, 2))
+    terms = read_metadata(CLUSTER, MODEL, Constants()).terms_ms(GridSplit(2, 2, 2))
     assert terms["compute"] == pytest.approx(3 * 4.2 / 56 / (0.35 / 1.2 / 1.25) / 0.6 * 1000)
     assert terms["data-parallel"] == pytest.approx(512 / 51200 * 1000)
     assert terms["tensor-parallel"] == pytest.approx(512 / 51200 * 1000)
@@ -46,18 +46,18 @@ def test_formula_by_hand():
 def test_one_of_each_costs_compute_alone_and_wide_data_parallelism_leaves_the_node():
     """Communication is 0 for a degree of 1; more data-parallel ranks than a node's GPUs use the slow link."""
     case = read_metadata(CLUSTER, MODEL, Constants())
-    assert list(case.terms_ms(Split(1, 1, 1)).values())[1:] == [0, 0, 0]
-    wide = case.terms_ms(Split(8, 1, 1))
+    assert list(case.terms_ms(GridSplit(1, 1, 1)).values())[1:] == [0, 0, 0]
+    wide = case.terms_ms(GridSplit(8, 1, 1))
     assert wide["data-parallel"] == pytest.approx(512 * 2 * 7 / 8 / (5 * 1024) * 1000)
     assert wide["compute"] == pytest.approx(3 * 4.2 / (14 * 8) / (0.35 / 2.4 / 1.7) * 1000)
 
 
 def test_constants_are_parameters():
     """Twice the base efficiency halves compute; no penalty for imbalance leaves 1."""
-    usual = read_metadata(CLUSTER, MODEL, Constants()).terms_ms(Split(4, 1, 2))
-    better = read_metadata(CLUSTER, MODEL, Constants(base_efficiency=0.7)).terms_ms(Split(4, 1, 2))
+    usual = read_metadata(CLUSTER, MODEL, Constants()).terms_ms(GridSplit(4, 1, 2))
+    better = read_metadata(CLUSTER, MODEL, Constants(base_efficiency=0.7)).terms_ms(GridSplit(4, 1, 2))
     assert better["compute"] == pytest.approx(usual["compute"] / 2)
-    level = read_metadata(CLUSTER, MODEL, replace(Constants(), imbalance_penalty=0)).terms_ms(Split(4, 1, 2))
+    level = read_metadata(CLUSTER, MODEL, replace(Constants(), imbalance_penalty=0)).terms_ms(GridSplit(4, 1, 2))
     assert level["compute"] == pytest.approx(usual["compute"] / 1.3)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polygon import cli
+from polygon.commands import cli
 from runners.lab_net.linux import missing_capability
 
 

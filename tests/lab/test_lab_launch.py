@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polygon.files import write_plan
+from polygon.formats.files import write_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
 from tests.patience import PATIENCE_S

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polygon.files import write_plan
+from polygon.formats.files import write_plan
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import lab_network
 from tests.patience import PATIENCE_S

@@ -91,7 +91,7 @@ def test_failed_or_foreign_iperf3_files_are_named():
 
 def test_command_line_writes_the_measured_cluster(tmp_path, capsys, status_of):
     """--iperf3 and --cluster give a cluster file whose links are the measured ones."""
-    from polygon.files import read_cluster
+    from polygon.formats.files import read_cluster
 
     source, out = tmp_path / "c.yaml", tmp_path / "measured.json"
     source.write_text(

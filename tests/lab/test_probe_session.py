@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from polygon.formats.files import read_cluster
 from runners.probe import main
 from runners.probe_net.wire import steady_rate
 from tests.free_ports import free_port
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,24 +112,34 @@ def test_hosts_of_a_lab_find_link_window_and_small_buffer(alone, tmp_path):
         "--backend",
         "relay",
     ]
-    done = subprocess.run(
-        [*lab, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.removeprefix("[a-0] "))
-    for link in report["links"]:
-        rates = link["bytes_per_s_by_streams"]
-        assert 0.060 <= link["rtt_s"] < 0.260
-        # One stream has at most its buffer under way; more streams bring more, up to the link.
-        assert rates["1"] < 1.1 * 2**19 / 0.060 and rates["1"] < rates["8"] < 1.05 * 25e6
-        assert link["window_bytes"] < 1.2 * 2**19 * link["rtt_s"] / 0.060 / 0.82
-    problems = {problem["kind"] for problem in report["problems"]}
-    assert problems == {"small TCP window"}
-    assert "8 streams" not in report["problems"][0]["found"] and "sysctl -w" in report["problems"][0]["remedy"]
-    from polygon.files import read_cluster
 
-    found = read_cluster(measured)
-    measured = {(link["source_region"], link["target_region"]): link for link in report["links"]}
-    assert found.latency_s[0, 1] == pytest.approx(measured["A", "B"]["rtt_s"] / 2)
-    assert found.bytes_per_s[1, 0] == pytest.approx(measured["B", "A"]["link_bytes_per_s"])
+    def finds_what_is_there():
+        done = subprocess.run(
+            [*lab, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout.removeprefix("[a-0] "))
+        found = read_cluster(measured)
+        links = {(link["source_region"], link["target_region"]): link for link in report["links"]}
+        assert found.latency_s[0, 1] == pytest.approx(links["A", "B"]["rtt_s"] / 2)
+        assert found.bytes_per_s[1, 0] == pytest.approx(links["B", "A"]["link_bytes_per_s"])
+        assert all(link["rtt_s"] >= 0.060 for link in links.values())
+        problems = report["problems"]
+        assert all("sysctl -w" in problem["remedy"] for problem in problems if problem["kind"] == "small TCP window")
+        small = {problem["kind"] for problem in problems} == {"small TCP window"}
+        return small and "8 streams" not in problems[0]["found"] and all(map(is_as_shaped, links.values()))
+
+    # What other load makes late is measured again.
+    assert eventually(finds_what_is_there)
+
+
+def is_as_shaped(link):
+    """Whether one stream has at most its buffer under way, and more streams bring more, up to the link."""
+    rates = link["bytes_per_s_by_streams"]
+    return (
+        link["rtt_s"] < 0.260
+        and rates["1"] < 1.1 * 2**19 / 0.060
+        and rates["1"] < rates["8"] < 1.05 * 25e6
+        and link["window_bytes"] < 1.2 * 2**19 * link["rtt_s"] / 0.060 / 0.82
+    )

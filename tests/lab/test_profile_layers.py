@@ -8,7 +8,7 @@ import torch
 from polygon.cost.profiles import kind_profile
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from polygon.files import read_model
+from polygon.formats.files import read_model
 from runners.profile_layers import kept_bytes, main, shard
 
 TINY = {

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from polygon import catalogue
-from polygon.cost.topologies import Topology
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
-from polygon.overhead.analysis import Analysis, Configuration, analyse, expert_parameters, memory_by_zero, shape_of
+from polygon.formats import catalogue
+from polygon.overhead.communication import (
+    Configuration,
+    TrafficAnalysis,
+    analyse,
+    expert_parameters,
+    memory_by_zero,
+    shape_of,
+)
 from polygon.overhead.dimensions import Degrees, Shape, group_topology, traffic
+from polygon.overhead.topologies import Topology
 
 LINK = Link(latency_s=3e-6, bytes_per_s=300e9)
 SLOW = Link(latency_s=5e-6, bytes_per_s=25e9)
@@ -99,7 +106,7 @@ def test_groups_share_nodes_as_ranks_are_dealt():
     assert [group_topology(whole, members, stride).per_node for members, stride in groups] == [4, 2, 1, 3]
 
 
-def analysis_of(degrees: Degrees, model: str = "llama2-7b", gpu: str = "a100-80gb", **more: Any) -> Analysis:
+def analysis_of(degrees: Degrees, model: str = "llama2-7b", gpu: str = "a100-80gb", **more: Any) -> TrafficAnalysis:
     known = catalogue.model(model)
     batch = Batch(global_batch=8 * degrees.dp, seq_len=4096, gradient_precision="bf16")
     return analyse(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from polygon import cli
-from polygon.cost.topologies import KINDS, OPERATIONS
+from polygon.commands import cli
 from polygon.overhead import predefined
 from polygon.overhead.__main__ import main
 from polygon.overhead.quantities import BYTES, BYTES_PER_S, COUNT, SECONDS, quantity
+from polygon.overhead.topologies import KINDS, OPERATIONS
 
 EARLIER_TOOL = """\
 list-cmds

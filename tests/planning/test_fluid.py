@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning.candidates import Candidates
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Allocation, Decoder
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -46,3 +47,15 @@ def test_compiled_and_plain_python_agree():
     plain, compiled = np.array(json.loads(run.stdout)), np.array(fluid_values())
     assert (plain[:, 0] > 0).sum() >= 10
     assert plain == pytest.approx(compiled, rel=1e-12)
+
+
+def test_tied_embeddings_of_one_node_take_its_fabric_in_the_relaxation_too():
+    """Two stages on one node behind a slow network: the relaxation waits for the network no more than the step does."""
+    slow = Link(latency_s=1e-3, bytes_per_s=1e7)
+    cluster = cluster_of([[("a100-40gb", 1, 4)]], inside=Link(latency_s=5e-6, bytes_per_s=1e11), between=slow)
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+    decoder = Decoder(problem)
+    workers = np.array([[2 if tp == 1 else 0 for _, tp in decoder.classes]] * 2)
+    x = Allocation(workers=workers, micro_batch_size=1)
+    exact_s = decoder.step_times(decoder.decode(x)).step_s
+    assert decoder.fluid_s(x)[0] < 1.5 * exact_s < small_gpt().head_weight_parameters() * 4 / 1e7

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.domain.plan import Problem, Stage, Worker
-from polygon.planning.rehearsal import MAX_LAYERS, rehearsal_problem
+from polygon.planning.rehearsal import MAX_LAYERS, MAX_MICRO_BATCH_SIZE, rehearsal_problem
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 
@@ -108,3 +108,22 @@ def test_rehearsal_keeps_tensor_parallel_groups_where_ranks_suffice(degrees, max
     _, short = rehearsal_problem(replace(problem, cluster=cluster), plan, max_ranks=max_ranks)
     assert [[worker.tp for worker in stage.workers] for stage in short.stages] == expected
     assert short.world_size <= (max_ranks or 40)
+
+
+def test_what_is_split_stays_split_and_sizes_have_limits():
+    """ZeRO where there are workers to split among; micro-batches of at most the limit, dense blocks of all blocks."""
+    problem, plan = routed_problem(8)
+    plan = replace(plan, stages=tuple(replace(stage, zero=2) for stage in plan.stages))
+    problem = replace(problem, batch=replace(problem.batch, global_batch=8 * 64))
+    for size in (1, MAX_MICRO_BATCH_SIZE, 64):
+        small, short = rehearsal_problem(problem, replace(plan, micro_batch_size=size), max_ranks=4)
+        assert [(stage.width, stage.zero) for stage in short.stages] == [(1, 0), (2, 2), (1, 0)]
+        assert short.micro_batch_size == min(size, MAX_MICRO_BATCH_SIZE)
+        assert small.batch.global_batch == short.micro_batches * short.micro_batch_size
+    for dense in (1, 30):
+        model = small_model(blocks=40, experts=8, experts_per_token=2, expert_ffn_size=32, dense_blocks=dense)
+        whole = replace(plan, stages=tuple(replace(s, last_layer=42 if s is plan.stages[-1] else s.last_layer)
+                                           for s in plan.stages))  # fmt: skip
+        small, _ = rehearsal_problem(replace(problem, model=model), whole)
+        assert small.model.blocks < 30
+        assert small.model.dense_blocks == min(dense, small.model.blocks)

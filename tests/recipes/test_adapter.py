@@ -9,13 +9,14 @@ from torch.nn import functional
 
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from polygon.schema import check
+from polygon.formats.schema import check
+from runners.engine.additions import add_lora
 from runners.engine.pretrained import Pretrained
 from runners.recipes.backends import Job
+from runners.recipes.recipe_schema import LoraPart, Recipe
 from runners.recipes.replicas.adapter import CONFIG, TENSORS, load_adapter, read_adapter, save_adapter, trained
 from runners.recipes.replicas.loop import check_replicated
-from runners.recipes.replicas.whole import WholeModel, add_lora
-from runners.recipes.schema import LoraPart, Recipe
+from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.weights import load_weights
 
 peft = pytest.importorskip("peft", reason="peft is not installed: its files are not tried")
@@ -73,7 +74,7 @@ def ours_of(model, folder):
         load_weights(whole.layers, model, folder)
     else:
         whole = WholeModel(model, 0, pretrained=Pretrained(folder, model))
-    add_lora(whole, PART, seed=0)
+    add_lora(whole.layers, whole.model, PART, seed=0)
     return whole
 
 
@@ -97,7 +98,7 @@ def test_peft_loads_what_was_trained_here(model, tmp_path):
         optimizer.step()
     after = float(whole(inputs, targets).detach())
     assert after < 0.95 * before
-    save_adapter(whole, PART, tmp_path / "adapter", tmp_path / "base")
+    save_adapter(whole.model, PART, trained(whole), tmp_path / "adapter", tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))
     assert loss_of(loaded, model) == pytest.approx(after, rel=1e-4)
     again = ours_of(model, tmp_path / "base")
@@ -121,8 +122,8 @@ def test_an_adapter_of_peft_is_read(model, tmp_path):
 def test_names_of_transformers_4_are_read(tmp_path):
     """Vision transformers had other names there."""
     whole = WholeModel(VIT, 0)
-    add_lora(whole, PART, seed=0)
-    save_adapter(whole, PART, tmp_path, None)
+    add_lora(whole.layers, whole.model, PART, seed=0)
+    save_adapter(whole.model, PART, trained(whole), tmp_path, None)
     from safetensors.torch import load_file, save_file
 
     renamed = {
@@ -154,8 +155,8 @@ def test_names_of_transformers_4_are_read(tmp_path):
 def test_an_adapter_that_does_not_fit_is_refused(lora, said, message, tmp_path):
     """Before any rank starts, with the setting or the tensor that differs."""
     whole = WholeModel(VIT, 0)
-    add_lora(whole, PART, seed=0)
-    save_adapter(whole, PART, tmp_path, None)
+    add_lora(whole.layers, whole.model, PART, seed=0)
+    save_adapter(whole.model, PART, trained(whole), tmp_path, None)
     text = (tmp_path / CONFIG).read_text()
     (tmp_path / CONFIG).write_text("{" if said is None else json.dumps(json.loads(text) | said))
     change = {key: getattr(VIT, key) for key in (*SIZES, "kv_heads", "vocab_size", "image_size", "patch_size")}

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from polygon.domain.errors import InputError
-from polygon.files import write_plan
-from polygon.schema import check
+from polygon.formats.files import write_plan
+from polygon.formats.schema import check
 from runners.dist_runner import end_process
 from runners.engine.layers import build_layers
 from runners.engine.run import train
 from runners.recipes.backends import Job
-from runners.recipes.backends.engine import options_of, problem_and_plan
+from runners.recipes.backends.engine_backend import options_of, problem_and_plan
 from runners.recipes.data import training_and_validation
-from runners.recipes.schema import Recipe
+from runners.recipes.recipe_schema import Recipe
 from tests.real_ranks import run_ranks
 
 STEPS, BALANCE = 10, 0.02

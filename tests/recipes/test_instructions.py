@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from polygon.domain.errors import InputError
-from polygon.schema import check
+from polygon.formats.schema import check
 from runners.recipes.data import make_samples
 from runners.recipes.data.instructions import IGNORED, read_examples
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import END, START, Tokenizing
-from runners.recipes.schema import DataPart
+from runners.recipes.recipe_schema import DataPart
 from tests.small_problems import small_model
 
 MODEL = small_model(vocab_size=400, max_seq_len=512)

@@ -1,74 +1,137 @@
 """Weights of Hugging Face: the same logits as transformers' own model, whole, in pieces, tied or not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from polygon.domain.errors import InputError
-from polygon.files import read_model
-from runners.engine.layers import build_layers
-from runners.engine.pretrained import Pretrained
+from polygon.formats.files import read_model
+from runners.engine.layers import build_layers, check_weights
+from runners.engine.pretrained import SINGLE, Pretrained, weights_digest
 from tests.small_problems import small_model
+from tests.transformers_models import logits_of, saved
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def saved(tmp_path, kind, **fields):
-    """A small model of transformers with weights that are not near its initial ones, in a folder."""
-    config = getattr(transformers, f"{kind}Config")(**(SIZES | fields))
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "shard_size"),
     [
-        ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "1GB"),
+        ("Qwen2", {"tie_word_embeddings": True, **ROPE}, "1GB"),
         ("Qwen2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}, "20KB"),
         ("Llama", {"tie_word_embeddings": False}, "1GB"),
+        ("Mistral", {"sliding_window": 64, "head_dim": 16}, "1GB"),
+        ("Qwen3", {"head_dim": 16, **ROPE}, "1GB"),
         ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}, "1GB"),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "mlp_only_layers": [0]}, "30KB"),
+        ("GPT2", {}, "1GB"),
+        ("GPT2", {"n_inner": 40, "tie_word_embeddings": False}, "9KB"),
     ],
 )
-def test_loss_is_that_of_transformers(tmp_path, kind, fields, shard_size):
-    """From config.json and safetensors alone, the summed loss of every text is transformers' own."""
-    theirs = saved(tmp_path, kind, **fields)
-    theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
+def test_logits_are_those_of_transformers(tmp_path, kind, fields, shard_size):
+    """From config.json and safetensors alone, to 1e-4 in fp32; every tensor of the files has a place."""
+    theirs = saved(tmp_path, kind, shard_size=shard_size, **fields)
     model = read_model(tmp_path)
+    check_weights(tmp_path, model)
     ours = build_layers(model, range(model.layers), 0, pretrained=Pretrained(tmp_path, model))
     ids = torch.randint(0, 96, (3, 33))
     with torch.no_grad():
-        logits = theirs(ids[:, :-1]).logits
-        x = ids[:, :-1]
-        for layer in ours.values():
-            x = layer(x, ids[:, 1:]) if layer is ours[str(model.layers - 1)] else layer(x)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    assert x.item() == pytest.approx(expected.item(), rel=1e-5)
+        expected = theirs(ids).logits
+        found = logits_of(ours, ids)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert sum(p.numel() for p in dict.fromkeys(ours.parameters())) == sum(p.numel() for p in theirs.parameters())
+    assert model.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+def test_files_without_the_head_have_other_names(tmp_path):
+    """As GPT-2's on the hub: `wte.weight`, with the causal mask among the weights."""
+    theirs = saved(tmp_path, "GPT2")
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(tmp_path / SINGLE).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, tmp_path / SINGLE)
+    model = read_model(tmp_path)
+    check_weights(tmp_path, model)
+    ours = build_layers(model, range(model.layers), 0, pretrained=Pretrained(tmp_path, model))
+    ids = torch.randint(0, 96, (1, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(ours, ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_other_weights_under_the_same_names_have_another_digest(tmp_path):
+    """Ranks compare it before they start."""
+    saved(tmp_path, "Llama")
+    first = weights_digest(tmp_path)
+    data = bytearray((tmp_path / SINGLE).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / SINGLE).write_bytes(data)
+    assert weights_digest(tmp_path) != first
 
 
 def test_what_is_missing_is_named(tmp_path):
-    """No files, a tensor that is not there, another shape, another family: one line each."""
+    """No files, a tensor that is not there, of another shape, of no use; another model: one line each."""
     llama = small_model(family="llama", gated_mlp=True, rms_norm=True, learned_positions=False, linear_bias=False)
-    with pytest.raises(InputError, match=r"found no model\.safetensors"):
+    with pytest.raises(InputError, match=r"found no config\.json"):
         Pretrained(tmp_path, llama)
-    saved(tmp_path, "Qwen2").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"found no folder .*/none"):
+        Pretrained(tmp_path / "none", llama)
+    saved(tmp_path, "Qwen2", shard_size="20KB")
     model = read_model(tmp_path)
     weights = Pretrained(tmp_path, model)
     with pytest.raises(InputError, match=r"found no tensor model\.layers\.7\.self_attn\.q_proj\.weight"):
         weights.tensor("blocks.7.attention.query.weight", torch.Size((32, 32)))
     with pytest.raises(InputError, match=r"shape: found \(32, 32\), expected \(64, 32\)"):
         weights.tensor("blocks.0.attention.query.weight", torch.Size((64, 32)))
-    with pytest.raises(InputError, match="family gpt"):
-        Pretrained(tmp_path, small_model())
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"map": {}}))
+    with pytest.raises(InputError, match=r"config\.json: ffn_size: found 48, expected 64, as .* has"):
+        Pretrained(tmp_path, replace(model, ffn_size=64))
+    with pytest.raises(InputError, match="a GPT of another kind than GPT-2"):
+        Pretrained(tmp_path, small_model(qkv_bias=False))
+    index = tmp_path / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"]
+    missing = files["model.norm.weight"]
+    (tmp_path / missing).rename(tmp_path / "away")
+    with pytest.raises(InputError, match=f"{missing}: .*expected a safetensors file"):
+        check_weights(tmp_path, model)
+    (tmp_path / missing).write_bytes((tmp_path / "away").read_bytes()[:-40])
+    with pytest.raises(InputError, match=f"{missing}: .*expected a safetensors file"):
+        check_weights(tmp_path, model)
+    (tmp_path / "away").rename(tmp_path / missing)
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in files.items() if k != "model.norm.weight"}}))
+    with pytest.raises(InputError, match=r"found no tensor model\.norm\.weight"):
+        check_weights(tmp_path, model)
+    index.write_text(json.dumps({"map": {}}))
     with pytest.raises(InputError, match="expected an index"):
         Pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("Llama", {"attention_bias": True}, r"o_proj\.bias, which .* has no place for"),
+        ("Llama", {"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_parameters: found 'linear', expected default",
+        ),
+        ("Mistral", {"sliding_window": 16}, "sliding_window: found 16, expected at least the 33 tokens"),
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
+            "norm_topk_prob: found Fal",
+        ),
+        ("GPT2", {"activation_function": "gelu"}, "activation_function: found 'gelu', expected 'gelu_new'"),
+        ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 96}, "found a model of family other"),
+        ("GPTNeoX", {}, "found a model of family other"),
+    ],
+)
+def test_what_the_layers_do_not_compute_is_refused(tmp_path, kind, fields, message):
+    """Each in one line, none run wrongly."""
+    saved(tmp_path, kind, **fields)
+    with pytest.raises(InputError, match=message) as caught:
+        check_weights(tmp_path, read_model(tmp_path), 33)
+    assert "\n" not in str(caught.value)

@@ -1,6 +1,7 @@
 """All recipes that come along: the small ones run and agree with one process, the large ones fit their devices."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from runners.recipes.backends import Job
-from runners.recipes.backends.engine import problem_and_plan
+from runners.recipes.backends.engine_backend import problem_and_plan
 from runners.recipes.needs import needs, stage_parameters
-from runners.recipes.schema import read_recipe
+from runners.recipes.recipe_schema import read_recipe
+from runners.recipes.replicas.zero import said_if_slow
 from runners.train import main
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 from tests.small_problems import small_model
 
 FOLDER = Path("instances/recipes")
@@ -41,7 +43,7 @@ def test_large_recipes_fit_their_devices(path, capsys):
     recipe = read_recipe(path)
     problem, plan = problem_and_plan(Job(recipe, FOLDER, Path()))
     parallel, model = recipe.parallel, problem.model
-    rows = needs(problem, plan, parallel)
+    rows = needs(problem, plan)
     assert sum(row["ranks"] for row in rows) == parallel.world_size
     if not model.experts:
         assert model.parameters == pytest.approx(3.086e9, rel=1e-3)
@@ -73,3 +75,34 @@ def test_built_layers_have_the_parameters_that_the_planner_counts(model):
     assert stage_parameters(model, 0, model.layers) == model.parameters
     for layer in range(model.layers - 1):
         assert stage_parameters(model, layer, layer + 1) == model.layer_parameters(layer)
+
+
+def test_a_table_marks_what_cannot_run_and_shows_the_rest(tmp_path):
+    """Finished rows are not thrown away; the reason stands in the row and on stderr, and the exit code is not 0."""
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(f"{SMALL[0].read_text()}\nbackend: plan\nplan: none.json\n")
+    command = [sys.executable, "-m", "runners.train", "--table", str(broken), str(SMALL[0]), "--steps", "2"]
+    command += ["--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert lines[2].startswith("| broken | - | plan | cannot run: ") and "none.json" in lines[2]
+    assert lines[3].startswith(f"| {SMALL[0].stem} | ") and "cannot run" not in lines[3]
+    assert re.search(r"^train: broken: .*none\.json", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_start_that_takes_long_is_said(capfd):
+    """Once, while it goes on; nothing is said of a short one."""
+    with said_if_slow("still compiling", 30.0):
+        pass
+    said = []
+
+    def has_spoken():
+        said.append(capfd.readouterr().err)
+        return any(said)
+
+    with said_if_slow("still compiling", 0.05):
+        assert eventually(has_spoken)
+    assert "".join([*said, capfd.readouterr().err]) == "still compiling\n"

@@ -15,15 +15,16 @@ from torch.nn import functional
 
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
+from runners.engine.additions import add_lora
 from runners.recipes.backends import Job, Place, backend_of
-from runners.recipes.memory import measured_peaks
 from runners.recipes.models import batch_of, model_of
+from runners.recipes.predicted_memory import measured_peaks
+from runners.recipes.recipe_schema import LoraPart, read_recipe
 from runners.recipes.replicas.adapter import read_adapter, trained
 from runners.recipes.replicas.saving import WHOLE, EngineFiles, Home
 from runners.recipes.replicas.state import StateBytes, predicted_state
-from runners.recipes.replicas.whole import WholeModel, add_lora
+from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.replicas.zero import ZeroReplica, config_of
-from runners.recipes.schema import LoraPart, read_recipe
 from runners.recipes.table import on_one_process
 from runners.recipes.weights import load_weights
 from runners.train import be_rank, main
@@ -229,7 +230,7 @@ def test_lora_starts_as_the_model_and_trains_nothing_else():
     images, classes = torch.randn(8, 1, 8, 8), torch.arange(8)
     whole = WholeModel(model, 0)
     before = whole(images, classes)
-    names = add_lora(whole, LoraPart(rank=4), seed=0)
+    names = add_lora(whole.layers, whole.model, LoraPart(rank=4), seed=0)
     assert len(names) == 2 * model.blocks
     assert torch.equal(whole(images, classes), before)
     frozen = {name: p.detach().clone() for name, p in whole.named_parameters() if not p.requires_grad}

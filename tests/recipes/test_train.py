@@ -92,7 +92,7 @@ def test_scaling_shows_the_mfu_of_runs(alone, capsys):
         ("validation={every: 2, fraction: 1.5}", "validation.fraction: found 1.5"),
         ("validation={every: 2, path: x.json}", "data.tokenizer: found none, expected one for both"),
         ("checkpoint={folder: /proc/x}", "checkpoint.folder: /proc/x: cannot be made: No such file or directory"),
-        ("model.weights=nowhere", "nowhere: found no model.safetensors"),
+        ("model.weights=nowhere", "found no folder"),
     ],
 )
 def test_mistakes_are_one_line(setting, message, tmp_path, capsys):

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rivals import dtfm_kernels as kernels
+from benchmarks.rivals.dtfm import DtfmProblem, PathAnnealing, Scenario, scenario_from_document
 from polygon.domain.errors import InputError
-from polygon.rivals import dtfm_kernels as kernels
-from polygon.rivals.dtfm import DtfmProblem, PathAnnealing, Scenario, scenario_from_document
 from solvers.stop import MaxEvaluations, Target
 
 INSTANCES = Path(__file__).parents[2] / "instances" / "dtfm"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polygon.rivals import dtfm_bound
-from polygon.rivals.dtfm import DtfmProblem, Scenario, scenario_from_document
-from polygon.rivals.dtfm_bound import lower_bound
+from benchmarks.rivals import dtfm_bound
+from benchmarks.rivals.dtfm import DtfmProblem, Scenario, scenario_from_document
+from benchmarks.rivals.dtfm_bound import lower_bound
 
 INSTANCES = Path(__file__).parents[2] / "instances" / "dtfm"
 

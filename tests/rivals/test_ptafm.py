@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.rivals.ptafm import AntProblem, Centers, GeneticProblem, centers_from_document
 from polygon.domain.errors import InputError
-from polygon.rivals.ptafm import AntProblem, Centers, GeneticProblem, centers_from_document
 from solvers.annealing import Annealing
 from solvers.ants import Ants
 from solvers.exhaustive import Exhaustive

@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polygon.catalogue import model as model_by_name
-from polygon.domain.errors import InputError
-from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
-from polygon.rivals.sailor import (
+from benchmarks.rivals.sailor import (
     Setup,
     cluster_from_setup,
     plan_form,
@@ -22,7 +18,11 @@ from polygon.rivals.sailor import (
     setups_from_document,
     type_names,
 )
-from polygon.rivals.sailor_score import Measured, measured_from_documents, memory_fits, score_s
+from benchmarks.rivals.sailor_score import Measured, measured_from_documents, memory_fits, score_s
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.formats.catalogue import model as model_by_name
 
 INSTANCES = Path(__file__).parents[2] / "instances"
 BENCH = json.loads((INSTANCES / "sailor" / "planner_bench.json").read_text())

@@ -1,19 +1,26 @@
 """Laws of checkpoints, on real ranks: any plan goes on where any other stopped; damage falls back."""
 
 import dataclasses
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from polygon.formats.files import write_plan
 from runners.dist_runner import end_process
 from runners.engine.checkpoint import SUFFIX, DamagedError, read_file, step_directory, steps_in, write_file
+from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.run import train
+from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_model
 
 STEPS = 8
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_rank(rank, port, problem, plan, options):
@@ -85,7 +92,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(whole_run, tmp_path):
     file.write_bytes(data)
     with pytest.raises(DamagedError, match="checksum"):
         read_file(file)
-    found = run_ranks(run_rank, 2, problem, plan, Options(**(dataclasses.asdict(first) | {"steps": 8, "resume": True})))
+    found = run_ranks(run_rank, 2, problem, plan, dataclasses.replace(first, steps=8, resume=True))
     assert sorted(found[0]) == list(range(3, 8))
     assert found[0] == pytest.approx({step: whole_run[step] for step in range(3, 8)}, rel=1e-5)
 
@@ -99,6 +106,83 @@ def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp
     found = run_ranks(run_rank, 2, *routed_problem(2), options)
     assert found[0] == pytest.approx({step: whole_run[step] for step in range(4)}, rel=1e-5)
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
+
+
+def limited(blocks, *words):
+    """Run a program whose files may have so many blocks of 1024 bytes, as on a disk that is full."""
+    command = f'ulimit -f {blocks}; exec "$0" "$@"'
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_last_save_that_fails_ends_with_an_error_and_names_the_last_whole_one(whole_run, tmp_path):
+    """Exit 1 of launcher and ranks, the reason, and the checkpoint before, from which a run goes on."""
+    write_plan(tmp_path / "plan.json", *routed_problem(2))
+    folder = tmp_path / "saved"
+    words = [ROOT / "runners" / "launch.py", tmp_path / "plan.json", "--learning-rate", "3e-3", "--device", "cpu"]
+    words += ["--checkpoint-dir", folder, "--log-dir", tmp_path / "log", "--traced-steps", "0", "--resume"]
+    begun = limited("unlimited", *words, "--steps", "2")
+    assert begun.returncode == 0, begun.stderr
+    before = {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
+    assert max(map(len, before.values())) > 80_000
+    failed = limited(64, *words, "--steps", "4", "--keep", "1")
+    assert failed.returncode == 1, failed.stderr
+    said = re.findall(r"\[rank (\d)\] (checkpoint of step 4 not written on rank \d: .*)", failed.stderr)
+    assert sorted(rank for rank, _ in said) == ["0", "1"]
+    assert all(text.endswith(f"File too large; the last whole one is {folder}/step-00000002") for _, text in said)
+    assert re.search(r"^failed: rank \d \(.*\): exit 1: checkpoint of step 4", failed.stderr, re.MULTILINE)
+    assert "Traceback" not in failed.stderr
+    assert steps_in(folder) == [2]
+    assert before == {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
+    assert not list(folder.glob("**/.*"))
+    options = Options(steps=4, learning_rate=3e-3, checkpoint_dir=folder, resume=True)
+    found = run_ranks(run_rank, 1, *routed_problem(1), options)[0]
+    assert found == pytest.approx({step: whole_run[step] for step in (2, 3)}, rel=1e-5)
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path):
+    """`step-old` is the user's own, with or without a checkpoint in it; so is a file."""
+    options = Options(steps=1, checkpoint_dir=tmp_path, checkpoints_kept=1)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    shutil.copytree(step_directory(tmp_path, 1), tmp_path / "step-old")
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-00000007").write_text("a file")
+    assert steps_in(tmp_path) == [1]
+    found = run_ranks(run_rank, 1, *routed_problem(1), dataclasses.replace(options, steps=2, resume=True))
+    assert list(found[0]) == [1] and steps_in(tmp_path) == [2]
+    assert (tmp_path / "step-old" / f"head{SUFFIX}").is_file()
+
+
+class Unwanted:
+    """What a checkpoint has no need of; unpickling it would run a program."""
+
+    def __reduce__(self):
+        return (eval, ("1 / 0",))
+
+
+def test_a_file_with_a_program_in_it_is_damaged_in_one_line(tmp_path):
+    """It is not run, and the message does not say how to run it; the checkpoint before is used."""
+    options = Options(steps=2, checkpoint_dir=tmp_path, checkpoint_every=1, log_dir=tmp_path / "log")
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    path = step_directory(tmp_path, 2) / f"head{SUFFIX}"
+    write_file(path, {"parameters": Unwanted()})
+    with pytest.raises(DamagedError, match=r"head\.layer: holds more than tensors and plain values \(") as caught:
+        read_file(path)
+    assert "\n" not in str(caught.value)
+    found = run_ranks(run_rank, 1, *routed_problem(1), dataclasses.replace(options, steps=3, resume=True))
+    assert list(found[0]) == [1, 2]
+    assert "checkpoint not used" in (tmp_path / "log" / "rank-0.jsonl").read_text()
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
+    """It is said once."""
+    log = RunLog(Path("/dev/full"))
+    for step in range(3):
+        log.write("step", step=step)
+    log.close()
+    assert capsys.readouterr().err == "/dev/full: No space left on device; training goes on\n"
 
 
 def test_folder_that_cannot_be_made_is_refused_before_training(tmp_path):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from polygon.domain.schedule import worker_order
-from polygon.files import read_plan, write_plan
+from polygon.formats.files import read_plan, write_plan
 from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import log_lines
@@ -144,10 +143,17 @@ def test_killed_rank_stops_all_and_is_named(long_run):
     )
 
 
-def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run):
+def has_run_for_s(folder, rank):
+    """Seconds from the start of a rank's first step to that of its latest."""
+    starts_s = [line["start_s"] for line in log_lines(folder, rank) if line["type"] == "step"]
+    return starts_s[-1] - starts_s[0] if starts_s else 0.0
+
+
+def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run, tmp_path):
     """A rank that hangs (SIGSTOP) ends the run: nothing else is wrong, so only its silence can have been noticed."""
     ranks = ranks_of(long_run.pid)
-    time.sleep(3)  # ranks tell one another every 1.25 s what they do
+    # Ranks tell one another every 1.25 s what they do: by then it is a step.
+    assert eventually(lambda: has_run_for_s(tmp_path / "log", 1) > 3)
     os.kill(ranks[1], signal.SIGSTOP)
     talk = long_run.stderr.read()
     assert long_run.wait(PATIENCE_S) == 1
@@ -209,7 +215,10 @@ def test_bad_options_give_one_line_and_exit_2(plan_file, capsys, monkeypatch, ar
     ("options", "message"),
     [
         ([], r"launch: memory: found [\d,]+ GB on this machine, expected the [\d,]{5,} GB that 4 ranks need \(--reh"),
-        (["--rehearse", "--data", "no.txt"], "launch: --data no.txt: found no such file, expected a readable file"),
+        (
+            ["--rehearse", "--data", "no.txt"],
+            "launch: --data no.txt: No such file or directory, expected a readable file or folder",
+        ),
         (["--rehearse", "--log-dir", "/dev/null/x"], "launch: /dev/null/x: cannot be made: Not a directory"),
     ],
 )

@@ -1,11 +1,14 @@
 """Figures of all ranks together: a case worked out by hand, and clocks that differ."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from polygon.cost.compute import model_flops_per_step
 from runners.engine.metrics import StepFigures, flat
+from runners.engine.summary import placed
+from tests.routed_plans import plain_plan
 from tests.small_problems import routed_problem
 
 
@@ -58,3 +61,49 @@ def test_figures_of_a_step_are_those_of_all_ranks():
     named = dict(flat(json.loads(json.dumps(merged))))
     assert named["link_bytes/region-0 -> region-1"] == 100
     assert all(isinstance(value, int | float) for value in named.values())
+
+
+def test_between_outer_steps_ranks_wait_for_their_own_region():
+    """With local updates the other region's last rank is nobody's bubble: what is waited for then is communication."""
+    problem, plan = routed_problem(2)
+    apart = [line | {"together": False} for line in lines()]
+    first, second = StepFigures(problem, plan).waits(apart)
+    assert first == pytest.approx((3.0 + 0.5, 0.5 + 0.5 + 1.5))
+    assert second == pytest.approx((0.5 + 0.0, 0.25 + 1.5 + 1.5))
+
+
+def test_bytes_within_a_region_cross_none_and_the_largest_of_every_memory_counts():
+    """Four ranks in two regions; a kind that a rank does not name is 0 there."""
+    problem, plan = routed_problem(4)
+    line = lines()[0] | {"waited_s": {}, "seconds_by_kind": {"forward": 1.0, "reduce": 1.0}}
+    ranks = [
+        line | {"sent_bytes": {"1": 7, "2": 11}, "device_memory": {"weights": 4, "peak": 9}},
+        line | {"sent_bytes": {"0": 5}, "device_memory": {"weights": 6}},
+        line | {"sent_bytes": {"3": 3, "0": 2}, "device_memory": {"weights": 1, "peak": 2}},
+        line | {"sent_bytes": {}, "device_memory": {"weights": 2}, "packing_error": {}},
+    ]
+    merged = StepFigures(problem, plan).merge(ranks)
+    assert merged["link_bytes"] == {
+        "region-0 -> region-0": 12, "region-0 -> region-1": 11, "region-1 -> region-0": 2, "region-1 -> region-1": 3
+    }  # fmt: skip
+    assert merged["cross_region_bytes"] == 13
+    assert merged["device_memory"] == {"weights": 6, "peak": 9}
+    assert merged["packing_error"] == {"activations": 0.01}
+    assert merged["model_flops_per_s"] == pytest.approx(model_flops_per_step(problem.model, problem.batch) / 10)
+    assert (merged["step"], merged["loss"], merged["seconds"]) == (4, 2.0, 10.0)
+    assert StepFigures(problem, plan, step_flops=8e10).mfu(2.0) == pytest.approx(8e10 / (2.0 * 4 * 1e10))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("F3", (1, "F3")),
+        ("recv B12.1", (3, "recv B12")),
+        ("send F0.1", (3, "send F0")),
+        ("reduce blocks.3", (1, "reduce blocks.3")),
+    ],
+)
+def test_intervals_of_several_stages_are_told_apart(name, expected):
+    """A worker of the second of two groups holds stages 1 and 3."""
+    plan = replace(plain_plan(4, 1, 2, span=1), chunks=2)
+    assert placed(plan, 1, name) == expected

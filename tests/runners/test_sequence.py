@@ -20,6 +20,7 @@ MODELS = {
     "biases and learned positions": GPT,
     "a vocabulary that is not cut": replace(GPT, vocab_size=GPT.vocab_size + 1, tied_embeddings=False),
     "gates and grouped heads": LLAMA,
+    "one key head for two ranks": replace(LLAMA, kv_heads=1, qkv_bias=True),
     "experts": replace(LLAMA, experts=4, experts_per_token=2, expert_ffn_size=32, shared_experts=1),
 }
 
@@ -36,19 +37,17 @@ def forward(layers, model, ids, targets):
     return layers[str(model.layers - 1)](x, targets)
 
 
-def tensor_group(rank, port, *, by_tokens):
+def tensor_group(rank, port):
     store = distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
     devices = gloo_devices(1, "127.0.0.1")
-    group = TensorGroup(store, rank, 2, devices=devices, timeout_s=PATIENCE_S, device=torch.device("cpu"))
-    group.by_tokens = by_tokens
-    return group
+    return TensorGroup(store, rank, 2, devices=devices, timeout_s=PATIENCE_S, device=torch.device("cpu"))
 
 
 def differences(rank, port, precision):
     """Of every model: relative difference of the loss, and the largest of a gradient, from the whole model's."""
-    found, group = {}, tensor_group(rank, port, by_tokens=True)
+    found, group = {}, tensor_group(rank, port)
     for name, model in MODELS.items():
-        layers = build_layers(model, range(model.layers), 0, tp=group)
+        layers = build_layers(model, range(model.layers), 0, tp=group, by_tokens=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             loss = forward(layers, model, *drawn(model))
         loss.backward()
@@ -80,8 +79,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(precision, tolerance):
 def kept_bytes(rank, port, by_tokens):
     """Bytes that a block keeps for backward, but for its parameters."""
     model = replace(LLAMA, heads=2, kv_heads=2, head_dim=32)
-    group = tensor_group(rank, port, by_tokens=by_tokens)
-    block = build_layers(model, [1], 0, tp=group)["1"]
+    group = tensor_group(rank, port)
+    block = build_layers(model, [1], 0, tp=group, by_tokens=by_tokens)["1"]
     x = torch.randn(ROWS, TOKENS // (2 if by_tokens else 1), model.hidden_size, requires_grad=True)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     saved = {}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from polygon import cli
+from polygon.commands import cli
 from runners import sweep
-from runners.sweeps import report, suites
+from runners.sweeps import suites
+from runners.sweeps import sweep_summary as report
 
 PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--no-plots", "--quiet"]
 

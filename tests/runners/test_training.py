@@ -8,11 +8,11 @@ import torch
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem, Worker
+from runners.data.sources import samples_for
 from runners.dist_runner import end_process
-from runners.engine.data import samples_for
 from runners.engine.layers import build_layers
-from runners.engine.layout import Layout
 from runners.engine.options import Options
+from runners.engine.rank_layout import Layout
 from runners.engine.run import train
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan

@@ -15,7 +15,7 @@ from solvers.ants import Ants
 from solvers.exhaustive import Exhaustive
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
-from solvers.search import Solver
+from solvers.population import Solver
 from solvers.stop import MaxEvaluations, NoImprovement, Target
 
 HEURISTICS: dict[str, Solver] = {

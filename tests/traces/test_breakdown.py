@@ -3,17 +3,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from polygon.domain.errors import InputError
 from polygon.export.chrome_trace import Interval
 from runners.analyze import main
-from runners.traces.breakdown import bubbles, by_kind, temporal
-from runners.traces.kineto import kind_of, read_traces
+from runners.traces.breakdown import bubbles, by_kind, compare_bubbles, temporal
+from runners.traces.kineto import RankTrace, kind_of, read_traces
 from tests.kineto_traces import COMMUNICATION_STREAM, COMPUTE_STREAM, gpu_trace, two_ranks, write_traces
 from tests.patience import PATIENCE_S
+from tests.routed_plans import plain_plan
 
 
 @pytest.fixture
@@ -73,6 +77,23 @@ def test_bubble_of_an_even_pipeline(stages, micro_batches):
             rows.append(Interval(s, 0, "compute", f"B{m}", start, start + 2))
     expected = (stages - 1) / (micro_batches + stages - 1)
     assert list(bubbles(rows).values()) == pytest.approx([expected] * stages)
+
+
+def test_a_worker_of_several_stages_has_one_bubble():
+    """Two workers compute two stages each in turn, a second each time: both are idle for half of four seconds."""
+    plan = replace(plain_plan(4, 1, 1, span=1), chunks=2)
+    stages = tuple(replace(stage, workers=plan.stages[s % 2].workers) for s, stage in enumerate(plan.stages))
+    predicted = [Interval(s, 0, "compute", "F0", s, s + 1) for s in range(4)]
+    spans = np.zeros((0, 2))
+    traces = [
+        RankTrace(
+            rank=rank, path=Path(), base_ns=0.0, host="", on_gpu=False, window=(0.0, 4.0), steps=np.array([[0.0, 4.0]]),
+            compute=spans, copies=spans, actions=(("F0", rank, rank + 1), ("F0.1", rank + 2, rank + 3)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = compare_bubbles(traces, replace(plan, stages=stages), predicted)
+    assert [(row.stage, row.measured, row.predicted) for row in found] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
 
 
 @pytest.mark.parametrize(

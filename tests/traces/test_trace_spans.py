@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.traces.spans import common, length, merged, without
+from runners.traces.intervals import common, length, merged, without
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=12).map(
     lambda rows: np.array([(a, a + n) for a, n in rows], dtype=float).reshape(-1, 2)

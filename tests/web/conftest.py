@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the web application's libraries are not installed (pip install -e '.[web]')")
 
-from polygon.convert_plan import plan_data
-from polygon.notation import format_json
+from polygon.formats.convert_plan import plan_data
+from polygon.formats.serialization import format_json
 from tests.exported_plans import planned, wide
 from tests.patience import PATIENCE_S
 
@@ -61,7 +61,7 @@ class Server:
             with error:
                 status, got, text = error.code, dict(error.headers), error.read()
         got = {key.lower(): value for key, value in got.items()}
-        return status, got, json.loads(text) if "json" in got.get("content-type", "") else text.decode()
+        return status, got, json.loads(text) if text and "json" in got.get("content-type", "") else text.decode()
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def plan_id(server: Server) -> str:
     """A plan on two campuses, uploaded."""
-    status, _, row = server.request("POST", "/api/plans", plan_data(*planned()))
+    status, _, row = server.request("POST", "/api/v1/plans", plan_data(*planned()))
     assert status == 201
     return str(row["id"])
 
@@ -83,6 +83,6 @@ def plan_id(server: Server) -> str:
 @pytest.fixture(scope="session")
 def wide_plan(server: Server) -> str:
     """A plan over ten regions of the world, whose stages span regions."""
-    status, _, row = server.request("POST", "/api/plans", plan_data(*wide()))
+    status, _, row = server.request("POST", "/api/v1/plans", plan_data(*wide()))
     assert status == 201
     return str(row["id"])

@@ -23,7 +23,7 @@ def fuzz(server: Server, plan: str, examples: int) -> collections.Counter[int]:
     from hypothesis import HealthCheck, Phase, given, seed, settings
 
     statuses: collections.Counter[int] = collections.Counter()
-    schema = schemathesis.openapi.from_url(f"{server.url}/api/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{server.url}/api/v1/openapi.json")
     for found in schema.get_all_operations():
         operation = found.ok()
         if operation.path.endswith("/events"):

@@ -1,25 +1,24 @@
-"""One catalogue of words: the server speaks the language that it is asked for, and knows its own sentences."""
+"""The server speaks the language that it is asked for."""
 
-import ast
+import json
 import re
-import subprocess
-import sys
-from pathlib import Path
+from importlib import resources
 
 import numpy as np
 import pytest
 
 from polygon.domain.errors import InputError
+from polygon.domain.message import Message, plain, say
 from polygon.export.targets import TARGETS, export
-from polygon.parity import NOTHING_SHOWN, TRAFFIC, rows
-from polygon.planning.engine import Effort, find_plan
-from polygon.planning.explain import Explainer
-from polygon.planning.whatif import usual_changes
-from polygon.schema import ProblemSpec, check
+from polygon.formats.schema import ProblemSpec, check
+from polygon.planning.alternatives import Explainer
+from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.what_ifs import usual_changes
+from polygon.web.answers import compact
 from polygon.web.jobs import problem_of
-from polygon.web.language import PLACE, catalogue, in_chinese, in_language, preferred
+from polygon.web.language import in_language, preferred
+from polygon.web.sliders import Changes, price
 from polygon.web.views import view
-from polygon.web.whatif import Changes, price
 from tests.exported_plans import drawn, planned, wide
 
 PHRASE = re.compile(r"[a-z]{3,} [a-z]{3,}")
@@ -36,26 +35,30 @@ def test_the_better_of_two_languages_is_chosen(header, language):
     assert preferred(header) == language
 
 
-def test_both_languages_have_every_word_and_the_same_places():
+def test_the_page_has_every_word_in_both_languages_with_the_same_places():
     """No entry is empty, and a template names in Chinese what it names in English."""
-    words = catalogue()
-    for english, chinese in [*words["page"].values(), *words["server"]]:
+    words = json.loads(resources.files("polygon.web").joinpath("strings.json").read_text("utf-8"))["page"]
+    place = re.compile(r"\{\w+\}")
+    for english, chinese in words.values():
         assert english and chinese
-        assert sorted(PLACE.findall(english)) == sorted(PLACE.findall(chinese)), english
-
-
-def test_no_template_hides_another():
-    """Every template, its places filled with numbers, is put into its own Chinese."""
-    for english, chinese in catalogue()["server"]:
-        text = PLACE.sub("7", english)
-        assert in_chinese(text) == PLACE.sub("7", chinese), english
+        assert sorted(place.findall(english)) == sorted(place.findall(chinese)), english
 
 
 def test_names_stay_as_they_are():
-    """Only words are translated: a region called like a word of the catalogue keeps its name."""
-    text = "regions[0].name: found 'weights', expected one of head, time"
-    assert in_chinese(text) == "regions[0].name：得到 'weights'，应为以下之一：head, time"
-    assert in_chinese("Thus spoke nobody") is None
+    """Only words are translated: a region called like a word of the catalogue keeps its name, and text without a
+    message stays as it is."""
+    found = Message("input.expected", where="regions[0].name", found=repr("nothing"), expected="a name")
+    assert say(found, "zh") == "regions[0].name：得到 'nothing'，应为名称"
+    assert in_language({"note": "weights", "n": 1}, "zh") == {"note": "weights", "n": 1}
+
+
+def test_an_answer_is_said_wherever_a_message_stands_in_it():
+    """As a message, as one that was stored, in lists, and in the bytes that are sent."""
+    message = Message("limited_by.transfer", source="a", target="b")
+    data = {"one": message, "stored": [plain(message)], "rest": (1, "b")}
+    for language, words in (("en", "transfer from a to b"), ("zh", "从 a 到 b 的传输")):
+        assert in_language(data, language) == {"one": words, "stored": [words], "rest": [1, "b"]}
+        assert json.loads(compact({"one": [message]}, language)) == {"one": [words]}
 
 
 def sentences():
@@ -113,59 +116,19 @@ def faults():
     for change in changes:
         with pytest.raises(InputError) as fault:
             problem_of(good | change)
-        yield str(fault.value)
+        yield fault.value.message
     with pytest.raises(InputError) as fault:
         check(ProblemSpec, good)
-    yield str(fault.value)
+    yield fault.value.message
 
 
 def test_every_sentence_of_the_server_has_a_chinese_one():
-    """Met in real plans, exports, explanations and faults: a template fits each, and leaves no English phrase."""
-    seen = set(sentences())
-    assert len(seen) > 60
-    unknown = {text for text in seen if in_chinese(text) is None}
-    assert unknown == set()
-    phrases = {text for text in seen if PHRASE.search(in_chinese(text)) and "python -m" not in text}
-    assert phrases == set()
-
-
-def test_every_row_of_the_parity_ledger_has_a_chinese_one():
-    """Evidence and caveats of every kind, and that of none; papers keep their names."""
-    known = [row for traffic in (*TRAFFIC, "local_steps") for row in rows(traffic).values() if row.shown]
-    for row in [*known, NOTHING_SHOWN]:
-        for text in (row.shown, f"{row.shown}; {row.caveat}" if row.caveat else row.shown):
-            chinese = in_chinese(f"int8 activations (safe): {text} [{row.source}]")
-            assert chinese is not None and not PHRASE.search(chinese.split(" [")[0]), chinese
-    assert in_chinese(NOTHING_SHOWN.source) and in_chinese("none for this scheme")
-
-
-def written(module: Path):
-    """What a module can say of bad input: texts of errors, of what was found and of what is expected."""
-
-    def text(node: ast.expr) -> str:
-        if isinstance(node, ast.JoinedStr):
-            return "".join(str(v.value) if isinstance(v, ast.Constant) else "7" for v in node.values)
-        return str(node.value) if isinstance(node, ast.Constant) else ""
-
-    tree = ast.parse(module.read_text("utf-8"))
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-        position = {"require": 3, "_refuse": 1, "HTTPException": 1, "InputError": 0, "Phrase": 0}.get(name)
-        if position is not None and len(call.args) > position:
-            yield text(call.args[position])
-        elif name == "append" and module.stem == "violations":
-            yield text(call.args[0])
-
-
-def test_what_the_code_of_the_server_can_say_of_bad_input_has_a_chinese_one():
-    """Read from the source of every module that the server loads, so that a new line without one is found."""
-    list_modules = "import sys, polygon.web.app as app; print(*(m.__file__ for k, m in sys.modules.items()\n"
-    list_modules += "if k.startswith('polygon.') and m.__file__), sep='\\n')"
-    modules = subprocess.run([sys.executable, "-c", list_modules], capture_output=True, text=True, check=True).stdout
-    said = {line for module in modules.split() if Path(module).name != "cli.py" for line in written(Path(module))}
-    assert len(said) > 150
-    said = {line for line in said if PHRASE.search(line)}
-    assert {line for line in said if in_chinese(line) is None or PHRASE.search(in_chinese(line))} == set()
+    """Met in real plans, exports, explanations and faults: all are messages, and leave no English phrase."""
+    seen = list(sentences())
+    assert len({str(message) for message in seen}) > 60
+    assert {message for message in seen if isinstance(message, str) and PHRASE.search(message)} == set()
+    said = {say(message, "zh") for message in seen}
+    assert {text for text in said if PHRASE.search(text) and "python -m" not in text} == set()
 
 
 def test_formulas_are_translated_where_they_have_words():

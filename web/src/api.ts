@@ -4,22 +4,27 @@ import { t } from "./strings";
 
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 export type Data = any;
+export const API = "/api/v1";
 
 let token = sessionStorage.getItem("polygon-token") ?? "";
-export let askToken: () => Promise<string> = async () => "";
+let askToken: () => Promise<string> = async () => "";
 export function onToken(ask: () => Promise<string>): void {
   askToken = ask;
 }
 function headers(body: boolean): Record<string, string> {
-  return { "Accept-Language": document.documentElement.lang, ...(body ? { "Content-Type": "application/json" } : {}), ...(token ? { Authorization: `Bearer ${token}` } : {}) };
+  return {
+    "Accept-Language": document.documentElement.lang,
+    ...(body ? { "Content-Type": "application/json" } : {}),
+    ...(token ? { Authorization: `Bearer ${token}` } : {}),
+  };
 }
 
 export async function call(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Data> {
-  const response = await fetch(path, {
-    method, signal,
-    headers: headers(body !== undefined),
-    body: body === undefined ? undefined : JSON.stringify(body),
-  }).catch(() => { throw new Error(t("unreachable")); });
+  const response = await fetch(API + path, {
+    method, signal, headers: headers(body !== undefined), body: body === undefined ? undefined : JSON.stringify(body),
+  }).catch((error: Error) => {
+    throw error.name === "AbortError" ? error : new Error(t("unreachable"));
+  });
   if (response.status === 401) {
     const given = await askToken();
     if (given) {
@@ -34,13 +39,21 @@ export async function call(method: string, path: string, body?: unknown, signal?
   if (!response.ok) throw new Error((data && data.detail) || `HTTP ${response.status}`);
   return data;
 }
-export const get = (path: string): Promise<Data> => call("GET", path);
-export const post = (path: string, body: unknown): Promise<Data> => call("POST", path, body);
+export const get = (path: string, signal?: AbortSignal): Promise<Data> => call("GET", path, undefined, signal);
+export const post = (path: string, body: unknown, signal?: AbortSignal): Promise<Data> =>
+  call("POST", path, body, signal);
+
+export async function blob(path: string): Promise<Blob> {
+  const response = await fetch(API + path, { headers: headers(false) });
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  return response.blob();
+}
 
 // Server-sent events by fetch, which can carry the token and the language; ends when the server does or `stop` says so.
 export async function events(path: string, stop: AbortSignal, take: (data: Data) => void): Promise<void> {
-  const response = await fetch(path, { headers: headers(false), signal: stop });
-  if (!response.ok || !response.body) throw new Error(`HTTP ${response.status}`);
+  const response = await fetch(API + path, { headers: headers(false), signal: stop });
+  if (response.status === 404) throw new Error(t("jobGone"));
+  if (!response.ok || !response.body) throw new TypeError(`HTTP ${response.status}`);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -52,9 +65,9 @@ export async function events(path: string, stop: AbortSignal, take: (data: Data)
   }
 }
 
-export function download(name: string, text: string, type = "text/plain"): void {
+export function download(name: string, content: string | Blob, type = "text/plain"): void {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.href = URL.createObjectURL(typeof content === "string" ? new Blob([content], { type }) : content);
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);

@@ -54,3 +54,15 @@ export function moment(made_s: number, language: string): string {
   const today = at.toDateString() === new Date().toDateString();
   return new Intl.DateTimeFormat(language, today ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" }).format(at);
 }
+
+// A rate or another number with its SI prefix: 400 Gbit/s, 1.6 Tbit/s.
+export function gbps(value: number): string {
+  if (!Number.isFinite(value)) return "∞";
+  const [scale, unit] = value >= 1000 ? [1e-3, "Tbit/s"] : value < 1 ? [1e3, "Mbit/s"] : [1, "Gbit/s"];
+  return `${digits(value * scale)}\u00a0${unit}`;
+}
+export const ms = (value: number): string => seconds(value / 1e3);
+export function usd(value: number): string {
+  if (!Number.isFinite(value)) return "∞";
+  return `$\u2009${Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en-US") : Number(value.toPrecision(3))}`;
+}

@@ -1,35 +1,265 @@
-// What the page knows: the plan that is open, the changes tried on it, and what the server said of both.
+// What the page knows: where it is, the plan that is open, what is tried on it, and the search that runs.
 
-import { call, get, post, type Data } from "./api";
+import { batch, computed, effect, signal } from "@preact/signals";
+import { call, events, get, post, type Data } from "./api";
+import { changed, isNew, request, start, take, takeAsked } from "./draft";
+import { mark, pathOf, unmark } from "./faults";
+import { t } from "./strings";
 
-export interface Changes {
-  [name: string]: unknown;
+export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy"] as const;
+export type View = (typeof VIEWS)[number];
+export type Tab = "limits" | "whatif" | "whynot" | "assumed";
+
+// The address: plan, view, running search, what is tried, plans beside it. Back and a shared link go by it.
+export const view = signal<View>("overview");
+export const planId = signal("");
+export const beside = signal<string[]>([]);
+export const jobId = signal("");
+export const tab = signal<Tab | "">(innerWidth > 1180 ? "limits" : "");
+export const changes = signal<Record<string, unknown>>({});
+
+export const catalogue = signal<Data>(null);
+export const row = signal<Data>(null);
+export const planned = signal<Data>(null);
+export const shown = signal<Data>(null);
+export const limits = signal<Data>(null);
+/** What the first limits would bring with the cluster planned anew, by their number. */
+export const anew = signal<Record<number, Data>>({});
+export const jobs = signal<Data[] | null>(null);
+export const progress = signal<Data>(null);
+export const trouble = signal("");
+export const notice = signal("");
+export const loading = signal(false);
+/** What the pointer is on: a stage, a region, or two regions that a link joins. */
+export const pointed = signal<{ stage?: number; region?: string; link?: string }>({});
+export const selected = signal("");
+export const tried = computed(() => Object.keys(changes.value).length > 0);
+
+function address(): string {
+  const parts = new URLSearchParams();
+  if (planId.value) parts.set("plan", planId.value);
+  parts.set("view", view.value);
+  if (jobId.value) parts.set("job", jobId.value);
+  if (tried.value) parts.set("what", JSON.stringify(changes.value));
+  if (beside.value.length) parts.set("with", beside.value.join(","));
+  return `#${parts}`;
 }
-export const state: {
-  view: string; planId: string; planned: Data; shown: Data; changes: Changes; catalogue: Data; asked: number; target: string; showSends: boolean; measured: Data; linkIndex: string; deviceType: string; missing: string;
-} = { view: "configure", planId: "", planned: null, shown: null, changes: {}, catalogue: null, asked: 0, target: "deepspeed", showSends: false, measured: null, linkIndex: "", deviceType: "", missing: "" };
-
-export async function openPlan(id: string): Promise<void> {
-  state.planned = state.shown = await post(`/api/plans/${id}/view`, {});
-  state.planId = id;
-  state.changes = {};
-  state.linkIndex = state.deviceType = "";
-  state.measured = null;
+function read(): void {
+  const parts = new URLSearchParams(location.hash.slice(1));
+  const wanted = parts.get("view") as View;
+  batch(() => {
+    view.value = VIEWS.includes(wanted) ? wanted : "overview";
+    beside.value = (parts.get("with") ?? "").split(",").filter(Boolean);
+    jobId.value = parts.get("job") ?? "";
+    try {
+      changes.value = JSON.parse(parts.get("what") ?? "{}");
+    } catch {
+      changes.value = {};
+    }
+    planId.value = parts.get("plan") ?? "";
+  });
 }
-// Price the plan with the changes; a question that another has overtaken is taken back.
-let before = new AbortController();
-export async function reprice(): Promise<boolean> {
-  before.abort();
-  const { signal } = (before = new AbortController());
-  state.asked++;
+let going = false;
+/** Go somewhere by a change of the signals above; Back returns. */
+export function go(change: () => void): void {
+  going = true;
+  batch(change);
+  going = false;
+  if (address() !== location.hash) history.pushState(null, "", address());
+}
+export const open = (to: View): void => go(() => (view.value = to));
+
+export const say = (error: unknown): void => {
+  const { name, message } = error as Error;
+  if (name === "AbortError") return;
+  batch(() => {
+    trouble.value = message;
+    if (pathOf(message).startsWith("cluster")) view.value = "cluster";
+  });
+  mark(message, "trouble", true);
+};
+export async function attempt(work: () => Promise<void>): Promise<void> {
+  trouble.value = "";
+  unmark();
   try {
-    const shown = await call("POST", `/api/plans/${state.planId}/view`, state.changes, signal);
-    if (!signal.aborted) state.shown = shown;
+    await work();
   } catch (error) {
-    if (!signal.aborted) throw error;
+    say(error);
   }
-  return !signal.aborted;
 }
-export async function loadCatalogue(): Promise<void> {
-  state.catalogue ??= await get("/api/catalogue");
+
+// The open plan
+
+let loaded = "";
+let plans = new AbortController();
+async function load(id: string): Promise<void> {
+  plans.abort();
+  const { signal: gone } = (plans = new AbortController());
+  loaded = id;
+  limits.value = null;
+  if (!id) {
+    row.value = planned.value = shown.value = null;
+    return;
+  }
+  loading.value = true;
+  try {
+    const [found, seen] = await Promise.all([get(`/jobs/${id}`, gone), post(`/plans/${id}/view`, {}, gone)]);
+    batch(() => {
+      row.value = found;
+      planned.value = seen;
+      if (!tried.value) shown.value = seen;
+      loading.value = false;
+    });
+    if (tried.value) void reprice();
+    void loadLimits(id, gone).catch(say);
+    if (!changed.value) take(await get(`/jobs/${id}/request`, gone), catalogue.value.models.map((m: Data) => m.name));
+  } catch (error) {
+    if ((error as Error).name === "AbortError") return;
+    batch(() => {
+      loading.value = false;
+      row.value = planned.value = shown.value = null;
+      planId.value = "";
+      trouble.value = `${id}: ${(error as Error).message}`;
+    });
+  }
+}
+const MOST_ANEW = 3;
+// The limits at once; what planning anew would bring of the first comes after, one by one.
+async function loadLimits(id: string, gone: AbortSignal): Promise<void> {
+  const found = await get(`/plans/${id}/limits`, gone);
+  if (gone.aborted) return;
+  batch(() => { limits.value = found; anew.value = {}; });
+  for (let i = 0; i < Math.min(MOST_ANEW, found.limits.length); i++) {
+    const answer = await get(`/plans/${id}/limits/${i}`, gone);
+    if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };
+  }
+}
+export async function takePlans(): Promise<void> {
+  const names = catalogue.value.models.map((m: Data) => m.name);
+  take(await get(`/jobs/${planId.value}/request`), names);
+}
+
+let pricing = new AbortController();
+async function reprice(): Promise<void> {
+  pricing.abort();
+  const { signal: gone } = (pricing = new AbortController());
+  try {
+    const data = await post(`/plans/${planId.value}/view`, changes.value, gone);
+    if (!gone.aborted && data) batch(() => { shown.value = data; trouble.value = ""; });
+  } catch (error) {
+    if (!gone.aborted) say(error);
+  }
+}
+let moving = 0;
+function scheduleReprice(): void {
+  clearTimeout(moving);
+  moving = window.setTimeout(() => {
+    if (tried.value) return void reprice();
+    pricing.abort();
+    shown.value = planned.value;
+  }, 30);
+}
+export const setChanges = (next: Record<string, unknown>): void => {
+  changes.value = next;
+};
+/** Try something on the open plan; undefined takes it back. */
+export function tryOut(name: string, value: unknown): void {
+  const next = { ...changes.value };
+  if (value === undefined) delete next[name];
+  else next[name] = value;
+  changes.value = next;
+}
+export function openPlan(id: string, to: View = "overview"): void {
+  go(() => {
+    planId.value = id;
+    changes.value = {};
+    view.value = to;
+  });
+}
+
+// Searches
+
+export async function loadJobs(): Promise<void> {
+  jobs.value = await get("/jobs");
+}
+let following = new AbortController();
+export async function search(): Promise<void> {
+  await attempt(async () => {
+    const begun = await post("/jobs", request());
+    takeAsked();
+    progress.value = begun;
+    jobId.value = begun.id;
+  });
+}
+export const running = (it: Data): boolean => it?.state === "queued" || it?.state === "running";
+
+/** Tell of a job until it has ended; a server that ends begins its jobs again when it is back. */
+export async function follow(id: string, stop: AbortSignal, tell: (row: Data) => void): Promise<Data> {
+  let last: Data = null;
+  for (;;) {
+    try {
+      await events(`/jobs/${id}/events`, stop, (data) => tell((last = data)));
+      if (last && !running(last)) return last;
+    } catch (error) {
+      if (stop.aborted || !(error instanceof TypeError)) throw error;
+    }
+    tell({ ...(last ?? { id, state: "running", progress: 0 }), note: t("unreachable") });
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+    if (stop.aborted) throw new DOMException("", "AbortError");
+  }
+}
+async function followSearch(id: string): Promise<void> {
+  following.abort();
+  const { signal: gone } = (following = new AbortController());
+  if (!id) return;
+  const began_s = performance.now() / 1e3;
+  const tell = (it: Data): void => {
+    const spent_s = performance.now() / 1e3 - began_s;
+    progress.value = { ...it, left_s: it.progress > 0.05 ? (spent_s / it.progress) * (1 - it.progress) : null };
+  };
+  try {
+    const ended = await follow(id, gone, tell);
+    batch(() => {
+      progress.value = null;
+      if (ended.has_plan) {
+        go(() => { planId.value = id; jobId.value = ""; changes.value = {}; if (view.value === "cluster") view.value = "overview"; });
+      } else {
+        jobId.value = "";
+        trouble.value = ended.error ? `${t(ended.state === "infeasible" ? "infeasible" : "failed")}: ${ended.error}` : t("stoppedEarly");
+      }
+    });
+    await loadJobs();
+  } catch (error) {
+    if ((error as Error).name !== "AbortError") batch(() => { progress.value = null; jobId.value = ""; say(error); });
+  }
+}
+export async function stopSearch(): Promise<void> {
+  await attempt(async () => void (await call("DELETE", `/jobs/${jobId.value}`)));
+}
+
+const FIRST = "aws-regions";
+/** Begin: read the address, then follow every change of it, by the user or by Back. */
+export async function begin(): Promise<void> {
+  read();
+  addEventListener("popstate", read);
+  addEventListener("hashchange", read);
+  effect(() => {
+    const now = address();
+    if (!going && now !== location.hash) history.replaceState(null, "", now);
+  });
+  const [known, cluster] = await Promise.all([get("/catalogue"), isNew && !planId.value ? get(`/instances/${FIRST}`).catch(() => null) : null]);
+  batch(() => {
+    if (cluster) start(cluster);
+    catalogue.value = known; // from here on the rail can be edited
+  });
+  effect(() => {
+    const id = planId.value;
+    if (id !== loaded) void load(id);
+  });
+  effect(() => {
+    void changes.value;
+    if (planned.peek()) scheduleReprice();
+  });
+  effect(() => void followSearch(jobId.value));
+  void loadJobs().catch(say);
 }

@@ -1,20 +1,27 @@
 // Every word of the page, in English and Chinese: from the catalogue that the server shares.
 
+import { signal } from "@preact/signals";
 import { page as catalogue } from "../../polygon/web/strings.json";
 
 export type Key = keyof typeof catalogue;
 export type Language = "en" | "zh";
-let language: Language = (localStorage.getItem("polygon-language") as Language) || (navigator.language.startsWith("zh") ? "zh" : "en");
+const remembered = localStorage.getItem("polygon-language") as Language;
+export const language = signal<Language>(remembered || (navigator.language.startsWith("zh") ? "zh" : "en"));
 
-export const currentLanguage = (): Language => language;
+/** A runtime; what the catalogue says of its version is English prose. */
+export const programName = (r: { name: string; version: string }): string =>
+  language.value === "zh" || !r.version ? r.name : `${r.name} · ${r.version}`;
 export function setLanguage(to: Language): void {
-  language = to;
   localStorage.setItem("polygon-language", to);
   document.documentElement.lang = to === "zh" ? "zh-CN" : "en";
+  language.value = to;
+  document.title = t("title");
 }
 export function t(key: Key, values: Record<string, string | number> = {}): string {
-  return catalogue[key][language === "zh" ? 1 : 0].replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
+  const words = catalogue[key][language.value === "zh" ? 1 : 0];
+  return words.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
 }
+/** The words of a key that the server gave; the key itself where there are none. */
 export function maybe(key: string): string {
   return key in catalogue ? t(key as Key) : key;
 }

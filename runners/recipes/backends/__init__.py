@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from runners.recipes.schema import BACKENDS, Recipe
+from runners.recipes.recipe_schema import BACKENDS, Recipe
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,6 @@ def run_rank(job: Job, place: Place) -> int:
 
 def summary(job: Job) -> dict[str, Any]:
     """Figures of the run."""
-    from runners.recipes.replicas.figures import summary
+    from runners.recipes.replicas.throughput import summary
 
     return summary(job)

@@ -1,46 +1,29 @@
 """What a recipe's data may be: by kind, the module whose `make_samples` reads it.
 
 ``make_samples(part, model, seq_len, seed, folder)`` takes the recipe's `DataPart`, the model, tokens per sequence, the
-seed of the order and the recipe's folder, and returns `runners.engine.data.Samples`: inputs and targets by global
+seed of the order and the recipe's folder, and returns `runners.data.samples.Samples`: inputs and targets by global
 sample number, the same on every rank. Preparing (tokenizing, decoding) happens there too, once, in a cache that all
 ranks read.
 """
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polygon.domain.errors import InputError, located
+from polygon.domain.errors import InputError
 from polygon.domain.model import Model
-from polygon.files import make_folder
-from runners.recipes.schema import DATA_KINDS, DataPart, Recipe
+from runners.recipes.recipe_schema import DATA_KINDS, DataPart, Recipe
 
 if TYPE_CHECKING:
-    from runners.engine.data import Samples, Shuffled
+    from runners.data.samples import Samples, Shuffled
 
 
 def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: Path) -> Samples:
     """Samples of a recipe; raises `InputError` where the data cannot be read or does not fit the model."""
     module = import_module(f"{__name__}.{DATA_KINDS[part.kind]}")
     return module.make_samples(part, model, seq_len, seed, folder)
-
-
-def cache_folder(part: DataPart) -> Path:
-    """Where prepared data is kept, made where it is missing; raises `InputError` where it cannot be written."""
-    cache = Path(part.cache or "~/.cache/polygon").expanduser()
-    return writable_folder("data.cache", cache)
-
-
-def writable_folder(what: str, folder: Path) -> Path:
-    """A folder, made where it is missing; raises `InputError` where it cannot be written."""
-    with located(f"{what}: "):
-        make_folder(folder)
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"{folder}: found a folder that may not be written to")
-    return folder
 
 
 def training_and_validation(
@@ -53,7 +36,7 @@ def training_and_validation(
     InputError
         As `make_samples`; or a set of its own that would need a tokenizer of its own.
     """
-    from runners.engine.data import Shuffled, hold_out
+    from runners.data.samples import Shuffled, hold_out
 
     samples = make_samples(recipe.data, model, seq_len, recipe.seed, folder)
     part = recipe.validation

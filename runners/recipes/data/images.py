@@ -24,19 +24,18 @@ import numpy as np
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
-from runners.recipes.data import cache_folder
+from runners.data.prepared import cache_folder, state_of
+from runners.data.token_rows import NAMES_OF
 from runners.recipes.models import beside
-from runners.recipes.schema import DataPart
+from runners.recipes.recipe_schema import DataPart
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from runners.engine.data import ImageSamples
+    from runners.data.samples import ImageSamples
 
 HUB = {"cifar100": "datasets--uoft-cs--cifar100", "food101": "datasets--ethz--food101"}
 """Folder of a set in the hub's cache."""
-NAMES_OF = {"train": ("train",), "test": ("test", "validation", "val")}
-"""What sets call their parts."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 CIFAR_SIDE = 32
 
@@ -52,12 +51,12 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     require(model.family == "vit", "data.kind", part.kind, "text for a language model")
     source = beside(folder, part.path) if part.path is not None else _in_hub_cache(part.kind)
     require(source.is_dir(), "data.path", str(source), "a folder of images")
-    images, classes = decoded(source, model, cache_folder(part), part.part)
+    images, classes = decoded(source, model, cache_folder("data.cache", part.cache), part.part)
     if part.samples is not None:
         images, classes = images[: part.samples], classes[: part.samples]
     largest = int(classes.max())
     require(largest < model.vocab_size, f"{source}: classes", largest + 1, f"at most {model.vocab_size}, the model's")
-    from runners.engine.data import ImageSamples
+    from runners.data.samples import ImageSamples
 
     return ImageSamples(images=images, classes=classes, seed=seed)
 
@@ -74,7 +73,7 @@ def _in_hub_cache(kind: str) -> Path:
 def decoded(source: Path, model: Model, cache: Path, part: str = "train") -> tuple[np.ndarray, np.ndarray]:
     """Images (memory-mapped) and classes of a part of a set; the first caller decodes, the others wait for it."""
     shape = f"{model.channels}x{model.image_size}" + ("" if part == "train" else f" {part}")
-    key = hashlib.sha256(f"{source.resolve()} {_state(source)} {shape}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{source.resolve()} {state_of(source)} {shape}".encode()).hexdigest()[:16]
     target = cache / f"images-{key}"
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -99,15 +98,6 @@ def _arrays(target: Path, model: Model) -> tuple[np.ndarray, np.ndarray] | None:
     shape = (len(classes), model.channels, model.image_size, model.image_size)
     whole = images.shape == shape and images.dtype == np.uint8 and classes.dtype == np.int32
     return (images, classes) if whole else None
-
-
-def _state(source: Path) -> str:
-    """Changes with every file of the set that does."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        found = path.stat()
-        digest.update(f"{path.relative_to(source)} {found.st_size} {found.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def _decode(rows: _Rows, model: Model, target: Path) -> None:

@@ -9,13 +9,10 @@ memory; its name is a digest of examples, tokenizer and template, so that a chan
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +22,13 @@ import torch
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
-from runners.engine.data import IGNORED, Shuffled
-from runners.recipes.data import cache_folder
+from runners.data.prepared import cache_folder, one_at_a_time, write_whole
+from runners.data.samples import IGNORED, Shuffled
+from runners.data.token_rows import files_of, rows_of
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import Tokenizing, tokenizing_for
 from runners.recipes.models import beside
-from runners.recipes.schema import DataPart
+from runners.recipes.recipe_schema import DataPart
 
 MADE_UP = 2000
 """Examples of the generated set, unless the recipe says how many."""
@@ -97,7 +95,7 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     if model.family == "vit":
         raise InputError(f"data.kind: found 'instructions' with {model.name}, expected a language model")
     examples = read_examples(part, folder)
-    cache = cache_folder(part)
+    cache = cache_folder("data.cache", part.cache)
     digest = hashlib.sha256(json.dumps(examples).encode()).hexdigest()
     with one_at_a_time(cache / "lock"):
         tokenizing = tokenizing_for(part, folder, cache, digest, examples, model.vocab_size)
@@ -110,7 +108,8 @@ def make_samples(part: DataPart, model: Model, seq_len: int, seed: int, folder: 
     require(largest < model.vocab_size, "data.tokenizer: largest token", largest, f"less than {model.vocab_size}")
     shortest = int(arrays["answers"].min())
     require(shortest <= seq_len, "batch.seq_len", seq_len, f"at least {shortest}, the shortest question")
-    return InstructionSamples(**arrays, seq_len=seq_len, seed=seed)
+    tokens, starts, answers = (arrays[name] for name in ("tokens", "starts", "answers"))
+    return InstructionSamples(tokens=tokens, starts=starts, answers=answers, seq_len=seq_len, seed=seed)
 
 
 def _arrays(place: Path) -> dict[str, np.ndarray]:
@@ -132,7 +131,8 @@ def read_examples(part: DataPart, folder: Path) -> list[tuple[str, str]]:
     if part.path is None:
         return made_up(part.samples or MADE_UP)
     path = beside(folder, part.path)
-    rows = _rows_of_path(path) if path.exists() else _rows_of_hub(part.path)
+    here = path.exists()
+    rows = (row for file in files_of(path) for row in rows_of(file)) if here else _rows_of_hub(part.path)
     examples: list[tuple[str, str]] = []
     for number, row in enumerate(rows):
         if part.samples is not None and number >= part.samples:
@@ -144,31 +144,6 @@ def read_examples(part: DataPart, folder: Path) -> list[tuple[str, str]]:
         examples.append((str(row[names[0]]), str(row[names[1]])))
     require(len(examples) > 0, str(part.path), len(examples), "at least one example")
     return examples
-
-
-def _rows_of_path(path: Path) -> Iterator[Any]:
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".json", ".jsonl", ".parquet"))
-        files = [p for p in files if p.name not in ("dataset_infos.json", "state.json", "dataset_info.json")]
-        require(bool(files), str(path), "a folder without data", "files *.json, *.jsonl or *.parquet")
-    for file in files:
-        try:
-            if file.suffix == ".parquet":
-                from pyarrow import parquet
-
-                yield from parquet.read_table(file).to_pylist()
-            elif file.suffix == ".jsonl":
-                with file.open(encoding="utf-8") as lines:
-                    yield from (json.loads(line) for line in lines if line.strip())
-            else:
-                content = json.loads(file.read_text(encoding="utf-8"))
-                require(isinstance(content, list), str(file), type(content).__name__, "a list of examples")
-                yield from content
-        except ImportError:
-            raise InputError(f"{file}: found Parquet without pyarrow, expected it installed") from None
-        except (OSError, ValueError) as error:  # of text, JSON and Arrow
-            raise InputError(f"{file}: {error}, expected a readable file of examples") from None
 
 
 def _rows_of_hub(name: str) -> Iterator[Any]:
@@ -198,24 +173,3 @@ def prepare(examples: Sequence[tuple[str, str]], tokenizing: Tokenizing, into: P
     np.save(into / "starts.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(into / "answers.npy", np.array(answers, dtype=np.int32))
     np.save(into / "largest.npy", np.array(largest))
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process of this machine after the other do what is inside."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def write_whole(place: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that appears at its place when it is complete."""
-    temporary = Path(tempfile.mkdtemp(dir=place.parent))
-    try:
-        write(temporary)
-        temporary.rename(place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, located
+from runners.data.documents import load_tokenizer, require_tokenizers, tokenizer_file
 from runners.recipes.models import beside
-from runners.recipes.schema import DataPart
+from runners.recipes.recipe_schema import DataPart
 
 START, END, FILL = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SYSTEM = "You are a helpful assistant."
@@ -68,12 +69,6 @@ def tokenizing_for(
     part: DataPart, folder: Path, cache: Path, digest: str, examples: Sequence[tuple[str, str]], vocab_size: int
 ) -> Tokenizing:
     """The tokenizer that a recipe names, or one trained on its examples (kept in the cache under their digest)."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise InputError(
-            "data.kind: found 'instructions', expected tokenizers installed (pip install tokenizers)"
-        ) from None
     if part.tokenizer is not None:
         return _named(beside(folder, part.tokenizer))
     path = cache / f"tokenizer-{digest[:16]}-{vocab_size}.json"
@@ -82,16 +77,13 @@ def tokenizing_for(
         temporary = path.with_suffix(".part")
         trained.save(str(temporary))
         temporary.replace(path)
-    return Tokenizing(tokenizers.Tokenizer.from_file(str(path)))
+    return Tokenizing(load_tokenizer(path))
 
 
 def _named(path: Path) -> Tokenizing:
     """A folder of Hugging Face with tokenizer.json and its template, or a tokenizer.json alone."""
-    import tokenizers
-
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise InputError(f"data.tokenizer: found no {file}, expected a folder of Hugging Face or a tokenizer.json")
+    with located("data."):
+        file = tokenizer_file(path)
     template = None
     if (file.parent / "tokenizer_config.json").exists():
         try:
@@ -100,11 +92,12 @@ def _named(path: Path) -> Tokenizing:
             raise InputError(f"data.tokenizer: {path}: expected transformers installed for its chat template") from None
         loaded = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
         template = loaded if loaded.chat_template else None
-    return Tokenizing(tokenizers.Tokenizer.from_file(str(file)), template)
+    return Tokenizing(load_tokenizer(file), template)
 
 
 def _trained(examples: Sequence[tuple[str, str]], vocab_size: int) -> Any:
     """Byte-level BPE of at most `vocab_size` tokens; raises `InputError` where that is too few for all bytes."""
+    require_tokenizers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     least = 256 + 3

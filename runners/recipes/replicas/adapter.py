@@ -8,14 +8,16 @@ transformers 4 are read too. A model of GPT-2's kind keeps our own names: transf
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
-from runners.engine.pretrained import their_name
-from runners.recipes.replicas.whole import WholeModel, lora_layers
-from runners.recipes.schema import LoraPart
+from runners.engine.additions import Additions, lora_layers
+from runners.engine.architectures import architecture_of
+from runners.recipes.recipe_schema import LoraPart
+from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.weights import BLOCK
 
 if TYPE_CHECKING:
@@ -38,11 +40,11 @@ def _theirs(model: Model, layer: int, part: str) -> tuple[str, ...]:
         tops = ("layers", "encoder.layer")
         return tuple(f"vit.{top}.{layer - 1}.{name}" for top, name in zip(tops, reversed(BLOCK[part]), strict=True))
     if model.family == "llama":
-        return (their_name(f"blocks.{layer - 1}.{part}.weight").removesuffix(".weight"),)
+        return (architecture_of(model).place(f"blocks.{layer - 1}.{part}.weight").name.removesuffix(".weight"),)
     return (f"layers.{layer}.{part}",)
 
 
-def tensors(model: Model, part: LoraPart) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+def tensors(model: Model, part: Additions) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """By the name of a trained parameter in `WholeModel`: its names in files (written: the first) and its shape."""
     found: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
     for name, linear in lora_layers(model, part).items():
@@ -61,17 +63,20 @@ def tensors(model: Model, part: LoraPart) -> dict[str, tuple[tuple[str, ...], tu
 
 def trained(whole: WholeModel) -> dict[str, torch.Tensor]:
     """What was trained beside the frozen weights, by name."""
-    return {name: p.detach().cpu().contiguous() for name, p in whole.named_parameters() if p.requires_grad}
+    return {name: p.detach().cpu() for name, p in whole.named_parameters() if p.requires_grad}
 
 
-def save_adapter(whole: WholeModel, part: LoraPart, folder: Path, base: Path | None) -> None:
+def save_adapter(
+    model: Model, part: Additions, held: Mapping[str, torch.Tensor], folder: Path, base: Path | None
+) -> None:
     """Write what was trained as peft would.
 
     Parameters
     ----------
-    whole : WholeModel
-        With additions.
-    part : LoraPart
+    model : Model
+    part : Additions
+    held : mapping of name to tensor
+        What was trained, by its name in `WholeModel`.
     folder : Path
     base : Path, optional
         Where the frozen weights came from.
@@ -79,7 +84,6 @@ def save_adapter(whole: WholeModel, part: LoraPart, folder: Path, base: Path | N
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    model = whole.model
     names = tensors(model, part)
     modules = {names[name][0][0].rpartition(".lora_")[0] for name in names if ".lora_" in name}
     settings: dict[str, Any] = {"r": part.rank, "lora_alpha": part.alpha, "lora_dropout": part.dropout}
@@ -92,10 +96,10 @@ def save_adapter(whole: WholeModel, part: LoraPart, folder: Path, base: Path | N
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
-    save_file({names[name][0][0]: tensor for name, tensor in trained(whole).items()}, folder / TENSORS)
+    save_file({names[name][0][0]: tensor.contiguous() for name, tensor in held.items()}, folder / TENSORS)
 
 
-def read_adapter(model: Model, part: LoraPart, folder: Path) -> dict[str, torch.Tensor]:
+def read_adapter(model: Model, part: Additions, folder: Path) -> dict[str, torch.Tensor]:
     """Trained parameters by their names in `WholeModel`; a head may be missing.
 
     Raises
@@ -126,7 +130,7 @@ def read_adapter(model: Model, part: LoraPart, folder: Path) -> dict[str, torch.
     return found
 
 
-def _check_config(part: LoraPart, path: Path) -> None:
+def _check_config(part: Additions, path: Path) -> None:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

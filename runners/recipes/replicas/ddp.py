@@ -10,24 +10,21 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polygon.domain.model import Batch
+from runners.engine.optimizers import make_optimizer
 from runners.engine.worker import COMPUTE_DTYPE
+from runners.recipes.recipe_schema import OptimizerPart
 from runners.recipes.replicas.saving import Home, LayerFiles
 from runners.recipes.replicas.state import Counted, StateBytes
 from runners.recipes.replicas.whole import WholeModel
-from runners.recipes.schema import OptimizerPart
 
 
-def make_optimizer(module: nn.Module, part: OptimizerPart) -> torch.optim.Optimizer:
-    """AdamW or SGD as the execution engine's: decay on matrices only."""
+def optimizer_of(module: nn.Module, part: OptimizerPart) -> torch.optim.Optimizer:
+    """As the execution engine's: decay on matrices only."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": part.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if part.name == "sgd":
-        return torch.optim.SGD(groups, lr=part.learning_rate, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=part.learning_rate, betas=(0.9, 0.95))
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    found = make_optimizer(part.name, matrices, others, rate=part.learning_rate, weight_decay=part.weight_decay)
+    assert found is not None
+    return found
 
 
 class DdpReplica:
@@ -57,7 +54,7 @@ class DdpReplica:
         self.module: nn.Module = whole
         if distributed.is_initialized() and distributed.get_world_size() > 1:
             self.module = DistributedDataParallel(whole, gradient_as_bucket_view=True)
-        self._optimizer = make_optimizer(whole, part)
+        self._optimizer = optimizer_of(whole, part)
         self._dtype = COMPUTE_DTYPE[batch.precision]
         self._scaler = torch.amp.GradScaler(device.type, enabled=batch.precision == "fp16")
         self._accumulation = accumulation

@@ -17,29 +17,31 @@ from torch import distributed
 from torch.distributed import Store
 from torch.profiler import record_function
 
-from polygon.cli import handled_signals, stop_signals
+from polygon.commands.cli import handled_signals, stop_signals
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
-from runners.engine.checkpoint import Progress
-from runners.engine.data import Samples, Shuffled, count_targets
+from runners.data.samples import Samples, Shuffled, count_targets
+from runners.engine.additions import add_lora, lora_layers
+from runners.engine.checkpoint import SavedProgress
 from runners.engine.device import choose_device, memory_bytes
+from runners.engine.layers import check_weights
 from runners.engine.log import RunLog
-from runners.engine.meeting import open_store
-from runners.engine.metrics import VALIDATION
+from runners.engine.metrics import VALIDATION, validation_figures
 from runners.engine.options import Options
 from runners.engine.pretrained import Pretrained
+from runners.engine.rendezvous import open_store
 from runners.engine.summary import format_validation
 from runners.engine.trackers import open_trackers
 from runners.recipes.backends import Job, Place
 from runners.recipes.data import training_and_validation
 from runners.recipes.models import batch_of, beside, model_of
+from runners.recipes.recipe_schema import Recipe
 from runners.recipes.replicas.adapter import FOLDER as ADAPTER_FOLDER
-from runners.recipes.replicas.adapter import load_adapter, read_adapter, save_adapter
-from runners.recipes.replicas.figures import mfu
+from runners.recipes.replicas.adapter import load_adapter, read_adapter, save_adapter, trained
 from runners.recipes.replicas.saving import Home, Saved
 from runners.recipes.replicas.state import StateBytes
-from runners.recipes.replicas.whole import WholeModel, add_lora, lora_layers
-from runners.recipes.schema import Recipe
+from runners.recipes.replicas.throughput import mfu
+from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.weights import load_weights, weight_files
 from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import Recorder
@@ -89,7 +91,7 @@ def check_replicated(job: Job) -> None:
             read_adapter(model, recipe.lora, beside(job.folder, recipe.lora.adapter))
     if recipe.model.weights is not None:
         folder = beside(job.folder, recipe.model.weights)
-        (weight_files(folder) if model.family == "vit" else Pretrained(folder, model))
+        weight_files(folder) if model.family == "vit" else check_weights(folder, model, recipe.batch.seq_len)
 
 
 @contextmanager
@@ -122,13 +124,15 @@ def _stop_signals() -> Iterator[list[int]]:
 def _whole_model(job: Job, model: Model, device: torch.device, *, reentrant: bool) -> WholeModel:
     recipe = job.recipe
     weights = None if recipe.model.weights is None else beside(job.folder, recipe.model.weights)
-    pretrained = Pretrained(weights, model) if weights is not None and model.family != "vit" else None
+    pretrained = None
+    if weights is not None and model.family != "vit":
+        pretrained = Pretrained(weights, model, recipe.batch.seq_len)
     way = recipe.memory.recompute
     whole = WholeModel(model, recipe.seed, way, reentrant=reentrant, device=device, pretrained=pretrained)
     if weights is not None and model.family == "vit":
         load_weights(whole.layers, model, weights)
     if recipe.lora is not None:
-        add_lora(whole, recipe.lora, recipe.seed)
+        add_lora(whole.layers, model, recipe.lora, recipe.seed)
         if recipe.lora.adapter is not None:
             load_adapter(whole, recipe.lora, beside(job.folder, recipe.lora.adapter))
     return whole
@@ -172,9 +176,7 @@ class _Run:
             sums[0] += part.detach()
             with log.interval("backward", f"B{m}"):
                 self.replica.backward(part, accumulation * dp / max(1, targets))
-        rate = recipe.optimizer.learning_rate
-        if recipe.optimizer.warmup_steps:
-            rate *= min(1.0, (step + 1) / recipe.optimizer.warmup_steps)
+        rate = recipe.rate.at(step)
         with log.interval("update", "update"):
             norm, held = self.replica.update(rate)
         with log.interval("wait", "sum of the loss"):
@@ -214,9 +216,9 @@ class _Run:
         sums[1] = correct
         distributed.all_reduce(sums)
         loss, right = sums.tolist()
-        targets = max(1, self._targets(samples, range(len(samples))))
-        found = {"validation_loss": loss / targets, "validation_s": time.time() - start_s}
-        return found | ({"validation_accuracy": right / targets} if samples.classified else {})
+        targets = self._targets(samples, range(len(samples)))
+        seconds, kind = time.time() - start_s, samples.classified
+        return validation_figures(loss, right, targets, seconds, classified=kind, tokens=not kind)
 
 
 def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> int:
@@ -242,7 +244,7 @@ def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> in
         saved, first = None, 0
         if recipe.checkpoint is not None:
             folder = beside(job.folder, recipe.checkpoint.folder)
-            home = Home(folder, recipe.checkpoint, model, recipe.seed, place.rank, place.world_size, store)
+            home = Home(folder, recipe.checkpoint, model, recipe.seed, place.rank, place.world_size, store, recipe.lora)
             saved = replica.saved(home)
             first = _resume(saved, home)
         stopped = _run_steps(run, job, first, saved)
@@ -252,7 +254,7 @@ def train(job: Job, place: Place, make: Maker, *, reentrant: bool = False) -> in
             base = None if recipe.model.weights is None else beside(job.folder, recipe.model.weights).resolve()
             with replica.gathered():
                 if place.rank == 0:
-                    save_adapter(whole, recipe.lora, job.out / ADAPTER_FOLDER, base)
+                    save_adapter(model, recipe.lora, trained(whole), job.out / ADAPTER_FOLDER, base)
         del run, replica, saved
     return 128 + (stops or [signal.SIGTERM])[0] if stopped else 0
 
@@ -291,7 +293,7 @@ def _run_steps(run: _Run, job: Job, first: int, saved: Saved | None) -> bool:
             last = result["stop"] or step + 1 == recipe.steps
             every = recipe.checkpoint.every if recipe.checkpoint is not None else 0
             if saved is not None and (last or (every and (step + 1) % every == 0)):
-                saved.save(Progress(step + 1, (step + 1) * run.batch.global_batch, recipe.seed))
+                saved.save(SavedProgress(step + 1, (step + 1) * run.batch.global_batch, recipe.seed))
             if last:
                 return step + 1 < recipe.steps
     return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from torch.distributed import Store
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
-from polygon.files import write_json
-from runners.engine.checkpoint import Checkpoints, Progress, canonical, file_of
+from polygon.formats.files import write_json
+from runners.engine.checkpoint import Checkpoints, SavedProgress, UnsavedError, canonical, file_of
 from runners.engine.layers import layer_name
-from runners.engine.update import STATE_KEYS
+from runners.engine.optimizers import STATE_KEYS
+from runners.recipes.recipe_schema import CheckpointPart, LoraPart
 from runners.recipes.replicas.whole import WholeModel
-from runners.recipes.schema import CheckpointPart
 
 WHOLE = "whole.json"
 """Written last into a checkpoint of DeepSpeed: how far the run had come, and for which ranks its files are."""
@@ -41,15 +42,16 @@ class Home:
     rank: int
     ranks: int
     store: Store
+    lora: LoraPart | None = None
 
 
 class Saved(Protocol):
     """One rank's part of the checkpoints."""
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> SavedProgress | None:
         """Load the newest whole checkpoint; None: there is none."""
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: SavedProgress) -> None:
         """Keep the state as it is now."""
 
     def close(self) -> None:
@@ -63,9 +65,10 @@ class LayerFiles:
         self._home, self._optimizer, self._keys = home, optimizer, STATE_KEYS[name]
         self._trained = {_in_full_model(home.model, n): p for n, p in whole.named_parameters() if p.requires_grad}
         store = home.store.clone()  # type: ignore[attr-defined]
-        self._files = Checkpoints(home.folder, home.model, home.part.keep, home.rank, home.ranks, store)
+        lora = None if home.lora is None else home.lora.additions
+        self._files = Checkpoints(home.folder, home.model, home.part.keep, home.rank, home.ranks, store, lora)
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> SavedProgress | None:
         model = self._home.model
         step, _ = self._files.agree(file_of(model, name) for name in self._trained)
         if step is None:
@@ -79,11 +82,16 @@ class LayerFiles:
                 missing = [key for key in self._keys if key not in state]
                 require(not missing, "checkpoint: optimizer state", sorted(state), f"{self._keys}")
                 kept = {key: state[key].to(parameter.device) for key in self._keys}
-                self._optimizer.state[parameter] = {"step": torch.tensor(float(state["updates"]))} | kept
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(state["updates"]), device=parameter.device)
+                } | kept
         return progress
 
-    def save(self, progress: Progress) -> None:
-        self._files.wait()
+    def save(self, progress: SavedProgress) -> None:
+        try:
+            self._files.wait()
+        except UnsavedError as error:  # of an earlier step; that of the last one ends the run
+            print(f"rank {self._home.rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         files: dict[str, dict[str, Mapping[str, Any]]] = {}
         for name, parameter in self._trained.items():
             held = self._optimizer.state[parameter]
@@ -109,7 +117,7 @@ class EngineFiles:
     def __init__(self, home: Home, engine: Any, zero: int) -> None:
         self._home, self._engine, self._zero = home, engine, zero
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> SavedProgress | None:
         found = sorted(self._home.folder.glob(f"deepspeed-*/{WHOLE}"))
         if not found:
             return None
@@ -122,9 +130,9 @@ class EngineFiles:
             self._engine.load_checkpoint(str(self._home.folder), tag=place.name)
         except Exception as error:
             raise InputError(f"{place}: {str(error).splitlines()[0]}, expected a checkpoint of this recipe") from error
-        return Progress(said["step"], said["samples"], said["seed"])
+        return SavedProgress(said["step"], said["samples"], said["seed"])
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: SavedProgress) -> None:
         home, tag = self._home, f"deepspeed-{progress.step:08d}"
         self._engine.save_checkpoint(str(home.folder), tag=tag)
         distributed.barrier()

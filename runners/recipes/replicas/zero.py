@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,13 +17,20 @@ from torch import nn
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Batch
 from polygon.export.deepspeed import ZeroOptions, batch_config
-from runners.recipes.replicas.ddp import make_optimizer
+from runners.recipes.recipe_schema import Recipe
+from runners.recipes.replicas.ddp import optimizer_of
 from runners.recipes.replicas.saving import EngineFiles, Home
 from runners.recipes.replicas.state import Counted, StateBytes
-from runners.recipes.schema import Recipe
 
 BUCKET_ELEMENTS = 50_000_000
 """Most gradients that DeepSpeed collects before it reduces them (its own default of 5e8 takes 2 GB of buffers)."""
+
+
+QUIET_S = 5.0
+COMPILES = (
+    "DeepSpeed is still starting: the first time on a machine it compiles its operations, for some minutes "
+    "(kept in ~/.cache/torch_extensions)"
+)
 
 
 def zero_options(recipe: Recipe) -> ZeroOptions:
@@ -85,13 +94,25 @@ def check_zero(recipe: Recipe, *, on_gpu: bool) -> None:
     )
 
 
+@contextmanager
+def said_if_slow(text: str, after_s: float) -> Iterator[None]:
+    """Say something on stderr if what is inside takes longer than some seconds."""
+    timer = threading.Timer(after_s, lambda: print(text, file=sys.stderr, flush=True))  # noqa: T201
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class ZeroReplica:
     """Computes a rank's micro-batches under DeepSpeed's engine; same calls as `DdpReplica`."""
 
     def __init__(self, whole: nn.Module, batch: Batch, recipe: Recipe, device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # no launcher may have set it
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), said_if_slow(COMPILES, QUIET_S):
             warnings.simplefilter("ignore")  # deepspeed 0.19 uses what torch 2.13 calls deprecated
             import deepspeed
 
@@ -99,7 +120,7 @@ class ZeroReplica:
             deepspeed.init_distributed()
             groups = [
                 {"params": group["params"], "weight_decay": group["weight_decay"]}
-                for group in make_optimizer(whole, recipe.optimizer).param_groups
+                for group in optimizer_of(whole, recipe.optimizer).param_groups
             ]
             config = config_of(recipe, batch, on_gpu=device.type == "cuda")
             self.engine, self._optimizer, *_ = deepspeed.initialize(model=whole, model_parameters=groups, config=config)

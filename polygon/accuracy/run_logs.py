@@ -1,0 +1,179 @@
+"""Factors of the cost model from the logs of real runs.
+
+A log directory is what dist_runner and launch write: ``rank-N.jsonl`` and the plan. The factors are few: compute and
+optimizer by device type (median of measured over predicted), and one for all communication (so that the predicted step
+is the measured one). Every third step is left out of the fit and judges it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polygon.cost.calibration import Calibration
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.domain.plan import Plan, Problem
+from polygon.formats import files
+
+LEFT_OUT = 3
+"""Every third step judges the fit."""
+FACTORS = (1e-3, 1e4)
+"""Between which a communication factor is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """The steps of one run, without the first (which opens connections)."""
+
+    name: str
+    problem: Problem
+    plan: Plan
+    step_s: np.ndarray
+    """Shape (steps,)."""
+    compute_s: np.ndarray
+    """Shape (steps, workers): forward and backward."""
+    update_s: np.ndarray
+    """Shape (steps, workers)."""
+    devices: tuple[str, ...]
+    """Device type of every worker."""
+
+    @property
+    def fitted(self) -> np.ndarray:
+        """Steps that the fit may see."""
+        return np.arange(len(self.step_s)) % LEFT_OUT != LEFT_OUT - 1
+
+
+def read_run(directory: Path, plan_path: Path | None) -> Run:
+    """Read a log directory.
+
+    Raises
+    ------
+    InputError
+        Where a rank's log is missing, or the run is too short to fit and judge.
+    """
+    path = plan_path or directory / "plan.json"
+    problem, plan, _ = files.read_plan(path)
+    places = sorted((s, w, rank) for rank, (s, w, t) in plan.rank_places.items() if t == 0)
+    logs = [_steps(directory / f"rank-{rank}.jsonl") for _, _, rank in places]
+    shared = sorted(set.intersection(*(set(log) for log in logs)))[1:]
+    if len(shared) < 2 * LEFT_OUT:
+        raise InputError(f"{directory}: found {len(shared)} steps after the first, expected at least {2 * LEFT_OUT}")
+    pools = problem.cluster.pools
+    kinds = [[[log[step]["seconds_by_kind"].get(kind, 0.0) for log in logs] for step in shared] for kind in KINDS]
+    return Run(
+        name=str(directory),
+        problem=problem,
+        plan=plan,
+        step_s=np.array([max(log[step]["seconds"] for log in logs) for step in shared]),
+        compute_s=np.array(kinds[0]),
+        update_s=np.array(kinds[1]),
+        devices=tuple(pools[plan.stages[s].workers[w].pool].device.name for s, w, _ in places),
+    )
+
+
+KINDS = ("compute", "update")
+"""Kinds of interval in the logs that factors are fitted to."""
+
+
+def _steps(path: Path) -> dict[int, dict[str, Any]]:
+    """Step lines of a rank's log, by step."""
+    steps = {}
+    for number, line in enumerate(files.read_text(path).splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed may be cut short
+        if entry.get("type") == "step":
+            if "seconds" not in entry or "seconds_by_kind" not in entry:
+                raise InputError(f"{path}: line {number}: found {sorted(entry)}, expected seconds and seconds_by_kind")
+            steps[int(entry["step"])] = entry
+    if not steps:
+        raise InputError(f"{path}: found no step, expected lines of type step")
+    return steps
+
+
+def predict_s(run: Run, calibration: Calibration | None) -> tuple[float, np.ndarray, np.ndarray]:
+    """Predicted step, and compute and update of every worker [s]."""
+    tables = CostTables(run.problem, calibration=calibration)
+    times = step_times(run.plan, tables)
+    shares = np.concatenate([run.plan.shares(s) for s in range(len(run.plan.stages))])
+    compute = shares * (times.schedule.forward_s + times.schedule.backward_s)
+    return times.step_s, compute, times.update_s
+
+
+def fit(runs: Sequence[Run]) -> Calibration:
+    """Factors for what the runs used.
+
+    Compute and update first (they are measured by themselves), then communication: the step grows with it, so that
+    the factor that meets the measured step on the average over the runs is found by bisection.
+    """
+    compute, update = {}, {}
+    predictions = [predict_s(run, None) for run in runs]
+    for device in sorted({device for run in runs for device in run.devices}):
+        ratios: list[list[float]] = [[], []]
+        for run, (_, compute_s, update_s) in zip(runs, predictions, strict=True):
+            mine = np.array([name == device for name in run.devices])
+            for found, measured, predicted in ((0, run.compute_s, compute_s), (1, run.update_s, update_s)):
+                part = measured[run.fitted][:, mine] / np.maximum(predicted[mine], 1e-12)
+                ratios[found] += part[part > 0].ravel().tolist()
+        if ratios[0]:
+            compute[device] = float(np.median(ratios[0]))
+        if ratios[1]:
+            update[device] = float(np.median(ratios[1]))
+
+    def excess(factor: float) -> float:
+        """Mean logarithm of predicted over measured step."""
+        tried = Calibration(compute=compute, update=update, communication=factor)
+        return float(np.mean([np.log(predict_s(r, tried)[0] / np.median(r.step_s[r.fitted])) for r in runs]))
+
+    low, high = np.log(FACTORS[0]), np.log(FACTORS[1])
+    if excess(FACTORS[1]) < 0:  # traffic does not matter
+        communication = 1.0
+    elif excess(FACTORS[0]) > 0:  # compute alone is too long
+        communication = FACTORS[0]
+    else:
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if excess(float(np.exp(middle))) < 0 else (low, middle)
+        communication = float(np.exp((low + high) / 2))
+    fitted = Calibration(compute=compute, update=update, communication=communication)
+    errors = np.concatenate([_errors(run, fitted) for run in runs])
+    return Calibration(
+        compute=compute,
+        update=update,
+        communication=communication,
+        relative_error=float(min(np.quantile(errors, 0.9), 1.0)),
+    )
+
+
+def _errors(run: Run, calibration: Calibration | None) -> np.ndarray:
+    """Absolute relative errors of the predicted step on the steps that were left out."""
+    step = predict_s(run, calibration)[0]
+    return np.abs(step / run.step_s[~run.fitted] - 1)
+
+
+def report(runs: Sequence[Run], fitted: Calibration) -> dict[str, Any]:
+    """What the fit found, and the error before and after on steps that it did not see."""
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for run in runs:
+            before, after = _errors(run, None), _errors(run, fitted)
+            yield {
+                "run": run.name,
+                "steps_fitted": int(run.fitted.sum()),
+                "steps_left_out": int((~run.fitted).sum()),
+                "measured_step_s": float(np.median(run.step_s[~run.fitted])),
+                "predicted_before_s": predict_s(run, None)[0],
+                "predicted_after_s": predict_s(run, fitted)[0],
+                "error_before_pct": 100 * float(before.mean()),
+                "error_after_pct": 100 * float(after.mean()),
+            }
+
+    return {"calibration": fitted.to_dict(), "runs": list(lines())}

@@ -1,0 +1,434 @@
+"""Problem, plan and result: what is to be trained where, who does what, and how good that is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.api.choices import METHODS, EffortName, Method, Objective, Status
+from polygon.api.inputs import Cluster, Model
+from polygon.bounds.gap import estimate_data, gap
+from polygon.bounds.lower_bound import LowerBound, lower_bound
+from polygon.cost.calibration import Calibration
+from polygon.cost.convergence import assumptions as loss_assumptions
+from polygon.cost.estimate import Estimate, estimate
+from polygon.cost.money import Bill, TrainingRun, step_bill, whole_run
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables, Profile
+from polygon.domain import plan as domain_plan
+from polygon.domain.errors import one_of, require
+from polygon.domain.groups import Groups
+from polygon.domain.message import Message, Violation
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints
+from polygon.domain.runtime import POLYGON, Runtime
+from polygon.formats import catalogue, files
+from polygon.formats.convert import runtime_data
+from polygon.formats.files import PathLike
+from polygon.messages.report import describe_assumptions, describe_plan
+from polygon.planning.assumptions import Assumption, assumptions
+from polygon.planning.checker import violations
+from polygon.planning.decode import Allocation
+from polygon.planning.efforts import EFFORTS
+from polygon.planning.exact import find_optimum
+from polygon.planning.frontier import find_within_limits
+from polygon.planning.grid_plans import find_grid_plan
+from polygon.planning.objectives import objective_named
+from polygon.planning.robust import simpler, surest
+from polygon.planning.search_engine import Effort, Found, Tell
+
+
+class Milestone(NamedTuple):
+    """A new best within a phase of a search."""
+
+    phase: Message
+    """Phases may value a plan differently: the fluid objective leaves some waiting out."""
+    seconds: float
+    """Since the search began."""
+    value: float
+    """Of the objective; the step time [s] unless another was asked for."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Problem:
+    """Train this model with this batch on this cluster.
+
+    Parameters
+    ----------
+    cluster : Cluster
+    model : Model or str
+        A string is a name of the catalogue.
+    batch : Batch
+    runtime : Runtime or str
+        The program that is to execute the step, or its name in the catalogue; by default our own engine.
+    constraints : Constraints
+        What a plan must keep beside being possible: memory headroom, regions, budget, deadline, parity of the loss.
+    profiles : sequence
+        Measured layer times (`load`, `runners.profile_layers`) in place of the device model.
+    calibration : Calibration, optional
+        Factors fitted to real runs (`calibrate`).
+
+    Raises
+    ------
+    InputError
+        Where they do not fit together, as sequences that are longer than the model takes.
+
+    Examples
+    --------
+    >>> from polygon import Batch, Cluster, Problem
+    >>> node = {"device": "a100-40gb", "count": 1, "devices_per_node": 2}
+    >>> pair = Cluster.from_dict({"regions": [{"name": "here", "nodes": [node]}]})
+    >>> problem = Problem(pair, "opt-350m", Batch(global_batch=8, seq_len=512))
+    >>> result = problem.search(effort="quick")
+    >>> result.status, result.estimate.step_s >= problem.bound().seconds
+    ('feasible', True)
+    """
+
+    cluster: Cluster
+    model: Model
+    batch: Batch
+    runtime: Runtime
+    constraints: Constraints
+    profiles: tuple[Profile, ...]
+    calibration: Calibration | None
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model | str,
+        batch: Batch,
+        *,
+        runtime: Runtime | str = POLYGON,
+        constraints: Constraints | None = None,
+        profiles: Iterable[Profile] = (),
+        calibration: Calibration | None = None,
+    ) -> None:
+        fields = {
+            "cluster": cluster,
+            "model": Model.from_catalogue(model) if isinstance(model, str) else model,
+            "batch": batch,
+            "runtime": catalogue.runtime(runtime) if isinstance(runtime, str) else runtime,
+            "constraints": constraints or Constraints(),
+            "profiles": tuple(profiles),
+            "calibration": calibration,
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        _ = self.data  # what does not fit together is said here, not by the first search
+
+    @classmethod
+    def of(
+        cls, data: domain_plan.Problem, *, profiles: Iterable[Profile] = (), calibration: Calibration | None = None
+    ) -> Problem:
+        """The planner's record (of a file, of `Groups`) as a problem."""
+        return cls(
+            Cluster(data.cluster),
+            Model(data.model),
+            data.batch,
+            runtime=data.runtime,
+            constraints=data.constraints,
+            profiles=profiles,
+            calibration=calibration,
+        )
+
+    @classmethod
+    def from_file(cls, path: PathLike) -> Problem:
+        """The problem of a file (docs/file-formats.md); its cluster may be another file, its model a name."""
+        return cls.of(files.read_problem(path))
+
+    @cached_property
+    def data(self) -> domain_plan.Problem:
+        """The planner's record."""
+        return domain_plan.Problem(
+            cluster=self.cluster.data,
+            model=self.model.data,
+            batch=self.batch,
+            constraints=self.constraints,
+            runtime=self.runtime,
+        )
+
+    @cached_property
+    def tables(self) -> CostTables:
+        """What layers, links and memory cost, filled as they are asked for."""
+        return CostTables(self.data, self.profiles, self.calibration)
+
+    def bound(self) -> LowerBound:
+        """What no plan can beat, whatever the search finds.
+
+        Returns
+        -------
+        LowerBound
+            ``seconds`` per step, the ``parts`` that prove it, and which of them is ``binding``.
+        """
+        return lower_bound(self.tables)
+
+    def search(
+        self,
+        *,
+        objective: Objective = "time",
+        method: Method = "memetic",
+        effort: EffortName | Effort = "thorough",
+        seed: int = 0,
+        time_limit_s: float | None = None,
+        groups: Groups | None = None,
+        robust: bool = False,
+        progress: Tell | None = None,
+        configurations: PathLike | None = None,
+    ) -> Result:
+        """Find the best plan.
+
+        Parameters
+        ----------
+        objective : {'time', 'money', 'energy', 'tokens-per-usd'}
+            What is best: least step time, least money or energy per step, or most tokens per dollar.
+        method : {'memetic', 'grid3d', 'exhaustive'}
+            A genetic algorithm with local search; every uniform split of all devices; or every allocation of a small
+            problem, which proves the best (time only).
+        effort : {'quick', 'thorough', 'long'} or Effort
+            How long to search, in evaluations: the same seed and effort give the same plan. grid3d has its own end.
+        seed : int
+        time_limit_s : float, optional
+            Stop after so many seconds with the best so far; then a seed may give another plan another time.
+        groups : Groups, optional
+            Which devices form which stage (``polygon init``): where the memetic search begins.
+        robust : bool
+            Take the plan whose interval ends first (``estimate.high_s``) of those that the search met, and of nearly
+            equal ones the simplest; time only.
+        progress : callable, optional
+            Told the phase, the part of it that is done (0 to 1) and the best value so far. It may raise
+            KeyboardInterrupt, which ends the search with the best so far.
+        configurations : path, optional
+            grid3d: where every configuration goes, priced (JSON).
+
+        Returns
+        -------
+        Result
+            That no plan fits is a result with its reason, not an error.
+
+        Raises
+        ------
+        InputError
+            For a word that is none of those above, and for a problem too large for a proof.
+        """
+        require(method in METHODS, "method", method, one_of(method, METHODS))
+        chosen = objective_named(objective)
+        history: list[Milestone] = []
+        tell = _noted(history, progress)
+        if method == "grid3d":
+            found = self._grid(objective, tell, configurations)
+        else:
+            limits = _effort(effort, time_limit_s)
+            if method == "exhaustive":
+                require(objective == "time", "objective", objective, "time with the method exhaustive")
+                rng = np.random.default_rng(seed)
+                found = find_optimum(self.data, rng, effort=limits, tell=tell, tables=self.tables)
+            else:
+                found = find_within_limits(
+                    self.data, seed, objective=chosen, groups=groups, effort=limits, tell=tell, tables=self.tables
+                )
+        if robust:
+            require(objective == "time", "objective", objective, "time for a robust plan")
+            if found.plan is not None:
+                found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
+        return self._result(found, seed, tuple(history))
+
+    def _grid(self, objective: Objective, tell: Tell, configurations: PathLike | None) -> Found:
+        """The best uniform split."""
+        data = self.data
+        head: dict[str, object] = {"cluster": data.cluster.name, "model": data.model.name, "cost_model": "polygon"}
+        head |= {"batch": {"global_batch": self.batch.global_batch, "seq_len": self.batch.seq_len}}
+        head["devices"] = data.cluster.devices
+        return find_grid_plan(
+            data,
+            tables=self.tables,
+            objective=objective_named(objective),
+            tell=tell,
+            keep=None if configurations is None else lambda rows: rows.write(str(configurations), head),
+        )
+
+    def _result(self, found: Found, seed: int, history: tuple[Milestone, ...]) -> Result:
+        """What a search found, priced."""
+        plan = Plan(self, replace(found.plan, seed=seed)) if found.plan is not None else None
+        assert plan is None or not plan.violations(), "the search made a plan that breaks a rule"
+        ended: Status = "infeasible" if plan is None else "proved" if found.proved else "feasible"
+        return Result(
+            status="interrupted" if found.interrupted else ended,
+            plan=plan,
+            estimate=plan.evaluate() if plan is not None else None,
+            bound=self.bound() if plan is not None else None,
+            reason=found.reason if plan is None else None,
+            met=found.bills,
+            history=history,
+            seconds=found.seconds,
+            evaluations=found.evaluations,
+        )
+
+    def __repr__(self) -> str:
+        return f"Problem({self.cluster!r}, {self.model!r}, {self.batch!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """Who computes which layers of which micro-batch, and by which way everything travels.
+
+    Parameters
+    ----------
+    problem : Problem
+    data : polygon.domain.plan.Plan
+        The planner's record: stages, routes, schedule, packing of links.
+    """
+
+    problem: Problem
+    data: domain_plan.Plan
+
+    @classmethod
+    def from_file(
+        cls, path: PathLike, *, profiles: Iterable[Profile] = (), calibration: Calibration | None = None
+    ) -> Plan:
+        """The plan of a file, with its problem; measurements as in `Problem`.
+
+        Raises
+        ------
+        InputError
+            With the file, the place in it, what was found and what is allowed.
+        """
+        problem, plan, _ = files.read_plan(path)
+        return cls(Problem.of(problem, profiles=profiles, calibration=calibration), plan)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.data.stages)
+
+    @property
+    def devices(self) -> int:
+        """Devices that the plan uses."""
+        return self.data.world_size
+
+    def evaluate(self) -> Estimate:
+        """Predict one step: time by term, memory by worker, traffic by link, money and energy.
+
+        Returns
+        -------
+        Estimate
+            ``step_s`` with its 90 % interval ``low_s`` to ``high_s``.
+        """
+        return self._estimate
+
+    @cached_property
+    def _estimate(self) -> Estimate:
+        return estimate(self.problem.data, self.data, self.problem.tables)
+
+    def violations(self) -> list[Violation]:
+        """Everything that is wrong with the plan; empty for a plan that can be run.
+
+        Returns
+        -------
+        list of Violation
+            Each with the `kind` of rule, its arguments, and the `stage` and `worker` that break it; `str` gives words.
+        """
+        return violations(self.problem.data, self.data, self.problem.tables)
+
+    def whole_run(self, tokens: float) -> TrainingRun:
+        """Time, money and energy of training on so many tokens."""
+        times = step_times(self.data, self.problem.tables)
+        return whole_run(step_bill(self.problem.data, self.data, times), tokens)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data of the estimate, the bound and what is assumed of the loss, as plan files and ``--json`` say."""
+        priced = estimate_data(self.evaluate(), self.problem.bound())
+        return {
+            "runtime": runtime_data(self.problem.runtime),
+            **priced,
+            "loss": loss_assumptions(self.problem.data, self.data),
+            "assumed": [asdict(assumption) for assumption in self.assumptions()],
+        }
+
+    def describe(self) -> str:
+        """Stages, speed, memory, traffic, bound and what limits the plan, for people."""
+        text = describe_plan(self.problem.data, self.data, self.evaluate(), self.problem.bound())
+        return text + describe_assumptions(self.assumptions())
+
+    def assumptions(self) -> list[Assumption]:
+        """Links that nobody gave and that move the step by more than 2 %, worst first."""
+        return self._assumptions
+
+    @cached_property
+    def _assumptions(self) -> list[Assumption]:
+        return assumptions(self.problem.data, self.data, self.problem.tables)
+
+    def save(self, path: PathLike) -> None:
+        """Write the plan with its problem and estimate (JSON), for the runner, `load` and every command.
+
+        Raises
+        ------
+        InputError
+            Where the file cannot be written.
+        """
+        files.write_plan(path, self.problem.data, self.data, self.to_dict())
+
+    def __repr__(self) -> str:
+        return f"Plan({self.stages} stages on {self.devices} of {self.problem.cluster.devices} devices)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """Outcome of a search."""
+
+    status: Status
+    """`feasible`; `proved`, no allocation of devices to stages has a better plan; `infeasible`, nothing fits;
+    `interrupted`, the best so far (no plan if there was none)."""
+    plan: Plan | None = field(default=None, repr=False)
+    estimate: Estimate | None = field(default=None, repr=False)
+    bound: LowerBound | None = field(default=None, repr=False)
+    """Least step time of any plan, whatever the objective."""
+    reason: Message | None = None
+    """Why there is no plan; `str` puts it into words."""
+    met: tuple[tuple[Bill, Allocation], ...] = field(default=(), repr=False)
+    """What every allocation costs that was simulated exactly."""
+    history: tuple[Milestone, ...] = field(default=(), repr=False)
+    """Every improvement, oldest first."""
+    seconds: float = 0.0
+    """That the search took."""
+    evaluations: int = 0
+
+    def simpler(self) -> Plan | None:
+        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one."""
+        if self.plan is None:
+            return None
+        problem = self.plan.problem
+        other = simpler(problem.data, self.plan.data, self.met, problem.tables)
+        return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
+
+    @property
+    def gap(self) -> float | None:
+        """How far the step is above the bound, as a part of it; None without a plan."""
+        return None if self.estimate is None or self.bound is None else gap(self.estimate.step_s, self.bound)
+
+
+def _effort(effort: EffortName | Effort, time_limit_s: float | None) -> Effort:
+    """An effort by name or spelt out, within a time limit."""
+    if isinstance(effort, str):
+        require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
+        effort = EFFORTS[effort]
+    return effort if time_limit_s is None else replace(effort, time_limit_s=time_limit_s)
+
+
+def _noted(history: list[Milestone], progress: Tell | None) -> Tell:
+    """Puts every improvement on record and passes on what is told."""
+    began_s = time.perf_counter()
+
+    def tell(phase: Message, part: float, best: float) -> None:
+        last = history[-1] if history else None
+        if math.isfinite(best) and (last is None or last.phase != phase or best < last.value):
+            history.append(Milestone(phase, time.perf_counter() - began_s, best))
+        if progress is not None:
+            progress(phase, part, best)
+
+    return tell

@@ -1,0 +1,1 @@
+"""What no plan can beat. May import `cost`."""

@@ -1,0 +1,219 @@
+"""What regions that add up gradients need at least, for every set of regions that could.
+
+A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: in r rounds,
+every pair of regions at once, over at most as many node pairs as each region of S has nodes. With w bytes that takes
+
+    at least  max over a, b in S  r latency_ab + 2 w / (|S| k rate_ab),  and before that  2 (k - 1) (l + n / (k B))
+
+inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest.
+
+Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
+link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute
+and nodes than the largest such neighbourhood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.bounds.region_sets import ENUMERATED
+from polygon.cost.reduction import exchange_rounds
+
+STEPS = 8
+LANES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+"""Node pairs at which the bound takes a step; between two it takes the better of both."""
+
+
+class Hop(NamedTuple):
+    """The best link between two nodes of a region, and the least part of an all-reduce over it that is seen."""
+
+    latency_s: float
+    bytes_per_s: float
+    part: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Links:
+    """Links between regions that a plan may use, shape (regions, regions) each, and what the regions are.
+
+    Parameters
+    ----------
+    latency_s, slowness : ndarray
+        Seconds, and seconds per byte of one node pair; inf without a link, 0 on the diagonal.
+    shared : ndarray
+        Seconds per byte of what all node pairs of two regions share.
+    nodes : ndarray of int, shape (regions,)
+        0 for a region that must not be used.
+    hop : Hop
+        Least latency and most bytes/s between two nodes of a region.
+    """
+
+    latency_s: np.ndarray
+    slowness: np.ndarray
+    shared: np.ndarray
+    nodes: np.ndarray
+    hop: Hop
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SummingSets:
+    """Sets of two or more regions, and what each has at best; shape (sets,) unless said otherwise.
+
+    Parameters
+    ----------
+    members : ndarray of bool, shape (sets, centres, regions)
+        Of each set; where neighbourhoods stand for sets, the neighbourhood of every centre.
+    count, lanes : ndarray of int
+        Most regions, most node pairs side by side.
+    rounds : ndarray of int
+    far, thin : ndarray, shape (2, sets)
+        Latency and slowness of the farthest and of the slowest pair.
+    near_s, shared : ndarray
+        Least latency, and seconds per byte of the narrowest capacity.
+    """
+
+    members: np.ndarray
+    count: np.ndarray
+    lanes: np.ndarray
+    rounds: np.ndarray
+    far: np.ndarray
+    thin: np.ndarray
+    near_s: np.ndarray
+    shared: np.ndarray
+
+    def capacity(self, of_region: np.ndarray) -> np.ndarray:
+        """Most that a set has of something, given what every region has."""
+        return (self.members @ of_region).max(axis=1)
+
+    @property
+    def latency_s(self) -> np.ndarray:
+        """Seconds that the smallest sum takes."""
+        return self.rounds * self.far[0]
+
+    def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop) -> np.ndarray:
+        """Least seconds of a sum.
+
+        Parameters
+        ----------
+        n_bytes, wire_bytes : ndarray, shape (sizes,)
+            Gradient as it is inside a region and packed between regions.
+
+        Returns
+        -------
+        ndarray, shape (sets, sizes)
+        """
+        best = np.full((len(self.count), len(n_bytes)), np.inf)
+        sent = 2 * wire_bytes[None, :] / self.count[:, None]
+        rounds = self.rounds[:, None]
+        shared_s = rounds * self.near_s[:, None] + sent * self.shared[:, None]
+        for fewest, more in pairwise((*LANES, int(self.lanes.max(initial=0)) + 1)):
+            some = self.lanes >= fewest
+            if not some.any():
+                break
+            most = np.clip(max(more, fewest + 1) - 1, 1, self.lanes[some])[:, None]
+            far_s, thin_s = (
+                rounds[some] * pair[0][some, None] + sent[some] * pair[1][some, None] / most
+                for pair in (self.far, self.thin)
+            )
+            seconds = np.maximum(np.maximum(far_s, thin_s), shared_s[some])
+            if fewest > 1:
+                rounds_s = 2 * math.ceil(math.log2(fewest)) * hop.latency_s
+                seconds = seconds + hop.part * (rounds_s + 2 * (fewest - 1) / fewest * n_bytes / hop.bytes_per_s)
+            best[some] = np.minimum(best[some], seconds)
+        return best
+
+
+def summing_sets(links: Links, *, whole: bool) -> SummingSets:
+    """Every set of linked regions, or neighbourhoods in their place.
+
+    Parameters
+    ----------
+    whole : bool
+        Whether regions may send whole gradients in one round (`exchange_rounds`).
+    """
+    used = np.flatnonzero(links.nodes > 0)
+    if len(used) <= ENUMERATED:
+        return _enumerated(links, used, whole=whole)
+    return _neighbourhoods(links, used)
+
+
+def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
+    regions = len(links.nodes)
+    masks = np.arange(1 << len(used))
+    members = np.zeros((len(masks), regions), dtype=bool)
+    members[:, used] = (masks[:, None] >> np.arange(len(used))) & 1 == 1
+    members = members[members.sum(axis=1) >= 2]
+    apart = ~np.eye(regions, dtype=bool)
+    pairs = np.argwhere(apart & (links.nodes[:, None] > 0) & (links.nodes[None, :] > 0))
+    if not len(pairs):
+        pairs = np.zeros((1, 2), dtype=np.int64)  # of no set
+    inside = members[:, pairs[:, 0]] & members[:, pairs[:, 1]]
+    a, b = pairs.T
+    latency_s, slowness = links.latency_s[a, b], links.slowness[a, b]
+    linked = np.isfinite(np.where(inside, slowness, 0.0)).all(axis=1)
+    members, inside = members[linked], inside[linked]
+    longest = np.where(inside, latency_s, -1.0)
+    slowest = np.where(inside, slowness, -1.0)
+    far, thin = longest.argmax(axis=1), slowest.argmax(axis=1)
+    count = members.sum(axis=1)
+    return SummingSets(
+        members=members[:, None, :],
+        count=count,
+        lanes=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
+        rounds=np.array([exchange_rounds(int(n), whole) for n in count], dtype=np.int64),
+        far=np.stack([latency_s[far], slowness[far]]),
+        thin=np.stack([latency_s[thin], slowness[thin]]),
+        near_s=np.where(inside, latency_s, np.inf).min(axis=1, initial=np.inf),
+        shared=np.where(inside, links.shared[a, b], 0.0).max(axis=1, initial=0.0),
+    )
+
+
+def _steps(values: np.ndarray) -> np.ndarray:
+    """Ends of steps that hold about equally many of some values; the last is the largest."""
+    return np.unique(np.quantile(values, np.linspace(0, 1, STEPS + 1), method="higher"))
+
+
+def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
+    regions = len(links.nodes)
+    linked = np.isfinite(links.slowness) & ~np.eye(regions, dtype=bool)
+    linked &= (links.nodes[:, None] > 0) & (links.nodes[None, :] > 0)
+    both = linked & linked.T
+    if not both.any():
+        return _enumerated(links, used[:0], whole=True)
+    # A set's longest latency either way, and its slowest link.
+    latency_s = np.where(both, np.maximum(links.latency_s, links.latency_s.T), np.inf)
+    slowness = np.where(both, np.maximum(links.slowness, links.slowness.T), np.inf)
+    least = float(links.latency_s[both].min()), float(links.slowness[both].min())
+    far, thin = _steps(latency_s[both]), _steps(slowness[both])
+    members, points = [], []
+    for before_s, longest_s in pairwise((0.0, *far)):
+        for before, slowest in pairwise((0.0, *thin)):
+            near = both & (latency_s <= longest_s) & (slowness <= slowest)
+            near[used, used] = True
+            members.append(near[used])
+            points.append((max(before_s, least[0]), max(before, least[1])))
+    held = np.array(members)
+    bounds = np.array(points).T
+    ones = np.ones(len(points), dtype=np.int64)
+    return SummingSets(
+        members=held,
+        count=held.sum(axis=2).max(axis=1),
+        lanes=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
+        rounds=ones,
+        far=np.stack([bounds[0], np.full(len(points), least[1])]),
+        thin=np.stack([np.full(len(points), least[0]), bounds[1]]),
+        near_s=np.full(len(points), least[0]),
+        shared=np.full(len(points), float(links.shared[both].min())),
+    )
+
+
+def groups_by_capacity(capacity: np.ndarray, most: int) -> Sequence[np.ndarray]:
+    """Sets put together, those with less compute first; at most so many groups."""
+    order = np.argsort(capacity, kind="stable")
+    return [part for part in np.array_split(order, min(len(order), most) or 1) if len(part)]

@@ -1,0 +1,309 @@
+"""Seconds of one transformer block on a worker: products, attention, what passes through memory, what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polygon.cost.kernels import Silicon, attention_s, delta_rule_s, gemm_s, stream_s
+from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group, all_reduce_s
+from polygon.domain.block import Block
+from polygon.domain.cluster import Link
+from polygon.domain.runtime import Runtime
+
+UNFUSED_PASSES = 1.35
+"""Memory passes of eager element-wise kernels over those of fused ones (fitted, MosaicML)."""
+NORM_PASSES = (2, 3)
+"""Passes over its input that a norm makes in one kernel, forward (read, write) and backward (read both, write): of what
+a block has beyond two norms, and of norms inside attention."""
+GATE_PASSES = (3, 5)
+"""The same for a gate over what attention gives: reads two and writes one, then reads three and writes two."""
+CAST_BYTES = 4
+"""Bytes moved per element that is cast to 8 bits, with its transpose."""
+SCORE_PASSES = {True: (7, 9), False: (7, 16)}
+"""Passes over materialised attention scores, forward and backward, with a fused softmax or an eager one: products,
+softmax, mask and dropout each read and write them; the eager backward holds mask, dropout and scale apart."""
+DROPOUT_SLOWS = (1.25, 1.5)
+"""Fused attention with dropout draws a random number per score: 75-85 % of the forward's rate and 60-70 % of the
+backward's are left (FlashAttention-4 measurements, Dao-AILab/flash-attention pull request 2597)."""
+DETERMINISTIC_SLOWS = 1.3
+"""Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
+EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
+"""Bytes moved per element, forward and backward, beyond a fused kernel: RMSNorm as seven fp32 operations, rotary
+positions as complex fp32 numbers."""
+HOST_PART = {False: 1.0, True: 15 / 24}
+"""What the host launches of an eager block's kernels, by whether element-wise ones are fused: Megatron's block is then
+15 kernels in forward, else 24."""
+ROUTING_HOST_PART = 12 / 24
+"""The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block."""
+HOST_ERROR = 0.5
+"""Half of a 90 % interval over what the host needs: another processor, Python or library."""
+EXPERT_CASTS = (2, 1)
+"""Kernels per product of an expert that cast its operands to 8 bits, forward and backward."""
+HIDING = 0.8
+"""Part of a communication that overlap hides where the overlapped compute is long enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSplit:
+    """How a micro-batch is spread inside a worker: everything that the time of a layer depends on."""
+
+    micro_batch_size: int
+    seq_len: int
+    tp: int
+    group: Group
+    """The tensor-parallel devices."""
+    recompute: str
+    sequence_parallel: bool
+    cp: int
+    cp_link: Link
+    experts: Group
+    """The devices over which experts are spread."""
+    runtime: Runtime
+    gradient_bytes: int = 4
+    hosted: bool = True
+    """Whether a host has to launch the kernels of an accelerator; a CPU calls its own."""
+    communication: float = 1.0
+    """Measured over predicted seconds of all that is sent (`polygon.cost.calibration`)."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens on one device."""
+        return self.micro_batch_size * self.seq_len / self.cp
+
+
+def linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:
+    """Forward, and backward with respect to input and weight, of a linear layer."""
+    forward = gemm_s(chip, rows, columns, inner)
+    return forward, gemm_s(chip, rows, inner, columns) + gemm_s(chip, inner, columns, rows)
+
+
+Seconds = tuple[float, float, float, float]
+"""Of a layer: forward, backward, the communication exposed in both, and what a slower host would add to both."""
+
+
+def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSplit) -> Seconds:
+    """Of one block.
+
+    Parameters
+    ----------
+    cast_parameters : float
+        Weights on this device that products in 8 bits cast, where the runtime does not keep the casts.
+    """
+    runtime = split.runtime
+    products_f, products_b = _products_s(block, chip, split)
+    attention_f, attention_b = _attention_s(block, chip, split)
+    moved_f, moved_b = _moved_s(block, chip, split)
+    forward, backward = products_f + (attention_f + moved_f), products_b + (attention_b + moved_b)
+    if chip.operand_bytes == 1:
+        cast_f, cast_b = _casts_s(block, 0 if runtime.cached_casts else cast_parameters, chip, split)
+        forward, backward = forward + cast_f, backward + cast_b
+
+    hosted = 1.0 if split.hosted else 0.0
+    eager_f, eager_b = hosted * chip.efficiency.host_forward_s, hosted * chip.efficiency.host_backward_s
+    host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
+    idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
+    forward, backward = forward + idle_f, backward + idle_b
+    longer_f = max(0.0, (1 + HOST_ERROR) * host_f - forward)
+    longer_b = max(0.0, (1 + HOST_ERROR) * host_b - backward)
+    if block.experts:
+        # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
+        # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
+        # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
+        launches = 2 * (block.experts // split.experts.members) if chip.operand_bytes == 1 else 0
+        casts = launches * chip.efficiency.launch_s
+        forward += ROUTING_HOST_PART * eager_f + EXPERT_CASTS[0] * casts
+        backward += ROUTING_HOST_PART * eager_b + EXPERT_CASTS[1] * casts
+    sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
+    ring_f, ring_b = _ring_attention_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
+    expert_s = 2 * _expert_exchange_s(block, chip, split) if block.experts else 0.0
+    recomputed = forward + sent_f + ring_f + expert_s
+    forward += exposed_f + ring_f + expert_s
+    backward += exposed_b + ring_b + expert_s
+    communication = exposed_f + exposed_b + ring_f + ring_b + 2 * expert_s
+    if split.recompute == "full":
+        return forward, backward + recomputed, communication + sent_f + ring_f + expert_s, 2 * longer_f + longer_b
+    if split.recompute == "selective":
+        backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f
+    return forward, backward, communication, longer_f + longer_b
+
+
+def _sums_s(
+    block: Block,
+    chip: Silicon,
+    split: LayerSplit,
+    products_f: float,
+    products_b: float,
+    idle_f: float,
+    idle_b: float,
+) -> tuple[float, float, float]:
+    """Tensor-parallel sums behind attention and MLP (one behind both where they are parallel): the seconds of those of
+    the forward, and what compute and an idle host leave to be seen of them, forward and backward."""
+    runtime = split.runtime
+    sums = (1 if block.parallel else 2) + (1 if block.cross else 0)
+    n_bytes = chip.element_bytes * split.tokens * block.hidden_size
+    sent_f = sums * split.communication * all_reduce_s(n_bytes, split.group)
+    regathered = split.sequence_parallel and not runtime.keeps_gathered
+    sent_b = sent_f * (1.5 if regathered else 1.0)
+    pipelined = runtime.tp_overlap == "pipelined"
+    hidden_f = HIDING * min(sent_f, products_f + idle_f) if pipelined else 0.0
+    hidden_b = HIDING * min(sent_b, (products_b if pipelined else products_b / 4) + idle_b)
+    return sent_f, sent_f - hidden_f, sent_b - (hidden_b if runtime.tp_overlap != "none" else 0.0)
+
+
+def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Forward and backward of the linear layers; experts take their share of the tokens of all who exchange them."""
+    forward = backward = 0.0
+    tp, members = split.tp, split.experts.members
+    for product in block.products():
+        rows, count = split.tokens, product.copies
+        if product.routed:
+            rows = split.tokens * block.experts_per_token * members / block.experts
+            count = product.copies // members
+        columns, inner = float(product.columns), float(product.inner)
+        if product.split == "columns":
+            columns = product.columns / tp + max(product.pairs / tp, product.least)
+        elif product.split == "inner":
+            inner = product.inner / tp
+        one = linear_s(chip, rows, columns, inner)
+        forward, backward = forward + count * one[0], backward + count * one[1]
+    return forward, backward
+
+
+def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Forward and backward of element-wise kernels: norms, residuals, activation, positions, gates, routing."""
+    h, tp, runtime, up = block.hidden_size, split.tp, split.runtime, 2 if block.gated_mlp else 1
+    heads = block.query_size + block.key_size
+    width = block.width / tp
+    passes = 1.0 if runtime.fused else UNFUSED_PASSES
+    outer = h / tp if split.sequence_parallel else h
+    drop = 1.0 if runtime.dropout else 0.0
+    moved_f = (10 + drop + NORM_PASSES[0] * (block.norms - 2)) * outer + (1 + up) * width
+    moved_b = (15 + 2 * drop + NORM_PASSES[1] * (block.norms - 2)) * outer + (2 + 2 * up) * width
+    if block.experts:  # rows are gathered by expert and put back
+        routed = 4 * block.experts_per_token * h
+        moved_f, moved_b = moved_f + routed, moved_b + routed
+    mixed = block.mixed_size / tp if block.attention_gate else 0.0
+    inner_f, inner_b = _inner_norms(block, tp)
+    moved_f += inner_f + GATE_PASSES[0] * mixed
+    moved_b += inner_b + GATE_PASSES[1] * mixed
+    bytes_f, bytes_b = passes * chip.element_bytes * moved_f, passes * chip.element_bytes * moved_b
+    if block.rotary:
+        turned = 2 * chip.element_bytes * heads / tp
+        bytes_f, bytes_b = bytes_f + turned, bytes_b + turned
+    if not runtime.fused and block.rms_norm:
+        bytes_f += block.norms * EAGER_NORM_BYTES[0] * outer + EAGER_ROTARY_BYTES[0] * heads / tp
+        bytes_b += block.norms * EAGER_NORM_BYTES[1] * outer + EAGER_ROTARY_BYTES[1] * heads / tp
+    return stream_s(chip, split.tokens * bytes_f, 8 * passes), stream_s(chip, split.tokens * bytes_b, 12 * passes)
+
+
+def _inner_norms(block: Block, tp: int) -> tuple[float, float]:
+    """Numbers that pass through memory for the norms inside attention, forward and backward, and for linear
+    attention's convolution, norm and gate."""
+    if block.linear is not None:
+        convolved = (block.query_size + block.key_size + block.value_size) / tp
+        gated = block.mixed_size / tp
+        return (
+            2 * NORM_PASSES[0] * convolved + (NORM_PASSES[0] + 1) * gated,
+            2 * NORM_PASSES[1] * convolved + (NORM_PASSES[1] + 2) * gated,
+        )
+    normed = float(block.ranks)
+    if block.query_key_norm and block.latent is None:
+        normed = (block.query_size + block.key_size) / tp
+    return NORM_PASSES[0] * normed, NORM_PASSES[1] * normed
+
+
+def _casts_s(block: Block, weights: float, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Forward and backward of casts to 8 bits: of what products take, and of the gradients of what they gave."""
+    h, tp, up, width = block.hidden_size, split.tp, 2 if block.gated_mlp else 1, block.width / split.tp
+    taken = split.tokens * (2 * h + block.ranks + block.mixed_size / tp + width)
+    qkv = block.query_size + block.key_size + block.value_size
+    given = split.tokens * (2 * h + block.ranks + qkv / tp + up * width)
+    return (
+        stream_s(chip, CAST_BYTES * (taken + weights), 8),
+        stream_s(chip, CAST_BYTES * (given + weights), 8),
+    )
+
+
+def _ring_attention_s(
+    block: Block, chip: Silicon, split: LayerSplit, attention_f: float, attention_b: float
+) -> tuple[float, float]:
+    """Exposed seconds of passing keys and values round a context-parallel ring, forward and backward; linear attention
+    passes its states on."""
+    if split.cp == 1:
+        return 0.0, 0.0
+    if block.linear is not None:
+        sent_bytes = 4.0 * block.value_size / split.tp * block.linear.key_dim
+    else:
+        kv = max(block.kv_heads / split.tp, 1) * (block.head_dim + block.value_dim)
+        sent_bytes = split.tokens * kv * chip.element_bytes
+    step_s = split.cp_link.latency_s + RING_STEP_S + sent_bytes / (split.cp_link.bytes_per_s * FABRIC_EFFICIENCY)
+    sent = split.communication * (split.cp - 1) * step_s
+    exposed_f = sent - HIDING * min(sent, attention_f * (split.cp - 1) / split.cp)
+    exposed_b = 2 * sent - HIDING * min(2 * sent, attention_b * (split.cp - 1) / split.cp)
+    return exposed_f, exposed_b
+
+
+def _expert_exchange_s(block: Block, chip: Silicon, split: LayerSplit) -> float:
+    """Seconds of one all-to-all of tokens to their experts (or back).
+
+    Members of the same node are reached over its fabric, the others over the device's part of the cards, both at once.
+    """
+    group = split.experts
+    if group.members == 1:
+        return 0.0
+    sent = split.tokens * block.experts_per_token * block.hidden_size * chip.element_bytes / group.members
+    if split.sequence_parallel:
+        sent /= split.tp
+    near, far = group.per_node - 1, group.members - group.per_node
+    card = group.inter_node.bytes_per_s / group.devices_per_node
+    wire_s = max(near * sent / group.intra_node.bytes_per_s, far * sent / card) / FABRIC_EFFICIENCY
+    latency_s = group.inter_node.latency_s if far else group.intra_node.latency_s
+    return split.communication * (wire_s + (group.members - 1) * (RING_STEP_S + latency_s))
+
+
+def _attention_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Forward and backward of what mixes tokens, over an encoder's output too where the block attends to it."""
+    if block.linear is not None:
+        state = block.linear
+        forward, backward = delta_rule_s(
+            chip,
+            tokens=split.tokens,
+            heads=state.value_heads / split.tp,
+            key_dim=state.key_dim,
+            value_dim=state.value_dim,
+        )
+        return forward + chip.efficiency.launch_s, backward + 2 * chip.efficiency.launch_s
+    forward, backward = _scores_s(block, chip, split, block.keys_seen(split.seq_len))
+    if block.cross:
+        over = _scores_s(block, chip, split, float(split.seq_len))
+        forward, backward = forward + over[0], backward + over[1]
+    return forward, backward
+
+
+def _scores_s(block: Block, chip: Silicon, split: LayerSplit, keys: float) -> tuple[float, float]:
+    """Forward and backward of softmax(QK')V: one fused kernel, or products and passes over the written scores, which
+    mask what a window leaves out and save nothing by it."""
+    tokens, heads, launch_s = split.tokens, block.heads / split.tp, chip.efficiency.launch_s
+    if split.runtime.attention != "materialised":
+        forward_s, backward_s = attention_s(
+            chip,
+            split.runtime.attention,
+            tokens=tokens,
+            seq_len=min(split.seq_len, block.window) if block.window else split.seq_len,
+            keys=keys,
+            heads=heads,
+            head_dim=block.head_dim,
+            value_dim=block.value_dim,
+        )
+        if split.runtime.attention_dropout:
+            forward_s, backward_s = forward_s * DROPOUT_SLOWS[0], backward_s * DROPOUT_SLOWS[1]
+        if split.runtime.deterministic:
+            backward_s *= DETERMINISTIC_SLOWS
+        return forward_s + launch_s, backward_s + 2 * launch_s
+    flops = 2.0 * tokens * split.seq_len * heads * (block.head_dim + block.value_dim)
+    score_bytes = tokens * split.seq_len * heads * chip.element_bytes
+    unaligned = block.head_dim % 8 or block.value_dim % 8
+    product_s = flops / (chip.peak_flops_16 * chip.gemm * (chip.unaligned if unaligned else 1.0))
+    passes_f, passes_b = SCORE_PASSES[split.runtime.fused]
+    forward = product_s + stream_s(chip, passes_f * score_bytes, 4)
+    return forward, 2 * product_s + stream_s(chip, passes_b * score_bytes, 6)

@@ -1,0 +1,102 @@
+"""The end of a step, from the last backward on: sums of gradients, tied embeddings, the norm, updates and gathers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polygon.cost.overlap import Overlap, gathered_s, summed_s
+from polygon.jit.compilation import general
+
+
+@general
+def reduction_spans_s(
+    ends_s: np.ndarray,
+    backward_s: np.ndarray,
+    offset: np.ndarray,
+    chunks: int,
+    whole_s: np.ndarray,
+    latency_s: np.ndarray,
+    layers: np.ndarray,
+    overlap: Overlap,
+) -> np.ndarray:
+    """When every stage begins [0] and ends [1] to sum its gradients (`summed_s`), alone on its links: (2, stages).
+
+    Parameters
+    ----------
+    ends_s, backward_s : ndarray, shape (workers,)
+        End of the last action, and backward of a micro-batch.
+    offset : ndarray of int64, shape (stages,)
+        First worker of every stage.
+    chunks : int
+        Stages on the devices of each worker, which are summed together.
+    whole_s, latency_s, layers : ndarray, shape (stages,)
+        Seconds of the sums, their part that is latency, and layers.
+    """
+    stages, workers = len(offset), len(ends_s)
+    groups = stages // chunks
+    spans = np.empty((2, stages))
+    for group in range(groups):
+        first = offset[group]
+        after = offset[group + 1] if group + 1 < stages else workers
+        last = first
+        for w in range(first, after):
+            if ends_s[w] > ends_s[last]:
+                last = w
+        count, whole, latency, backward = 0.0, 0.0, 0.0, 0.0
+        for s in range(group, stages, groups):
+            count += layers[s]
+            whole += whole_s[s]
+            latency = max(latency, latency_s[s])
+            backward += backward_s[offset[s] + last - first]
+        begin, end = summed_s(ends_s[last], backward, whole, latency, count, overlap)
+        for s in range(group, stages, groups):
+            spans[0, s], spans[1, s] = begin, end
+    return spans
+
+
+@general
+def done_s(
+    reduced_s: np.ndarray,
+    offset: np.ndarray,
+    chunks: int,
+    forward_s: np.ndarray,
+    update_s: np.ndarray,
+    gather_s: np.ndarray,
+    tied_s: float,
+    norm_s: float,
+    first_s: float,
+    overlap: Overlap,
+) -> np.ndarray:
+    """When each worker has its next weights, shape (workers,).
+
+    Parameters
+    ----------
+    reduced_s, gather_s : ndarray, shape (stages,)
+        When gradients are summed, and how long it takes to gather updated weights.
+    forward_s, update_s : ndarray, shape (workers,)
+        Forward of a micro-batch (beside the first of the next step weights may be gathered), and update.
+    tied_s, norm_s, first_s : float
+        Exchange of tied embeddings, agreement on the gradient's norm, and ZeRO's first layers, which nothing hides.
+    """
+    stages, workers = len(offset), len(forward_s)
+    groups = stages // chunks
+    summed = reduced_s.copy()
+    if tied_s > 0:
+        both = max(summed[0], summed[stages - 1]) + tied_s
+        summed[0], summed[stages - 1] = both, both
+    if norm_s > 0:
+        summed[:] = summed.max() + norm_s
+    done = np.empty(workers)
+    for group in range(groups):
+        gather, forward = 0.0, 0.0
+        for s in range(group, stages, groups):
+            gather += gather_s[s]
+            slowest = 0.0
+            for w in range(offset[s], offset[s + 1] if s + 1 < stages else workers):
+                slowest = max(slowest, forward_s[w])
+            forward += slowest
+        seen = gathered_s(gather, forward, overlap)
+        for s in range(group, stages, groups):
+            for w in range(offset[s], offset[s + 1] if s + 1 < stages else workers):
+                done[w] = summed[s] + update_s[w] + seen + first_s
+    return done

@@ -1,0 +1,86 @@
+"""What a runtime hides of its communication: one set of kernels for the simulation, the grid and the relaxation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polygon.cost.memory import state_bytes
+from polygon.domain.model import Batch
+from polygon.domain.runtime import DP_OVERLAP, Runtime
+from polygon.jit.compilation import kernel
+
+HIDING = {"none": 0.0, "backward": 0.5, "full": 1.0}
+"""Part of a layer's compute that may hide the gathering of the next, by `Runtime.dp_overlap`."""
+GATHER_WINDOW = 0.8
+"""Part of the first forward that hides the gathering of updated weights."""
+
+
+class Overlap(NamedTuple):
+    """A `Runtime`'s overlap as numbers for kernels."""
+
+    data: int
+    """Number of `dp_overlap` in `DP_OVERLAP`."""
+    hidden_part: float
+    last_bucket: float
+    by_layer: bool
+    contention: float
+    gather_hidden: float
+    """Part of a layer's compute that hides the gathering of the next."""
+    scatters: bool
+    """Whether ZeRO-2 scatters gradients after every micro-batch."""
+    p2p: bool
+    """Whether stages send while they compute."""
+    weight_bytes: float
+    gradient_bytes: float
+
+
+def overlap_of(runtime: Runtime, batch: Batch) -> Overlap:
+    """The numbers of a runtime for a batch."""
+    weight_bytes, gradient_bytes, _ = state_bytes(batch)
+    return Overlap(
+        data=DP_OVERLAP.index(runtime.dp_overlap),
+        hidden_part=float(runtime.hidden_part),
+        last_bucket=float(runtime.last_bucket),
+        by_layer=bool(runtime.by_layer),
+        contention=float(runtime.contention),
+        gather_hidden=1.0 if runtime.by_layer else HIDING[runtime.dp_overlap],
+        scatters=bool(runtime.zero2_by_micro_batch),
+        p2p=bool(runtime.p2p_overlap),
+        weight_bytes=float(weight_bytes),
+        gradient_bytes=float(gradient_bytes),
+    )
+
+
+@kernel
+def visible_s(communication_s: float, compute_s: float, contention: float) -> float:
+    """What overlapped communication adds to compute: the longer part, and the compute that it slows."""
+    return max(communication_s - compute_s, 0.0) + contention * min(communication_s, compute_s)
+
+
+@kernel
+def summed_s(
+    end_s: float, backward_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
+) -> tuple[float, float]:
+    """When the gradients of a stage begin and end to be summed beside the backward of the last micro-batch.
+
+    With backward B of the last worker ending at e, R for all sums, L of it latency, and n layers: a runtime that sums
+    layer by layer begins at e - B (n - 1) / n and ends at max(e + L + (R - L) / n, begin + R), because the last layer's
+    gradient waits for all of backward; one that fills buckets hides `hidden_part` of B and is left with `last_bucket`
+    of R; what runs beside backward slows it (`contention`).
+    """
+    if overlap.data == 0:
+        return end_s, end_s + whole_s
+    hidden, last = overlap.hidden_part, overlap.last_bucket
+    if overlap.by_layer:
+        hidden, last = (layers - 1) / layers, 1 / layers
+    window_s = hidden * backward_s
+    end = max(end_s + latency_s + (whole_s - latency_s) * last, end_s - window_s + whole_s)
+    return end_s - window_s, end + overlap.contention * min(whole_s, window_s)
+
+
+@kernel
+def gathered_s(gather_s: float, forward_s: float, overlap: Overlap) -> float:
+    """What is seen of gathering updated weights beside the first forward of the next step."""
+    if overlap.data < 2:
+        return gather_s
+    return visible_s(gather_s, GATHER_WINDOW * forward_s, overlap.contention)

@@ -1,0 +1,127 @@
+"""The program that executes a step: which kernels it has, what it fuses, overlaps, sends and keeps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polygon.domain.errors import require, require_number
+
+ATTENTION = ("flash", "flash2", "triton", "materialised")
+TP_OVERLAP = ("none", "backward", "pipelined")
+DP_OVERLAP = ("none", "backward", "full")
+LOSSES = ("torch", "vocab-parallel", "fused")
+SELECTIVE = ("attention", "operators")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """How a program executes a step. Every field is a switch that a measured row, a problem or a user may set."""
+
+    name: str = "unknown"
+    version: str = ""
+    attention: str = "flash"
+    """Kernel: `flash` (the vendor's), `flash2`, `triton` (the first generation), `materialised` (scores written)."""
+    fused: bool = True
+    """Whether element-wise operations and the optimizer run as fused kernels."""
+    loss: str = "torch"
+    """How the loss is computed from the logits (`polygon.cost.compute.LOSS_BYTES`)."""
+    fused_accumulation: bool = True
+    """Whether weight gradients are added up inside the products, not in a pass of their own."""
+    dropout: bool = False
+    """Of hidden states (and of materialised attention scores)."""
+    attention_dropout: bool = False
+    """Inside a fused attention kernel."""
+    deterministic: bool = False
+    selective: str = "attention"
+    """What selective recomputation repeats: `attention`, or every second product and what is element-wise
+    (`operators`, torchtitan's per-operator checkpointing)."""
+    cached_casts: bool = False
+    """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
+    caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
+    tp_overlap: str = "none"
+    """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
+    dp_overlap: str = "backward"
+    """What hides data-parallel traffic: nothing; the last backward; that and the first forward (gathers of weights)."""
+    hidden_part: float = 0.9
+    """Of the last backward that may hide sums of gradients: the first of them starts when the last layers are done."""
+    last_bucket: float = 0.05
+    """Part of the gradients whose sum starts when backward has ended."""
+    by_layer: bool = False
+    """Whether the sums of gradients go layer by layer: `hidden_part` and `last_bucket` then follow from the layers."""
+    contention: float = 0.126
+    """How much slower compute is while a collective runs beside it (Galvatron's measured overlap coefficient)."""
+    bucket_bytes: float = 5e8
+    """Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the
+    default of DeepSpeed, InternEvo and Sailor)."""
+    p2p_overlap: bool = False
+    """Whether stages send while they compute."""
+    scattered_sends: bool = True
+    """Whether each tensor-parallel rank sends its part of a message between stages, and not the whole of it."""
+    gathers_per_layer: int = 1
+    """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
+    gathers_again: bool = False
+    """Whether ZeRO-3 lets go of a recomputed layer before its backward, and gathers it once more."""
+    zero2_by_micro_batch: bool = False
+    """Whether ZeRO-2 scatters gradients after every micro-batch, and not once a step."""
+    owned_weights: bool = False
+    """Whether ZeRO-1 and 2 deal out whole weight matrices: gradients are then summed on every rank, and each owner
+    broadcasts its matrices (InternEvo). Else every weight is divided."""
+    keeps_outputs: bool = False
+    """Whether a pipeline stage holds what it has sent until the backward of it (DeepSpeed; Megatron-LM frees it)."""
+    keeps_gathered: bool = False
+    """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does by itself
+    (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""
+    context_bytes: float = 1.5e9
+    """CUDA context and communication buffers (1.3-1.6 GB beyond the allocator's, BigScience)."""
+    gradient_copies: float = 0.0
+    """Flattened copies of the gradients that the reduction keeps."""
+    reserved_factor: float = 1.0
+    """What the allocator reserves over what it has handed out at the peak."""
+    pads_vocabulary: bool = False
+    """Whether the vocabulary is padded to a multiple of 128 times the tensor-parallel degree (Megatron-LM)."""
+    time_error: float = 0.0
+    """What not knowing the program adds to half of a 90 % interval over its time."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False)
+    """Where each switch is from, by its name."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("attention", ATTENTION),
+            ("loss", LOSSES),
+            ("selective", SELECTIVE),
+            ("tp_overlap", TP_OVERLAP),
+            ("dp_overlap", DP_OVERLAP),
+        ):
+            value = getattr(self, name)
+            require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
+        for name in ("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"):
+            require_number(getattr(self, name), f"runtime.{name}", at_least=0)
+        for name in ("bucket_bytes", "reserved_factor"):
+            require_number(getattr(self, name), f"runtime.{name}", above=0)
+        require(self.gathers_per_layer >= 1, "runtime.gathers_per_layer", self.gathers_per_layer, "a number >= 1")
+
+
+POLYGON = Runtime(
+    name="polygon",
+    version="0.1",
+    attention="flash2",
+    fused=False,
+    loss="torch",
+    fused_accumulation=False,
+    dp_overlap="backward",
+    by_layer=True,
+    contention=0.0,
+    p2p_overlap=True,
+    zero2_by_micro_batch=True,
+    sources={
+        "attention": "torch's scaled_dot_product_attention, runners/engine/layers.py",
+        "fused": "eager torch, runners/engine/layers.py",
+        "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
+        "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
+        "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
+        "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
+        "zero2_by_micro_batch": "runners/engine/zero_sharding.py",
+    },
+)
+"""Our engine as it is."""

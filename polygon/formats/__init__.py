@@ -1,0 +1,1 @@
+"""All file input and output: schema, conversions, other programs' formats. May import `domain`."""

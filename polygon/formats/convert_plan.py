@@ -1,0 +1,249 @@
+"""Groups and plans: between the schema of files and requests and the frozen domain data.
+
+Both kinds of file hold the whole problem, so that they mean the same elsewhere and after the catalogue changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polygon.domain.cluster import Cluster
+from polygon.domain.errors import Phrase, fault, located, require
+from polygon.domain.groups import Groups
+from polygon.domain.message import Message
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.formats.convert import problem_data, problem_from_spec
+from polygon.formats.schema import GroupsSpec, PlanSpec, WorkerSpec
+
+
+class PlanFile(NamedTuple):
+    """What a plan file holds."""
+
+    problem: Problem
+    plan: Plan
+    estimate: Mapping[str, Any]
+
+
+# Groups
+
+
+def groups_from_spec(spec: GroupsSpec) -> Groups:
+    """The groups that a file holds."""
+    with located("problem."):
+        problem = problem_from_spec(spec.problem)
+    allocation = np.zeros((len(spec.stages), len(problem.cluster.pools)), dtype=np.int64)
+    for s, group in enumerate(spec.stages):
+        for i, member in enumerate(group.members):
+            where = f"stages[{s}].members[{i}]"
+            _check_pool(problem.cluster, member.pool, member.region, member.device, where)
+            most = problem.cluster.pools[member.pool].devices
+            require(
+                member.devices <= most,
+                f"{where}.devices",
+                member.devices,
+                Message("expected.at_most_of_pool", most=most),
+            )
+            allocation[s, member.pool] += member.devices
+    return Groups(problem=problem, allocation=allocation, objective=spec.objective, solver=spec.solver, seed=spec.seed)
+
+
+def groups_data(groups: Groups) -> dict[str, Any]:
+    """The groups as a file says them."""
+    cluster = groups.problem.cluster
+    return {
+        "format": "polygon-groups",
+        "version": 1,
+        "problem": problem_data(groups.problem),
+        "stages": [
+            {"members": [_pool_data(cluster, int(p)) | {"devices": int(row[p])} for p in np.flatnonzero(row)]}
+            for row in groups.allocation
+        ],
+        "objective": dict(groups.objective),
+        "solver": groups.solver,
+        "seed": groups.seed,
+    }
+
+
+def _pool_data(cluster: Cluster, index: int) -> dict[str, Any]:
+    pool = cluster.pools[index]
+    return {"pool": index, "region": cluster.regions[pool.region].name, "device": pool.device.name}
+
+
+def _check_pool(cluster: Cluster, index: int, region: str, device: str, where: str) -> None:
+    """Require that a pool exists and is the one that its region and device name."""
+    require(
+        index < len(cluster.pools), f"{where}.pool", index, Message("expected.last_pool", last=len(cluster.pools) - 1)
+    )
+    pool = _pool_data(cluster, index)
+    for key, found in (("region", region), ("device", device)):
+        require(found == pool[key], f"{where}.{key}", found, Message("expected.as_pool", value=pool[key], pool=index))
+
+
+# Plans
+
+
+def plan_from_spec(spec: PlanSpec) -> PlanFile:
+    """The plan that a file holds, with its problem and estimate.
+
+    Checks what the plan refers to (pools, devices, routes, regions); whether it is a *good* or even a possible plan
+    is another question (memory, cover of the layers).
+    """
+    with located("problem."):
+        problem = problem_from_spec(spec.problem)
+    cluster = problem.cluster
+    first = np.array([pool.first_device for pool in cluster.pools])
+    chunks: int = spec.chunks
+    divides = chunks >= 1 and len(spec.stages) % chunks == 0
+    require(divides, "chunks", chunks, Message("expected.divisor_of_stages", stages=len(spec.stages)))
+    groups = len(spec.stages) // chunks
+    taken = np.zeros(cluster.devices, dtype=bool)
+    stages: list[Stage] = []
+    for s, given in enumerate(spec.stages):
+        again = stages[s % groups].workers if s >= groups else None
+        stages.append(_stage(given, f"stages[{s}]", problem, first, taken, again))
+    names = {region.name: i for i, region in enumerate(cluster.regions)}
+    links = []
+    for k, link in enumerate(spec.links):
+        for key, name in (("from", link.from_region), ("to", link.to_region)):
+            require(name in names, f"links[{k}].{key}", name, Message("expected.region", names=tuple(names)))
+        fields = link.model_dump(exclude={"from_region", "to_region"})
+        links.append(LinkUse(source=names[link.from_region], target=names[link.to_region], **fields))
+    simple: Any = spec.model_dump(exclude={"format", "version", "problem", "stages", "routes", "links", "estimate"})
+    spans = simple.pop("spans")
+    require(
+        len(spans) == len(stages),
+        "spans",
+        Message("found.entries", entries=len(spans)),
+        Message("expected.one_a_stage", stages=len(stages)),
+    )
+    for s, (row, stage) in enumerate(zip(spans, stages, strict=True)):
+        require(
+            len(row) == stage.width,
+            f"spans[{s}]",
+            Message("found.entries", entries=len(row)),
+            Message("expected.one_a_worker", workers=stage.width),
+        )
+        for w, span in enumerate(row):
+            require(span >= 1, f"spans[{s}][{w}]", span, "a whole number >= 1")
+    plan = Plan(
+        stages=tuple(stages),
+        routes=_routes(spec.routes, stages),
+        spans=tuple(map(tuple, spans)),
+        links=tuple(links),
+        **simple,
+    )
+    return PlanFile(problem, plan, spec.estimate)
+
+
+def _stage(
+    spec: Any, where: str, problem: Problem, first: np.ndarray, taken: np.ndarray, again: tuple[Worker, ...] | None
+) -> Stage:
+    """One stage; its devices are marked in `taken`, unless it is a further chunk on the workers `again`."""
+    begin, end = spec.layers
+    layers = problem.model.layers
+    require(begin < end <= layers, f"{where}.layers", spec.layers, Message("expected.within_layers", layers=layers))
+    held = taken if again is None else np.zeros_like(taken)
+    workers = tuple(
+        _worker(worker, f"{where}.workers[{i}]", problem.cluster, first, held) for i, worker in enumerate(spec.workers)
+    )
+    if again is not None:
+        require(
+            workers == again,
+            f"{where}.workers",
+            Phrase("other workers"),
+            "those of the first chunk's stage on the same workers",
+        )
+    fields = spec.model_dump(exclude={"layers", "workers"})
+    return Stage(first_layer=begin, last_layer=end, workers=workers, **fields)
+
+
+def _worker(spec: WorkerSpec, where: str, cluster: Cluster, first: np.ndarray, taken: np.ndarray) -> Worker:
+    _check_pool(cluster, spec.pool, spec.region, spec.device, where)
+    pool = cluster.pools[spec.pool]
+    end = pool.first_device + pool.devices
+    devices: list[int] = []
+    for k, (begin, count) in enumerate(spec.devices):
+        run = f"{where}.devices[{k}]"
+        require(count >= 1, run, [begin, count], "a run [first, count] with count >= 1")
+        inside = pool.first_device <= begin and begin + count <= end
+        require(inside, run, [begin, count], Message("expected.run_within", first=pool.first_device, last=end - 1))
+        require(not taken[begin : begin + count].any(), run, [begin, count], "devices that no other worker holds")
+        taken[begin : begin + count] = True
+        devices.extend(range(begin, begin + count))
+    expected = Message("expected.divisor_of_devices", devices=len(devices))
+    require(len(devices) % spec.cp == 0, f"{where}.cp", spec.cp, expected)
+    return Worker(pool=spec.pool, devices=tuple(devices), cp=spec.cp)
+
+
+def _routes(rows: list[Any], stages: Sequence[Stage]) -> np.ndarray:
+    """Routes as an array, every entry a worker of its stage."""
+    expected = Message("expected.route_rows", stages=len(stages))
+    try:
+        routes = np.array(rows)
+    except ValueError:
+        raise fault("routes", Phrase("rows of different length"), expected) from None
+    shape_fits = routes.ndim == 2 and routes.shape[0] > 0 and routes.shape[1] == len(stages)
+    require(
+        shape_fits and routes.dtype.kind == "i",
+        "routes",
+        Message("found.shape_of", shape=routes.shape, dtype=str(routes.dtype)),
+        expected,
+    )
+    widths = np.array([stage.width for stage in stages])
+    wrong = np.argwhere((routes < 0) | (routes >= widths))
+    if len(wrong):
+        m, s = wrong[0]
+        expected = Message("expected.worker_of", last=int(widths[s]) - 1, stage=int(s))
+        raise fault(f"routes[{m}][{s}]", int(routes[m, s]), expected)
+    return routes.astype(np.int64)
+
+
+def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The plan as a file says it; `estimate` is free in form."""
+    cluster = problem.cluster
+    names = [region.name for region in cluster.regions]
+    pools = [_pool_data(cluster, p) for p in range(len(cluster.pools))]
+    return {
+        "format": "polygon-plan",
+        "version": 1,
+        "problem": problem_data(problem),
+        "stages": [
+            {
+                "layers": [stage.first_layer, stage.last_layer],
+                **_simple_fields(stage, without=("first_layer", "last_layer", "workers")),
+                "workers": [
+                    pools[worker.pool]
+                    | {"devices": _runs(worker.devices)}
+                    | ({"cp": worker.cp} if worker.cp > 1 else {})
+                    for worker in stage.workers
+                ],
+            }
+            for stage in plan.stages
+        ],
+        "routes": plan.routes,
+        "links": [
+            {"from": names[use.source], "to": names[use.target], **_simple_fields(use, without=("source", "target"))}
+            for use in sorted(plan.links, key=lambda use: (use.source, use.target))
+        ],
+        **_simple_fields(plan, without=("stages", "routes", "links")),
+        "estimate": dict(estimate or {}),
+    }
+
+
+def _simple_fields(value: Any, *, without: tuple[str, ...]) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in without}
+
+
+def _runs(devices: Iterable[int]) -> list[list[int]]:
+    """Device numbers as runs [first, count] of consecutive ones, in their order."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([int(device), 1])
+    return runs

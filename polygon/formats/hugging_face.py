@@ -1,0 +1,311 @@
+"""Models from Hugging Face's `config.json`: what a `model_type` implies is in `polygon.formats.hugging_face_types`.
+
+Faults are `InputError` with the key. What a shape cannot say is said in the model's `notes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from polygon.domain.block import LatentAttention, LinearAttention
+from polygon.domain.errors import fault, one_of, require, require_number
+from polygon.domain.message import Message
+from polygon.domain.model import Model
+from polygon.formats.hugging_face_config import SYNONYMS, ConfigReader, mlp_ratio, repeated, whole_number
+from polygon.formats.hugging_face_towers import vision_tower
+from polygon.formats.hugging_face_types import TYPES
+
+_ATTENTIONS = {
+    "full_attention": "full",
+    "global": "full",
+    "sliding_attention": "window",
+    "local": "window",
+    "chunked_attention": "chunk",
+    "linear_attention": "linear",
+}
+"""Names of `layer_types` (and of GPT-Neo's `attention_types`): ours."""
+
+VISION = "a vision tower is counted with the embedding, one image a sequence"
+TEXT = "a text tower is counted with the embedding, one text an image"
+NO_TOWER = "a tower that the config does not describe is left out"
+ENCODER = "messages between decoder stages carry the encoder's output too, which is not counted"
+AHEAD = "blocks that predict further tokens are counted with the head"
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Whether parsed JSON looks like a Hugging Face `config.json`."""
+    return isinstance(data, Mapping) and any(key in data for key in ("model_type", "architectures", "text_config"))
+
+
+def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
+    """The model of a parsed `config.json`.
+
+    Leaves out what changes no shape that polygon models: scaled rotary positions, caps and multipliers, biases of
+    single layers (GPT-J's head and MLP, routers), token types, attention sinks, gates of shared experts, OPT-350M's
+    projection of its embeddings.
+
+    Raises
+    ------
+    InputError
+        For a `model_type` that is not supported, and for numbers that are not whole numbers >= 1.
+    """
+    whole = str(data.get("model_type", ""))
+    called = str(data.get("_name_or_path") or name)
+    config = _language_part(data)
+    found = config.get("model_type", data.get("model_type"))
+    require(isinstance(found, str), "model_type", found, Message("expected.one_of", words=tuple(sorted(TYPES))))
+    model_type = str(found).removesuffix("_text").removesuffix("_text_model")
+    if model_type not in TYPES:
+        raise fault("model_type", found, one_of(str(found), TYPES))
+    if whole == "siglip":
+        return _image_and_text(data, called)
+    model = _model(config, model_type, called)
+    notes = [ENCODER] if model.encoder_blocks else []
+    notes += [AHEAD] if model.predicted_ahead else []
+    tower = vision_tower(data, whole, model.hidden_size)
+    if tower is not None:
+        notes.append(VISION)
+    elif data.get("vision_config") is not None or data.get("audio_config") is not None:
+        notes.append(NO_TOWER)
+    return replace(model, tower=tower, notes=tuple(notes))
+
+
+def _language_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config (multi-modal models nest it)."""
+    nested = data.get("text_config")
+    if nested is None:
+        return data
+    require(isinstance(nested, Mapping), "text_config", type(nested).__name__, "a mapping")
+    if "vision_config" in data and any(key in data for key in SYNONYMS["blocks"]):
+        return data
+    # Before transformers 4.50 some models kept this one key outside.
+    outside = {"tie_word_embeddings": data["tie_word_embeddings"]} if "tie_word_embeddings" in data else {}
+    inside = {} if "model_type" in nested else {"model_type": data.get("model_type")}
+    return {**outside, **inside, **nested}
+
+
+def _model(config: Mapping[str, Any], model_type: str, name: str) -> Model:
+    """The model of a config without towers."""
+    defaults, fixed = TYPES[model_type]
+    reader = ConfigReader(config, defaults)
+    hidden_size, heads = reader.required("hidden_size"), reader.required("heads")
+    found = {field: reader.number(field) for field in SYNONYMS if field != "window"}
+    fields: dict[str, Any] = {**fixed, **{key: value for key, value in found.items() if value is not None}}
+    fields |= {
+        "name": name,
+        "head_dim": found["head_dim"] or hidden_size // heads,
+        "kv_heads": found["kv_heads"] or heads,
+        "ffn_size": found["ffn_size"] or mlp_ratio(reader, 4) * hidden_size,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", defaults.get("tied", False))),
+        "predicted_ahead": ConfigReader(config, {}).whole("num_nextn_predict_layers"),
+        "source": "Hugging Face config.json",
+    }
+    fields |= _floats(config)
+    fields |= _switches(reader, fields)
+    if model_type == "falcon":
+        fields |= _falcon(reader, heads)
+    if model_type == "t5":
+        fields |= _encoder_and_decoder(reader, fields["blocks"])
+    if fields.get("experts"):
+        fields |= _experts(reader, fields)
+    if reader.get("kv_lora_rank") is not None:
+        fields |= _latent(reader, heads)
+    fields |= _attention(reader, fields["blocks"], fields["max_seq_len"]) if "max_seq_len" in fields else {}
+    if fixed["family"] == "vit":
+        fields |= _images(reader, fields)
+    return Model(**fields)
+
+
+def _floats(config: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of norms and rotary positions, where the config has them."""
+    nested = config.get("rope_parameters")
+    if isinstance(nested, Mapping):  # of windows and of the others apart
+        nested = nested.get("full_attention", nested)
+    rope = nested if isinstance(nested, Mapping) and "rope_theta" in nested else config
+    theta = "global_rope_theta" if "global_rope_theta" in rope else "rope_theta"
+    found = {"norm_eps": (config, "rms_norm_eps"), "rope_theta": (rope, theta)}
+    for where, key in found.values():
+        if where.get(key) is not None:
+            require_number(where[key], key, above=0)
+    return {field: float(where[key]) for field, (where, key) in found.items() if where.get(key) is not None}
+
+
+def _switches(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Biases, norms and positions that keys of some types switch."""
+    config = reader.config
+    switched: dict[str, Any] = {}
+    if reader.get("attention_bias") is not None:
+        switched["qkv_bias"] = bool(reader.get("attention_bias"))
+    if config.get("enable_bias") is False or config.get("use_bias") is False:
+        switched["qkv_bias"] = switched["linear_bias"] = False
+    if reader.own("bias"):
+        switched["qkv_bias"] = True
+    if "no_bias" in reader.defaults and not reader.own("no_bias"):
+        switched["qkv_bias"] = switched["linear_bias"] = switched["norm_bias"] = True
+    elif reader.own("no_bias"):
+        switched["norm_bias"] = False
+    if "parallel_blocks" not in fields and reader.own("use_parallel_residual"):
+        switched["parallel_blocks"] = True
+    if reader.own("use_qk_norm"):
+        switched["query_key_norm"] = "width"
+    if reader.own("qk_layernorm"):
+        switched["query_key_norm"] = "head"
+    attention = config.get("attn_config")
+    if isinstance(attention, Mapping) and attention.get("alibi") is False:
+        switched["learned_positions"] = True
+    return switched
+
+
+def _falcon(reader: ConfigReader, heads: int) -> dict[str, Any]:
+    """Falcon: one pair of heads for all unless it is the newer architecture, one norm where blocks are parallel."""
+    newer, parallel, bias = reader.own("new_decoder_architecture"), reader.own("parallel_attn"), reader.own("bias")
+    norms = 2 if newer or not parallel else 1
+    return {
+        "kv_heads": (reader.number("kv_heads") or heads) if newer else 1 if reader.own("multi_query") else heads,
+        "parallel_blocks": newer or parallel,
+        "norms": whole_number(reader.config.get("num_ln_in_parallel_attn") or norms, "num_ln_in_parallel_attn"),
+        "qkv_bias": bias,
+        "linear_bias": bias,
+        "rotary": not reader.own("alibi"),
+    }
+
+
+def _encoder_and_decoder(reader: ConfigReader, encoder_blocks: int) -> dict[str, Any]:
+    """T5: as many blocks in the decoder as in the encoder unless it says so, and an MLP that may be gated."""
+    decoder_blocks = reader.whole("num_decoder_layers") or encoder_blocks
+    return {
+        "blocks": encoder_blocks + decoder_blocks,
+        "encoder_blocks": encoder_blocks,
+        "gated_mlp": str(reader.get("feed_forward_proj")).startswith("gated-"),
+    }
+
+
+def _experts(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Mixture of experts: sizes, shared experts, which blocks have them."""
+    expert_ffn_size = fields.get("expert_ffn_size") or fields["ffn_size"]
+    if "intermediate_size_mlp" in reader.config:  # Llama 4 has two widths, and the usual key is the experts'
+        expert_ffn_size = whole_number(reader.config.get("intermediate_size"), "intermediate_size")
+    shared_size = reader.whole("shared_expert_intermediate_size")
+    key = "shared_expert_intermediate_size"
+    require(shared_size % expert_ffn_size == 0, key, shared_size, "a multiple of experts'")
+    sparse = _sparse(reader, fields["blocks"])
+    require(bool(sparse), "mlp_only_layers", reader.config.get("mlp_only_layers"), "at least one layer with experts")
+    step = sparse[1] - sparse[0] if len(sparse) > 1 else fields["blocks"]
+    even = sparse == list(range(sparse[0], fields["blocks"], step))
+    require(even, "mlp_only_layers", sparse, "layers with experts evenly apart, to the last")
+    return {
+        "experts_per_token": reader.required("experts_per_token"),
+        "expert_ffn_size": expert_ffn_size,
+        "shared_experts": reader.whole("n_shared_experts") or shared_size // expert_ffn_size,
+        "dense_blocks": sparse[0],
+        "expert_every": step if len(sparse) > 1 else 1 if sparse[0] == fields["blocks"] - 1 else step,
+    }
+
+
+def _sparse(reader: ConfigReader, blocks: int) -> list[int]:
+    """Numbers of the blocks that have experts, from 0."""
+    listed = reader.config.get("moe_layers")
+    if isinstance(listed, Sequence) and listed:
+        return [whole_number(number + 1, "moe_layers") - 1 for number in listed if isinstance(number, int)]
+    first, often = reader.whole("first_k_dense_replace"), reader.whole("moe_layer_freq") or 1
+    step = reader.whole("decoder_sparse_step") or reader.whole("interleave_moe_layer_step") or 1
+    dense = reader.config.get("mlp_only_layers") or []
+    require(isinstance(dense, Sequence), "mlp_only_layers", dense, "a list")
+    return [i for i in range(first, blocks) if i % often == 0 and (i + 1) % step == 0 and i not in dense]
+
+
+def _latent(reader: ConfigReader, heads: int) -> dict[str, Any]:
+    """Latent attention: the ranks, and heads with a part for positions."""
+    rope_dim, rest = reader.whole("qk_rope_head_dim"), reader.whole("qk_nope_head_dim")
+    return {
+        "kv_heads": heads,
+        "head_dim": rope_dim + rest,
+        "value_dim": whole_number(reader.get("v_head_dim"), "v_head_dim"),
+        "latent": LatentAttention(
+            q_rank=reader.whole("q_lora_rank"), kv_rank=reader.whole("kv_lora_rank"), rope_dim=rope_dim
+        ),
+    }
+
+
+def _attention(reader: ConfigReader, blocks: int, max_seq_len: int) -> dict[str, Any]:
+    """Windows and linear attention, block by block."""
+    window = reader.number("window") or 0
+    if reader.config.get("use_sliding_window", reader.defaults.get("use_sliding_window", True)) is False:
+        window = 0
+    window = window if window < max_seq_len else 0
+    kinds = _attention_kinds(reader, blocks) or ["window"] * blocks
+    if not window:
+        kinds = ["full" if kind in ("window", "chunk") else kind for kind in kinds]
+    found: dict[str, Any] = {"window": window if {"window", "chunk"} & set(kinds) else 0}
+    pattern = repeated(kinds)
+    if pattern not in (("full",), ("window",)):
+        found["attention_pattern"] = pattern
+    if "linear" in kinds:
+        found["linear"] = LinearAttention(
+            key_heads=reader.whole("linear_num_key_heads"),
+            value_heads=reader.whole("linear_num_value_heads"),
+            key_dim=reader.whole("linear_key_head_dim"),
+            value_dim=reader.whole("linear_value_head_dim"),
+            conv=reader.whole("linear_conv_kernel_dim"),
+        )
+    return found
+
+
+def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
+    """What the config says of the attention of every block; nothing where it says nothing."""
+    listed = reader.config.get("layer_types") or _gpt_neo_types(reader.config)
+    if listed:
+        require(isinstance(listed, Sequence) and len(listed) >= blocks, "layer_types", listed, "one a layer")
+        for kind in listed[:blocks]:
+            require(kind in _ATTENTIONS, "layer_types", kind, one_of(str(kind), _ATTENTIONS))
+        return [_ATTENTIONS[kind] for kind in listed[:blocks]]
+    if full := reader.whole("sliding_window_pattern") if "sliding_window_pattern" in reader.defaults else 0:
+        return ["full" if (i + 1) % full == 0 else "window" for i in range(blocks)]
+    if full := reader.whole("full_attention_interval"):
+        return ["full" if (i + 1) % full == 0 else "linear" for i in range(blocks)]
+    if full := reader.whole("global_attn_every_n_layers"):
+        return ["full" if i % full == 0 else "window" for i in range(blocks)]
+    usual = [_ATTENTIONS[kind] for kind in reader.defaults.get("layer_types", ())]
+    turned = reader.config.get("no_rope_layers")
+    if "chunk" in usual and isinstance(turned, Sequence) and len(turned) >= blocks:
+        return ["chunk" if turns else "full" for turns in turned[:blocks]]
+    if usual:
+        return [usual[i % len(usual)] for i in range(blocks)]
+    first = reader.whole("max_window_layers")
+    return ["window" if i >= first else "full" for i in range(blocks)] if first else []
+
+
+def _gpt_neo_types(config: Mapping[str, Any]) -> list[Any]:
+    """`attention_types` such as [[["global", "local"], 12]], written out."""
+    listed: list[Any] = []
+    for entry in config.get("attention_types") or []:
+        pair = isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], Sequence)
+        require(pair and isinstance(entry[1], int), "attention_types", entry, "pairs of a list of types and a number")
+        listed += list(entry[0]) * min(entry[1], 10_000)
+    return listed
+
+
+def _images(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Vision transformer: classes instead of a vocabulary, patches instead of positions."""
+    config = reader.config
+    labels = config.get("id2label")
+    classes = config.get("num_labels") or (len(labels) if isinstance(labels, Mapping) else 2)
+    found: dict[str, Any] = {
+        "vocab_size": classes,
+        "max_seq_len": (fields["image_size"] // fields["patch_size"]) ** 2 + 1,
+        "tied_embeddings": False,
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+    }
+    if config.get("use_swiglu_ffn"):  # DINOv2's gated MLP has two thirds of the width, in whole eights
+        found |= {"gated_mlp": True, "ffn_size": (fields["ffn_size"] * 2 // 3 + 7) // 8 * 8}
+    return found
+
+
+def _image_and_text(data: Mapping[str, Any], name: str) -> Model:
+    """SigLIP: the image's encoder, with the text's as a tower beside it."""
+    vision = vision_tower(data, "siglip", 0)
+    assert vision is not None
+    text = _model(data.get("text_config") or {}, "siglip", f"{name} text")
+    return replace(vision, name=name, tower=text, notes=(TEXT,))

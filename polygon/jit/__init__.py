@@ -1,0 +1,1 @@
+"""How numba compiles and keeps kernels. Imports nothing of polygon."""

@@ -1,0 +1,103 @@
+"""Why this plan and not another, as plain data and in words.
+
+`answers` has the plan's `bill`, `why` (`polygon.planning.alternatives`) and `what` (`polygon.planning.what_ifs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from polygon.cost.money import whole_run
+from polygon.formats.convert import runtime_data
+from polygon.messages.report import describe_run, describe_runtime, seconds, table
+
+FASTER = 0.995
+"""An alternative below this part of the plan's step is called faster."""
+
+
+def faster(answers: Any) -> Any:
+    """The fastest alternative if it is faster than the plan, else None."""
+    possible = [a for a in (*answers.why.alternatives, *answers.why.different) if a.bill is not None]
+    best = min(possible, key=lambda a: a.bill.step_s, default=None)
+    return best if best is not None and best.bill.step_s < FASTER * answers.bill.step_s else None
+
+
+def explanation_data(plan: Any, answers: Any, tokens: float | None = None) -> dict[str, Any]:
+    """Everything as plain data: `answers` has the plan's `bill`, `why` and `what`."""
+
+    def row(alternative: Any) -> dict[str, Any]:
+        bill = alternative.bill
+        costs = {} if bill is None else {"step_s": bill.step_s, "usd": bill.usd, "energy_j": bill.energy_j}
+        part = None if bill is None else bill.step_s / answers.bill.step_s - 1
+        result = {"idea": alternative.idea, "naive": alternative.naive, "possible": bill is not None}
+        return {**result, **costs, "slower_by": part, "reason": alternative.reason}
+
+    data = {
+        "step_s": answers.bill.step_s,
+        "usd": answers.bill.usd,
+        "energy_j": answers.bill.energy_j,
+        "usd_per_hour": answers.bill.usd_per_hour,
+        "devices": plan.world_size,
+        "alternatives": [row(a) for a in answers.why.alternatives],
+        "different_plans": [row(a) for a in answers.why.different],
+        "sensitivities": [asdict(s) for s in answers.what.rows],
+        "searched_step_s": answers.what.baseline_s,
+        "left_out": [*answers.why.left_out],
+        "changes_left_out": answers.what.left_out,
+    }
+    if tokens:
+        data["run"] = asdict(whole_run(answers.bill, tokens))
+    return data
+
+
+def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | None) -> str:
+    """Everything in words."""
+    base = answers.bill
+    lines = [
+        describe_runtime(runtime_data(problem.runtime)),
+        f"plan          {seconds(base.step_s)} and {base.usd:.3g} USD per step, {base.usd_per_hour:.4g} USD per hour, "
+        f"{plan.world_size} of {problem.cluster.devices} devices, {len(plan.stages)} stages",
+    ]
+    if tokens:
+        lines.append(describe_run(whole_run(base, tokens)))
+
+    def cells(alternative: Any) -> list[str]:
+        bill = alternative.bill
+        if bill is None:
+            return [str(alternative.idea), "no", "", str(alternative.reason)]
+        return [str(alternative.idea), f"{bill.step_s / base.step_s - 1:+.1%}", f"{bill.usd:.3g}", ""]
+
+    header = ["step", "USD", "why not"]
+    for title, naive in (("naive plans", True), ("rejected ideas", False)):
+        rows = [cells(a) for a in answers.why.alternatives if a.naive == naive]
+        if rows:
+            lines += ["", table([title, *header], rows)]
+    if answers.why.different:
+        rows = [cells(a)[:3] for a in answers.why.different]
+        lines += ["", table(["clearly different plans", *header[:2]], rows)]
+    if answers.what.rows:
+        lines += ["", *_what_if(answers)]
+    better = faster(answers)
+    if better is not None:
+        part = 1 - better.bill.step_s / base.step_s
+        lines += [
+            "",
+            f"A faster plan was met on the way ({better.idea}: {part:.1%} less): search longer, or use --better.",
+        ]
+    return "\n".join(lines)
+
+
+def _what_if(answers: Any) -> list[str]:
+    """Sensitivities, the largest first; what changes nothing in one line."""
+    best_first = sorted(answers.what.rows, key=lambda s: (s.replanned, s.same_plan))
+    felt = [s for s in best_first if min(s.replanned, s.same_plan) < -0.0005 or s.same_plan > 0.0005]
+    rows = [[str(s.text), f"{s.same_plan:+.1%}", f"{s.replanned:+.1%}", f"{s.usd_per_hour:+.3g}"] for s in felt]
+    lines = [table(["what if", "same plan", "replanned", "worth USD per hour"], rows)] if rows else []
+    without = [str(s.text) for s in best_first if s not in felt]
+    if without:
+        lines.append(f"No change by: {', '.join(without)}.")
+    searched_s = answers.what.baseline_s
+    if searched_s < FASTER * answers.bill.step_s:
+        lines.append(f"Replanned is held against {seconds(searched_s)}, what the same search finds without any change.")
+    return lines

@@ -1,0 +1,205 @@
+"""What people read of groups, plans and estimates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polygon.bounds.gap import gap
+from polygon.bounds.lower_bound import LowerBound
+from polygon.cost.convergence import assumptions
+from polygon.cost.estimate import Estimate
+from polygon.cost.money import TrainingRun
+from polygon.domain.groups import Groups
+from polygon.domain.message import Message
+from polygon.domain.plan import Plan, Problem, Stage
+from polygon.formats.convert import runtime_data
+
+if TYPE_CHECKING:
+    from polygon.planning.assumptions import Assumption
+    from polygon.planning.left_out import LeftOut
+
+
+def seconds(value: float) -> str:
+    """Three digits and a unit."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.3g} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def layer_span(problem: Problem, first: int, last: int) -> Message:
+    """Layers [first, last): embedding, blocks, head."""
+    blocks = problem.model.blocks
+    parts = [Message("layers.embedding")] if first == 0 else []
+    low, high = max(first, 1), min(last - 1, blocks)
+    if low <= high:
+        parts.append(
+            Message("layers.blocks", first=low, last=high) if high > low else Message("layers.block", block=low)
+        )
+    if last == problem.model.layers:
+        parts.append(Message("layers.head"))
+    return Message("layers.span", parts=tuple(parts))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as they must be; numbers stand as they are given."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def describe_groups(groups: Groups) -> str:
+    """Which devices form which stage."""
+    cluster = groups.problem.cluster
+    rows = []
+    for s, row in enumerate(groups.allocation):
+        members = [
+            f"{count} {cluster.pools[p].device.name} ({cluster.regions[cluster.pools[p].region].name})"
+            for p, count in enumerate(row.tolist())
+            if count
+        ]
+        rows.append([str(s), str(int(row.sum())), ", ".join(members)])
+    idle = cluster.devices - int(groups.allocation.sum())
+    text = table(["stage", "devices", "from"], rows)
+    text += f"\n{idle} of {cluster.devices} devices are left out" if idle else ""
+    return f"{text}\n{describe_runtime(runtime_data(groups.problem.runtime))}"
+
+
+def describe_left_out(rows: Sequence[LeftOut]) -> str:
+    """Idle devices and why they are idle, pool by pool."""
+    cells = [[f"{row.devices} x {row.device}", row.region, str(row.reason)] for row in rows]
+    return table(["left out", "region", "because"], cells)
+
+
+def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
+    """Stages, speed, memory, traffic, bound and what limits the plan."""
+    parts = [_stage_table(problem, plan, estimate), "", _headline(problem, plan, estimate, bound)]
+    if plan.local_steps > 1:
+        parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
+    assumed = assumptions(problem, plan) if estimate.links else []
+    parts += [f"{'loss' if i == 0 else '':<14}{line}" for i, line in enumerate(assumed)]
+    if estimate.links:
+        rows = [
+            [
+                f"{use.source} -> {use.target}",
+                size(use.activation_bytes),
+                size(use.gradient_bytes),
+                f"{use.busy_fraction:.0%}",
+                _packing(problem, plan, use.source, use.target),
+            ]
+            for use in sorted(estimate.links, key=lambda use: -(use.activation_bytes + use.gradient_bytes))[:12]
+        ]
+        parts += [
+            "",
+            table(["between regions, per step", "activations", "gradients", "busiest sender", "packing"], rows),
+        ]
+        if len(estimate.links) > 12:
+            parts.append(f"... and {len(estimate.links) - 12} more")
+    return "\n".join(parts)
+
+
+def duration(value_s: float) -> str:
+    """Long times in days or hours."""
+    if value_s >= 2 * 86400:
+        return f"{value_s / 86400:.3g} days"
+    return f"{value_s / 3600:.3g} h" if value_s >= 2 * 3600 else seconds(value_s)
+
+
+def describe_run(run: TrainingRun) -> str:
+    """Time, money and energy of a whole run."""
+    return (
+        f"whole run     {run.tokens:.4g} tokens: {run.steps:,} steps, {duration(run.seconds)}, {run.usd:,.4g} USD, "
+        f"at most {run.energy_j / 3.6e6:,.4g} kWh"
+    )
+
+
+def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        workers = [w for w in estimate.workers if w.stage == s]
+        kinds = Counter((w.region, w.device, w.tp) for w in workers)
+        for i, ((region, device, tp), count) in enumerate(sorted(kinds.items())):
+            mine = [w for w in workers if (w.region, w.device, w.tp) == (region, device, tp)]
+            shares = sorted({w.micro_batches for w in mine})
+            fullest = max(mine, key=lambda w: w.peak_bytes / w.limit_bytes)
+            extras = [name for name in (_recompute_words(stage), f"ZeRO-{stage.zero}") if name]
+            extras = [name for name in extras if name != "ZeRO-0"]
+            rows.append(
+                [
+                    str(s) if i == 0 else "",
+                    str(layer_span(problem, stage.first_layer, stage.last_layer)) if i == 0 else "",
+                    region,
+                    f"{count} x {device}" if tp == 1 else f"{count} x {tp} {device}",
+                    f"{shares[0]}" if len(shares) == 1 else f"{shares[0]}-{shares[-1]}",
+                    f"{max(w.busy_s for w in mine) / estimate.step_s:.0%}",
+                    f"{fullest.peak_bytes / 2**30:.1f} of {fullest.limit_bytes / 2**30:.1f} GiB",
+                    ", ".join(extras) if i == 0 else "",
+                ]
+            )
+    return table(["stage", "layers", "region", "workers", "share", "busy", "memory", ""], rows)
+
+
+def _recompute_words(stage: Stage) -> str:
+    if stage.recompute == "none":
+        return ""
+    some = "" if stage.recompute_blocks is None else f" of {stage.recompute_blocks}"
+    return f"recompute {stage.recompute}{some}"
+
+
+def describe_assumptions(assumed: Sequence[Assumption]) -> str:
+    """Links that nobody gave and that matter, as lines behind a report; empty without any."""
+    lines: list[str] = []
+    for assumption in assumed:
+        link = assumption.link
+        moves = f"{assumption.slower:+.0%} if it were 4 times slower, {-assumption.faster:+.0%} if faster"
+        lines.append(
+            f"{'assumed' if not lines else '':13s} {assumption.name}: {link.latency_s * 1e3:g} ms, "
+            f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s, as nobody said; {moves}"
+        )
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
+    """The program that the numbers are for, as a file says it: with the switches that differ from the catalogue's."""
+    said = {"name": runtime} if isinstance(runtime, str) else runtime
+    changed = [f", {name} {value}" for name, value in said.items() if name != "name"]
+    return f"runtime       {said['name']}{''.join(changed)}"
+
+
+def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
+    used, all_devices = plan.world_size, problem.cluster.devices
+    terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > 0)
+    bounds = ", ".join(f"{name} {seconds(value)}" for name, value in bound.parts.items())
+    lines = [
+        describe_runtime(runtime_data(problem.runtime)),
+        f"step          {seconds(estimate.step_s)} (90 %: {seconds(estimate.low_s)} to {seconds(estimate.high_s)})",
+        f"              {terms}",
+        f"speed         {estimate.tokens_per_s:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
+        f"bound         no plan is faster than {seconds(bound.seconds)} ({bounds}); "
+        f"gap {gap(estimate.step_s, bound):.0%}",
+        f"limited by    {estimate.limited_by}",
+        f"batch         {plan.micro_batches} micro-batches of {plan.micro_batch_size}",
+        f"devices       {used} of {all_devices}" + (f" ({all_devices - used} left out)" if used < all_devices else ""),
+        f"across        {size(estimate.cross_region_bytes)} between regions per step",
+        f"cost          {estimate.cost_usd:.3g} USD and at most {estimate.energy_j / 3.6e6:.3g} kWh per step",
+    ]
+    return "\n".join(lines)
+
+
+def _packing(problem: Problem, plan: Plan, source: str, target: str) -> str:
+    cluster = problem.cluster
+    use = plan.link_use(cluster.region_index(source), cluster.region_index(target))
+    kinds = {use.activations, use.activation_gradients, use.weight_gradients}
+    text = (
+        use.activations if len(kinds) == 1 else f"{use.activations}/{use.activation_gradients}/{use.weight_gradients}"
+    )
+    return f"{text}, {use.streams} streams" if use.streams > 1 else text

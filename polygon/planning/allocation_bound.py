@@ -1,0 +1,249 @@
+"""A time that the plan of an allocation cannot beat, whatever decode makes of routes, windows, packing and local steps.
+
+The layer split and the memory options of an allocation do not depend on these (`polygon.planning.layer_split`). So for
+every stage: its first micro-batch has passed the stages before, its workers end no sooner than whole shares allow, and
+then the last one goes back through the stages before, or gradients are reduced, whatever takes longer. Where it is
+certain that no worker is left without a micro-batch (such a worker is dropped), the reduction is at least that between
+the fewest nodes that can hold the stage's workers, and all regions agree on the gradient's norm where not every worker
+has the whole gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.cost.convergence import allowed
+from polygon.cost.reduction import LevelsRoom, least_part, least_sum_s, levels_s
+from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.jit.compilation import general
+from polygon.planning.decode import Decoder
+from polygon.planning.flow import lock_shares
+from polygon.planning.fluid import FluidWork, fluid_step_s, work_for
+from polygon.planning.layer_split import passing_s, whole_makespan_s
+from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
+from polygon.planning.stage_lists import Stages
+
+SLACK = 1e-5
+"""Relative precision of `whole_makespan_s`, and more."""
+
+
+class Limits(NamedTuple):
+    """What packing and places allow at best; c classes, d regions."""
+
+    message_s: np.ndarray
+    """(c, c) least seconds of a message from a worker of one class to another; inf without a link."""
+    gradient_ratio: float
+    """Least bytes of packed gradients over plain ones."""
+    codec_s: float
+    """Most seconds of packing and unpacking in a worker's backward."""
+    tied_s: np.ndarray
+    """(c, c) least seconds to exchange the gradient of tied embeddings; zeros if they are not tied."""
+    update_s_per_parameter: np.ndarray
+    """(c,) without the start of kernels."""
+    inside: float
+    """Least part of an all-reduce that is seen (`polygon.cost.reduction.least_part`)."""
+    whole: bool
+    """Whether a packing may be chosen under which regions send one another whole gradients in one round."""
+    agree_s: np.ndarray
+    """(d, d) latency of linked pairs of regions, 0 of others."""
+    local_steps: int
+
+
+def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
+    """What no packing, place and number of local steps that a problem allows can better."""
+    problem, tables, classes = decoder.problem, decoder.tables, decoder.classes
+    cluster, batch, links = problem.cluster, problem.batch, tables.links
+    may = allowed(problem)
+    values = boundary_values(problem.model, batch, micro_batch_size)
+    modes = {"none", *may.activations, *may.activation_gradients}
+    element_bytes = max(batch.element_bytes, 2)
+    plain = float(values * element_bytes)
+    wire = min(packed_bytes(values, element_bytes, mode) for mode in modes)
+    matrix = matrix_values(problem.model)
+    packings = {"none", *may.weight_gradients}
+    ratio = min(packed_bytes(matrix, batch.gradient_bytes, mode, matrix) for mode in packings)
+    rate = min(cluster.pools[p].device.memory_bytes_per_s for p, _ in classes)
+    tied = problem.model.head_weight_parameters()
+    tied = tied if problem.model.tied_embeddings and problem.model.family != "vit" else 0
+    n = len(classes)
+    message_s, tied_s = np.full((n, n), np.inf), np.full((n, n), np.inf)
+    with np.errstate(divide="ignore"):
+        for i, (a, _) in enumerate(classes):
+            for j, (b, _) in enumerate(classes):
+                near = links.region[a] == links.region[b]
+                message_s[i, j] = links.latency_s[a, b] + (plain if near else wire) / links.bytes_per_s[a, b]
+                degree = max(classes[i][1], classes[j][1])
+                if a == b and cluster.pools[a].devices_per_node > 1:
+                    node_s = links.node_latency_s[a] + plain / degree / links.node_bytes_per_s[a]
+                    message_s[i, j] = min(message_s[i, j], node_s)
+                    tied_s[i, j] = links.node_latency_s[a] + tied * batch.gradient_bytes / (
+                        degree * links.node_bytes_per_s[a]
+                    )
+                if links.bytes_per_s[a, b] > 0:
+                    sent = {"none"} if near else packings
+                    least = min(
+                        packed_bytes(tied, batch.gradient_bytes, mode, size) for mode in sent for size in (matrix, None)
+                    )
+                    way_s = links.latency_s[a, b] + least / links.bytes_per_s[a, b]
+                    tied_s[i, j] = min(tied_s[i, j], way_s)
+    return Limits(
+        message_s=message_s,
+        gradient_ratio=ratio / (matrix * batch.gradient_bytes),
+        codec_s=max(sum(codec_s(values, batch.element_bytes, mode, rate)) for mode in modes),
+        tied_s=tied_s if tied else np.zeros((n, n)),
+        update_s_per_parameter=np.array(
+            [(tables.update_s(p, 2e6) - tables.update_s(p, 1e6)) / 1e6 for p, _ in classes]
+        ),
+        inside=least_part(problem.runtime, batch),
+        whole="powersgd" in packings,
+        agree_s=np.where(cluster.bytes_per_s > 0, cluster.latency_s, 0.0) * (1 - np.eye(len(cluster.regions))),
+        local_steps=max(may.local_steps),
+    )
+
+
+@general
+def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
+    """Whether every worker of every stage certainly gets a micro-batch, with regions keeping their share or not."""
+    rates = np.zeros((n, bank.activation_wire.shape[0]))
+    slowest = np.zeros_like(rates)
+    for s in range(n):
+        for i in range(stages.members[s]):
+            r = bank.region[stages.classes[s, i]]
+            rates[s, r] += stages.counts[s, i] / seconds[s, i]
+            slowest[s, r] = max(slowest[s, r], seconds[s, i])
+    share = np.zeros_like(rates)
+    lock_shares(rates, n, True, share)
+    for s in range(n):
+        if bank.micro_batches / rates[s].sum() < slowest[s].max():
+            return False
+        for r in range(rates.shape[1]):
+            if rates[s, r] > 0 and np.floor(share[s, r] * bank.micro_batches) / rates[s, r] < slowest[s, r]:
+                return False
+    return True
+
+
+@general
+def reduction_floor_s(
+    bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float
+) -> tuple[float, float, float]:
+    """Least seconds of a stage's reduction inside regions, between them, and the latency in the latter.
+
+    All of its workers take part.
+    """
+    if members == 1 and counts[0] * bank.cp == 1:
+        return 0.0, 0.0, 0.0
+    n_bytes = values * bank.gradient_bytes
+    pools, fewest, most = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
+    used = 0
+    for i in range(members):
+        c = classes[i]
+        devices = counts[i] * bank.tp[c] * bank.cp
+        per_node = bank.devices_per_node[c]
+        if used == 0 or pools[used - 1] != bank.pool[c]:
+            pools[used], fewest[used], most[used] = bank.pool[c], 0, 0
+            used += 1
+        # Devices of one pool in several classes share its nodes.
+        fewest[used - 1] = max(fewest[used - 1], (devices + per_node - 1) // per_node)
+        most[used - 1] = min(bank.nodes[c], most[used - 1] + counts[i])
+    regions = bank.activation_wire.shape[0]
+    ones = np.ones((regions, regions))
+    alone = np.ones(used, dtype=np.int64)
+    wire = ones * (n_bytes * limits.gradient_ratio)
+    room = LevelsRoom(np.empty(used, np.int64), np.empty(used, np.int64))
+    _, _, across_s, far_s = levels_s(
+        n_bytes, used, pools, most, alone, alone, wire, ones, bank.links, limits.whole, room
+    )
+    inside_s = 0.0
+    for i in range(used):
+        inside_s = max(inside_s, limits.inside * least_sum_s(n_bytes, fewest[i], pools[i], bank.links))
+    return inside_s, across_s, far_s
+
+
+@general
+def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float:
+    """Seconds that no plan decoded from an allocation can beat; inf where it has none.
+
+    Parameters
+    ----------
+    x : ndarray of int64, shape (stages, classes)
+        Without empty rows.
+    work : Work
+        Of `work_for` the rows of x.
+    """
+    n, layers = x.shape[0], bank.parameters.shape[1] - 1
+    bounds, options = np.zeros(n + 1, dtype=np.int64), np.zeros((3, n), dtype=np.int64)
+    value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64), work)
+    if not np.isfinite(value):
+        return np.inf
+    stages = work.stages
+    classes, counts, members = stages.classes, stages.counts, stages.members
+    forward, backward = np.zeros(x.shape), np.zeros(x.shape)
+    for s in range(n):
+        r, blocks = options[RECOMPUTED, s], options[BLOCKS, s]
+        for i in range(members[s]):
+            forward[s, i], backward[s, i] = passing_s(bank, classes[s, i], r, blocks, bounds[s], bounds[s + 1])
+    seconds = forward + backward
+    busy = all_busy(bank, stages, n, seconds)
+    agree = 0.0
+    everywhere = n == 1 and options[ZERO, 0] < 2
+    for i in range(members[0]):
+        everywhere = everywhere and bank.tp[classes[0, i]] == 1
+    if busy and limits.local_steps == 1 and not everywhere:
+        for s in range(n):
+            for t in range(n):
+                for i in range(members[s]):
+                    for j in range(members[t]):
+                        agree = max(agree, limits.agree_s[bank.region[classes[s, i]], bank.region[classes[t, j]]])
+    tied = 0.0
+    if n > 1:
+        tied = np.inf
+        for i in range(members[0]):
+            for j in range(members[n - 1]):
+                tied = min(tied, limits.tied_s[classes[0, i], classes[n - 1, j]])
+    begins, back, floor = 0.0, 0.0, 0.0
+    for s in range(n):
+        a, b, k = bounds[s], bounds[s + 1], members[s]
+        if s > 0:
+            message = np.inf
+            for i in range(members[s - 1]):
+                for j in range(k):
+                    message = min(message, limits.message_s[classes[s - 1, i], classes[s, j]])
+            begins += message
+            back += message
+        values, update = 0.0, np.inf
+        for i in range(k):
+            c = classes[s, i]
+            here = bank.parameters[c, b] - bank.parameters[c, a]
+            if a > 0 and b == layers:
+                here += bank.tied[c]
+            values = max(values, here * bank.tp[c]) if busy else 0.0
+            shards = counts[s, i] * bank.cp if options[ZERO, s] > 0 else 1
+            update = min(update, here / shards * limits.update_s_per_parameter[c])
+        inside, across, far = 0.0, 0.0, 0.0
+        if busy:
+            inside, across, far = reduction_floor_s(bank, limits, classes[s], counts[s], k, values)
+        hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
+        reduced = far + (inside + across - far) / (b - a)
+        if options[ZERO, s] < 2:  # else backward has traffic of its own and may hide all the rest
+            reduced = max(reduced, inside + across - hidden)
+        if across > 0 and limits.local_steps > 1:
+            reduced = min(reduced, (inside + across) / limits.local_steps)
+        whole = whole_makespan_s(counts[s], seconds[s], k, bank.micro_batches) * (1 - SLACK)
+        at_end = tied if s == 0 or s == n - 1 else 0.0
+        floor = max(floor, begins + whole + max(reduced + at_end + update, back + (tied if s > 0 else 0.0)))
+        begins += forward[s, :k].min()
+        back += backward[s, :k].min()
+    return (floor + agree) * (1 - SLACK)
+
+
+@general
+def _floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray, work: FluidWork) -> None:
+    for k in range(xs.shape[0]):
+        out[k] = floor_s(bank, limits, xs[k].astype(np.int64), work)
+
+
+def floors_s(bank: Bank, limits: Limits, xs: np.ndarray, out: np.ndarray) -> None:
+    """`floor_s` of many allocations of equally many stages, shape (allocations, stages, classes); fills `out`."""
+    _floors_s(bank, limits, xs, out, work_for(bank, xs.shape[1]))

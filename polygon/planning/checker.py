@@ -1,0 +1,291 @@
+"""An independent check of a plan against its problem, sharing no code with the search."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from polygon.cost.convergence import allowed, level_needed
+from polygon.cost.estimate import worker_memory
+from polygon.cost.money import excesses, step_bill
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import Placement
+from polygon.domain.message import Message, Violation
+from polygon.domain.plan import (
+    COMPRESSIONS,
+    PARITY_LEVELS,
+    RECOMPUTE,
+    REDUCTIONS,
+    Plan,
+    Problem,
+    Stage,
+    Worker,
+)
+
+PRICEABLE = frozenset({"plan.memory", "plan.limit"})
+"""Kinds of violations under which a plan is whole and can be priced: it is too large, or too dear."""
+
+
+def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -> list[Violation]:
+    """Everything that is wrong with a plan; empty for a plan that can be run.
+
+    Checks layers, workers, devices, routes, spans, links, constraints and memory. Kinds and their words are in
+    `polygon/domain/words.json`, from `plan.layers` on.
+    """
+    found = _structure(problem, plan)
+    if found:
+        return found
+    found += _links(problem, plan)
+    found += _local_steps(problem, plan)
+    found += _constraints(problem, plan)
+    tables = tables or CostTables(problem)
+    if problem.constraints.limits_cost:
+        bill = step_bill(problem, plan, step_times(plan, tables))
+        found += [Violation("plan.limit", excess=excess) for _, excess in excesses(problem, bill)]
+    place = Placement.of(plan, tables.links)
+    for i, memory in enumerate(worker_memory(plan, tables, place)):
+        pool = problem.cluster.pools[place.pool[i]]
+        allowed = pool.device.memory_bytes * (1 - problem.constraints.memory_headroom)
+        if memory.total_bytes > allowed:
+            s = int(place.stage[i])
+            found.append(
+                Violation(
+                    "plan.memory",
+                    stage=s,
+                    worker=i - int(place.offset[s]),
+                    device=pool.device.name,
+                    need_bytes=memory.total_bytes,
+                    over_bytes=memory.total_bytes - allowed,
+                    owner=Message(f"memory.{memory.owner}"),
+                )
+            )
+    return found
+
+
+def _structure(problem: Problem, plan: Plan) -> list[Violation]:
+    found = []
+    cluster, model = problem.cluster, problem.model
+    next_layer = 0
+    for s, stage in enumerate(plan.stages):
+        if stage.first_layer != next_layer or stage.last_layer <= stage.first_layer:
+            found.append(
+                Violation("plan.layers", stage=s, first=stage.first_layer, last=stage.last_layer, follows=next_layer)
+            )
+        next_layer = stage.last_layer
+        if not stage.workers:
+            found.append(Violation("plan.no_workers", stage=s))
+        if stage.zero not in (0, 1, 2, 3):
+            found.append(Violation("plan.zero", stage=s, zero=stage.zero))
+        if stage.recompute not in RECOMPUTE:
+            found.append(Violation("plan.recompute", stage=s, recompute=stage.recompute))
+        if stage.recompute_blocks is not None and (stage.recompute == "none" or stage.recompute_blocks < 1):
+            found.append(Violation("plan.recompute_blocks", stage=s, blocks=stage.recompute_blocks))
+        for w, worker in enumerate(stage.workers):
+            if not 0 <= worker.pool < len(cluster.pools):
+                found.append(Violation("plan.pool", stage=s, worker=w, pool=worker.pool))
+                continue
+            pool = cluster.pools[worker.pool]
+            if not worker.devices:
+                found.append(Violation("plan.no_devices", stage=s, worker=w))
+            elif not all(pool.first_device <= d < pool.first_device + pool.devices for d in worker.devices):
+                found.append(Violation("plan.other_pool", stage=s, worker=w, devices=worker.devices, pool=worker.pool))
+            elif any(len({pool.node_of(d) for d in group}) > 1 for group in _tensor_groups(worker)):
+                found.append(Violation("plan.several_nodes", stage=s, worker=w, devices=worker.devices))
+            if worker.cp >= 1 and worker.tp and model.heads % worker.tp:
+                found.append(Violation("plan.heads", stage=s, worker=w, heads=model.heads, tp=worker.tp))
+            found += _context(problem, worker, s, w)
+        found += _shared_out(problem, stage, s)
+    if next_layer != model.layers:
+        found.append(Violation("plan.last_layer", last=next_layer, layers=model.layers))
+    found += _chunks(plan)
+    if plan.routes.ndim != 2 or plan.routes.shape[1] != len(plan.stages) or not plan.micro_batches:
+        return [*found, Violation("plan.routes_shape", shape=plan.routes.shape, stages=len(plan.stages))]
+    if plan.micro_batches * plan.micro_batch_size != problem.batch.global_batch:
+        found.append(
+            Violation(
+                "plan.global_batch",
+                micro_batches=plan.micro_batches,
+                micro_batch_size=plan.micro_batch_size,
+                global_batch=problem.batch.global_batch,
+            )
+        )
+    for s, stage in enumerate(plan.stages):
+        column = plan.routes[:, s]
+        if column.min() < 0 or column.max() >= stage.width:
+            least, most = int(column.min()), int(column.max())
+            found.append(Violation("plan.route", stage=s, least=least, most=most, width=stage.width))
+        elif stage.ep > 1 and len(set(plan.shares(s).tolist())) > 1:
+            shares = plan.shares(s)
+            found.append(Violation("plan.ep_shares", stage=s, least=int(shares.min()), most=int(shares.max())))
+    if [len(row) for row in plan.spans] != [stage.width for stage in plan.stages]:
+        found.append(Violation("plan.spans_shape"))
+    elif any(span < 1 for row in plan.spans for span in row):
+        found.append(Violation("plan.spans"))
+    if plan.reduction not in REDUCTIONS:
+        found.append(Violation("plan.reduction", reduction=plan.reduction))
+    if plan.local_steps < 1:
+        found.append(Violation("plan.local_steps_least", local_steps=plan.local_steps))
+    return found
+
+
+def _tensor_groups(worker: Worker) -> list[tuple[int, ...]]:
+    """The devices of a worker that split the same layers: all, or those of each part of the sequence."""
+    tp = max(1, len(worker.devices) // max(1, worker.cp))
+    return [worker.devices[a : a + tp] for a in range(0, len(worker.devices), tp)]
+
+
+def _context(problem: Problem, worker: Worker, s: int, w: int) -> list[Violation]:
+    """What keeps worker w of stage s from cutting sequences into its cp parts."""
+    cp, devices, tokens = worker.cp, len(worker.devices), problem.batch.seq_len
+    if cp < 1 or devices % cp:
+        return [Violation("plan.cp_devices", stage=s, worker=w, devices=devices, cp=cp)]
+    return [Violation("plan.cp_tokens", stage=s, worker=w, tokens=tokens, cp=cp)] if tokens % cp else []
+
+
+def _shared_out(problem: Problem, stage: Stage, s: int) -> list[Violation]:
+    """What keeps the devices of stage s from sharing out its experts and its ZeRO shards.
+
+    Those that hold the same slices of the layers are as many as the parts (cp) of all workers together.
+    """
+    members, found = sum(worker.cp for worker in stage.workers), []
+    experts = problem.model.experts
+    if stage.ep < 1 or members % stage.ep or (stage.ep > 1 and problem.model.experts % stage.ep):
+        found.append(Violation("plan.ep", stage=s, ep=stage.ep, experts=experts, members=members))
+    alike = Counter[tuple[int, int]]()
+    for worker in stage.workers:
+        alike[worker.pool, len(worker.devices) // max(1, worker.cp)] += worker.cp
+    if not members % max(1, stage.ep) and any(devices % max(1, stage.ep) for devices in alike.values()):
+        found.append(Violation("plan.ep_apart", stage=s, ep=stage.ep))
+    if stage.ep > 1 and not experts:
+        found.append(Violation("plan.no_experts", stage=s, ep=stage.ep))
+    if stage.shards < 0 or (stage.shards and members % stage.shards):
+        found.append(Violation("plan.shards", stage=s, shards=stage.shards, members=members))
+    return found
+
+
+def _chunks(plan: Plan) -> list[Violation]:
+    """Devices used twice, other than by the chunks of an interleaved plan: stage s + n / chunks on those of s."""
+    stages = plan.stages
+    if plan.chunks < 1 or len(stages) % plan.chunks:
+        return [Violation("plan.chunks", chunks=plan.chunks, stages=len(stages))]
+    groups = len(stages) // plan.chunks
+    found = []
+    if plan.chunks > 1 and groups == 1:
+        found.append(Violation("plan.chunks_of_one_group", chunks=plan.chunks))
+    if plan.chunks > 1 and plan.routes.ndim == 2 and (plan.routes != plan.routes[:, :1]).any():
+        found.append(Violation("plan.chunk_routes", chunks=plan.chunks))
+    if plan.chunks > 1 and len({stage.width for stage in stages}) > 1:
+        found.append(Violation("plan.chunk_widths", chunks=plan.chunks))
+    found += [
+        Violation("plan.chunk_workers", stage=s, first=s % groups, chunks=plan.chunks)
+        for s, stage in enumerate(stages)
+        if stage.workers != stages[s % groups].workers
+    ]
+    uses = Counter(d for stage in stages[:groups] for worker in stage.workers for d in worker.devices)
+    return found + [Violation("plan.device_twice", device=d, times=count) for d, count in uses.items() if count > 1]
+
+
+def _links(problem: Problem, plan: Plan) -> list[Violation]:
+    found = []
+    cluster = problem.cluster
+    region = [[cluster.pools[w.pool].region for w in stage.workers] for stage in plan.stages]
+    for s in range(len(plan.stages) - 1):
+        pairs = {(region[s][a], region[s + 1][b]) for a, b in plan.routes[:, s : s + 2]}
+        found += [
+            Violation(
+                "plan.no_link", stage=s, next=s + 1, source=cluster.regions[a].name, target=cluster.regions[b].name
+            )
+            for a, b in sorted(pairs)
+            if not cluster.connected(a, b)
+        ]
+    for s, members in enumerate(region):
+        found += [
+            Violation("plan.no_gradient_link", stage=s, a=cluster.regions[a].name, b=cluster.regions[b].name)
+            for a in sorted(set(members))
+            for b in sorted(set(members))
+            if a < b and not cluster.connected(a, b)
+        ]
+    may = allowed(problem)
+    seen = Counter((use.source, use.target) for use in plan.links)
+    found += [Violation("plan.link_twice", source=a, target=b, times=n) for (a, b), n in seen.items() if n > 1]
+    for use in plan.links:
+        ends = {"source": use.source, "target": use.target}
+        for field in ("activations", "activation_gradients", "weight_gradients"):
+            mode = getattr(use, field)
+            if mode not in COMPRESSIONS:
+                found.append(Violation("plan.compression", **ends, traffic=field, mode=mode))
+            elif use.source != use.target and mode not in getattr(may, field) and not _unseen(problem, field, mode):
+                why = _not_allowed(problem, field, mode)
+                found.append(Violation("plan.compression_not_allowed", **ends, traffic=field, mode=mode, why=why))
+        if use.streams < 1:
+            found.append(Violation("plan.streams", **ends, streams=use.streams))
+    return found
+
+
+def _unseen(problem: Problem, traffic: str, mode: str) -> bool:
+    """Whether the search does not take a packing because nobody has shown what it does, though it would be allowed."""
+    limits = problem.constraints
+    by_level = PARITY_LEVELS.index(level_needed(problem, traffic, mode)) <= PARITY_LEVELS.index(limits.parity)
+    return mode in limits.compressions if limits.compressions else by_level
+
+
+def _not_allowed(problem: Problem, traffic: str, kind: str | int) -> Message:
+    """Why the search may not choose a kind: the constraints' own list, or the level of parity that it needs."""
+    limits = problem.constraints
+    if limits.local_steps if traffic == "local_steps" else limits.compressions:
+        return Message("why.not_listed")
+    return Message("why.parity", parity=limits.parity, needed=level_needed(problem, traffic, kind))
+
+
+def _local_steps(problem: Problem, plan: Plan) -> list[Violation]:
+    """What keeps regions from training by themselves for some steps, if the plan has them do so."""
+    if plan.local_steps == 1:
+        return []
+    found = []
+    limits, steps = problem.constraints, plan.local_steps
+    by_level = PARITY_LEVELS.index(level_needed(problem, "local_steps", steps)) <= PARITY_LEVELS.index(limits.parity)
+    if not (steps in limits.local_steps if limits.local_steps else by_level):
+        why = _not_allowed(problem, "local_steps", steps)
+        found.append(Violation("plan.local_steps_not_allowed", local_steps=steps, why=why))
+    if plan.reduction != "all-reduce":
+        found.append(Violation("plan.local_steps_reduction", local_steps=steps, reduction=plan.reduction))
+    if problem.batch.precision == "fp16":
+        found.append(Violation("plan.local_steps_fp16", local_steps=steps))
+    if any(len({worker.tp for worker in stage.workers}) > 1 for stage in plan.stages):
+        found.append(Violation("plan.local_steps_tp", local_steps=steps))
+    if any(stage.zero == 3 for stage in plan.stages):
+        found.append(Violation("plan.local_steps_zero", local_steps=steps))
+    if not plan.stays_in_regions(problem.cluster):
+        found.append(Violation("plan.local_steps_regions", local_steps=steps))
+    return found
+
+
+def _constraints(problem: Problem, plan: Plan) -> list[Violation]:
+    cluster, limits = problem.cluster, problem.constraints
+    names = [[cluster.regions[cluster.pools[w.pool].region].name for w in stage.workers] for stage in plan.stages]
+    found = [
+        Violation("plan.forbidden_region", stage=s, region=name)
+        for s, members in enumerate(names)
+        for name in sorted(set(members) & set(limits.forbidden_regions))
+    ]
+    found += [
+        Violation("plan.forbidden_device", stage=s, device=name)
+        for s, stage in enumerate(plan.stages)
+        for name in sorted({cluster.pools[w.pool].device.name for w in stage.workers} & set(limits.forbidden_devices))
+    ]
+    if limits.most_stages is not None and len(plan.stages) > limits.most_stages:
+        found.append(Violation("plan.most_stages", stages=len(plan.stages), most=limits.most_stages))
+    for rule in limits.rules:
+        s = rule.stage if rule.stage >= 0 else len(names) + rule.stage
+        if not 0 <= s < len(names):
+            continue
+        if rule.only_regions:
+            found += [
+                Violation("plan.only_regions", stage=s, region=name, regions=rule.only_regions)
+                for name in sorted(set(names[s]) - set(rule.only_regions))
+            ]
+        found += [
+            Violation("plan.never_regions", stage=s, region=name, regions=rule.never_regions)
+            for name in sorted(set(names[s]) & set(rule.never_regions))
+        ]
+    return found

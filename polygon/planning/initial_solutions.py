@@ -1,0 +1,300 @@
+"""Where the search begins: allocations that a careful person would try first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.problem_arrays import Setting
+
+STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
+    """Micro-batches per second that one worker of each class computes in a block, shape (classes,)."""
+    bank = decoder.bank(Setting(micro_batch_size))
+    return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
+
+
+def region_walks(decoder: Decoder) -> list[list[int]]:
+    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+    cluster = decoder.problem.cluster
+    n = len(cluster.regions)
+    with np.errstate(divide="ignore"):
+        cost = cluster.latency_s + 1e6 / cluster.bytes_per_s
+    walks = []
+    for first in range(n):
+        walk, left = [first], set(range(n)) - {first}
+        while left:
+            here = walk[-1]
+            walk.append(min(sorted(left), key=lambda r: max(cost[here, r], cost[r, here])))
+            left.remove(walk[-1])
+        walks.append(walk)
+    return walks[: min(n, 12)]
+
+
+def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
+    """Allocations that a careful person would try first, shape (stages, classes) each.
+
+    For every tensor-parallel degree: all pools along a walk through close regions cut into stages of equal compute;
+    each region alone; each device type alone; all devices as one stage.
+    """
+    pools = decoder.problem.cluster.pools
+    rates = block_rates(decoder, micro_batch_size)
+    for tp in sorted({t for _, t in decoder.classes}):
+        column: dict[int, int] = {}
+        for c, (p, t) in enumerate(decoder.classes):
+            if t <= tp and (p not in column or t > decoder.classes[column[p]][1]):
+                column[p] = c
+        walks = region_walks(decoder)
+        regions = sorted({pools[p].region for p in column})
+        types = sorted({pools[p].device.name for p in column})
+        chains = [_along(walk, column, decoder) for walk in walks]
+        chains += [[p for p in column if pools[p].region == r] for r in regions[:16]]
+        chains += [[p for p in chains[0] if pools[p].device.name == name] for name in types]
+        for chain in chains:
+            yield from _cut_evenly(chain, column, decoder, rates, stages)
+
+
+def _cut_evenly(
+    chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
+) -> Iterator[np.ndarray]:
+    """The workers of a chain of pools, cut into 1, 2, 3, 4, 6, 8, ... consecutive stages of equal compute."""
+    pools = decoder.problem.cluster.pools
+    counts = np.array([pools[p].devices // decoder.classes[column[p]][1] for p in chain])
+    columns = np.array([column[p] for p in chain])
+    if counts.sum() == 0:
+        return
+    worker_column = np.repeat(columns, counts)
+    done = np.cumsum(rates[worker_column])
+    for count in STAGE_COUNTS:
+        if count > min(stages, len(worker_column)):
+            return
+        stage = np.minimum((done - rates[worker_column] / 2) / done[-1] * count, count - 1e-9).astype(np.int64)
+        x = np.zeros((stages, len(decoder.classes)), dtype=np.int64)
+        np.add.at(x, (stage, worker_column), 1)
+        yield x
+
+
+def kind_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: int = 6_000) -> Iterator[Allocation]:
+    """Stages of one device type and tensor-parallel degree each, in every sequence of these.
+
+    The devices of a type, in whatever region, are shared out so that its stages are equally wide. Sequences of 1, 2,
+    3, ... stages are given as long as there are no more than `limit` of a length, counting micro-batch sizes; of longer
+    ones those that change the kind once at most, after a quarter, a half or three quarters of the stages.
+
+    Parameters
+    ----------
+    rows : int
+        Of an allocation: the most stages.
+    sizes : sequence of int
+        Micro-batch sizes.
+    """
+    pools = decoder.problem.cluster.pools
+    columns: dict[tuple[str, int], list[int]] = {}
+    for c, (p, tp) in enumerate(decoder.classes):
+        columns.setdefault((pools[p].device.name, tp), []).append(c)
+    for sequence in _sequences(list(columns), rows, len(sizes), limit):
+        x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+        for s, kind in enumerate(sequence):
+            per_width = sum(tp for name, tp in sequence if name == kind[0])
+            for c in columns[kind]:
+                x[s, c] = pools[decoder.classes[c][0]].devices // per_width
+        if x[: len(sequence)].any(axis=1).all():
+            for size in sizes:
+                yield Allocation(workers=x, micro_batch_size=size)
+
+
+def _sequences(kinds: list[tuple[str, int]], rows: int, sizes: int, limit: int) -> Iterator[Sequence[tuple[str, int]]]:
+    """See `kind_sequences`."""
+    for stages in range(1, rows + 1):
+        if stages == 1 or len(kinds) ** stages * sizes <= limit:
+            yield from itertools.product(kinds, repeat=stages)
+        else:
+            yield from ([kind] * stages for kind in kinds)
+            for a, b in itertools.permutations(kinds, 2) if stages % 4 == 0 else ():
+                yield from ([a] * cut + [b] * (stages - cut) for cut in (stages // 4, stages // 2, 3 * stages // 4))
+
+
+def _along(walk: list[int], column: dict[int, int], decoder: Decoder) -> list[int]:
+    """Pools in the order of a walk through their regions."""
+    pools = decoder.problem.cluster.pools
+    place = {region: i for i, region in enumerate(walk)}
+    return sorted(column, key=lambda p: (place[pools[p].region], p))
+
+
+def even_parts(total: int, parts: int, first: int = 0) -> np.ndarray:
+    """A whole number cut into parts that differ by at most one; the larger ones begin at place `first`."""
+    places = (np.arange(parts) - first) % parts
+    return total // parts + (places < total % parts)
+
+
+def spread_region(
+    decoder: Decoder,
+    pools: list[int],
+    stages: int,
+    tp: int,
+    rows: int,
+    width: int | None = None,
+    *,
+    alike: bool = False,
+) -> np.ndarray | None:
+    """Every pool spread evenly over all stages, at the given degree or the largest below it that its nodes allow.
+
+    `width` takes no more than so many workers of each pool for each stage; `alike` leaves workers idle that would make
+    one stage wider than another.
+    """
+    x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+    first = 0
+    for p in pools:
+        fitting = [(t, c) for c, (pool, t) in enumerate(decoder.classes) if pool == p and t <= tp]
+        if not fitting:
+            continue
+        t, c = max(fitting)
+        count = decoder.problem.cluster.pools[p].devices // t
+        if width is not None:
+            count = min(count, width * stages)
+        if alike:
+            count -= count % stages
+        x[:stages, c] = even_parts(count, stages, first)
+        first = (first + count) % stages
+    return x if x[:stages].any(axis=1).all() else None
+
+
+def grown_starts(
+    decoder: Decoder, rows: int, value_of: Callable[[Allocation], float], seconds_left: Callable[[], float]
+) -> list[Allocation]:
+    """Plans that replicate one pipeline in more and more regions.
+
+    Every region (and every pool of it) alone is tried with all numbers of stages, degrees and micro-batch sizes; the
+    best of these grow by whole regions, the fastest first, as long as that helps. Activations then stay in their
+    region, only gradients travel.
+
+    Parameters
+    ----------
+    value_of : callable
+        Seconds per step of an allocation.
+    seconds_left : callable
+        Growing ends when this falls to 0.
+    """
+    pools = decoder.problem.cluster.pools
+    regions: dict[int, list[int]] = {}
+    for p, _ in decoder.classes:
+        if p not in regions.setdefault(pools[p].region, []):
+            regions[pools[p].region].append(p)
+    alone = _regions_alone(decoder, regions, rows, value_of, seconds_left)
+    alone.sort(key=lambda entry: entry[0])
+    speed: dict[int, float] = {}
+    for value, _, region, *_ in alone:
+        speed.setdefault(region, value)
+    order = sorted(speed, key=lambda r: speed[r])
+    result = [x for _, x, *_ in alone[:24]]
+    grown: set[tuple[int, int, int]] = set()
+    for value, x, region, stages, tp in alone:
+        if (stages, tp, x.micro_batch_size) in grown or len(grown) >= 10 or seconds_left() <= 0:
+            continue
+        grown.add((stages, tp, x.micro_batch_size))
+        for other in order:
+            if other == region or seconds_left() <= 0:
+                continue
+            additions = [
+                x.workers + more
+                for members in [regions[other], *([p] for p in regions[other] if len(regions[other]) > 1)]
+                for degree in sorted({t for p, t in decoder.classes if p in members})
+                if (more := spread_region(decoder, members, stages, degree, rows)) is not None
+            ]
+            options = [replace(x, workers=w) for w in additions]
+            values = [value_of(option) for option in options]
+            if values and min(values) < value:
+                value, x = min(values), options[int(np.argmin(values))]
+        result.append(x)
+    return result
+
+
+def replicated_starts(
+    decoder: Decoder,
+    rows: int,
+    sizes: Sequence[int],
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[Allocation]:
+    """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
+
+    All numbers of stages, degrees and few widths are valued; from the best of each of three numbers of stages regions
+    are left out, one after another, where that does not make the step longer.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Micro-batch sizes.
+    value_of, seconds_left : callable
+        As for `grown_starts`.
+    """
+    regions: dict[int, list[int]] = {}
+    for p, _ in decoder.classes:
+        if p not in regions.setdefault(decoder.tables.links.region[p], []):
+            regions[decoder.tables.links.region[p]].append(p)
+    region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
+    best: dict[int, tuple[float, Allocation]] = {}
+    for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes})):
+        before = None
+        for width in (1, 2, 4, 8) if stages <= rows else ():
+            parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in regions.values()]
+            workers = sum(part for part in parts if part is not None)
+            if isinstance(workers, int) or (before is not None and (workers == before).all()) or seconds_left() <= 0:
+                break
+            before = workers
+            for size in sizes:
+                x = Allocation(workers=workers, micro_batch_size=size)
+                value = value_of(x)
+                if value < best.get(stages, (math.inf, x))[0]:
+                    best[stages] = value, x
+    result = []
+    for value, x in sorted(best.values(), key=lambda entry: entry[0])[:3]:
+        for region in regions:
+            fewer = replace(x, workers=np.where(region_of == region, 0, x.workers))
+            if fewer.workers.any() and fewer.workers.sum() < x.workers.sum() and seconds_left() > 0:
+                less = value_of(fewer)
+                if less <= value:
+                    value, x = less, fewer
+        result.append(x)
+    return result
+
+
+def _regions_alone(
+    decoder: Decoder,
+    regions: dict[int, list[int]],
+    rows: int,
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[tuple[float, Allocation, int, int, int]]:
+    """Value, allocation, region, stages and degree of every region alone, those with most compute first."""
+    pools = decoder.problem.cluster.pools
+    sizes = decoder.tables.micro_batch_sizes
+    rates = block_rates(decoder, sizes[0])
+    rate_of = {p: rates[c] for c, (p, t) in enumerate(decoder.classes) if t == 1}
+    power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
+    found: list[tuple[float, Allocation, int, int, int]] = []
+    for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
+        # After the first few regions only what was among the best there is tried.
+        likely = {(s, t, b) for _, x, _, s, t in sorted(found, key=lambda e: e[0])[:60] for b in (x.micro_batch_size,)}
+        subsets = [(regions[r], None), *(([p], w) for p in regions[r] for w in (None, 1, 2, 4, 8, 16, 32))]
+        for members, width in subsets:
+            for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for p, t in decoder.classes if p in members})):
+                if width is not None and width * stages * tp >= pools[members[0]].devices:
+                    continue
+                x = spread_region(decoder, members, stages, tp, rows, width) if stages <= rows else None
+                if x is not None:
+                    for size in sizes:
+                        if (i >= 4 and (stages, tp, size) not in likely) or seconds_left() <= 0:
+                            continue
+                        allocation = Allocation(workers=x, micro_batch_size=size)
+                        value = value_of(allocation)
+                        if math.isfinite(value):
+                            found.append((value, allocation, r, stages, tp))
+    return found

@@ -1,0 +1,150 @@
+"""How links pack their messages: for every link the allowed kind that takes least, packing and unpacking included.
+
+A draft takes for each pair of regions what is quickest for a message that is alone on the link. A routed plan is then
+settled by exact simulation: where another kind makes its value better, or a gentler one leaves it as it is, it takes
+the place. Weight gradients of regions that add up together are packed alike, because every leader must add up the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.cost.convergence import Allowed
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.domain.plan import LinkUse, Plan, Problem
+
+MOST_PAIRS = 6
+"""Pairs of regions whose packing of activations is settled one by one, those that carry most first."""
+
+Pair = tuple[int, int]
+
+
+def _memory_bytes_per_s(problem: Problem) -> np.ndarray:
+    """Memory rate of the slowest allowed device of every region, shape (regions,)."""
+    rate = np.full(len(problem.cluster.regions), np.inf)
+    for pool in problem.cluster.pools:
+        if problem.may_use(pool):
+            rate[pool.region] = min(rate[pool.region], pool.device.memory_bytes_per_s)
+    return rate
+
+
+def link_seconds(
+    tables: CostTables, n_values: float, element_bytes: int, mode: str, *, feedback: bool = False
+) -> np.ndarray:
+    """Seconds of packing, sending (latency left out) and unpacking between regions; inf without a link."""
+    problem = tables.problem
+    memory = _memory_bytes_per_s(problem)
+    rate = np.minimum(problem.cluster.bytes_per_s, tables.links.capacity_bytes_per_s)
+    pack, unpack = codec_s(n_values, element_bytes, mode, 1.0, feedback=feedback)
+    n_bytes = packed_bytes(n_values, element_bytes, mode, matrix_values(problem.model))
+    with np.errstate(divide="ignore"):
+        return np.asarray(n_bytes / rate + (pack / memory)[:, None] + (unpack / memory)[None, :])
+
+
+def activation_modes(tables: CostTables, micro_batch_size: int, modes: Sequence[str]) -> np.ndarray:
+    """Packing of activations that is quickest between regions, the gentlest of equals, shape (regions, regions)."""
+    batch = tables.problem.batch
+    values = boundary_values(tables.problem.model, batch, micro_batch_size)
+    seconds = np.array([link_seconds(tables, values, batch.element_bytes, mode) for mode in modes])
+    return np.array(modes)[seconds.argmin(axis=0)]
+
+
+def gradient_mode(tables: CostTables, modes: Sequence[str]) -> str:
+    """Packing of weight gradients that is quickest on the slowest link, the gentlest of equals."""
+    batch, regions = tables.problem.batch, len(tables.problem.cluster.regions)
+    values = 4 * matrix_values(tables.problem.model)
+    joined = ~np.eye(regions, dtype=bool) & (tables.problem.cluster.bytes_per_s > 0)
+    if not joined.any():
+        return modes[0]
+    worst = [
+        float(link_seconds(tables, values, batch.gradient_bytes, mode, feedback=True)[joined].max()) for mode in modes
+    ]
+    return modes[int(np.argmin(worst))]
+
+
+def different(modes: Iterable[str], n_values: float, element_bytes: int) -> list[str]:
+    """Packings without those that leave a message as it is."""
+    plain = n_values * element_bytes
+    return [mode for mode in modes if mode == "none" or packed_bytes(n_values, element_bytes, mode) < plain]
+
+
+def settled(problem: Problem, plan: Plan, may: Allowed, value: Callable[[Plan], float]) -> Plan:
+    """The plan with the packings that make its value least, the gentlest of equals.
+
+    One class of messages after another, on all links together; activations then on the busiest links one by one.
+    """
+    if not plan.links:
+        return plan
+    batch = problem.batch
+    pairs: list[Pair] = [(use.source, use.target) for use in plan.links]
+    busiest = _busiest(problem, plan)[:MOST_PAIRS]
+    values = boundary_values(problem.model, batch, plan.micro_batch_size)
+    weights = 4 * matrix_values(problem.model)
+    best = value(plan)
+    for field, n_values, element_bytes in (
+        ("weight_gradients", weights, batch.gradient_bytes),
+        ("activation_gradients", values, batch.element_bytes),
+        ("activations", values, batch.element_bytes),
+    ):
+        modes = different(getattr(may, field), n_values, element_bytes)
+        if field == "weight_gradients":
+            scopes = _adding_up(problem, plan, pairs)
+        else:
+            scopes = [pairs, *([pair] for pair in busiest if len(busiest) > 1)]
+        for scope in scopes:
+            plan, best = _best_mode(plan, best, field, scope, modes, value)
+    return plan
+
+
+def _best_mode(
+    plan: Plan, best: float, field: str, scope: list[Pair], modes: Sequence[str], value: Callable[[Plan], float]
+) -> tuple[Plan, float]:
+    """The plan with the best packing of one class on some links, and its value."""
+    now = {getattr(plan.link_use(*pair), field) for pair in scope}
+    chosen, where = plan, max((modes.index(mode) if mode in modes else len(modes) for mode in now), default=0)
+    for place, mode in enumerate(modes):
+        if now == {mode}:
+            continue
+        candidate = replace(plan, links=_repacked(plan.links, field, scope, mode))
+        found = value(candidate)
+        if found < best * (1 - 1e-9) or (place < where and found <= best * (1 + 1e-9)):
+            chosen, best, where = candidate, min(best, found), place
+    return chosen, best
+
+
+def _repacked(links: Sequence[LinkUse], field: str, scope: Iterable[Pair], mode: str) -> tuple[LinkUse, ...]:
+    inside = set(scope)
+    return tuple(replace(use, **{field: mode}) if (use.source, use.target) in inside else use for use in links)  # type: ignore[arg-type]
+
+
+def _busiest(problem: Problem, plan: Plan) -> list[Pair]:
+    """Pairs of regions, both ways, between which micro-batches travel, those with most first."""
+    count: dict[Pair, int] = {}
+    pools = problem.cluster.pools
+    places = [np.array([pools[worker.pool].region for worker in stage.workers]) for stage in plan.stages]
+    for s in range(len(plan.stages) - 1):
+        here, there = (places[t][plan.routes[:, t]].tolist() for t in (s, s + 1))
+        for a, b in zip(here, there, strict=True):
+            if a != b:
+                count[a, b] = count.get((a, b), 0) + 1
+                count[b, a] = count.get((b, a), 0) + 1
+    known = {(use.source, use.target) for use in plan.links}
+    return sorted((pair for pair in count if pair in known), key=lambda pair: -count[pair])
+
+
+def _adding_up(problem: Problem, plan: Plan, pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs of regions by the gradients that they add up together, directly or by way of others."""
+    pools = problem.cluster.pools
+    together = [{pools[worker.pool].region for worker in stage.workers} for stage in plan.stages]
+    if problem.model.tied_embeddings:
+        together.append(together[0] | together[-1])
+    merged: list[set[int]] = []
+    for regions in together:
+        apart = [group for group in merged if not group & regions]
+        merged = [*apart, regions.union(*(group for group in merged if group & regions))]
+    return [scope for group in merged if (scope := [(a, b) for a, b in pairs if a in group and b in group])]

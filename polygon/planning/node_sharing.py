@@ -1,0 +1,345 @@
+"""The nodes that every stage of an allocation is on, and what stages on the same nodes wait for one another.
+
+Kernels of the search: the devices are dealt out as `polygon.planning.device_assignment` does for the plan itself, and
+links that reductions share are priced as in `polygon.cost.shared_links`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.jit.compilation import inner
+from polygon.planning.device_assignment import Dealing, deal, dealing_for
+from polygon.planning.problem_arrays import Bank
+from polygon.planning.stage_lists import Stages
+
+NONE = -1
+
+
+class Hosts(NamedTuple):
+    """Entries: one for every node of every stage, and room for what passes there.
+
+    Lists are chained by entry numbers, -1 ends them.
+    """
+
+    dealing: Dealing
+    at: np.ndarray
+    """(rows,) how far the classes of a stage have been dealt."""
+    member: np.ndarray
+    """(groups of a pool,) place of a group in its stage's list of classes."""
+    member_nodes: np.ndarray
+    member_most: np.ndarray
+    """(rows, classes) nodes of a stage's class, and the most of its workers on one."""
+    first: np.ndarray
+    last: np.ndarray
+    """(rows, regions) ends of a stage's list of entries in a region."""
+    lowest: np.ndarray
+    load: np.ndarray
+    """(nodes,) the entry of the first stage on a node, and messages that leave it."""
+    node: np.ndarray
+    stage: np.ndarray
+    pool: np.ndarray
+    workers: np.ndarray
+    following: np.ndarray
+    """(entries,) the next of the same stage and region."""
+    above: np.ndarray
+    """(entries,) that of the next stage on the same node."""
+    mate: np.ndarray
+    end_s: np.ndarray
+    tail_s: np.ndarray
+    """(entries,) of the link looked at: the node at its other end, when those that have used it end, and what the one
+    of them with most to do has left to do."""
+
+
+def hosts_for(bank: Bank, rows: int) -> Hosts:
+    """Room for allocations of so many rows."""
+    classes, regions = len(bank.pool), len(bank.stands)
+    degrees = int(np.bincount(bank.pool).max())
+    nodes = int((bank.first_node + bank.nodes).max())
+    entries = rows * classes + int(bank.nodes.sum())
+    return Hosts(
+        dealing=dealing_for(rows * degrees, int(bank.nodes.max()), degrees),
+        at=np.zeros(rows, dtype=np.int64),
+        member=np.zeros(rows * degrees, dtype=np.int64),
+        member_nodes=np.zeros((rows, classes), dtype=np.int64),
+        member_most=np.zeros((rows, classes), dtype=np.int64),
+        first=np.zeros((rows, regions), dtype=np.int64),
+        last=np.zeros((rows, regions), dtype=np.int64),
+        lowest=np.zeros(nodes, dtype=np.int64),
+        load=np.zeros(nodes),
+        node=np.zeros(entries, dtype=np.int64),
+        stage=np.zeros(entries, dtype=np.int64),
+        pool=np.zeros(entries, dtype=np.int64),
+        workers=np.zeros(entries, dtype=np.int64),
+        following=np.zeros(entries, dtype=np.int64),
+        above=np.zeros(entries, dtype=np.int64),
+        mate=np.zeros(entries, dtype=np.int64),
+        end_s=np.zeros(entries),
+        tail_s=np.zeros(entries),
+    )
+
+
+@inner
+def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hosts) -> bool:
+    """Deal out the devices of the first n stages; whether any node serves several of them.
+
+    Parameters
+    ----------
+    nodes : ndarray of int64, shape (rows, regions)
+        Out: on how many nodes of a region a stage is.
+    """
+    room, at = hosts.dealing, hosts.at
+    for s in range(n):
+        at[s] = 0
+        for r in range(nodes.shape[1]):
+            nodes[s, r], hosts.first[s, r] = 0, NONE
+    entries, several = 0, False
+    while True:
+        p = NONE
+        for s in range(n):
+            if at[s] < stages.members[s]:
+                q = bank.pool[stages.classes[s, at[s]]]
+                if p == NONE or q < p:
+                    p = q
+        if p == NONE:
+            return several
+        groups, kind = 0, 0
+        for s in range(n):
+            while at[s] < stages.members[s] and bank.pool[stages.classes[s, at[s]]] == p:
+                kind = stages.classes[s, at[s]]
+                j = groups
+                while j > 0 and room.tp[j - 1] < bank.tp[kind] * bank.cp:
+                    room.tp[j], room.stage[j], room.width[j] = room.tp[j - 1], room.stage[j - 1], room.width[j - 1]
+                    hosts.member[j] = hosts.member[j - 1]
+                    j -= 1
+                room.tp[j], room.stage[j], room.width[j] = bank.tp[kind] * bank.cp, s, stages.counts[s, at[s]]
+                hosts.member[j] = at[s]
+                hosts.member_nodes[s, at[s]], hosts.member_most[s, at[s]] = 0, 0
+                groups += 1
+                at[s] += 1
+        per_node, first_node = bank.devices_per_node[kind], bank.first_node[kind]
+        for node in range(first_node, first_node + bank.nodes[kind]):
+            hosts.lowest[node] = NONE
+        for k in range(deal(room, groups, bank.nodes[kind] * per_node, per_node)):
+            g = room.group[k]
+            s, i, tp = room.stage[g], hosts.member[g], room.tp[g]
+            device, left = room.first[k], room.workers[k]
+            while left > 0:
+                here = min(left, (per_node - device % per_node + tp - 1) // tp)
+                e = _enter(hosts, first_node + device // per_node, s, entries)
+                if e == entries:
+                    r = bank.region[kind]
+                    hosts.pool[e], hosts.workers[e], hosts.following[e] = p, 0, NONE
+                    if hosts.first[s, r] == NONE:
+                        hosts.first[s, r] = e
+                    else:
+                        hosts.following[hosts.last[s, r]] = e
+                    hosts.last[s, r] = e
+                    nodes[s, r] += 1
+                    hosts.member_nodes[s, i] += 1
+                    several = several or hosts.above[e] != NONE or hosts.lowest[hosts.node[e]] != e
+                    entries += 1
+                hosts.workers[e] += here
+                hosts.member_most[s, i] = max(hosts.member_most[s, i], hosts.workers[e])
+                device += here * tp
+                left -= here
+
+
+@inner
+def _enter(hosts: Hosts, node: int, s: int, entry: int) -> int:
+    """The entry of stage s on a node: the one that is there, or a new one in its place among the node's stages."""
+    below, e = NONE, hosts.lowest[node]
+    while e != NONE and hosts.stage[e] < s:
+        below, e = e, hosts.above[e]
+    if e != NONE and hosts.stage[e] == s:
+        return e
+    hosts.node[entry], hosts.stage[entry], hosts.above[entry] = node, s, e
+    if below == NONE:
+        hosts.lowest[node] = entry
+    else:
+        hosts.above[below] = entry
+    return entry
+
+
+@inner
+def _beside(hosts: Hosts, e: int, t: int) -> int:
+    """The entry of stage t on the node of entry e, -1 if it is not there."""
+    other = hosts.lowest[hosts.node[e]]
+    while other != NONE and hosts.stage[other] != t:
+        other = hosts.above[other]
+    return other
+
+
+@inner
+def common_nodes(hosts: Hosts, s: int, t: int, region: int) -> int:
+    """On how many nodes of a region both stages are."""
+    count, e = 0, hosts.first[s, region]
+    while e != NONE:
+        if _beside(hosts, e, t) != NONE:
+            count += 1
+        e = hosts.following[e]
+    return count
+
+
+@inner
+def near_part(hosts: Hosts, s: int, t: int, region: int, workers: np.ndarray) -> float:
+    """Part of the messages between two stages in a region that stay on their node, if partners meet by chance.
+
+    `workers`, shape (rows, regions), are those of a stage in a region.
+    """
+    part, e = 0.0, hosts.first[s, region]
+    while e != NONE:
+        other = _beside(hosts, e, t)
+        if other != NONE:
+            part += hosts.workers[e] / workers[s, region] * hosts.workers[other] / workers[t, region]
+        e = hosts.following[e]
+    return part
+
+
+@inner
+def find_crowds(hosts: Hosts, n: int, nodes: np.ndarray, leaving: np.ndarray, crowd: np.ndarray) -> None:
+    """How many times more messages leave the nodes of a stage than are its own, the mean over its nodes in a region.
+
+    Parameters
+    ----------
+    nodes : ndarray, shape (rows, regions)
+        As `find_hosts` fills it.
+    leaving : ndarray, shape (rows, regions)
+        Messages of every stage that leave its nodes.
+    crowd : ndarray, shape (rows, regions)
+        Out.
+    """
+    for turn in range(3):
+        for s in range(n):
+            for r in range(nodes.shape[1]):
+                own = leaving[s, r] / max(1, nodes[s, r])
+                total, e = 0.0, hosts.first[s, r]
+                while e != NONE:
+                    node = hosts.node[e]
+                    if turn == 0:
+                        hosts.load[node] = 0.0
+                    elif turn == 1:
+                        hosts.load[node] += own
+                    else:
+                        total += hosts.load[node]
+                    e = hosts.following[e]
+                if turn == 2:
+                    crowd[s, r] = total / leaving[s, r] if leaving[s, r] > 0 else 1.0
+
+
+@inner
+def cards_free_s(
+    bank: Bank, hosts: Hosts, n: int, nodes: np.ndarray, n_bytes: np.ndarray, begin_s: np.ndarray, tail_s: np.ndarray
+) -> float:
+    """When stages that share the cards of nodes within their regions have reduced and done the rest, at the earliest.
+
+    Parameters
+    ----------
+    nodes : ndarray, shape (rows, regions)
+        As `find_hosts` fills it.
+    n_bytes, begin_s, tail_s : ndarray, shape (rows,)
+        Gradient bytes of a worker of each stage, when it begins to reduce (later stages first), and seconds from the
+        end of its reduction to the end of its step.
+    """
+    latest = 0.0
+    for s in range(n - 1, -1, -1):
+        for r in range(nodes.shape[1]):
+            count, e = nodes[s, r], hosts.first[s, r]
+            while e != NONE:
+                above = hosts.above[e]
+                end, tail = 0.0, 0.0
+                if above != NONE:
+                    end, tail = hosts.end_s[above], hosts.tail_s[above]
+                if count > 1:
+                    rate = bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
+                    end = max(end, begin_s[s]) + 2 * (1 - 1 / count) * n_bytes[s] / rate
+                    tail = max(tail, tail_s[s])
+                    latest = max(latest, end + tail)
+                hosts.end_s[e], hosts.tail_s[e] = end, tail
+                e = hosts.following[e]
+    return latest
+
+
+@inner
+def pairs_free_s(
+    bank: Bank,
+    hosts: Hosts,
+    n: int,
+    sent_bytes: np.ndarray,
+    lanes: np.ndarray,
+    begin_s: np.ndarray,
+    tail_s: np.ndarray,
+    least_s: float,
+) -> float:
+    """When stages that share node pairs between regions have reduced and done the rest; no less than `least_s`.
+
+    Parameters
+    ----------
+    sent_bytes : ndarray, shape (rows,)
+        What one node of a region sends to one of another, before packing.
+    lanes : ndarray of int64, shape (rows,)
+        Nodes of each region that send.
+    begin_s, tail_s : ndarray, shape (rows,)
+        As for `cards_free_s`.
+    """
+    regions = hosts.first.shape[1]
+    latest = least_s
+    for a in range(regions):
+        for b in range(regions):
+            rate = bank.links.bytes_per_s[bank.stands[a], bank.stands[b]]
+            if a == b or rate <= 0:
+                continue
+            s_per_byte = bank.gradient_ratio[a, b] / rate
+            end, tail, users = 0.0, 0.0, 0
+            for s in range(n - 1, -1, -1):
+                if _sends(hosts, s, a, b):
+                    end = max(end, begin_s[s]) + sent_bytes[s] * s_per_byte
+                    tail = max(tail, tail_s[s])
+                    users += 1
+            if users > 1 and end + tail > latest:  # if all were on one node pair
+                for s in range(n - 1, -1, -1):
+                    if _sends(hosts, s, a, b):
+                        busy_s = sent_bytes[s] * s_per_byte
+                        latest = max(latest, _pair_free_s(hosts, lanes, s, a, b, busy_s, begin_s, tail_s))
+    return latest
+
+
+@inner
+def _sends(hosts: Hosts, s: int, a: int, b: int) -> bool:
+    """Whether stage s sends gradients from region a to b."""
+    return hosts.first[s, a] != NONE and hosts.first[s, b] != NONE
+
+
+@inner
+def _pair_free_s(
+    hosts: Hosts,
+    lanes: np.ndarray,
+    s: int,
+    a: int,
+    b: int,
+    busy_s: float,
+    begin_s: np.ndarray,
+    tail_s: np.ndarray,
+) -> float:
+    """When the node pairs that stage s uses from region a to b are free, and their users done, stages s and above."""
+    latest = 0.0
+    e, other, lane = hosts.first[s, a], hosts.first[s, b], 0
+    while e != NONE:
+        hosts.mate[e] = NONE
+        if lane < lanes[s]:
+            end, tail = 0.0, 0.0
+            above = hosts.above[e]
+            while above != NONE:
+                if _sends(hosts, hosts.stage[above], a, b) and hosts.mate[above] == hosts.node[other]:
+                    end, tail = hosts.end_s[above], hosts.tail_s[above]
+                    break
+                above = hosts.above[above]
+            end, tail = max(end, begin_s[s]) + busy_s, max(tail, tail_s[s])
+            hosts.mate[e], hosts.end_s[e], hosts.tail_s[e] = hosts.node[other], end, tail
+            latest = max(latest, end + tail)
+            other = hosts.following[other]
+        lane += 1
+        e = hosts.following[e]
+    return latest

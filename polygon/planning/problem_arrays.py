@@ -1,0 +1,243 @@
+"""A problem's costs as plain arrays, for the kernels of the search.
+
+A *worker class* is a pool used at one tensor-parallel degree. All arrays are for one setting: micro-batch size, context
+and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.cost.convergence import Allowed
+from polygon.cost.memory import breakdown, gradient_copies, state_bytes
+from polygon.cost.overlap import Overlap, overlap_of
+from polygon.cost.sharding import copies_s
+from polygon.cost.tables import CostTables, running_sum
+from polygon.cost.transfers import LinkArrays, boundary_values, matrix_values, packed_bytes
+from polygon.domain.plan import RECOMPUTE, Problem
+from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds
+
+RECOMPUTED, ZERO, BLOCKS = 0, 1, 2
+"""Rows of the memory options of stages: recomputation (its place in `RECOMPUTE`), ZeRO, and blocks recomputed."""
+
+
+class Setting(NamedTuple):
+    """How the workers of an allocation work, whatever their stage."""
+
+    micro_batch_size: int
+    cp: int = 1
+    """Context-parallel degree of every worker."""
+    ep: int = 1
+    """Most devices over which a stage spreads its experts."""
+
+
+class Bank(NamedTuple):
+    """Arrays of one problem under one setting.
+
+    Shapes: c classes, r recomputations, n layers, p pools, d regions.
+    """
+
+    pool: np.ndarray
+    region: np.ndarray
+    tp: np.ndarray
+    cp: int
+    ep: int
+    nodes: np.ndarray
+    devices_per_node: np.ndarray
+    first_node: np.ndarray
+    """(c,) ints but for cp and ep; the last three of the pool, whose nodes are numbered over the whole cluster."""
+    kind: np.ndarray
+    """(c,) first class that computes and stores alike (same device, node links and degree, whatever the pool)."""
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    """(c, r, n + 1) running sums of seconds per micro-batch."""
+    accumulation_s: np.ndarray
+    """(c, n + 1) running sums of what adding up gradients in the layers takes of backward; none is, fully sharded."""
+    parameters: np.ndarray
+    divided: np.ndarray
+    """(c, n + 1) running sums per device: of parameters, and of what ZeRO divides by the shards."""
+    largest_bytes: np.ndarray
+    """(c, n) of a layer that ZeRO-3 has gathered: weights twice, and gradients."""
+    tied: np.ndarray
+    """(c,) parameters of a tied head's own copy, per device."""
+    activation_bytes: np.ndarray
+    """(c, r, n + 1) running sum, per micro-batch in flight."""
+    transient_bytes: np.ndarray
+    """(c, r, n)."""
+    limit_bytes: np.ndarray
+    """(c,) memory that a plan may use."""
+    modes: np.ndarray
+    """Recomputations that save memory, their places in `RECOMPUTE`."""
+    held_bytes: np.ndarray
+    divided_bytes: np.ndarray
+    """(4,) bytes of weights, gradients and optimizer per parameter held, and per parameter divided, by ZeRO stage."""
+    context_bytes: float
+    update_s_per_parameter: np.ndarray
+    """(c,)."""
+    element_bytes: float
+    gradient_bytes: float
+    activation_wire: np.ndarray
+    """(d, d) bytes of one message between stages."""
+    activation_codec_s: np.ndarray
+    """(d, d) seconds to pack and unpack it on the slowest devices there."""
+    gradient_ratio: np.ndarray
+    """(d, d) packed over plain gradient bytes."""
+    local_steps: int
+    """Most steps between two meetings of regions that hold a whole pipeline each; 1: they meet in every step."""
+    stands: np.ndarray
+    """(d,) any pool of each region: links between regions are the same for all of them."""
+    links: LinkArrays
+    overlap: Overlap
+    copies_s: np.ndarray
+    """(c,) seconds per parameter on a device that fully sharded training takes for copies, in every micro-batch."""
+    micro_batches: int
+    tied_values: float
+    """Parameters of tied embeddings; 0 if they are not."""
+
+
+def splits_sequence(problem: Problem, tp: int, cp: int = 1) -> bool:
+    """Whether a worker splits the sequence beside its layers: it never takes longer, and holds less."""
+    return tp > 1 and problem.batch.seq_len % (tp * cp) == 0
+
+
+def worker_classes(tables: CostTables, limit: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Every (pool, tensor-parallel degree) that a plan may use: allowed ones, degrees up to `limit`."""
+    problem = tables.problem
+    classes = []
+    for pool in problem.cluster.pools:
+        if not problem.may_use(pool):
+            continue
+        for tp in tables.tensor_degrees(pool.index):
+            if limit is None or tp <= limit:
+                classes.append((pool.index, tp))
+    return tuple(classes)
+
+
+def _kinds(tables: CostTables, classes: tuple[tuple[int, int], ...]) -> np.ndarray:
+    pools = tables.problem.cluster.pools
+    first: dict[object, int] = {}
+    kinds = []
+    for c, (p, t) in enumerate(classes):
+        pool = pools[p]
+        node = (pool.device.name, pool.intra_node, pool.inter_node, pool.devices_per_node)
+        kinds.append(first.setdefault((*node, t), c))
+    return np.array(kinds, dtype=np.int64)
+
+
+def state_bytes_per_parameter(tables: CostTables) -> np.ndarray:
+    """Bytes of weights, gradients and optimizer per parameter, by ZeRO stage: of those held and of those divided.
+
+    Returns
+    -------
+    ndarray, shape (2, 4)
+    """
+    batch, runtime = tables.problem.batch, tables.problem.runtime
+    table = np.zeros((2, 4))
+    for zero in range(4):
+        copies = gradient_copies(batch, runtime, zero)
+        for divided, row in enumerate(table):
+            rows = (0.0, 0.0, 0.0, 0.0, 1.0) if divided else (1.0, 0.0, 0.0, 0.0, 0.0)
+            parts = breakdown(
+                *rows, in_flight=0, zero=zero, shards=1, batch=batch, context_bytes=0.0, gradient_copies=copies
+            )
+            row[zero] = parts.total_bytes
+    return table
+
+
+def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting: Setting, may: Allowed) -> Bank:
+    """Collect the arrays of a problem.
+
+    Parameters
+    ----------
+    setting : Setting
+    may : Allowed
+        Packings and local steps that may be chosen; every link gets what is quickest for a message alone.
+    """
+    problem = tables.problem
+    cluster, batch, links = problem.cluster, problem.batch, tables.links
+    micro_batch_size, cp, ep = setting
+    pools = [cluster.pools[p] for p, _ in classes]
+    how = [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
+    times = [
+        [tables.times(p, t, micro_batch_size, r, *options) for r in RECOMPUTE]
+        for (p, t), options in zip(classes, how, strict=True)
+    ]
+    forward = np.array([[of.forward_s for of in row] for row in times])
+    backward = np.array([[of.backward_s for of in row] for row in times])
+    memory = [
+        [tables.memory(t, micro_batch_size, r, *options) for r in RECOMPUTE]
+        for (_, t), options in zip(classes, how, strict=True)
+    ]
+    activations = np.array([[r.activation_bytes for r in m] for m in memory])
+    rows = [m[0].layers for m in memory]
+    divided = [of.parameters if of.sharded_parameters is None else of.sharded_parameters for of in rows]
+    weight_bytes, gradient_bytes, _ = state_bytes(batch)
+    held_bytes, divided_bytes = state_bytes_per_parameter(tables)
+    regions = len(cluster.regions)
+    values = boundary_values(problem.model, batch, micro_batch_size)
+    far = ~np.eye(regions, dtype=bool)
+    chosen = activation_modes(tables, micro_batch_size, may.activations)
+    wire = np.full((regions, regions), values * float(batch.element_bytes))
+    packing_s = np.zeros((regions, regions))
+    for mode in set(chosen[far].tolist()):
+        here = far & (chosen == mode) & (cluster.bytes_per_s > 0)
+        wire[here] = packed_bytes(values, batch.element_bytes, mode)
+        seconds = link_seconds(tables, values, batch.element_bytes, mode)
+        rate = np.minimum(cluster.bytes_per_s, links.capacity_bytes_per_s)
+        packing_s[here] = np.maximum(0.0, seconds[here] - wire[here] / rate[here])
+    block = 4 * matrix_values(problem.model)
+    gradients = gradient_mode(tables, may.weight_gradients)
+    ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))
+    ratio /= block * batch.gradient_bytes
+    stands = np.zeros(regions, dtype=np.int64)
+    stands[links.region] = np.arange(len(links.region))
+    million = 1_000_000
+    return Bank(
+        pool=np.array([p for p, _ in classes], dtype=np.int64),
+        region=np.array([pool.region for pool in pools], dtype=np.int64),
+        tp=np.array([t for _, t in classes], dtype=np.int64),
+        cp=cp,
+        ep=ep,
+        nodes=np.array([pool.nodes for pool in pools], dtype=np.int64),
+        devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
+        first_node=links.first_node[[p for p, _ in classes]],
+        kind=_kinds(tables, classes),
+        forward_s=forward,
+        backward_s=backward,
+        accumulation_s=np.array(
+            [
+                row[0].backward_s - tables.times(p, t, micro_batch_size, "none", *options, False).backward_s
+                for (p, t), options, row in zip(classes, how, times, strict=True)
+            ]
+        ),
+        parameters=np.array([m[0].parameters for m in memory]),
+        divided=np.array([running_sum(values) for values in divided]),
+        largest_bytes=np.array([of.parameters * (2 * weight_bytes + gradient_bytes) for of in rows]),
+        tied=np.array([m[0].layers.tied_parameters for m in memory]),
+        activation_bytes=activations,
+        transient_bytes=np.array([[r.layers.transient_bytes for r in m] for m in memory]),
+        limit_bytes=tables.limit_bytes[[p for p, _ in classes]],
+        modes=np.array([r for r in (1, 2) if (activations[:, r, -1] < activations[:, 0, -1]).any()], dtype=np.int64),
+        held_bytes=held_bytes,
+        divided_bytes=divided_bytes,
+        context_bytes=float(problem.runtime.context_bytes),
+        update_s_per_parameter=np.array([tables.update_s(p, million) / million for p, _ in classes]),
+        element_bytes=float(batch.element_bytes),
+        gradient_bytes=float(batch.gradient_bytes),
+        activation_wire=wire,
+        activation_codec_s=packing_s,
+        gradient_ratio=np.where(far, ratio, 1.0),
+        local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
+        stands=stands,
+        links=links.arrays(problem.runtime.bucket_bytes),
+        overlap=overlap_of(problem.runtime, batch),
+        copies_s=np.array([copies_s(1.0, tables, p) for p, _ in classes]),
+        micro_batches=batch.global_batch // micro_batch_size,
+        tied_values=float(
+            problem.model.head_weight_parameters()
+            if problem.model.tied_embeddings and problem.model.family != "vit"
+            else 0
+        ),
+    )

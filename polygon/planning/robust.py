@@ -1,0 +1,66 @@
+"""Among the plans that a search met: the one whose step is surest, and one that is simpler at nearly the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polygon.cost.estimate import Estimate, estimate
+from polygon.cost.money import Bill
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+
+NEARLY = 0.01
+"""Part by which a step may be longer and still count as the same."""
+MOST_PRICED = 24
+"""Plans that are decoded and priced for it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Option:
+    """A plan with its estimate, and how many parts it has that must be understood, and may fail."""
+
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Regions, stages, and ways from region to region that carry traffic."""
+        return len({worker.region for worker in self.estimate.workers}), len(self.plan.stages), len(self.estimate.links)
+
+
+def options(
+    problem: Problem, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables, *, longest_s: float
+) -> list[Option]:
+    """The plans of allocations whose steps are no longer than that, quickest first."""
+    decoder, found = Decoder(problem, tables=tables), []
+    near = sorted((pair for pair in bills if pair[0].step_s <= longest_s), key=lambda pair: pair[0].step_s)
+    for _, allocation in near[:MOST_PRICED]:
+        plan = decoder.decode(allocation)
+        if not isinstance(plan, Infeasible):
+            found.append(Option(plan=plan, estimate=estimate(problem, plan, tables)))
+    return found
+
+
+def surest(problem: Problem, plan: Plan, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables) -> Option:
+    """The plan whose 90 % interval ends first: of those met, and of `plan` itself.
+
+    None whose step is longer than the interval of `plan` can be it. Of those whose intervals end within `NEARLY` of the
+    first, the one with fewest parts is taken.
+    """
+    own = Option(plan=plan, estimate=estimate(problem, plan, tables))
+    every = [own, *options(problem, bills, tables, longest_s=own.estimate.high_s)]
+    first_s = min(option.estimate.high_s for option in every)
+    near = [option for option in every if option.estimate.high_s <= first_s * (1 + NEARLY)]
+    return min(near, key=lambda option: (option.parts, option.estimate.high_s))
+
+
+def simpler(
+    problem: Problem, plan: Plan, bills: Sequence[tuple[Bill, Allocation]], tables: CostTables
+) -> Option | None:
+    """A plan with fewer parts (`Option.parts`) whose step is within `NEARLY` of the plan's; None if none was met."""
+    own = Option(plan=plan, estimate=estimate(problem, plan, tables))
+    near = options(problem, bills, tables, longest_s=own.estimate.step_s * (1 + NEARLY))
+    best = min([own, *near], key=lambda option: (option.parts, option.estimate.step_s))
+    return None if best.parts == own.parts else best

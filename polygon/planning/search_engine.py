@@ -1,0 +1,407 @@
+"""The search: simple starts, a memetic search on the fluid objective, and exact simulation of the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from polygon.cost.convergence import at_parity
+from polygon.cost.money import Bill
+from polygon.cost.tables import CostTables
+from polygon.domain.groups import Groups
+from polygon.domain.message import Message
+from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.initial_solutions import grown_starts, kind_sequences, replicated_starts, simple_starts
+from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
+from polygon.planning.polish import polished
+from polygon.planning.problem_arrays import Setting
+from solvers.ants import Ants
+from solvers.genetic import Genetic
+from solvers.local_search import Restarts
+from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
+
+MAX_STAGES = 32
+FEWEST_STARTS = 100
+"""Simple starts that are looked at however short the time limit, so that something feasible is met."""
+MOST_OF_LENGTH = 1_000
+"""Sequences of device types of one length, above which only the plainest of them are looked at."""
+MOST_SEQUENCES = 3_000
+"""Sequences of device types that are looked at, shortest first."""
+
+RUNNER_UP = 0.08
+"""Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
+MOST_RUNNERS_UP = 4
+FEWEST_FOR_SEVERAL = 100
+"""Exact evaluations of an effort below which the best allocation alone is polished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to search; counts make a search repeatable, the time limit may cut it short."""
+
+    fluid_evaluations: int = 12_000
+    exact_evaluations: int = 250
+    polish_evaluations: int = 300
+    """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
+    patience: int = 3_000
+    """Fluid evaluations without improvement after which the first phase ends."""
+    time_limit_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """Outcome of a search."""
+
+    plan: Plan | None
+    value_s: float
+    """Of the objective: the step time, unless another was asked for."""
+    reason: Message | None = None
+    """Why there is no plan."""
+    evaluations: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    bills: tuple[tuple[Bill, Allocation], ...] = ()
+    """What every allocation costs that was simulated exactly; the chosen one first."""
+    proved: bool = False
+    """Whether no allocation of devices to stages decodes to a better plan (`polygon.planning.exact`)."""
+
+
+Tell = Callable[[Message, float, float], None]
+"""Phase, part of it done (0 to 1), best step so far [s]."""
+
+
+def most_stages(problem: Problem) -> int:
+    """More stages than these are never tried: layers, devices, and 32."""
+    return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
+
+
+def find_groups(
+    problem: Problem,
+    rng: np.random.Generator,
+    *,
+    stages: int | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+    tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
+) -> tuple[Groups | None, Message | None]:
+    """Group devices into pipeline stages by an ant colony.
+
+    Parameters
+    ----------
+    stages : int, optional
+        Number of stages; by default the best of 1 .. 8 (as many as layers and devices allow).
+    objective : Objective
+        What is minimised, within the limits of the constraints, by the fluid step time.
+
+    Returns
+    -------
+    groups : Groups or None
+    reason : Message or None
+        Why there are none, or why better ones may have been missed.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If it came before any grouping was found; later it keeps the best so far.
+    """
+    effort = effort or Effort()
+    decoder = Decoder(problem, tables=tables, objective=objective)
+    if not decoder.classes:
+        return None, Message("reason.regions_forbidden")
+    decoder.warm_up()
+    limit = most_stages(problem)
+    counts = [stages] if stages else [s for s in (1, 2, 3, 4, 5, 6, 8) if s <= limit]
+    best: tuple[float, np.ndarray, int] | None = None
+    budget = max(400, effort.fluid_evaluations // (2 * len(counts)))
+    last_reason: Message | None = None
+    interrupted = False
+    for i, count in enumerate(counts):
+        size = _likely_size(decoder, count)
+        candidates = GroupCandidates(decoder, count, size)
+        starts = [x for x in simple_starts(decoder, count, size) if x.any(axis=1).all()]
+        values = [candidates.evaluate(x) for x in starts]
+        order = np.argsort(values, kind="stable")[:3]
+        stop = _limit(budget, budget // 2, effort.time_limit_s / len(counts))
+        result = Ants().solve(candidates, rng, stop, start=[starts[k] for k in order])
+        if result.solution is not None and (best is None or result.value < best[0]):
+            best = (result.value, result.solution, size)
+        elif result.solution is None and starts:
+            last_reason = _why_not(decoder, [Allocation(workers=x, micro_batch_size=size) for x in starts[:8]])
+        if tell:
+            tell(Message("phase.ants", stages=count), (i + 1) / len(counts), best[0] if best else math.inf)
+        interrupted = result.stopped_by == "interrupt"
+        if interrupted:
+            break
+    if best is None and interrupted:
+        raise KeyboardInterrupt
+    if best is None:
+        return None, last_reason or Message("reason.no_grouping")
+    value, x, size = best
+    bill = decoder.fluid_bill(Allocation(workers=x, micro_batch_size=size))
+    if value >= OVER_LIMIT:
+        return None, Message("reason.no_grouping_within_limits", over=over_limits(problem, bill))
+    x = decoder.rules.legal(x)
+    x = x[x.any(axis=1)]
+    allocation = np.zeros((x.shape[0], len(problem.cluster.pools)), dtype=np.int64)
+    for c, (pool, tp) in enumerate(decoder.classes):
+        allocation[:, pool] += x[:, c] * tp
+    return Groups(
+        problem=problem,
+        allocation=allocation,
+        objective={
+            "name": objective.name,
+            "value": value,
+            "step_s": bill.step_s,
+            "micro_batch_size": size,
+            "model": "fluid",
+        },
+        solver="ants",
+    ), Message("reason.interrupted") if interrupted else None
+
+
+def _likely_size(decoder: Decoder, stages: int) -> int:
+    """Micro-batch size under which the simple starts do best."""
+    best, chosen = math.inf, decoder.tables.micro_batch_sizes[0]
+    for size in decoder.tables.micro_batch_sizes:
+        for x in simple_starts(decoder, stages, size):
+            value = decoder.value(Allocation(workers=x, micro_batch_size=size))
+            if value < best:
+                best, chosen = value, size
+    return chosen
+
+
+def _limit(evaluations: int, patience: int, seconds: float) -> Stop:
+    rules: list[Stop] = [MaxEvaluations(evaluations), NoImprovement(patience)]
+    if math.isfinite(seconds):
+        rules.append(TimeLimit(seconds))
+    return AnyOf(tuple(rules))
+
+
+def find_plan(
+    problem: Problem,
+    rng: np.random.Generator,
+    *,
+    groups: Groups | None = None,
+    effort: Effort | None = None,
+    tell: Tell | None = None,
+    tables: CostTables | None = None,
+    objective: Objective = STEP_TIME,
+    known: Sequence[Allocation] = (),
+) -> Found:
+    """Search for the plan with the least step time, or the best by another objective.
+
+    First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
+    of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
+
+    Parameters
+    ----------
+    known : sequence of Allocation
+        Solutions found before; the result is no worse than the best of them.
+
+    Notes
+    -----
+    Above the default level of parity the next gentler one is searched first and its best plan kept: the fluid objective
+    knows nothing of the time that packing takes and may lead to worse ones.
+    """
+    effort = effort or Effort()
+    gentle: list[Allocation] = []
+    if gentler := _gentler(problem):
+        half = replace(effort, time_limit_s=effort.time_limit_s / 2)
+        before = find_plan(
+            gentler, rng, groups=groups, effort=half, tell=tell, objective=objective, known=known,
+            tables=tables and tables.with_other_links(gentler),
+        )  # fmt: skip
+        if before.interrupted:
+            return before
+        gentle, effort = [x for _, x in before.bills[:1]], half
+        known = [*known, *gentle]
+    decoder = Decoder(problem, tables=tables, objective=objective)
+    if not decoder.classes:
+        return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
+    candidates = Candidates(decoder, most_stages(problem))
+    decoder.warm_up()
+    began = time.perf_counter()
+
+    def seconds_left(part: float) -> float:
+        return part * effort.time_limit_s - (time.perf_counter() - began)
+
+    interrupted = False
+    ranked: list[tuple[float, int]] = []
+    starts = list(known)
+    try:
+        value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
+        starts += grown_starts(decoder, candidates.space.groups, value_of_start, lambda: seconds_left(0.3))
+        sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
+        starts += replicated_starts(decoder, candidates.space.groups, sizes, value_of_start, lambda: seconds_left(0.35))
+        for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
+            if i > FEWEST_STARTS and seconds_left(0.4) <= 0:
+                break
+            starts.append(x)
+        if decoder.rules:
+            starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
+        for i, x in enumerate(starts):
+            value, starts[i] = candidates.evaluate_degrees(x)
+            ranked.append((value, i))
+            if seconds_left(0.4) <= 0 and math.isfinite(min(ranked)[0]):
+                break
+    except KeyboardInterrupt:
+        interrupted = True
+    ranked.sort(key=lambda pair: pair[0])
+    spent_s = time.perf_counter() - began
+    first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
+
+    def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
+        if tell is None:
+            return None
+        return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
+
+    budget = 1 if interrupted else effort.fluid_evaluations
+    fluid = Genetic().solve(
+        candidates,
+        rng,
+        _limit(budget, effort.patience, max(0.0, 0.65 * effort.time_limit_s - spent_s)),
+        start=first,
+        callback=told(Message("phase.memetic"), effort.fluid_evaluations),
+    )
+    evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
+    interrupted = interrupted or fluid.stopped_by == "interrupt"
+    if not candidates.elite:
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=_why_not(decoder, starts),
+            evaluations=evaluations,
+            seconds=seconds,
+            interrupted=interrupted,
+        )
+    exact = ExactCandidates(decoder, candidates.space.groups)
+    left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
+    count = 6 if interrupted else effort.exact_evaluations
+    result = Restarts(patience=max(20, count // 4)).solve(
+        exact,
+        rng,
+        _limit(count, count, left_s),
+        start=[*known, *candidates.elite[: max(1, count // 3)]],
+        callback=told(Message("phase.exact"), effort.exact_evaluations),
+    )
+    # Exact candidates have the packings that suit a message alone; only here are others tried as well.
+    value, plan, chosen = math.inf, None, None
+    for x in ([] if result.solution is None else [result.solution]) + gentle:
+        outcome = decoder.decode(x)
+        if isinstance(outcome, Plan) and (found := decoder.plan_value(outcome)) < value:
+            value, plan, chosen = found, outcome, x
+    if plan is None or chosen is None:
+        reason = _why_not(decoder, candidates.elite[:8])
+        return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
+    if not interrupted:
+        near = _runners_up(exact, chosen, value) if effort.exact_evaluations >= FEWEST_FOR_SEVERAL else []
+        for x in [chosen, *near]:
+            draft = plan if x is chosen else decoder.decode(x)
+            if not isinstance(draft, Plan):
+                continue
+            better = polished(
+                draft,
+                decoder.tables,
+                decoder.plan_value,
+                evaluations=effort.polish_evaluations // (1 if x is chosen else 3),
+                expired=lambda: seconds_left(1.0) <= 0,
+            )
+            if (found := decoder.plan_value(better)) < value:
+                value, plan, chosen = found, better, x
+    others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+    bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
+    if value >= OVER_LIMIT:
+        reason = Message("reason.no_plan_within_limits", over=over_limits(problem, bills[0][0]))
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=reason,
+            evaluations=evaluations,
+            seconds=seconds,
+            bills=tuple(bills),
+        )
+    return Found(
+        plan=replace(plan, solver="memetic"),
+        value_s=value,
+        evaluations=evaluations + result.evaluations,
+        seconds=seconds + result.seconds,
+        interrupted=interrupted or result.stopped_by == "interrupt",
+        bills=tuple(bills),
+    )
+
+
+def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:
+    """The best few allocations that differ from the chosen one in stages or setting and are nearly as good."""
+    found: dict[tuple, tuple[float, Allocation]] = {}
+    for x, other in exact.met():
+        if abs(other - value) <= RUNNER_UP * abs(value):
+            kind = (int(x.workers.any(axis=1).sum()), x.setting)
+            if kind not in found or other < found[kind][0]:
+                found[kind] = other, x
+    found.pop((int(chosen.workers.any(axis=1).sum()), chosen.setting), None)
+    return [x for _, x in sorted(found.values(), key=lambda pair: pair[0])[:MOST_RUNNERS_UP]]
+
+
+def _gentler(problem: Problem) -> Problem | None:
+    """The problem at the next gentler level of parity, if its own is above the default one and it lists no packings."""
+    limits, level = problem.constraints, PARITY_LEVELS.index(problem.constraints.parity)
+    if limits.compressions or limits.local_steps or level <= PARITY_LEVELS.index(Constraints().parity):
+        return None
+    return at_parity(problem, PARITY_LEVELS[level - 1])
+
+
+def _starts(
+    decoder: Decoder, candidates: Candidates, groups: Groups | None, sizes: tuple[int, ...]
+) -> Iterator[Allocation]:
+    """The groups at every tensor-parallel degree, and simple starts, in the given micro-batch sizes."""
+    rows = candidates.space.groups
+    if groups is not None:
+        for limit in sorted({t for _, t in decoder.classes}):
+            x = np.zeros((rows, candidates.space.classes), dtype=np.int64)
+            for s, row in enumerate(groups.allocation[:rows]):
+                left = row.copy()
+                for c in sorted(range(len(decoder.classes)), key=lambda c: -decoder.classes[c][1]):
+                    pool, tp = decoder.classes[c]
+                    if tp <= limit:
+                        x[s, c] = left[pool] // tp
+                        left[pool] -= x[s, c] * tp
+            for size in candidates.sizes:
+                yield Allocation(workers=x, micro_batch_size=size)
+    for size in sizes:
+        for x in simple_starts(decoder, rows, size):
+            yield Allocation(workers=x, micro_batch_size=size)
+    yield from itertools.islice(kind_sequences(decoder, rows, sizes, MOST_OF_LENGTH), MOST_SEQUENCES)
+
+
+def _why_not(decoder: Decoder, tried: list[Allocation]) -> Message:
+    """The least of what stands in the way of a plan."""
+    missing = memory_missing(decoder)
+    if missing > 0:
+        return Message("reason.too_large", model=decoder.problem.model.name, lacking_bytes=missing)
+    outcomes = [decoder.decode(x) for x in tried]
+    reasons = [outcome.reason for outcome in outcomes if isinstance(outcome, Infeasible)]
+    lacking = [reason for reason in reasons if reason.kind == "reason.lacks_memory"]
+    if lacking:
+        return min(lacking, key=lambda reason: float(reason["lacking_bytes"]))
+    return reasons[0] if reasons else Message("reason.no_allocation")
+
+
+def memory_missing(decoder: Decoder) -> float:
+    """Bytes by which all allowed devices together fall short of the model's sharded states (0 or less: enough)."""
+    tables = decoder.tables
+    bank = decoder.bank(Setting(tables.micro_batch_sizes[0]))
+    least = float((bank.held_bytes + bank.divided_bytes).min()) * tables.problem.model.parameters
+    pools = {p for p, _ in decoder.classes}
+    room = sum(
+        max(0.0, float(tables.limit_bytes[p]) - bank.context_bytes) * tables.problem.cluster.pools[p].devices
+        for p in pools
+    )
+    return least - room

@@ -1,0 +1,204 @@
+"""The spans of a schedule: how many micro-batches are let pass behind every worker (`polygon.domain.schedule`).
+
+A micro-batch that is away for L seconds, while one is finished every P seconds, needs a window of L / P. Workers of
+unlike speed do not get their micro-batches quite evenly, so longer windows pay where memory holds them. Several paces
+are simulated, each cut down, worker by worker, to what its memory holds; the one with the shortest step is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.cost.estimate import group_memory
+from polygon.cost.simulation import backward_order
+from polygon.cost.step_times import StepTimes, alike, step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.plan import Plan
+from polygon.jit.compilation import general
+
+
+class StagePace(NamedTuple):
+    """How long spans are wanted: parts of what working takes, of what messages take, and of both in the last stage."""
+
+    work: float
+    messages: float
+    last: float
+    """Behind the last stage nothing is waited for, but its spans lengthen the windows before it."""
+
+
+PACES = (
+    StagePace(1.0, 1.0, 1.0),
+    StagePace(1.0, 1.0, 0.7),
+    StagePace(1.5, 1.5, 0.4),
+    StagePace(1.5, 1.5, 1.0),
+    StagePace(2.0, 2.0, 0.4),
+    StagePace(3.0, 3.0, 0.4),
+)
+TIGHT_PACES = (
+    StagePace(1.0, 0.5, 1.0),
+    StagePace(1.5, 0.5, 0.4),
+    StagePace(1.0, 0.25, 0.7),
+    StagePace(1.0, 0.0, 1.0),
+    StagePace(0.8, 0.0, 0.7),
+    StagePace(0.5, 0.0, 0.5),
+    StagePace(0.0, 0.0, 0.0),
+)
+"""Where memory does not hold the first pace. The last, every backward at once, it holds if it holds any."""
+
+
+def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
+    """Micro-batches that pass while a worker is busy with one, and (if `messages`) its message travels and returns.
+
+    A worker that computes n of M micro-batches is busy with one while M / n pass; a message under way for L seconds,
+    in a step whose busiest worker needs T, lets M L / T pass.
+
+    Returns
+    -------
+    ndarray, shape (workers,)
+    """
+    schedule, place = times.schedule, times.place
+    micro_batches, stages = schedule.routes.shape
+    shares = np.maximum(np.bincount(schedule.routes.ravel(), minlength=len(place.stage)), 1)
+    spans = micro_batches / shares
+    if messages and stages > 1:
+        period_s = float((shares * (schedule.forward_s + schedule.backward_s)).max()) / micro_batches
+        trip_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0)
+        longest_s = np.zeros(len(spans))
+        np.maximum.at(longest_s, schedule.routes[:, :-1].ravel(), trip_s.ravel())
+        spans = spans + longest_s / period_s
+    return np.minimum(spans, micro_batches)
+
+
+def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
+    """Micro-batches whose activations every worker's memory holds at one time, shape (workers,); 0: not one."""
+    place = times.place
+    result = np.empty(len(place.stage), dtype=np.int64)
+    for s in range(len(plan.stages)):
+        mine = place.members(s)
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
+        room = np.empty(len(kinds), dtype=np.int64)
+        for k, (pool, tp, shards) in enumerate(kinds):
+            one, two = (
+                group_memory(plan, tables, s, tp=tp, in_flight=held, shards=shards).total_bytes for held in (1.0, 2.0)
+            )
+            free = float(tables.limit_bytes[pool]) - one
+            more = math.floor(free / (two - one)) if two > one else plan.micro_batches
+            room[k] = min(1 + more, plan.micro_batches) if free >= 0 else 0
+        result[mine] = room[kind]
+    return result
+
+
+@general
+def cut_spans(
+    routes: np.ndarray,
+    order: np.ndarray,
+    offset: np.ndarray,
+    room: np.ndarray,
+    spans: np.ndarray,
+    windows: np.ndarray,
+) -> bool:
+    """Cut the spans of all workers down to what memory holds, last stage first; whether that is possible.
+
+    With e the ends m + W(m, s + 1) of a worker's micro-batches m, both in rising order, its j-th backward finds no more
+    than `room` micro-batches in flight if its span is at most m[j + room] - e[j].
+
+    Parameters
+    ----------
+    routes, order : ndarray of int64, shape (micro_batches, stages)
+        Worker of each micro-batch in its stage, and the micro-batches of every stage sorted by worker.
+    offset : ndarray of int64, shape (stages,)
+        First worker of each stage.
+    room : ndarray of int64, shape (workers,)
+    spans : ndarray of int64, shape (workers,)
+        In: what is wanted; out: what is held.
+    windows : ndarray of int64, shape (micro_batches, stages)
+        Out.
+    """
+    micro_batches, stages = routes.shape
+    behind = np.zeros(micro_batches, dtype=np.int64)
+    ends = np.empty(micro_batches, dtype=np.int64)
+    for s in range(stages - 1, -1, -1):
+        first = 0
+        while first < micro_batches:
+            local = routes[order[first, s], s]
+            worker = offset[s] + local
+            last = first
+            while last < micro_batches and routes[order[last, s], s] == local:
+                end = order[last, s] + behind[order[last, s]]
+                at = last
+                while at > first and ends[at - 1] > end:
+                    ends[at] = ends[at - 1]
+                    at -= 1
+                ends[at] = end
+                last += 1
+            for j in range(first, last - room[worker]):
+                spans[worker] = min(spans[worker], order[j + room[worker], s] - ends[j])
+            if spans[worker] < 1 or room[worker] < 1:
+                return False
+            first = last
+        for m in range(micro_batches):
+            behind[m] += spans[offset[s] + routes[m, s]]
+            windows[m, s] = behind[m]
+    return True
+
+
+class Pacing:
+    """Spans for the routes of one plan."""
+
+    def __init__(self, plan: Plan, tables: CostTables) -> None:
+        self.plan = plan
+        self.times = step_times(plan, tables)
+        self._least = wanted_spans(self.times, messages=False)
+        self._away = wanted_spans(self.times, messages=True) - self._least
+        self._room = rooms(plan, tables, self.times)
+        self._order = np.argsort(plan.routes, axis=0, kind="stable")
+
+    def windows(self, pace: StagePace) -> tuple[np.ndarray, np.ndarray] | None:
+        """Spans at a pace, cut down to what memory holds, and the windows that they give; None if it holds none.
+
+        Returns
+        -------
+        spans : ndarray of int64, shape (workers,)
+        windows : ndarray of int64, shape (micro_batches, stages)
+        """
+        place, routes = self.times.place, self.plan.routes
+        micro_batches, stages = routes.shape
+        wanted = pace.work * self._least + pace.messages * self._away
+        wanted[place.offset[-1] :] *= pace.last
+        spans = np.clip(np.ceil(wanted - 1e-6), 1, micro_batches).astype(np.int64)
+        windows = np.empty((micro_batches, stages), dtype=np.int64)
+        held = cut_spans(routes, self._order, place.offset, self._room, spans, windows)
+        return (spans, windows) if held else None
+
+    def timed(self, windows: np.ndarray) -> StepTimes:
+        """The step under given windows."""
+        order, first = backward_order(windows)
+        schedule = replace(self.times.schedule, order=order, first=first)
+        return replace(self.times, schedule=schedule, ends_s=schedule.simulate()[0])
+
+    def best(self) -> tuple[Plan, StepTimes] | None:
+        """The plan at its best pace, and its times; None if memory holds none."""
+        best: tuple[float, np.ndarray, StepTimes] | None = None
+        seen: set[bytes] = set()
+        cuts = [self.windows(pace) for pace in PACES]
+        if cuts[0] is None:
+            cuts += [self.windows(pace) for pace in TIGHT_PACES]
+        for cut in cuts:
+            if cut is None or cut[0].tobytes() in seen:
+                continue
+            seen.add(cut[0].tobytes())
+            times = self.timed(cut[1])
+            step_s = times.step_s
+            if best is None or step_s < best[0]:
+                best = step_s, cut[0], times
+        return None if best is None else (replace(self.plan, spans=by_stage(best[1], best[2])), best[2])
+
+
+def by_stage(values: np.ndarray, times: StepTimes) -> tuple[tuple[int, ...], ...]:
+    """Whole numbers of all workers, stage by stage."""
+    offset = times.place.offset.tolist()
+    return tuple(tuple(values[a:b].tolist()) for a, b in zip(offset, [*offset[1:], len(values)], strict=True))

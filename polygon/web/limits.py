@@ -1,0 +1,365 @@
+"""What limits a plan: every resource made 10 % better in turn and the step priced again by the one estimate.
+
+Links are relaxed in rate and in latency, each by itself: inside nodes, between nodes of a group, between groups of a
+region, between regions (both ways, with the capacity that flows share) and out of a region; devices in speed and in
+memory. The plan stays as it is, except for more memory, which only another decoding of the same allocation can use. A
+resource whose improvement saves nothing is not named. For the rates and latencies that save most, the best value for
+money is looked for: the smallest of a ladder of usual rates that brings most of what the largest would.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from polygon.cost.estimate import worker_regions
+from polygon.cost.money import traffic_bytes
+from polygon.cost.step_times import StepTimes, step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Cluster, Link, NodeGroup
+from polygon.domain.message import Message
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.assumptions import Assumption, assumptions
+from polygon.planning.decode import Decoder
+from polygon.planning.nearby import allocation_of
+from polygon.planning.what_ifs import Change as WhatIf
+from polygon.planning.what_ifs import more_memory, sensitivities
+
+RELAXED = 1.1
+"""How many times as good a resource is made."""
+LEAST = 0.0005
+"""Part of the step that relaxing has to save to be named."""
+WORTH = 0.01
+"""Part of the step that a suggestion has to save."""
+MOST = 0.9
+"""Part of the ladder's largest saving that the suggested rate must reach."""
+MANY = 40
+"""Resources; of more, sorts that save nothing together are left out."""
+MOST_PAIRS = 24
+"""Pairs of regions that are looked at: those that carry most."""
+SUGGESTED = 4
+"""Limits, worst first, for which a better value is looked for."""
+LADDER_GBPS = (1, 2.5, 5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200, 7200, 14400)
+"""Rates that networks are built for: Ethernet and InfiniBand by generation, NVLink by the node."""
+GBPS = 1e9 / 8
+BOLD = {"rate": 10.0, "latency": 10.0, "capacity": 10.0, "": 2.0}
+"""How many times as good a resource is made to plan anew where no value is worth naming for the plan as it is."""
+
+Kind = Literal["compute", "memory", "intra_node", "inter_node", "intra_region", "pair", "egress"]
+Quality = Literal["rate", "latency", "capacity", ""]
+Change = Callable[[Cluster, float], Cluster]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """Something of a cluster that could be better."""
+
+    kind: Kind
+    quality: Quality
+    region: str = ""
+    """Where; the first of a pair."""
+    other: str = ""
+    """The second region of a pair."""
+    device: str = ""
+    group: int = 0
+    """Node group of the region."""
+    now: float
+    """Gbit/s, ms, GiB, or 1 for the speed of a device."""
+    default: bool = False
+    """Whether nobody gave the value."""
+    better: Change
+    """The cluster with so many times as much of it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the function."""
+        return {key: value for key, value in asdict(replace(self, better=_same)).items() if key != "better"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A resource and what more of it saves, as parts of the step."""
+
+    resource: Resource
+    saves: float
+    """With 10 % more."""
+    suggested: float | None = None
+    """The value that brings most of what there is to gain."""
+    would_save: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        found = {"saves": self.saves, "suggested": self.suggested, "would_save": self.would_save}
+        return self.resource.to_dict() | found
+
+
+def _same(cluster: Cluster, _: float) -> Cluster:
+    return cluster
+
+
+def limits(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
+    """What limits the step, worst first."""
+    times = step_times(plan, tables)
+    found = [*_relaxed(problem, plan, tables, times)]
+    found = sorted((limit for limit in found if limit.saves > LEAST), key=lambda limit: -limit.saves)
+    for i, limit in enumerate(found[:SUGGESTED]):
+        found[i] = _suggestion(problem, plan, tables, times.step_s, limit)
+    return {"step_s": times.step_s, "limits": [limit.to_dict() for limit in found]}
+
+
+def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, Any]]:
+    """The links that nobody gave, by how much of the step depends on them."""
+    return [_assumed(assumption) for assumption in assumptions(problem, plan, tables)]
+
+
+def replanned(problem: Problem, plan: Plan, tables: CostTables, index: int) -> dict[str, Any] | None:
+    """What the limit of that number would bring if the cluster with more of it were planned anew; None: none such.
+
+    A short search from the plan on the changed cluster, held against the same search on the cluster as it is. The
+    value tried is the suggested one, else `BOLD` times as good.
+    """
+    times = step_times(plan, tables)
+    found = [limit for limit in _relaxed(problem, plan, tables, times) if limit.saves > LEAST]
+    if index >= len(found):
+        return None
+    limit = sorted(found, key=lambda limit: -limit.saves)[index]
+    limit = _suggestion(problem, plan, tables, times.step_s, limit)
+    resource = limit.resource
+    lower = resource.quality == "latency"
+    bold = BOLD[resource.quality]
+    value = limit.suggested or (resource.now / bold if lower else resource.now * bold)
+    factor = resource.now / value if lower else value / resource.now
+    text = Message("change.latency", a=resource.region, b=resource.other)
+    change = WhatIf(text=text, cluster=resource.better(problem.cluster, factor))
+    answer = sensitivities(problem, plan, tables=tables, changes=[change])
+    return resource.to_dict() | {"value": value, "would_save": -answer.rows[0].replanned}
+
+
+def _assumed(assumption: Assumption) -> dict[str, Any]:
+    link = assumption.link
+    return {"name": assumption.name, "slower": assumption.slower, "faster": assumption.faster,
+            "latency_ms": link.latency_s * 1e3, "bandwidth_gbps": link.bytes_per_s / GBPS}  # fmt: skip
+
+
+def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Limit]:
+    every = list(resources(problem, plan, times))
+    if len(every) > MANY:
+        every = _worth_asking(problem, plan, tables, times.step_s, every)
+    for resource in every:
+        if resource.kind == "memory":
+            saves = _with_memory(problem, plan, tables, times.step_s, resource)
+        else:
+            saves = 1 - _step_s(problem, plan, tables, resource, RELAXED) / times.step_s
+        yield Limit(resource=resource, saves=saves)
+
+
+def _worth_asking(
+    problem: Problem, plan: Plan, tables: CostTables, step_s: float, every: list[Resource]
+) -> list[Resource]:
+    """Of many resources those whose sort saves something if all of it is relaxed at once: one alone saves no more."""
+    sorts: dict[tuple[str, str], list[Resource]] = {}
+    for resource in every:
+        sorts.setdefault((resource.kind, resource.quality), []).append(resource)
+    kept: list[Resource] = []
+    for (kind, _), members in sorts.items():
+        cluster = problem.cluster
+        for member in members:
+            cluster = member.better(cluster, RELAXED)
+        other = tables.for_problem(replace(problem, cluster=cluster))
+        if kind == "memory" or 1 - step_times(plan, other).step_s / step_s > LEAST:
+            kept += members
+    return kept
+
+
+def _step_s(problem: Problem, plan: Plan, tables: CostTables, resource: Resource, factor: float) -> float:
+    """Step of the plan with so many times as much of a resource."""
+    other = replace(problem, cluster=resource.better(problem.cluster, factor))
+    far = resource.kind in ("pair", "egress")
+    return float(step_times(plan, tables.with_other_links(other) if far else tables.for_problem(other)).step_s)
+
+
+def _with_memory(problem: Problem, plan: Plan, tables: CostTables, step_s: float, resource: Resource) -> float:
+    """What the same allocation saves with more memory, against itself decoded anew with what there is."""
+    other = replace(problem, cluster=resource.better(problem.cluster, RELAXED))
+    decoders = Decoder(problem, tables=tables), Decoder(other, tables=tables.for_problem(other))
+    steps = []
+    for decoder in decoders:
+        decoded = decoder.decode(allocation_of(decoder, plan))
+        steps.append(float(decoder.step_times(decoded).step_s) if isinstance(decoded, Plan) else step_s)
+    return (min(step_s, steps[0]) - steps[1]) / step_s
+
+
+def _suggestion(problem: Problem, plan: Plan, tables: CostTables, step_s: float, limit: Limit) -> Limit:
+    """The limit with the smallest usual rate, or the least shortened latency, that brings most of the gain."""
+    resource = limit.resource
+    if resource.quality in ("rate", "capacity"):
+        values = [rate for rate in LADDER_GBPS if rate >= RELAXED * resource.now]
+        factors = [rate / resource.now for rate in values]
+    elif resource.quality == "latency":
+        factors = [2.0, 4.0]
+        values = [resource.now / factor for factor in factors]
+    else:
+        return limit
+
+    @cache
+    def saved(i: int) -> float:
+        return 1 - _step_s(problem, plan, tables, resource, factors[i]) / step_s
+
+    if not values or saved(len(values) - 1) < WORTH:
+        return limit
+    at = bisect_left(range(len(values)), MOST * saved(len(values) - 1), key=saved)
+    return replace(limit, suggested=values[at], would_save=saved(at))
+
+
+# What there is to relax
+
+
+def resources(problem: Problem, plan: Plan, times: StepTimes) -> Iterator[Resource]:
+    """Everything that the plan uses."""
+    cluster = problem.cluster
+    used = worker_regions(plan, cluster)
+    pools = {cluster.pools[worker.pool].index for stage in plan.stages for worker in stage.workers}
+    for device in sorted({cluster.pools[p].device.name for p in pools}):
+        yield Resource(kind="compute", quality="", device=device, now=1.0, better=_faster(device))
+        gib = cluster.catalogue[device].memory_bytes / 2**30
+        yield Resource(kind="memory", quality="", device=device, now=gib, better=_roomier(device))
+    for r in sorted(used):
+        yield from _inside(cluster, r, pools)
+    sent, summed = traffic_bytes(problem, plan, times)
+    yield from _between(cluster, sent + summed)
+
+
+def _faster(device: str) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        old = cluster.catalogue[device]
+        flops = {precision: value * factor for precision, value in old.flops.items()}
+        new = replace(old, flops=flops, memory_bytes_per_s=old.memory_bytes_per_s * factor)
+        return replace(cluster, catalogue={**cluster.catalogue, device: new})
+
+    return change
+
+
+def _roomier(device: str) -> Change:
+    return lambda cluster, factor: more_memory(cluster, device, factor)
+
+
+def _better_link(link: Link, quality: Quality, factor: float) -> Link:
+    if quality == "rate":
+        return replace(link, bytes_per_s=link.bytes_per_s * factor)
+    return replace(link, latency_s=link.latency_s / factor)
+
+
+def _inside(cluster: Cluster, r: int, pools: set[int]) -> Iterator[Resource]:
+    """Links of a region: of its nodes, and between them."""
+    region = cluster.regions[r]
+    first = next(pool.index for pool in cluster.pools if pool.region == r)
+    several = sum(group.nodes for group in region.node_groups) > 1
+    for quality in ("rate", "latency"):
+        for i, group in enumerate(region.node_groups):
+            if first + i not in pools:
+                continue
+            fields = [("intra_node", group.devices_per_node > 1), ("inter_node", group.nodes > 1)]
+            for field, there in fields:
+                if not there or (field == "inter_node" and group.inter_node == region.intra_region):
+                    continue  # the region's own network joins the nodes
+                yield _resource(
+                    cluster, r, field, quality, getattr(group, field), _node_link(r, i, field, quality), group=i
+                )
+        if several:
+            link = region.intra_region
+            yield _resource(cluster, r, "intra_region", quality, link, _region_link(r, quality))
+
+
+def _resource(
+    cluster: Cluster, r: int, kind: Any, quality: Any, link: Link, better: Change, *, group: int = 0
+) -> Resource:
+    """A link inside a region."""
+    region = cluster.regions[r]
+    name = f"{region.name}.intra_region" if kind == "intra_region" else f"{region.name}.nodes[{group}].{kind}"
+    return Resource(
+        kind=kind, quality=quality, region=region.name, group=group, better=better, default=name in cluster.defaults,
+        device="" if kind == "intra_region" else region.node_groups[group].device,
+        now=link.bytes_per_s / GBPS if quality == "rate" else link.latency_s * 1e3,
+    )  # fmt: skip
+
+
+def _with_groups(cluster: Cluster, r: int, change: Callable[[int, NodeGroup], NodeGroup], **more: Any) -> Cluster:
+    region = cluster.regions[r]
+    groups = tuple(change(i, group) for i, group in enumerate(region.node_groups))
+    regions = list(cluster.regions)
+    regions[r] = replace(region, node_groups=groups, **more)
+    return replace(cluster, regions=tuple(regions))
+
+
+def _node_link(r: int, index: int, field: str, quality: Quality) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        def better(i: int, group: NodeGroup) -> NodeGroup:
+            if i != index:
+                return group
+            link = _better_link(getattr(group, field), quality, factor)
+            return replace(group, intra_node=link) if field == "intra_node" else replace(group, inter_node=link)
+
+        return _with_groups(cluster, r, better)
+
+    return change
+
+
+def _region_link(r: int, quality: Quality) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        old = cluster.regions[r].intra_region
+        new = _better_link(old, quality, factor)
+
+        def better(_: int, group: NodeGroup) -> NodeGroup:
+            return replace(group, inter_node=new) if group.inter_node == old else group
+
+        latency, rate = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+        latency[r, r], rate[r, r] = new.latency_s, new.bytes_per_s
+        return replace(_with_groups(cluster, r, better, intra_region=new), latency_s=latency, bytes_per_s=rate)
+
+    return change
+
+
+def _between(cluster: Cluster, traffic: np.ndarray) -> Iterator[Resource]:
+    """Links between regions that carry something, those with most of it first, and what leaves a region."""
+    names = [region.name for region in cluster.regions]
+    both = np.triu(traffic + traffic.T, 1)
+    pairs = [tuple(map(int, pair)) for pair in np.argwhere(both > 0)]
+    for a, b in sorted(pairs, key=lambda pair: -both[pair])[:MOST_PAIRS]:
+        where: dict[str, Any] = {"kind": "pair", "region": names[a], "other": names[b]}
+        rate = min(cluster.bytes_per_s[a, b], cluster.bytes_per_s[b, a]) / GBPS
+        yield Resource(**where, quality="rate", now=float(rate), better=_pair(a, b, "rate"))
+        latency_ms = max(cluster.latency_s[a, b], cluster.latency_s[b, a]) * 1e3
+        yield Resource(**where, quality="latency", now=float(latency_ms), better=_pair(a, b, "latency"))
+    for r, region in enumerate(cluster.regions):
+        if np.isfinite(region.egress_bytes_per_s) and traffic[r].sum() > 0:
+            yield Resource(
+                kind="egress", quality="capacity", region=region.name, now=region.egress_bytes_per_s / GBPS,
+                better=_egress(r),
+            )  # fmt: skip
+
+
+def _pair(a: int, b: int, quality: Quality) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        rate, latency = cluster.bytes_per_s.copy(), cluster.latency_s.copy()
+        capacity = cluster.capacity_bytes_per_s.copy()
+        for pair in ((a, b), (b, a)):
+            if quality == "rate":
+                rate[pair] *= factor
+                capacity[pair] *= factor
+            else:
+                latency[pair] /= factor
+        return replace(cluster, bytes_per_s=rate, latency_s=latency, capacity_bytes_per_s=capacity)
+
+    return change
+
+
+def _egress(r: int) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        rate = cluster.regions[r].egress_bytes_per_s * factor
+        return _with_groups(cluster, r, lambda _, group: group, egress_bytes_per_s=rate)
+
+    return change

@@ -1,0 +1,307 @@
+"""What every operation answers, as types: from them come the schemas in the OpenAPI, and tests hold answers to them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+closed = with_config(ConfigDict(extra="forbid"))
+Number = float | None
+"""Infinities, which JSON lacks, are null."""
+State = Literal["queued", "running", "done", "cancelled", "infeasible", "failed"]
+
+
+@closed
+class Refusal(TypedDict):
+    """Why there is no answer, in the caller's language."""
+
+    detail: str
+
+
+@closed
+class Job(TypedDict):
+    """A search, an explanation, or a plan that was kept."""
+
+    id: str
+    created_s: float
+    state: State
+    progress: float
+    note: str
+    """What it is at; the step time once there is a plan."""
+    error: str
+    name: str
+    has_plan: bool
+    kind: Literal["search", "front", "variant", "upload"]
+    tags: list[str]
+    archived: bool
+    parent: str
+    changes: dict[str, Any]
+    objective: str
+    effort: str
+    seed: int
+
+
+@closed
+class FrontPoint(TypedDict):
+    """A plan that no other of its front beats in time and money."""
+
+    step_s: float
+    usd: float
+    energy_j: float
+    devices: int
+    stages: int
+
+
+@closed
+class Front(Job):
+    """A front, or how far its search is."""
+
+    points: list[FrontPoint]
+
+
+@closed
+class Asked(TypedDict):
+    """What a job was asked, as a search takes it."""
+
+    problem: dict[str, Any]
+    objective: str
+    effort: str
+    seed: int
+
+
+@closed
+class Resolved(TypedDict):
+    """A cluster with every value spelt out, and the text of its file."""
+
+    full: dict[str, Any]
+    yaml: str
+    devices: int
+
+
+@closed
+class Explanation(TypedDict):
+    """Why a plan and not another; `answers` is null until they are worked out. A job's fields once it was asked for."""
+
+    id: str
+    state: State | Literal["none"]
+    answers: dict[str, Any] | None
+    created_s: NotRequired[float]
+    progress: NotRequired[float]
+    note: NotRequired[str]
+    error: NotRequired[str]
+    name: NotRequired[str]
+    has_plan: NotRequired[bool]
+    kind: NotRequired[str]
+    tags: NotRequired[list[str]]
+    archived: NotRequired[bool]
+    parent: NotRequired[str]
+    changes: NotRequired[dict[str, Any]]
+    objective: NotRequired[str]
+    effort: NotRequired[str]
+    seed: NotRequired[int]
+
+
+@closed
+class Known(TypedDict):
+    """Catalogues."""
+
+    devices: list[dict[str, Any]]
+    models: list[dict[str, Any]]
+    links: list[str]
+    regions: list[dict[str, Any]]
+    runtimes: list[dict[str, str]]
+    parity_levels: list[str]
+    compressions: list[str]
+    local_steps: list[int]
+    default_link: dict[str, float]
+    latency_ms_floor: float
+    latency_ms_per_km: float
+    instances: list[str]
+
+
+@closed
+class EstimateOut(TypedDict):
+    """The predicted step and what no plan can beat."""
+
+    step_s: Number
+    low_s: Number
+    high_s: Number
+    terms: dict[str, Number]
+    sources: dict[str, str]
+    tokens_per_s: Number
+    mfu: Number
+    cross_region_bytes: float
+    cost_usd: Number
+    energy_j: Number
+    limited_by: str
+    lower_bound_s: Number
+    lower_bounds_s: dict[str, Number]
+    bound_by: str
+    gap: Number
+
+
+@closed
+class View(TypedDict):
+    """Everything shown of a plan."""
+
+    model: str
+    runtime: dict[str, str]
+    batch: dict[str, int]
+    estimate: EstimateOut
+    micro_batches: int
+    micro_batch_size: int
+    local_steps: int
+    assumptions: list[str]
+    devices: dict[str, int]
+    regions: list[dict[str, Any]]
+    stages: list[dict[str, Any]]
+    links: list[dict[str, Any]]
+    traffic: dict[str, Number | str]
+    formulas: list[dict[str, str]]
+    over_memory: float
+    bubble: Number
+    routes: list[list[int]]
+
+
+@closed
+class TimelineRow(TypedDict):
+    """A worker in a window of the step."""
+
+    stage: int
+    worker: int
+    region: str
+    device: str
+    tp: int
+    width: int
+    busy_s: float
+    bars: list[tuple[int, int, float, float]]
+    """Kind, micro-batch (-1: none), start and end [s]."""
+    bands: list[tuple[float, float, list[float]]]
+    """Start, end [s], and the parts of the first kinds."""
+
+
+@closed
+class Timeline(TypedDict):
+    """Rows of a step or of a window of it."""
+
+    kinds: list[str]
+    rows: list[TimelineRow]
+    step_s: float
+    from_s: float
+    to_s: float
+    workers: int
+    bubble_share: float
+    exposed_share: float
+
+
+@closed
+class LimitRow(TypedDict):
+    """A resource and what more of it saves, as parts of the step."""
+
+    kind: str
+    quality: str
+    region: str
+    other: str
+    device: str
+    group: int
+    now: float
+    default: bool
+    saves: float
+    suggested: Number
+    would_save: float
+
+
+@closed
+class AssumedLink(TypedDict):
+    """A link that nobody gave."""
+
+    name: str
+    slower: float
+    faster: float
+    latency_ms: float
+    bandwidth_gbps: float
+
+
+@closed
+class Limits(TypedDict):
+    """What limits the step, worst first."""
+
+    step_s: float
+    limits: list[LimitRow]
+
+
+@closed
+class Anew(TypedDict):
+    """What more of a resource would bring with the cluster planned anew."""
+
+    kind: str
+    quality: str
+    region: str
+    other: str
+    device: str
+    group: int
+    now: float
+    default: bool
+    value: float
+    would_save: float
+
+
+@closed
+class Advice(TypedDict):
+    """How communication could be hidden, in three cases."""
+
+    case: Literal["balanced", "computation", "communication"]
+    ratio: Number
+    hidden: Number
+    cases: dict[str, list[dict[str, Any]]]
+
+
+@closed
+class Saving(TypedDict):
+    """What a better link would save."""
+
+    source: str
+    target: str
+    what: str
+    saved_s: Number
+
+
+@closed
+class Alternatives(TypedDict):
+    """The plan beside others."""
+
+    alternatives: list[dict[str, Any]]
+    points: list[dict[str, Any]]
+
+
+@closed
+class ExportOut(TypedDict):
+    """Files for another system, and what it cannot express."""
+
+    target: str
+    files: dict[str, str]
+    losses: list[dict[str, Any]]
+    plan_step_s: Number
+    step_s: Number
+    start: str
+    notes: list[str]
+
+
+@closed
+class Written(TypedDict):
+    """A deployment that was written, and its checks."""
+
+    name: str
+    files: list[str]
+    checks: list[dict[str, Any]]
+    start: str
+
+
+@closed
+class Deployment(TypedDict):
+    """A deployment that is there."""
+
+    name: str
+    files: list[str]

@@ -1,0 +1,307 @@
+"""A plan with something changed, priced at once: what the toggles and sliders of the page do.
+
+Every change goes through the same cost functions as the search. Three of them reach beyond what a plan can say:
+
+- *algorithm* replaces the three-level reduction of every stage by a flat one over its p workers, n bytes each, over
+  the worst hop (latency a, rate b): ring 2 (p-1) (a + n / (p b)); double tree; sharded server 2 (a + (p-1) n / (p b));
+  central server 2 (a + (p-1) n / b).
+- *chunk_mb* sends the reduction in k = ceil(n / chunk) pieces that follow each other through the levels:
+  T = sum_l (a_l + b_l / k) + (k - 1) max_l (a_l + b_l / k), where level l needs a_l for nothing and a_l + b_l for all.
+- *overlap* o: a stage of n layers, whose last backward takes B and ends at e, reduces for T seconds from
+  e - o B (n - 1) / n on, and ends no sooner than e + T / n. The plan itself has o = 1, no overlap is o = 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Le
+from pydantic import Field
+
+from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
+from polygon.cost.collectives import double_tree_all_reduce_s
+from polygon.cost.estimate import Estimate, estimate
+from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
+from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import one_of, require
+from polygon.domain.plan import Plan, Problem
+from polygon.formats.schema import Strict
+from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
+from polygon.planning.warmup_depths import wanted_spans
+
+Packing = Literal["none", "bf16", "int8", "int4", "topk", "powersgd"]
+ActivationPacking = Literal["none", "bf16", "int8", "int4", "topk"]
+"""PowerSGD is of weight matrices."""
+Algorithm = Literal["hierarchical", "ring", "tree", "sharded-server", "central-server"]
+Factor = Annotated[float, Ge(0.01), Le(100)]
+
+
+class LinkChange(Strict):
+    """Other packings or another quality for one direction between two regions."""
+
+    source: str
+    target: str
+    activations: ActivationPacking | None = None
+    weight_gradients: Packing | None = None
+    bandwidth_factor: Factor = 1.0
+    latency_factor: Factor = 1.0
+
+
+class Changes(Strict):
+    """What is to be different; what is left out stays as the plan has it."""
+
+    accumulation: Annotated[int, Ge(1), Le(64)] = 1
+    """So many times the micro-batches between two updates: the global batch grows with it."""
+    activations: ActivationPacking | None = None
+    """Of activations and their gradients between regions, on all links."""
+    weight_gradients: Packing | None = None
+    prefetch: Annotated[float, Ge(0), Le(4)] | None = None
+    """How much of a message's way the schedule hides by letting micro-batches pass: 0 none, 1 all of it."""
+    local_steps: Annotated[int, Ge(1), Le(512)] | None = None
+    algorithm: Algorithm = "hierarchical"
+    chunk_mb: Annotated[float, Gt(0.0009), Le(100_000)] | None = None
+    streams: Annotated[int, Ge(1), Le(64)] | None = None
+    """TCP streams a link; each carries at most 0.82 of a 4 MiB window per round trip."""
+    overlap: Annotated[float, Ge(0), Le(1)] = 1.0
+    bandwidth_factor: Factor = 1.0
+    latency_factor: Factor = 1.0
+    price_factor: Factor = 1.0
+    device_factors: Annotated[dict[str, Factor], Field(max_length=100, default_factory=dict)]
+    """How many times as fast devices of a type compute and read their memory, by name."""
+    links: Annotated[list[LinkChange], Field(max_length=400, default_factory=list)]
+
+
+NO_CHANGE = Changes.model_validate({})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedChange:
+    """A changed plan, its times and estimate, and what no plan can beat."""
+
+    problem: Problem
+    plan: Plan
+    tables: CostTables
+    times: StepTimes
+    estimate: Estimate
+    bound: LowerBound
+    reductions_s: tuple[float, ...]
+    """Whole reduction of every stage, hidden part included."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaterReduction(StepTimes):
+    """Times of a step whose reductions begin later than the last backward would let them."""
+
+    overlap: float
+    """1: as soon as a layer's gradient is whole; 0: when all are."""
+
+    @cached_property
+    def reduction_spans_s(self) -> np.ndarray:
+        """When every stage begins [0] and ends [1] to reduce (the module's docstring has the formula): (2, stages)."""
+        spans = np.empty((2, len(self.reductions)))
+        for stage, (cost, n) in enumerate(zip(self.reductions, self.layers, strict=True)):
+            mine = np.flatnonzero(self.place.stage == stage)
+            last = mine[self.ends_s[mine].argmax()]
+            end_s, whole_s = float(self.ends_s[last]), cost.total_s
+            begin_s = end_s - self.overlap * float(self.schedule.backward_s[last]) * (n - 1) / n
+            spans[:, stage] = begin_s, max(end_s + whole_s / n, begin_s + whole_s)
+        return spans
+
+
+def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:
+    """Apply changes to a plan and predict its step.
+
+    The lower bound of a changed plan is that of compute and path alone: it holds for any links, packings and steps.
+
+    Raises
+    ------
+    InputError
+        For a link between regions that do not exist, and for an unknown device.
+    """
+    changed, other, tables, times = timed(problem, plan, changes, tables)
+    bound = lower_bound(tables) if changes == NO_CHANGE else link_free_bound(tables)
+    return PricedChange(
+        problem=changed, plan=other, tables=tables, times=times,
+        estimate=estimate(changed, other, tables, times), bound=bound,
+        reductions_s=tuple(times.whole_reductions_s.tolist()),
+    )  # fmt: skip
+
+
+def timed(
+    problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None
+) -> tuple[Problem, Plan, CostTables, StepTimes]:
+    """The changed problem and plan, their tables and times: what `price` does, without the estimate around it."""
+    changed = _changed_problem(problem, changes)
+    if tables is None:
+        tables = CostTables(changed)
+    elif changed is not problem:
+        same_layers = not changes.device_factors
+        tables = tables.with_other_links(changed) if same_layers else tables.for_problem(changed)
+    plan = _changed_plan(changed, plan, changes, tables)
+    times = step_times(plan, tables)
+    whole = _reductions(changed, plan, tables, times, changes)
+    if whole != times.reductions or changes.overlap < 1:
+        fields = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
+        times = LaterReduction(**{**fields, "reductions": whole}, overlap=changes.overlap)
+    return changed, plan, tables, times
+
+
+def _changed_problem(problem: Problem, changes: Changes) -> Problem:
+    """The problem with other links, prices or global batch; the same object where nothing of it changes."""
+    cluster = problem.cluster
+    latency_s, rate = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
+    far = ~np.eye(len(cluster.regions), dtype=bool)
+    latency_s[far] *= changes.latency_factor
+    rate[far] *= changes.bandwidth_factor
+    for link in changes.links:
+        a, b = cluster.region_index(link.source), cluster.region_index(link.target)
+        latency_s[a, b] *= link.latency_factor
+        rate[a, b] *= link.bandwidth_factor
+    if changes.streams is not None:
+        with np.errstate(divide="ignore"):
+            most = changes.streams * WINDOW_USE * SOCKET_WINDOW_BYTES / (latency_s + latency_s.T)
+        rate = np.where(far, np.minimum(rate, most), rate)
+    batch = replace(problem.batch, global_batch=problem.batch.global_batch * changes.accumulation)
+    same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
+    if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
+        return problem
+    devices = dict(cluster.catalogue)
+    for name, factor in changes.device_factors.items():
+        require(name in devices, "device_factors", name, one_of(name, devices))
+        flops = {precision: value * factor for precision, value in devices[name].flops.items()}
+        bytes_per_s = devices[name].memory_bytes_per_s * factor
+        devices[name] = replace(devices[name], flops=flops, memory_bytes_per_s=bytes_per_s)
+    dearer = tuple(
+        replace(
+            region,
+            egress_usd_per_gb=region.egress_usd_per_gb * changes.price_factor,
+            node_groups=tuple(
+                replace(group, price_usd_per_hour=_usd(cluster, group) * changes.price_factor)
+                for group in region.node_groups
+            ),
+        )
+        for region in cluster.regions
+        if changes.price_factor != 1
+    )
+    return replace(
+        problem,
+        batch=batch,
+        cluster=replace(
+            cluster, catalogue=devices, regions=dearer or cluster.regions, latency_s=latency_s, bytes_per_s=rate
+        ),
+    )
+
+
+def _usd(cluster: Any, group: Any) -> float:
+    own = group.price_usd_per_hour
+    return float(cluster.catalogue[group.device].price_usd_per_hour if own is None else own)
+
+
+def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTables) -> Plan:
+    """The plan with other packings, routes for more micro-batches, spans and local steps."""
+    cluster = problem.cluster
+    own = {(cluster.region_index(c.source), cluster.region_index(c.target)): c for c in changes.links}
+    links = []
+    for use in plan.links:
+        single = own.get((use.source, use.target))
+        activations = (single and single.activations) or changes.activations
+        gradients = (single and single.weight_gradients) or changes.weight_gradients
+        if not (activations or gradients or changes.streams):
+            links.append(use)
+            continue
+        links.append(
+            replace(
+                use,
+                activations=activations or use.activations,
+                activation_gradients=activations or use.activation_gradients,
+                weight_gradients=gradients or use.weight_gradients,
+                streams=changes.streams or use.streams,
+            )
+        )
+    local_steps = changes.local_steps or plan.local_steps
+    changed = plan
+    if tuple(links) != plan.links or changes.accumulation > 1 or local_steps != plan.local_steps:
+        routes = np.tile(plan.routes, (changes.accumulation, 1))
+        changed = replace(plan, links=tuple(links), routes=routes, local_steps=local_steps)
+    if changes.prefetch is None:
+        return changed
+    times = step_times(changed, tables)
+    least, wanted = wanted_spans(times, messages=False), wanted_spans(times, messages=True)
+    spans = np.clip(np.ceil(least + changes.prefetch * (wanted - least) - 1e-6), 1, changed.micro_batches)
+    ends = np.cumsum([stage.width for stage in plan.stages])[:-1]
+    return replace(changed, spans=tuple(tuple(int(v) for v in part) for part in np.split(spans, ends)))
+
+
+def _reductions(
+    problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, changes: Changes
+) -> tuple[ReductionCost, ...]:
+    """Reduction of every stage by the asked algorithm and chunks."""
+    if changes.algorithm == "hierarchical" and changes.chunk_mb is None:
+        return times.reductions
+    return tuple(_reduction(problem, plan, tables, times, s, changes) for s in range(len(plan.stages)))
+
+
+def _reduction(
+    problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, changes: Changes
+) -> ReductionCost:
+    plain = times.reductions[s]
+    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    n_bytes = n_values * problem.batch.gradient_bytes
+    if plan.stages[s].width == 1:
+        return plain
+    if changes.algorithm != "hierarchical":
+        total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0)
+    assert changes.chunk_mb is not None
+    place = times.place
+    shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
+    fixed_cost = stage_reduction(
+        plan, s, 0.0, problem.batch, tables.links, place, shared, problem.runtime, problem.model
+    )
+    empty = fixed_cost.with_local_steps(plan.local_steps)
+    pieces = max(1, math.ceil(n_bytes / (changes.chunk_mb * 1e6)))
+    names = ("node_s", "region_s", "across_s")
+    fixed = [getattr(empty, name) for name in names]
+    each = [a + max(0.0, getattr(plain, name) - a) / pieces for name, a in zip(names, fixed, strict=True)]
+    total_s = sum(each) + (pieces - 1) * max(each)
+    whole = plain.total_s or 1.0
+    return replace(plain, **{name: getattr(plain, name) / whole * total_s for name in names})
+
+
+def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:
+    """Seconds of a flat reduction of stage s over all its workers, at the worst hop among them."""
+    place, links = times.place, tables.links
+    mine = np.flatnonzero(place.stage == s)
+    p = len(mine)
+    if p == 1:
+        return 0.0
+    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    wire = gradient_wire_bytes(plan, n_values, problem.batch, len(problem.cluster.regions))
+    plain = n_values * problem.batch.gradient_bytes
+    latency_s, worst = 0.0, 0.0
+    for a in mine:
+        for b in mine:
+            if a == b:
+                continue
+            pa, pb = place.pool[a], place.pool[b]
+            if place.node[a] == place.node[b]:
+                hop_s, rate, n = links.node_latency_s[pa], links.node_bytes_per_s[pa], plain
+            else:
+                hop_s, rate = links.latency_s[pa, pb], links.bytes_per_s[pa, pb]
+                far = place.region[a] != place.region[b]
+                n = wire[place.region[a], place.region[b]] if far else plain
+            latency_s = max(latency_s, float(hop_s))
+            worst = max(worst, float(n / rate) if rate > 0 else math.inf)
+    if algorithm == "ring":
+        return 2 * (p - 1) * (latency_s + worst / p)
+    if algorithm == "tree":
+        return float(double_tree_all_reduce_s(worst, p, latency_s, 1.0))
+    if algorithm == "sharded-server":
+        return 2 * (latency_s + (p - 1) / p * worst)
+    return 2 * (latency_s + (p - 1) * worst)

@@ -1,0 +1,48 @@
+"""What a run reads, as the user says it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from polygon.domain.errors import require, require_number
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+"""What raw files of tokens may hold; little-endian."""
+PACKINGS = ("stream", "documents")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataChoice:
+    """Files to train and validate on, and how they are read."""
+
+    paths: tuple[Path, ...] = ()
+    """Files or folders; none: a small set that needs no file."""
+    weights: tuple[float, ...] = ()
+    """Parts of the samples that come from each path; none: by their sizes."""
+    token_type: str | None = None
+    """Of raw files that do not say it."""
+    tokenizer: Path | None = None
+    column: str | None = None
+    """Of data sets."""
+    packing: str = "stream"
+    """`stream`: windows of all tokens in turn; `documents`: whole documents, as many as fit."""
+    cache: Path | None = None
+    """Where prepared data is kept."""
+    validate: bool = False
+    """Whether there is validation."""
+    validation: Path | None = None
+    """What to validate on; None: a part of the data that training then does not see."""
+    validation_fraction: float = 0.01
+    validation_samples: int | None = None
+    """At most."""
+
+    def __post_init__(self) -> None:
+        if self.weights:
+            expected = f"{len(self.paths)}, one for each --data"
+            require(len(self.weights) == len(self.paths), "--data-weights", len(self.weights), expected)
+        require(self.token_type in (None, *TOKEN_TYPES), "--token-type", self.token_type, " or ".join(TOKEN_TYPES))
+        require(self.packing in PACKINGS, "--packing", self.packing, " or ".join(PACKINGS))
+        require_number(self.validation_fraction, "--validation-fraction", above=0)
+        most = self.validation_samples
+        require(most is None or most >= 1, "--validation-samples", most, "a whole number >= 1")

@@ -1,0 +1,264 @@
+"""How transformers names, cuts and describes the language models that the engine's layers can be.
+
+One table serves reading (`runners.engine.pretrained`) and writing (`runners.export_hf`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polygon.domain.errors import InputError, one_of, require
+from polygon.domain.model import Model
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file keeps one of our parameters."""
+
+    name: str
+    """Of the tensor."""
+    part: int = 0
+    parts: int = 1
+    """Of the tensor's output rows our parameter has part number `part` of `parts` equal ones."""
+    transposed: bool = False
+    """Whether rows are inputs there (GPT-2's `Conv1D`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Names of a kind of model, ours to theirs."""
+
+    kinds: tuple[str, ...]
+    """Values of `model_type` whose files have these names."""
+    top: str
+    """Before every name but the output's; files of a model without its head leave it out."""
+    outside: Mapping[str, str]
+    blocks: str
+    """Between `top` and the number of a block."""
+    inside: Mapping[str, str]
+    fused: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Parts that are rows of one tensor: its name, which of the parts, of how many."""
+    transposed: bool = False
+    """Whether the matrices of blocks are."""
+    expert: str = ""
+    """Before the number of an expert."""
+    expert_parts: Mapping[str, str] = field(default_factory=dict)
+    ignored: str = r"(?!)"
+    """Pattern of what files may hold beside weights."""
+
+    def place(self, name: str) -> Place:
+        """Where a parameter is, by its name in the full model (`blocks.3.attention.query.weight`).
+
+        Raises
+        ------
+        InputError
+            Models of this kind have no such parameter.
+        """
+        if name in self.outside:
+            return Place(self.outside[name])
+        found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
+        if found is None:
+            raise InputError(f"weights: found a model with {name}, which {self.kinds[0]} does not have")
+        block, part, kind = found.groups()
+        prefix = f"{self.top}{self.blocks}{block}."
+        expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)", part)
+        if expert and self.expert:
+            return Place(f"{prefix}{self.expert}{expert[1]}.{self.expert_parts[expert[2]]}.{kind}")
+        turned = self.transposed and kind == "weight" and not part.endswith("norm")
+        if part in self.fused:
+            theirs, which, of = self.fused[part]
+            return Place(f"{prefix}{theirs}.{kind}", which, of, transposed=turned)
+        if part not in self.inside:
+            raise InputError(f"weights: found a model with {part}, which {self.kinds[0]} does not have")
+        return Place(f"{prefix}{self.inside[part]}.{kind}", transposed=turned)
+
+
+_LLAMA_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_LLAMA: dict[str, Any] = {
+    "top": "model.",
+    "blocks": "layers.",
+    "outside": {
+        "embedding.tokens.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+        "head.output.weight": "lm_head.weight",
+    },
+    "ignored": r".*\.rotary_emb\.inv_freq",
+}
+LLAMA = Architecture(kinds=("llama", "mistral", "qwen2", "qwen3"), inside=_LLAMA_BLOCK, **_LLAMA)
+MIXTRAL = Architecture(
+    kinds=("mixtral",),
+    inside=_LLAMA_BLOCK | {"mlp.router": "block_sparse_moe.gate"},
+    expert="block_sparse_moe.experts.",
+    expert_parts={"gate": "w1", "up": "w3", "down": "w2"},
+    **_LLAMA,
+)
+QWEN3_MOE = Architecture(
+    kinds=("qwen3_moe",),
+    inside=_LLAMA_BLOCK | {"mlp.router": "mlp.gate"},
+    expert="mlp.experts.",
+    expert_parts={"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    **_LLAMA,
+)
+GPT2 = Architecture(
+    kinds=("gpt2",),
+    top="transformer.",
+    blocks="h.",
+    outside={
+        "embedding.tokens.weight": "transformer.wte.weight",
+        "embedding.positions.weight": "transformer.wpe.weight",
+        "head.norm.weight": "transformer.ln_f.weight",
+        "head.norm.bias": "transformer.ln_f.bias",
+        "head.output.weight": "lm_head.weight",
+    },
+    inside={
+        "attention_norm": "ln_1",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    },
+    fused={f"attention.{part}": ("attn.c_attn", which, 3) for which, part in enumerate(("query", "key", "value"))},
+    transposed=True,
+    ignored=r".*\.attn\.(masked_)?bias",  # older files keep the causal mask
+)
+ARCHITECTURES = (LLAMA, MIXTRAL, QWEN3_MOE, GPT2)
+KINDS = {kind: architecture for architecture in ARCHITECTURES for kind in architecture.kinds}
+
+
+def kind_of(model: Model) -> str:
+    """The `model_type` whose models are computed as this one is.
+
+    Raises
+    ------
+    InputError
+        There is none.
+    """
+    if model.family == "gpt":
+        plain = model.qkv_bias and model.linear_bias and model.learned_positions and not model.experts
+        if not plain or model.rms_norm or model.gated_mlp or model.kv_heads * model.head_dim != model.hidden_size:
+            raise InputError(f"weights: found {model.name}, a GPT of another kind than GPT-2, expected a GPT-2")
+        return "gpt2"
+    if model.family != "llama":
+        raise InputError(f"weights: found a model of family {model.family}, expected llama or gpt")
+    if not (model.gated_mlp and model.rms_norm) or model.learned_positions or model.linear_bias:
+        raise InputError(f"weights: found {model.name}, expected a Llama with rotary positions and no bias in its MLP")
+    if model.shared_experts:
+        raise InputError(f"weights: found {model.shared_experts} shared experts, expected none (Mixtral, Qwen3-MoE)")
+    if model.experts:
+        return _routed_kind(model)
+    return "qwen3" if model.query_key_norm == "head" else "qwen2" if model.qkv_bias else "llama"
+
+
+def _routed_kind(model: Model) -> str:
+    if model.query_key_norm == "head":
+        return "qwen3_moe"
+    if model.qkv_bias or model.dense_blocks:
+        raise InputError(f"weights: found {model.name}, routed experts of another kind than Mixtral's or Qwen3-MoE's")
+    return "mixtral"
+
+
+def architecture_of(model: Model) -> Architecture:
+    """Names of the models that are computed as this one is; raises as `kind_of`."""
+    return KINDS[kind_of(model)]
+
+
+def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: str) -> None:
+    """Require a `config.json` that asks for nothing that the engine's layers do not compute.
+
+    Parameters
+    ----------
+    config : mapping
+        Parsed.
+    model : Model
+        The same model as polygon sees it.
+    seq_len : int
+        Tokens of the longest sequence that is computed.
+    where : str
+        The file, for messages.
+
+    Raises
+    ------
+    InputError
+        The first such thing.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in KINDS:
+        raise InputError(f"{where}: model_type: found {kind!r}, expected {one_of(kind, KINDS)}")
+    if kind not in architecture_of(model).kinds:
+        raise InputError(f"{where}: model_type: found {kind!r}, expected {kind_of(model)!r}, as the model is computed")
+    for key, (default, expected) in _SWITCHES["gpt2" if kind == "gpt2" else "llama"].items():
+        require(config.get(key, default) == expected, f"{where}: {key}", config.get(key, default), repr(expected))
+    if kind == "qwen3_moe":
+        found = config.get("norm_topk_prob", False)
+        require(bool(found), f"{where}: norm_topk_prob", found, "true: weights of the chosen experts that sum to 1")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        scaled = rope.get("rope_type", rope.get("type", "default"))
+        require(scaled == "default", f"{where}: {key}", scaled, "default: unscaled rotary positions")
+    _check_window(config, kind, seq_len, where)
+
+
+_SWITCHES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
+    "llama": {"hidden_act": ("silu", "silu")},
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_new"),
+        "layer_norm_epsilon": (1e-5, 1e-5),
+        "scale_attn_weights": (True, True),
+        "scale_attn_by_inverse_layer_idx": (False, False),
+        "add_cross_attention": (False, False),
+    },
+}
+"""Settings: what a file means that leaves it out (transformers 5), and what the engine's layers compute."""
+
+
+def _check_window(config: Mapping[str, Any], kind: str, seq_len: int, where: str) -> None:
+    """A window that a sequence fits into changes nothing."""
+    window = config.get("sliding_window", 4096 if kind == "mistral" else None)
+    used = config.get("use_sliding_window", False) if kind.startswith("qwen") else True
+    if window is not None and used:
+        expected = f"at least the {seq_len} tokens of a sequence: attention has no window here"
+        require(window >= seq_len, f"{where}: sliding_window", window, expected)
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """`model_type` and the fields of its configuration in transformers; raises as `kind_of`."""
+    kind = kind_of(model)
+    if kind == "gpt2":
+        return {
+            "model_type": kind, "vocab_size": model.vocab_size, "n_positions": model.max_seq_len,
+            "n_embd": model.hidden_size, "n_layer": model.blocks, "n_head": model.heads, "n_inner": model.ffn_size,
+            "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0, "tie_word_embeddings": model.tied_embeddings,
+        }  # fmt: skip
+    fields = {
+        "model_type": kind, "vocab_size": model.vocab_size, "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size, "num_hidden_layers": model.blocks, "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": model.max_seq_len, "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tied_embeddings,
+    }  # fmt: skip
+    if kind == "mixtral":
+        fields |= {"num_local_experts": model.experts, "intermediate_size": model.expert_ffn_size}
+    if kind == "qwen3_moe":
+        dense = list(range(model.dense_blocks))
+        fields |= {"num_experts": model.experts, "moe_intermediate_size": model.expert_ffn_size}
+        fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if model.experts:
+        fields["num_experts_per_tok"] = model.experts_per_token
+    return fields

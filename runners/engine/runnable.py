@@ -1,0 +1,136 @@
+"""What the runner can execute: every plan for it, but for what its layers and messages have no way to do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from polygon.domain.errors import InputError, Phrase, require
+from polygon.domain.model import Model
+from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.runtime import POLYGON
+from polygon.domain.schedule import worker_order
+from runners.engine.rank_layout import Layout
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""In which torch multiplies on any device."""
+
+
+def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
+    """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
+    require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
+    precision = problem.batch.precision
+    require(precision in PRECISIONS, "batch.precision", precision, " or ".join(PRECISIONS) + ", to be run here")
+    if not own_model:
+        require_plain(problem.model, problem.batch.seq_len)
+    parts = plan.stages[0].workers[0].cp
+    for s, stage in enumerate(plan.stages):
+        where = f"plan.stages[{s}]"
+        if stage.zero == 3 and plan.local_steps > 1:
+            raise InputError(f"{where}.zero: found 3, expected 0, 1 or 2 (with local steps)")
+        for w, worker in enumerate(stage.workers):
+            require(worker.cp == parts, f"{where}.workers[{w}].cp", worker.cp, f"{parts}, as in all stages")
+            _check_worker(problem, stage, worker, f"{where}.workers[{w}]")
+    _check_experts(Layout(problem, plan))
+    _check_exchange(problem, plan)
+
+
+def require_plain(model: Model, seq_len: int = 1) -> None:
+    """Require blocks that this engine has layers for (`runners.engine.layers`), on sequences of this length."""
+    usual = {field.name: field.default for field in fields(model)}
+    for name, value in model.special(seq_len).items():
+        if (name, value) == ("query_key_norm", "head"):
+            continue  # every rank applies it to its own heads
+        plain = "gpt, llama or vit" if name == "family" else usual[name]
+        raise InputError(f"model.{name}: found {value!r}, expected {plain or 'none'}, to be run here")
+
+
+def _check_worker(problem: Problem, stage: Stage, worker: Worker, where: str) -> None:
+    """Require layers that a worker's devices can cut."""
+    model = problem.model
+    for what in ("heads", "kv_heads", "expert_ffn_size" if model.experts else "ffn_size"):
+        if what == "kv_heads" and worker.tp % model.kv_heads == 0:
+            continue  # every device then has one of them, several the same
+        if getattr(model, what) % worker.tp:
+            raise InputError(
+                f"{where}: found a tensor-parallel group of {worker.tp} devices, "
+                f"expected a divisor of the model's {what} = {getattr(model, what)}"
+            )
+    if worker.cp > 1:
+        _check_context(problem, worker, where)
+    if stage.sequence_parallel and worker.tp > 1:
+        _check_sequence_parallel(problem, worker, where)
+
+
+def _check_context(problem: Problem, worker: Worker, where: str) -> None:
+    """Require sequences and heads that the parts of a worker can share."""
+    model, seq_len, cp = problem.model, problem.batch.seq_len, worker.cp
+    if model.family == "vit":
+        raise InputError(f"{where}: found a cp degree of {cp} with an image model, expected a language model")
+    if seq_len % cp:
+        raise InputError(f"batch.seq_len: found {seq_len}, expected a multiple of the cp degree {cp}")
+    heads, kv_heads = model.heads // worker.tp, max(1, model.kv_heads // worker.tp)
+    if heads % cp:
+        raise InputError(f"{where}: found a cp degree of {cp}, expected a divisor of the {heads} heads of a device")
+    if kv_heads % cp and cp % kv_heads:
+        raise InputError(
+            f"{where}: found a cp degree of {cp}, expected a divisor or multiple of its {kv_heads} kv heads"
+        )
+
+
+def _check_sequence_parallel(problem: Problem, worker: Worker, where: str) -> None:
+    """Require tokens that the devices of a tensor-parallel group can split."""
+    tokens = problem.batch.seq_len // worker.cp
+    if problem.model.family == "vit":
+        raise InputError(f"{where}: found sequence parallelism with an image model, expected a language model")
+    if tokens % worker.tp:
+        raise InputError(
+            f"batch.seq_len: found {tokens} tokens on a device, expected a multiple of the tp degree {worker.tp} (with "
+            "sequence parallelism)"
+        )
+
+
+def _check_experts(layout: Layout) -> None:
+    """Require that ranks with different experts of a layer can exchange tokens: same place, same order of actions."""
+    plan, model = layout.plan, layout.problem.model
+    for s, stage in enumerate(plan.stages):
+        ep, members = stage.ep, sum(worker.cp for worker in stage.workers)
+        if ep == 1:
+            continue
+        where = f"plan.stages[{s}]"
+        if not model.experts or model.experts % ep:
+            raise InputError(f"{where}.ep: found {ep}, expected a divisor of the model's {model.experts} experts")
+        if plan.local_steps > 1 or plan.reduction != "all-reduce":
+            raise InputError(f"{where}.ep: found {ep}, expected 1 (with local steps or parameter servers)")
+        if layout.sums_whole([s]) or members % ep:
+            raise InputError(
+                f"{where}: found {stage.width} workers x {stage.workers[0].cp} parts of a sequence, "
+                f"expected equal ones, and a multiple of the ep degree {ep}"
+            )
+        kinds = [
+            [action._replace(micro_batch=0) for action in worker_order(plan, s % plan.groups, w)]
+            for w in range(stage.width)
+        ]
+        for rank in (layout.rank(s, w) for w in range(stage.width)):
+            mates = layout.expert_ranks(rank, s)
+            if len({layout.region_of[mate] for mate in mates}) > 1:
+                raise InputError(f"{where}: found ranks {mates} in several regions, expected one (they share experts)")
+            if any(kinds[plan.rank_places[mate][1]] != kinds[plan.rank_places[rank][1]] for mate in mates):
+                raise InputError(
+                    f"{where}: found ranks {mates} with different orders of forward and backward, "
+                    "expected the same (they share experts)"
+                )
+
+
+def _check_exchange(problem: Problem, plan: Plan) -> None:
+    """Require local steps and parameter servers that go with the rest of the plan."""
+    servers = plan.reduction != "all-reduce"
+    if servers and any(use.weight_gradients == "powersgd" for use in plan.links):
+        raise InputError("plan.links: found weight_gradients 'powersgd', expected another packing (with servers)")
+    if servers and plan.local_steps > 1:
+        raise InputError(f"plan.reduction: found {plan.reduction!r}, expected 'all-reduce' (with local steps)")
+    if plan.local_steps > 1 and problem.batch.precision == "fp16":
+        raise InputError("batch.precision: found 'fp16', expected bf16 or fp32 (local steps have no loss scaling)")
+    for s, stage in enumerate(plan.stages if plan.local_steps > 1 or servers else ()):
+        degrees = sorted({worker.tp for worker in stage.workers})
+        if len(degrees) > 1:
+            raise InputError(f"plan.stages[{s}]: found tp {degrees}, expected equal ones (with local steps or servers)")

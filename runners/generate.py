@@ -1,0 +1,141 @@
+"""Let a model go on with a text: a folder of Hugging Face, or a checkpoint of any plan.
+
+    python -m runners.generate DIR|CHECKPOINTS --prompt 'Once upon a time'
+
+transformers generates. Without a tokenizer text is read and written by bytes, as in training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    _root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(_root)
+    sys.path.insert(1, str(_root / "comm"))
+
+from polygon.domain.errors import InputError, PolygonError, require
+from runners.engine.arguments import Parser, require_torch
+from runners.export_hf import config_for, merged, newest_whole, put_together, require_transformers, tensors_of
+
+if TYPE_CHECKING:
+    from runners.engine.saved_weights import SavedWeights
+
+
+def make_parser() -> Parser:
+    """The command line."""
+    parser = Parser(prog="generate", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("model", type=Path, help="folder of Hugging Face, of --checkpoint-dir, or of one step in it")
+    parser.add_argument("--prompt", required=True, help="text to go on with")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, with --temperature")
+    parser.add_argument("--step", type=int, help="of a checkpoint (default: the newest that is whole)")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="folder that a run with --lora began with")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a folder with it")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
+    return parser
+
+
+def load(path: Path, step: int | None = None, base: Path | None = None) -> Any:
+    """A model of transformers with the weights of a folder or checkpoint, in fp32.
+
+    Raises
+    ------
+    InputError
+        Neither is there.
+    """
+    require_transformers()
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").exists():
+        return newest_whole(path, step, lambda saved: _from_checkpoint(saved, base))
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="float32").eval()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {str(error).splitlines()[0]}, expected a model that transformers loads") from None
+
+
+def _from_checkpoint(saved: SavedWeights, base: Path | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    weights, config = merged(saved, base), config_for(saved.model, base, "fp32")
+    held = {
+        name: put_together(parts, weights.tensor) for name, parts in tensors_of(weights.model, weights.shapes).items()
+    }
+    kinds: Any = AutoModelForCausalLM._model_mapping
+    return kinds[type(config)].from_pretrained(None, config=config, state_dict=held, dtype="float32").eval()
+
+
+class _Bytes:
+    """Text by bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(number for number in ids if number < 256).decode(errors="replace")
+
+
+def tokenizer_for(path: Path, named: Path | None, vocab_size: int) -> Any:
+    """What turns text into numbers and back: that of the option, of the model's folder, or bytes.
+
+    Raises
+    ------
+    InputError
+        None is there, and the model does not know all bytes.
+    """
+    from runners.data.documents import load_tokenizer, require_bytes, tokenizer_file
+
+    if named is None and (path / "tokenizer.json").is_file():
+        named = path
+    if named is None:
+        require_bytes(vocab_size)
+        return _Bytes()
+    return load_tokenizer(tokenizer_file(named))
+
+
+def generate(arguments: Any) -> str:
+    """The text that follows the prompt."""
+    import torch
+    from transformers import GenerationConfig
+
+    model = load(arguments.model, arguments.step, arguments.base)
+    tokenizer = tokenizer_for(arguments.model, arguments.tokenizer, model.config.vocab_size)
+    encoded = tokenizer.encode(arguments.prompt)
+    ids = list(getattr(encoded, "ids", encoded))
+    require(bool(ids), "--prompt", arguments.prompt, "some text")
+    worst = max(ids)
+    require(worst < model.config.vocab_size, "--prompt: token", worst, f"< {model.config.vocab_size}, the vocabulary")
+    on_gpu = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
+    model = model.to("cuda" if on_gpu else "cpu")
+    drawn = arguments.temperature > 0
+    torch.manual_seed(arguments.seed)
+    settings = GenerationConfig(
+        max_new_tokens=arguments.tokens, do_sample=drawn, temperature=arguments.temperature if drawn else None,
+        eos_token_id=model.generation_config.eos_token_id, pad_token_id=model.generation_config.pad_token_id or 0,
+    )  # fmt: skip
+    inputs = torch.tensor([ids], device=model.device)
+    found = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
+    return tokenizer.decode(found[0, len(ids) :].tolist())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; the exit code: 0 fine, 2 bad input."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        require_torch()
+        require(arguments.tokens >= 1, "--tokens", arguments.tokens, "a whole number >= 1")
+        require(arguments.temperature >= 0, "--temperature", arguments.temperature, "a number >= 0")
+        print(generate(arguments))  # noqa: T201
+    except PolygonError as error:
+        print(f"generate: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Laws of the Python API: cheap to import, the same answers as the commands, and every outcome as a result."""
+
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import polygon
+from polygon.__main__ import main
+from polygon.api import choices, inputs
+from polygon.commands import cli
+from polygon.planning.efforts import EFFORTS
+from polygon.planning.objectives import OBJECTIVES
+
+SMALL = polygon.Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
+NODE = {"device": "a100-40gb", "count": 1, "devices_per_node": 2}
+PAIR = {
+    "name": "pair",
+    "regions": [
+        {"name": "near", "nodes": [NODE]},
+        {"name": "far", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]},
+    ],
+    "links": [{"between": ["near", "far"], "latency_ms": 20, "bandwidth_gbps": 1}],
+}
+
+
+def pair_problem(**settings):
+    batch = polygon.Batch(global_batch=16, seq_len=512)
+    return polygon.Problem(polygon.Cluster.from_dict(PAIR), "opt-350m", batch, **settings)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return pair_problem().search(effort=SMALL)
+
+
+def test_importing_polygon_imports_nothing_else():
+    """Neither the numerical libraries nor anything of the planner is loaded before a name is used."""
+    program = (
+        "import sys, polygon; dir(polygon)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('numba', 'scipy', 'pydantic', 'numpy', 'yaml')"
+        " or m.startswith('polygon.')])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_documented_and_no_modules():
+    """A module of a public name would take its place once imported; the one that there is refuses to be."""
+    assert set(dir(polygon)) == {*polygon.__all__, "__version__"}
+    for name in polygon.__all__:
+        assert inspect.getdoc(getattr(polygon, name)), name
+    modules = {module.name for module in pkgutil.iter_modules(polygon.__path__)}
+    assert modules & set(polygon.__all__) == {"calibrate"}
+    with pytest.raises(ImportError, match=r"polygon\.commands\.calibrate"):
+        importlib.import_module("polygon.calibrate")
+    assert callable(polygon.calibrate)
+    with pytest.raises(AttributeError, match="'Plann'"):
+        _ = polygon.Plann
+
+
+def test_the_command_of_a_functions_name_still_runs():
+    """`python -m polygon.calibrate` is the command, `polygon.calibrate` the function."""
+    done = subprocess.run(
+        [sys.executable, "-m", "polygon.calibrate", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: polygon calibrate")
+
+
+@pytest.mark.parametrize("module", ["polygon", "polygon.api.inputs", "polygon.api.planner"])
+def test_examples_in_docstrings_hold(module):
+    """What docstrings show is what happens."""
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted > 0 and found.failed == 0
+
+
+@pytest.mark.parametrize("function", [polygon.Problem, polygon.Problem.search, polygon.load, polygon.calibrate])
+def test_every_parameter_is_explained(function):
+    """The section Parameters names each of the signature."""
+    section = inspect.getdoc(function).split("Parameters\n")[1]
+    for name in inspect.signature(function).parameters:
+        assert name == "self" or f"\n{name}" in section or f"\n*{name}" in section, name
+
+
+def test_words_of_a_search_are_those_of_the_planner():
+    """Type, command line and planner agree on what may be asked for."""
+    assert set(choices.OBJECTIVES) == set(OBJECTIVES)
+    assert set(choices.get_args(choices.EffortName)) == set(EFFORTS)
+
+
+def test_a_result_has_plan_estimate_bound_and_history(result):
+    """bound <= step, the gap between them, and a history that only improves within a phase."""
+    assert result.status == "feasible" and result.reason is None
+    assert result.plan.violations() == []
+    assert result.estimate == result.plan.evaluate()
+    assert result.bound.seconds <= result.estimate.step_s
+    assert result.gap == pytest.approx(result.estimate.step_s / result.bound.seconds - 1)
+    assert result.evaluations > 0 and result.history
+    for before, after in pairwise(result.history):
+        assert after.seconds >= before.seconds
+        assert after.phase != before.phase or after.value < before.value
+    assert result.history[-1].value >= result.estimate.step_s * (1 - 1e-9)
+
+
+def test_the_command_finds_the_same_plan(result, tmp_path, capsys):
+    """`polygon search` is this search: the same seed and effort, the same plan and numbers."""
+    problem = pair_problem()
+    problem.cluster.save(tmp_path / "pair.yaml")
+    whole = problem.search(effort="thorough", seed=3)
+    options = ["--model", "opt-350m", "--global-batch", "16", "--seq-len", "512", "--seed", "3", "--json"]
+    out = tmp_path / "plan.json"
+    assert cli.run(main, ["search", "--cluster", str(tmp_path / "pair.yaml"), *options, "-o", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["step_s"] == whole.estimate.step_s and printed["gap"] == whole.gap
+    again = polygon.load(out)
+    assert isinstance(again, polygon.Plan) and again.evaluate() == whole.estimate
+    whole.plan.save(tmp_path / "saved.json")
+    assert (tmp_path / "saved.json").read_text() == out.read_text()
+    assert result.estimate.step_s >= whole.estimate.step_s * (1 - 0.2)
+
+
+def test_progress_is_told_and_may_end_the_search():
+    """A KeyboardInterrupt from the callback keeps the best so far."""
+    told = []
+
+    def progress(phase, part, best):
+        told.append((phase, part, best))
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    stopped = pair_problem().search(effort=SMALL, progress=progress)
+    assert len(told) >= 2 and all(0 <= part <= 1 for _, part, _ in told)
+    assert stopped.status == "interrupted"
+    assert stopped.plan is not None and stopped.plan.violations() == []
+
+
+def test_what_does_not_fit_is_a_result_with_its_reason():
+    """No plan, no estimate, no gap; the reason says by how much."""
+    found = polygon.Problem(
+        polygon.Cluster.from_dict(PAIR), "gpt3-175b", polygon.Batch(global_batch=8, seq_len=2048)
+    ).search(effort=SMALL)
+    assert (found.status, found.plan, found.estimate, found.bound, found.gap) == ("infeasible", None, None, None, None)
+    assert found.reason.kind == "reason.too_large" and found.reason["lacking_bytes"] > 0
+
+
+def test_a_small_problem_is_proved_and_nothing_found_is_better(result):
+    """The exhaustive method's plan is at least as fast as any other method's, and above the bound."""
+    problem = pair_problem(constraints=polygon.Constraints(most_stages=2))
+    proved = problem.search(method="exhaustive", effort=SMALL)
+    grid = problem.search(method="grid3d")
+    assert proved.status == "proved" and grid.status == "feasible"
+    assert problem.bound().seconds <= proved.estimate.step_s <= grid.estimate.step_s * (1 + 1e-9)
+    assert proved.estimate.step_s <= problem.search(effort=SMALL).estimate.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"objective": "tme"}, "objective: found 'tme', expected 'time' \\(nearest\\)"),
+        ({"method": "magic"}, "method: found 'magic'"),
+        ({"effort": "quik"}, "effort: found 'quik', expected 'quick' \\(nearest\\)"),
+        ({"method": "exhaustive", "objective": "money"}, "objective: found 'money'"),
+    ],
+)
+def test_unknown_words_are_refused(words, message):
+    """One line that says what is allowed, before anything is searched."""
+    with pytest.raises(polygon.InputError, match=message):
+        pair_problem().search(**words)
+    assert issubclass(polygon.InputError, polygon.PolygonError)
+
+
+def test_inputs_that_do_not_fit_together_are_refused_at_once():
+    """Sequences longer than the model's positions, a region that does not exist, a model that nobody knows."""
+    with pytest.raises(polygon.InputError, match=r"batch\.seq_len"):
+        polygon.Problem(polygon.Cluster.from_dict(PAIR), "opt-350m", polygon.Batch(global_batch=8, seq_len=4096))
+    with pytest.raises(polygon.InputError, match="forbidden_regions: found 'fr'"):
+        pair_problem(constraints=polygon.Constraints(forbidden_regions=("fr",)))
+    with pytest.raises(polygon.InputError, match="found model 'opt-351m', expected 'opt-350m'"):
+        polygon.Model.from_catalogue("opt-351m")
+
+
+def test_calibration_and_profiles_change_what_is_predicted(result):
+    """A factor of two on every device's compute is felt; the plan's file holds no measurement."""
+    twice = polygon.Calibration(compute={"a100-40gb": 2.0, "t4": 2.0})
+    slower = polygon.Plan(pair_problem(calibration=twice), result.plan.data).evaluate()
+    # What is seen of ZeRO's traffic beside compute does not double.
+    assert slower.terms["compute"] == pytest.approx(2 * result.estimate.terms["compute"], rel=0.02)
+    assert slower.sources["compute"] == "calibrated run"
+
+
+CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+
+
+def test_anything_is_loaded_by_its_content(result, tmp_path):
+    """Plans, groups, problems, clusters, models and measurements, whatever their files are called."""
+    kinds = {}
+
+    def written(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        kinds[name] = type(polygon.load(path))
+        return path
+
+    plan = tmp_path / "a"
+    result.plan.save(plan)
+    problem = json.loads(plan.read_text())["problem"]
+    written("b", json.dumps(problem))
+    hosts = written("c", "node-0 slots=4 type=a100-40gb\nnode-1 slots=4 type=t4\n")
+    config = written("d", json.dumps(CONFIG))
+    written("e", json.dumps(polygon.Calibration().to_dict()))
+    written("f", json.dumps(PAIR))
+    model = written("g", json.dumps(polygon.Model.from_hf(CONFIG).to_dict()))
+    groups = tmp_path / "h"
+    pair = tmp_path / "f"
+    wanted = ["--model", "opt-350m", "--global-batch", "16", "--seq-len", "512", "--stages", "2", "--quiet"]
+    assert cli.run(main, ["init", str(pair), *wanted, "-o", str(groups)]) == 0
+    kinds["a"], kinds["h"] = type(polygon.load(plan)), type(polygon.load(groups))
+    names = ["Plan", "Problem", "Cluster", "Model", "Calibration", "Cluster", "Model", "Groups"]
+    assert {name: kind.__name__ for name, kind in kinds.items()} == dict(zip("abcdefgh", names, strict=True))
+    assert polygon.Cluster.from_hostfile(hosts).devices == 8
+    assert polygon.Model.from_hf(config).parameters == polygon.Model.from_yaml(model).parameters
+    assert polygon.Problem.from_file(tmp_path / "b").cluster.to_dict() == result.plan.problem.cluster.to_dict()
+    sailor = polygon.load("instances/measured/sailor_profiles.json")
+    assert isinstance(sailor, tuple) and len(sailor) > 1
+    assert polygon.load("instances/ptafm-7dc.txt").to_dict()["regions"]
+    from_groups = polygon.Problem.of(polygon.load(groups).problem).search(groups=polygon.load(groups), effort=SMALL)
+    assert from_groups.status == "feasible"
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (polygon.load, '{"weather": 1}', "x: content: found the keys weather, expected a plan, groups"),
+        (polygon.load, "[1, 2]", "x: content: found list"),
+        (polygon.load, '{"format": "polygon-plan"}', "x: "),
+        (polygon.Model.from_hf, '{"regions": 1}', "x: config: found the keys regions"),
+        (polygon.Cluster.from_hostfile, "regions: []", "x: line 1: found 'regions: \\[\\]'"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(read, text, message, tmp_path, monkeypatch):
+    """File, place, found, expected."""
+    monkeypatch.chdir(tmp_path)
+    Path("x").write_text(text)
+    with pytest.raises(polygon.InputError, match=f"^{message}") as error:
+        read("x")
+    assert "\n" not in str(error.value)
+
+
+def test_a_cluster_written_is_the_cluster_read(tmp_path):
+    """Dictionary, file and object say the same."""
+    cluster = polygon.Cluster.from_dict(PAIR)
+    cluster.save(tmp_path / "pair.yaml")
+    assert inputs.Cluster.from_yaml(tmp_path / "pair.yaml").to_dict() == cluster.to_dict()
+    assert polygon.Cluster.from_dict(cluster.to_dict()).to_dict() == cluster.to_dict()

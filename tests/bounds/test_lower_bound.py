@@ -1,0 +1,231 @@
+"""Lower bounds: below every plan, equal to it where the optimum is known, and each relaxation binds where it should."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.bounds.lower_bound import _Size, _Stages, _Traffic, lower_bound
+from polygon.bounds.region_sets import ENUMERATED, region_sets
+from polygon.bounds.stage_bound import least_capacity
+from polygon.bounds.stage_tiers import Kinds
+from polygon.cost.convergence import allowed
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
+from polygon.domain.plan import COMPRESSIONS, Constraints, Problem
+from polygon.planning.candidates import Candidates
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.initial_solutions import simple_starts
+from tests.linked_regions import TYPES, cluster_of, small_gpt
+
+LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
+BUS = Link(latency_s=1e-6, bytes_per_s=1e12)
+
+
+@st.composite
+def problems(draw):
+    """Few or many regions, near or far, some pairs unlinked; small and large models; every set of packings."""
+    members = st.tuples(st.sampled_from(TYPES), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+    groups = draw(st.lists(st.lists(members, min_size=1, max_size=2), min_size=1, max_size=5))
+    n = len(groups)
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    latency_s = draw(st.sampled_from([1e-4, 0.01, 0.3])) * rng.uniform(0.2, 2, (n, n))
+    bytes_per_s = draw(st.sampled_from([1e7, 1e8, 1e10])) * rng.uniform(0.2, 2, (n, n))
+    if draw(st.booleans()):
+        latency_s, bytes_per_s = np.maximum(latency_s, latency_s.T), np.maximum(bytes_per_s, bytes_per_s.T)
+    if n > 2 and draw(st.booleans()):
+        bytes_per_s[0, 1] = bytes_per_s[1, 0] = 0.0
+    between = Link(latency_s=5e-5, bytes_per_s=draw(st.sampled_from([1e8, 1e9, 2e10])))
+    cluster = cluster_of(
+        groups,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        node_bytes_per_s=draw(st.sampled_from([1e10, 3e11])),
+        between=between,
+        capacity=draw(st.sampled_from([np.inf, 1e8])),
+    )
+    model = draw(
+        st.sampled_from(
+            [
+                small_gpt(),
+                small_gpt(blocks=2),
+                small_gpt(tied_embeddings=False, blocks=9),
+                small_gpt(blocks=40, hidden_size=2048, head_dim=128, ffn_size=8192),
+            ]
+        )
+    )
+    packings = draw(st.sampled_from([("none",), ("none", "bf16", "int8"), COMPRESSIONS]))
+    return Problem(
+        cluster=cluster,
+        model=model,
+        batch=Batch(global_batch=draw(st.sampled_from([8, 12, 64])), seq_len=512),
+        constraints=Constraints(compressions=packings, local_steps=draw(st.sampled_from([(1,), (1, 8)]))),
+    )
+
+
+def random_plans(problem, rng, count=6):
+    """Plans of random allocations and of what a careful person would try, with random spans, packings and steps."""
+    decoder = Decoder(problem)
+    candidates = Candidates(decoder, min(6, problem.model.layers))
+    sizes = candidates.sizes
+    starts = list(simple_starts(decoder, 4, sizes[0]))
+    allocations = [candidates.random(rng) for _ in range(count)]
+    allocations += [
+        Allocation(workers=starts[rng.integers(len(starts))], micro_batch_size=int(rng.choice(sizes)))
+        for _ in range(count)
+    ]
+    for allocation in allocations:
+        plan = decoder.decode(allocation)
+        if isinstance(plan, Infeasible):
+            continue
+        yield plan
+        spans = tuple(tuple(int(span) for span in rng.integers(1, 9, len(row))) for row in plan.spans)
+        may = allowed(problem)
+        links = tuple(
+            replace(
+                use,
+                activations=str(rng.choice(may.activations)),
+                activation_gradients=str(rng.choice(may.activation_gradients)),
+                weight_gradients=str(rng.choice(may.weight_gradients)),
+            )
+            for use in plan.links
+        )
+        yield replace(plan, spans=spans, links=links, local_steps=int(rng.integers(1, max(may.local_steps) + 1)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_no_plan_beats_the_bound(problem, seed):
+    """Whatever the cluster, model, packing and local steps: the exact step is no shorter than the bound."""
+    tables = CostTables(problem)
+    bound = lower_bound(tables)
+    for plan in random_plans(problem, np.random.default_rng(seed)):
+        assert step_times(plan, tables).step_s >= bound.seconds * (1 - 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problem=problems(), factor=st.floats(1.0, 20.0))
+def test_better_links_and_more_freedom_never_raise_the_bound(problem, factor):
+    """What can be bought or allowed does not make the bound worse, and each relaxation adds to those before."""
+    bound = lower_bound(CostTables(problem))
+    values = list(bound.parts.values())
+    assert values == sorted(values)
+    assert bound.seconds == values[-1]
+    assert bound.binding in bound.parts
+    faster = replace(problem, cluster=replace(problem.cluster, bytes_per_s=problem.cluster.bytes_per_s * factor))
+    slack = 1 + 2e-3
+    assert lower_bound(CostTables(faster)).seconds <= bound.seconds * slack
+    assert lower_bound(CostTables(problem), local_steps=16).seconds <= bound.seconds * slack
+    free = replace(problem, constraints=Constraints(compressions=COMPRESSIONS, local_steps=(1, 8)))
+    assert lower_bound(CostTables(free)).seconds <= bound.seconds * slack
+
+
+def problem_of(cluster, model=None, **batch):
+    return Problem(
+        cluster=cluster, model=model or small_gpt(), batch=Batch(**({"global_batch": 64, "seq_len": 512} | batch))
+    )
+
+
+def test_one_device_is_solved():
+    """A single device has one plan up to the micro-batch size: the bound is its compute."""
+    problem = problem_of(cluster_of([[("a100-40gb", 1, 1)]], inside=LAN, between=LAN))
+    tables = CostTables(problem)
+    best_s = np.inf
+    for size in tables.micro_batch_sizes:
+        plan = Decoder(problem).decode(Allocation(workers=np.array([[1]]), micro_batch_size=size))
+        times = step_times(plan, tables)
+        best_s = min(best_s, times.ends_s.max())
+    assert lower_bound(tables).seconds == pytest.approx(best_s, rel=1e-6)
+
+
+def test_far_regions_are_worth_less_than_one():
+    """Two equal regions ten seconds apart: joining them cannot pay, the bound is that of one alone."""
+    one = problem_of(cluster_of([[("a100-40gb", 1, 2)]], inside=BUS, between=BUS))
+    two = problem_of(cluster_of([[("a100-40gb", 1, 2)]] * 2, latency_s=10.0, bytes_per_s=1e9, inside=BUS, between=BUS))
+    bound = lower_bound(CostTables(two))
+    assert bound.binding == "regions"
+    assert bound.seconds == pytest.approx(lower_bound(CostTables(one)).seconds, rel=2e-3)
+    assert bound.parts["compute"] < 0.6 * bound.seconds
+
+
+def test_a_slow_network_binds_by_reduction_and_pipeline():
+    """Eight nodes in a region over 100 Mbit/s: neither replicas nor stages let compute alone decide."""
+    slow = Link(latency_s=1e-3, bytes_per_s=1.25e7)
+    bound = lower_bound(CostTables(problem_of(cluster_of([[("a100-40gb", 8, 1)]], inside=LAN, between=slow))))
+    assert bound.binding == "stages"
+    assert bound.seconds > 3 * bound.parts["compute"]
+
+
+def test_memory_forces_stages():
+    """A model that no device holds whole, on nodes too far apart to share layers, is bound by filling the pipeline."""
+    large = small_gpt(blocks=48, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
+    cluster = cluster_of([[("t4", 8, 1)]], inside=BUS, between=LAN)
+    bound = lower_bound(CostTables(problem_of(cluster, large, global_batch=16)))
+    assert bound.binding == "stages"
+    assert bound.seconds > 1.25 * bound.parts["compute"]
+
+
+def test_nothing_allowed_has_no_bound():
+    """Without devices no step ends."""
+    cluster = cluster_of([[("t4", 1, 1)]], inside=LAN, between=LAN)
+    problem = Problem(
+        cluster=cluster,
+        model=small_gpt(),
+        batch=Batch(global_batch=8, seq_len=512),
+        constraints=Constraints(forbidden_regions=("r0",)),
+    )
+    assert lower_bound(CostTables(problem)).seconds == np.inf
+
+
+@settings(max_examples=10, deadline=None)
+@given(problem=problems(), slack=st.floats(1.0, 3.0))
+def test_kernel_is_its_python(problem, slack):
+    """Compiled and interpreted dynamic programs agree."""
+    tables = CostTables(problem)
+    kinds = Kinds.of(tables)
+    size = _Size(tables, kinds, tables.micro_batch_sizes[-1])
+    pipeline = _Stages(size, _Traffic(tables, kinds, 1)).pipeline
+    arguments = pipeline, slack * lower_bound(tables).seconds, 3, np.inf
+    assert least_capacity(*arguments) == pytest.approx(least_capacity.py_func(*arguments))
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 7), seed=st.integers(0, 999))
+def test_every_set_of_regions_is_beaten_by_one_of_the_front(n, seed):
+    """No set of regions has less spread and more compute than what the front says, by enumeration or without."""
+    rng = np.random.default_rng(seed)
+    capacity, latency_s = rng.integers(0, 5, n).astype(float), rng.integers(0, 6, (n, n)) / 10
+    linked = rng.random((n, n)) < 0.8
+    padding = np.zeros(ENUMERATED - 2)
+    wide = (
+        np.concatenate([capacity, padding + 1e-9]),
+        np.pad(latency_s, (0, len(padding)), constant_values=9.0),
+        np.pad(linked, (0, len(padding))),
+    )
+    fronts = [region_sets(capacity, latency_s, linked), region_sets(*wide)]
+    assert all(a.spread_s < b.spread_s and a.capacity < b.capacity for f in fronts for a, b in itertools.pairwise(f))
+    for count in range(1, n + 1):
+        for members in itertools.combinations(np.flatnonzero(capacity), count):
+            pairs = [(a, b) for a in members for b in members if a != b]
+            if all(linked[pair] for pair in pairs):
+                spread_s = max((latency_s[pair] for pair in pairs), default=0.0)
+                worth = capacity[list(members)].sum() * (1 - 1e-6)
+                for front in fronts:
+                    assert any(s.capacity >= worth and s.spread_s <= spread_s + 1e-12 for s in front)
+
+
+@pytest.mark.parametrize("blocks", [36, 46])
+def test_states_split_among_workers_are_known(blocks):
+    """Models that four T4 hold as one stage only under ZeRO-2 or 3: such a plan does not beat the bound."""
+    large = small_gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192, tied_embeddings=False)
+    problem = problem_of(cluster_of([[("t4", 1, 4)]], inside=BUS, between=BUS), large)
+    decoder = Decoder(problem)
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
+    assert plan.stages[0].zero >= 2
+    assert step_times(plan, decoder.tables).step_s >= lower_bound(decoder.tables).seconds

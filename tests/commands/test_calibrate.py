@@ -1,0 +1,88 @@
+"""Factors refitted to the logs of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_problems import routed_problem
+
+from polygon.accuracy import run_logs
+from polygon.commands import calibrate, cli
+from polygon.cost.calibration import Calibration, calibration
+from polygon.domain.errors import InputError
+from polygon.formats import files
+
+TRUTH = Calibration(compute={"cpu": 1.4}, update={"cpu": 3.0}, communication=2.5)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """Logs of a run that obeys `TRUTH`, with 1 % of noise and a slow first step."""
+    problem, plan = routed_problem(4)
+    files.write_plan(tmp_path / "plan.json", problem, plan)
+    run = run_logs.Run(
+        name="truth",
+        problem=problem,
+        plan=plan,
+        step_s=np.ones(1),
+        compute_s=np.ones((1, 1)),
+        update_s=np.ones((1, 1)),
+        devices=(),
+    )
+    step_s, compute_s, update_s = run_logs.predict_s(run, TRUTH)
+    rng = np.random.default_rng(1)
+    places = sorted((s, w, rank) for rank, (s, w, t) in plan.rank_places.items() if t == 0)
+    for i, (_, _, rank) in enumerate(places):
+        lines = [{"type": "run", "rank": rank}]
+        for step in range(16):
+            noise = rng.normal(1, 0.01, 3)
+            kinds = {"compute": compute_s[i] * noise[0], "update": update_s[i] * noise[1], "wait": 0.1}
+            seconds = step_s * noise[2] * (10 if step == 0 else 1)
+            lines.append({"type": "step", "step": step, "seconds": seconds, "seconds_by_kind": kinds})
+        text = "\n".join(json.dumps(line) for line in lines) + '\n{"type": "st'
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
+    return tmp_path
+
+
+def test_factors_are_found_again(logged, capsys):
+    """Compute and optimizer by device, communication for all; the error on left-out steps falls to the noise."""
+    out = logged / "calibration.json"
+    assert cli.run(calibrate.main, [str(logged), "-o", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = calibration(files.read_json(out))
+    for device in found.compute:
+        assert found.compute[device] == pytest.approx(TRUTH.compute[device], rel=0.02)
+        assert found.update[device] == pytest.approx(TRUTH.update[device], rel=0.02)
+    assert found.communication == pytest.approx(TRUTH.communication, rel=0.1)
+    (run,) = report["runs"]
+    assert run["steps_left_out"] == 5 and run["steps_fitted"] == 10
+    assert run["error_after_pct"] < 3 < run["error_before_pct"]
+    assert 0 < found.relative_error < 0.05
+
+
+def test_a_short_run_or_a_missing_log_is_refused(logged, tmp_path, capsys):
+    """One line that says what is missing, exit 2."""
+    rank_0 = logged / "rank-0.jsonl"
+    rank_0.write_text("\n".join(rank_0.read_text().splitlines()[:5]) + "\n")
+    assert cli.run(calibrate.main, [str(logged)]) == 2
+    assert "expected at least 6" in capsys.readouterr().err
+    rank_0.unlink()
+    assert cli.run(calibrate.main, [str(logged)]) == 2
+    assert "rank-0.jsonl" in capsys.readouterr().err
+
+
+def test_a_calibration_of_nothing_changes_nothing(logged):
+    """Factors of one leave the prediction as it is."""
+    run = run_logs.read_run(logged, None)
+    assert run_logs.predict_s(run, Calibration())[0] == run_logs.predict_s(run, None)[0]
+
+
+def test_another_file_is_refused():
+    """The format is named."""
+    with pytest.raises(InputError, match="polygon-calibration"):
+        calibration({"format": "polygon-plan"})
+    with pytest.raises(InputError, match=r"compute\.t4"):
+        calibration({"format": "polygon-calibration", "compute": {"t4": -1}})

@@ -1,0 +1,308 @@
+"""What all commands share: exit codes, one-line errors, dispatch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polygon.__main__ import COMMANDS, main, module_of
+from polygon.commands import cli
+from polygon.commands.objective_options import planning_parser
+from polygon.domain.errors import InputError
+
+
+def test_bad_input_is_one_line_on_stderr_and_exit_2(capsys):
+    """An InputError never shows a traceback."""
+
+    def fail(argv):
+        raise InputError("lab.yaml: name: found 3,\nexpected a text")
+
+    assert cli.run(fail) == 2
+    assert capsys.readouterr() == ("", "lab.yaml: name: found 3, expected a text\n")
+
+
+def test_a_bug_is_not_hidden():
+    """Any other exception is ours and passes through with its traceback."""
+
+    def fail(argv):
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        cli.run(fail)
+
+
+def test_interrupt_exits_as_shells_expect(capsys):
+    """Ctrl-C gives 128 + SIGINT."""
+
+    def wait(argv):
+        raise KeyboardInterrupt
+
+    assert cli.run(wait) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
+def test_an_interrupt_while_a_command_is_imported_is_one_line(error, tmp_path):
+    """Ctrl-C in the first second ends by SIGINT as later, without a traceback; a fault of ours keeps its own."""
+    (tmp_path / "numpy.py").write_text(f"raise {error}")
+    command = [sys.executable, "-m", "polygon.init", "--help"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if error == "KeyboardInterrupt":
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
+    else:
+        assert done.returncode == 1 and done.stderr.startswith("Traceback")
+
+
+def test_first_interrupt_is_an_answer_and_the_second_ends():
+    """Work that asks is told once; who cannot wait presses again."""
+    with cli.interruptible() as interrupted:
+        assert not interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_runtime_of_a_command_goes_before_that_of_its_file(tmp_path, capsys):
+    """A cluster is planned for it, a plan is priced for it; every result names it, in text and for machines."""
+    cluster = tmp_path / "lab.yaml"
+    cluster.write_text("regions: [{name: lab, nodes: [{device: a100-40gb, count: 1, devices_per_node: 2}]}]\n")
+    plan, groups = str(tmp_path / "plan.json"), str(tmp_path / "groups.json")
+    task = ["--model", "gpt3-350m", "--global-batch", "8", "--seq-len", "128", "--quiet"]
+    assert main(["init", str(cluster), "--runtime", "Megatron-LM", "--stages", "1", "-o", groups, *task]) == 0
+    assert "runtime       megatron-core\n" in capsys.readouterr().out
+    assert main(["search", groups, "-o", plan, "--quiet"]) == 0
+    assert "runtime       megatron-core\n" in capsys.readouterr().out
+    for options, runtime in (([], "megatron-core"), (["--runtime", "nemo"], "nemo")):
+        assert main(["evaluate", plan, *options]) == 0
+        assert f"runtime       {runtime}\n" in capsys.readouterr().out
+        assert main(["evaluate", plan, "--json", *options]) == 0
+        assert json.loads(capsys.readouterr().out)["runtime"] == runtime
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", plan, "--runtime", "nemp"])
+    assert stopped.value.code == 2
+    assert "argument --runtime: found runtime 'nemp', expected 'nemo' (nearest)" in capsys.readouterr().err
+
+
+def test_infeasible_is_a_result(capsys):
+    """No plan: the reason on stderr, exit 3."""
+    assert cli.run(lambda argv: cli.infeasible("needs 3 GiB more on t4")) == 3
+    assert capsys.readouterr().err == "needs 3 GiB more on t4\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--seed", "x"], "argument --seed: found 'x', expected a whole number >= 0"),
+        (["--seed", "-1"], "argument --seed: found '-1', expected a whole number >= 0"),
+        (["--time-limit", "nan"], "argument --time-limit: found 'nan', expected a number > 0"),
+        (["--time-limit", "0"], "argument --time-limit: found '0', expected a number > 0"),
+        (["--tim", "3"], "unrecognized arguments: --tim 3"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_2(option, message, capsys):
+    """Usage errors name the option, what was found and what is allowed."""
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.search_options(), cli.output_options(out="the plan")])
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(option)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"polygon x: {message} (see polygon x --help)\n"
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    """A misspelt command exits 2 and says which one is near."""
+    with pytest.raises(SystemExit) as stop:
+        main(["generat"])
+    assert stop.value.code == 2
+    assert "found command 'generat', expected 'generate' (nearest)" in capsys.readouterr().err
+
+
+def test_every_offered_command_exists_and_explains_itself(capsys):
+    """Each listed command answers --help under its own name."""
+    offered = [command for command in COMMANDS if module_of(command)]
+    assert offered
+    for command in offered:
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: polygon {command}")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """`polygon ... | head -1` leaves no traceback."""
+    program = (
+        "import sys\nfrom polygon.commands import cli\nsys.exit(cli.run(lambda argv: print('line\\n' * 200000) or 0))"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.readline()
+    writer.stdout.close()
+    assert writer.stderr.read() == b""
+    writer.stderr.close()
+    assert writer.wait() == cli.EXIT_BROKEN_PIPE
+
+
+def run_program(code, *, encoding="utf-8", redirect=""):
+    """Exit code and streams of a program that runs `code` as a command, through a shell that redirects."""
+    program = f"import sys\nfrom polygon.commands import cli\nsys.exit(cli.run(lambda argv: {code}))"
+    done = subprocess.run(
+        f'"$PYTHON" -c "$PROGRAM" {redirect}',
+        shell=True,
+        env={**os.environ, "PYTHON": sys.executable, "PROGRAM": program, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_data_is_utf_8_in_any_locale():
+    """A Greek letter is no reason to fail, and JSON is UTF-8."""
+    assert run_program("cli.emit({}, '9 \u00b5s \u03b1', as_json=False) or 0", encoding="ascii") == (
+        0,
+        "9 \u00b5s \u03b1\n".encode(),
+        b"",
+    )
+
+
+def test_a_closed_output_is_no_error():
+    """`>&-` is a way to want no output."""
+    assert run_program("cli.emit({}, 'x', as_json=False) or 0", redirect=">&-") == (0, b"", b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("text", ["'x'", "'x' * 100_000"])
+def test_a_full_disk_is_one_line_and_exit_2(text):
+    """What cannot be written is said, whether the buffer or the disk is full first."""
+    code, _, err = run_program(f"cli.emit({{}}, {text}, as_json=False) or 0", redirect=">/dev/full")
+    assert (code, err) == (2, b"standard output: cannot be written: No space left on device\n")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
+    """The folder must exist, and the name must not be a folder's."""
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.output_options(out="the plan")])
+    for path, fault in ((tmp_path / "no" / "plan.json", "found no folder"), (tmp_path, "found a directory, expected")):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(["-o", str(path)])
+        assert stop.value.code == 2
+        assert f"argument -o/--out: {path}: {fault}" in capsys.readouterr().err
+    for path in (str(tmp_path / "plan.json"), "-", "/dev/null", "plan.json"):
+        assert parser.parse_args(["-o", path]).out == path
+
+
+def test_talk_goes_to_stderr_and_can_be_silenced(capsys):
+    """Standard output is for data alone."""
+    cli.Talk().say("working")
+    cli.Talk(quiet=True).say("not heard")
+    with cli.Talk(quiet=True).progress("searching", 10) as update:
+        update(3, "best 2 s")
+    assert capsys.readouterr() == ("", "working\n")
+
+
+def problem(*options):
+    """What `read_problem` makes of a shipped cluster and these options."""
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options(required=False)])
+    return cli.read_problem("instances/one-node.yaml", parser.parse_args(list(options)))
+
+
+def test_problem_of_options():
+    """Cluster, model and batch; the sequence length defaults to what the model was made for."""
+    given = problem("--model", "gpt3-1.3b", "--global-batch", "8", "--precision", "fp16", "--optimizer", "sgd")
+    assert (given.model.name, given.batch.seq_len) == ("gpt3-1.3b", 2048)
+    assert (given.batch.precision, given.batch.gradient_precision, given.batch.optimizer) == ("fp16", "fp32", "sgd")
+    assert problem("--model", "vit-huge", "--global-batch", "8").batch.seq_len == 257
+    assert problem("--model", "llama3.2-1b", "--global-batch", "8").batch.seq_len == cli.LONGEST_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--model: found nothing, expected it beside the cluster instances/one-node.yaml"),
+        (("--model", "gpt3-1.3b"), "--global-batch: found nothing, expected it beside the cluster"),
+        (("--model", "gpt3-1.4b", "--global-batch", "8"), "model: found model 'gpt3-1.4b', expected 'gpt3-1.3b'"),
+        (("--model", "no/such.json", "--global-batch", "8"), "no/such.json: found no such file, expected a file"),
+        (
+            ("--model", "gpt2", "--global-batch", "8", "--seq-len", "2048"),
+            "batch.seq_len: found 2048, expected at most",
+        ),
+        (("--model", "gpt2", "--global-batch", "8", "--precision", "fp12"), "batch.precision: found 'fp12', expected"),
+        (("--model", "gpt2", "--global-batch", "8", "--constraints", "no.yaml"), "no.yaml: found no such file"),
+        (("--model", "gpt2", "--global-batch", "1" + 23 * "0"), "batch.global_batch: found 1e+23, expected at most 1"),
+    ],
+)
+def test_problem_options_that_do_not_fit(options, message):
+    """The message names the option or the field."""
+    with pytest.raises(InputError) as error:
+        problem(*options)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("blocks: 100000000", "model.blocks: found 1e+08, expected at most 10000"),
+        ("hidden_size: 65", "hidden_size: found 65, expected a multiple of heads = 4, or head_dim beside it"),
+        ("vocab_size: 1000000000000", "model.vocab_size: found 1e+12, expected at most 2147483647"),
+    ],
+)
+def test_slips_in_a_model_file(line, message, tmp_path):
+    """Sizes that no model has are refused at once, not planned for hours."""
+    fields = ["blocks: 2", "hidden_size: 64", "heads: 4", "vocab_size: 100", "max_seq_len: 128"]
+    kept = [field for field in fields if not field.startswith(line.split(":")[0])]
+    file = tmp_path / "m.yaml"
+    file.write_text("\n".join([*kept, line]), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        problem("--model", str(file), "--global-batch", "8")
+    assert str(error.value) == f"{file}: {message}"
+
+
+def test_a_slip_in_constraints_names_file_and_nearest(tmp_path):
+    """What only shows beside the cluster is still said of the file."""
+    file = tmp_path / "constraints.yaml"
+    file.write_text("forbidden_regions: [labb]", encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        problem("--model", "gpt2", "--global-batch", "8", "--constraints", str(file))
+    assert str(error.value) == f"{file}: forbidden_regions: found 'labb', expected 'lab' (nearest) or another of lab"
+
+
+def test_a_cluster_in_place_of_groups_is_told_where_it_goes():
+    """The likeliest slip of a first day."""
+    parser = planning_parser("polygon search", "", "the plan")
+    with pytest.raises(InputError, match=r"lab.yaml: found no groups of polygon init, .* or --cluster lab.yaml"):
+        cli.read_task(parser.parse_args(["lab.yaml"]), "search")
+
+
+def test_constraints_file(tmp_path):
+    """Constraints come from a file of their own."""
+    file = tmp_path / "constraints.yaml"
+    file.write_text("memory_headroom: 0.2\nforbidden_regions: [lab]\n", encoding="utf-8")
+    given = problem("--model", "gpt2", "--global-batch", "8", "--constraints", str(file))
+    assert (given.constraints.memory_headroom, given.constraints.forbidden_regions) == (0.2, ("lab",))
+
+
+def test_what_a_models_shape_does_not_say_is_said_on_stderr(capsys):
+    """One line a note; nothing for a plain model, and nothing where the command is to be quiet."""
+    said = "note: gemma-3-4b: a vision tower is counted with the embedding, one image a sequence\n"
+    problem("--model", "gemma-3-4b", "--global-batch", "8")
+    assert capsys.readouterr().err == said
+    problem("--model", "gpt3-1.3b", "--global-batch", "8")
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options(required=False)])
+    parser.set_defaults(quiet=True)
+    cli.read_problem("instances/one-node.yaml", parser.parse_args(["--model", "gemma-3-4b", "--global-batch", "8"]))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_of_the_hub_says_what_to_do():
+    """One line with the command that fetches the config."""
+    with pytest.raises(
+        InputError, match=r"^model: found 'google/gemma-3-4b-pt', expected a file .*hf download google/"
+    ):
+        problem("--model", "google/gemma-3-4b-pt", "--global-batch", "8")

@@ -1,0 +1,71 @@
+"""The commands that weigh time against money: search within limits, pareto, evaluate for a whole run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from polygon.commands.evaluate import main as evaluate
+from polygon.commands.pareto import main as pareto
+from polygon.formats import files
+from polygon.planning.checker import violations
+from polygon.search import main as search
+
+CLUSTER = """
+name: two
+regions:
+  - {name: dear, egress_usd_per_gb: 0.1, nodes: [{device: a100-40gb, count: 1, devices_per_node: 1}]}
+  - {name: cheap, nodes: [{device: t4, count: 1, devices_per_node: 1}]}
+links:
+  - {between: [dear, cheap], latency_ms: 5, bandwidth_gbps: 10}
+"""
+WHAT = ["--model", "gpt2", "--global-batch", "4", "--seq-len", "256", "--quiet"]
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Options of a small planning problem."""
+    path = tmp_path / "two.yaml"
+    path.write_text(CLUSTER)
+    return ["--cluster", str(path), *WHAT]
+
+
+def test_pareto_writes_front_picture_and_plans_that_can_be_run(task, tmp_path, capsys):
+    """JSON of rising time and falling money, a PNG, a plan file per point, the whole run."""
+    out, png, folder = tmp_path / "front.json", tmp_path / "front.png", tmp_path / "plans"
+    assert pareto([*task, "--tokens", "1e9", "-o", str(out), "--plot", str(png), "--plans", str(folder)]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert [p["step_s"] for p in points] == sorted(p["step_s"] for p in points)
+    assert [p["usd"] for p in points] == sorted((p["usd"] for p in points), reverse=True)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    for point in points:
+        problem, plan, estimate = files.read_plan(point["plan"])
+        assert violations(problem, plan) == []
+        assert estimate["step_s"] == pytest.approx(point["step_s"])
+        assert point["run"]["usd"] == pytest.approx(point["run"]["steps"] * point["usd"])
+    assert "USD per step" in capsys.readouterr().out
+
+
+def test_search_within_limits_or_exit_3(task, tmp_path, capsys):
+    """A deadline that can be kept is kept; a budget of nothing is exit 3 with the nearest; evaluate checks it."""
+    plan = tmp_path / "plan.json"
+    assert search([*task, "--objective", "money", "--deadline", "100", "--tokens", "1e8", "-o", str(plan)]) == 0
+    assert "whole run     1e+08 tokens" in capsys.readouterr().out
+    assert files.read_plan(plan).problem.constraints.most_step_s == 100
+    assert search([*task, "--budget", "1e-9", "-o", str(plan)]) == 3
+    assert "1e-09 are allowed" in capsys.readouterr().err
+    data = json.loads(plan.read_text())
+    data["problem"]["constraints"]["most_step_s"] = 1e-6
+    plan.write_text(json.dumps(data))
+    assert evaluate([str(plan), "--json", "--tokens", "1e8"]) == 3
+    result = json.loads(capsys.readouterr().out)
+    excess = result["violations"][0]["arguments"]["excess"]
+    assert excess["kind"] == "limit.step_s" and excess["arguments"]["limit"] == 1e-6
+    assert result["run"]["tokens"] == 1e8
+
+
+def test_pareto_of_what_cannot_be_is_exit_3(task, capsys):
+    """No plan before the deadline: the reason on stderr."""
+    assert pareto([*task, "--deadline", "1e-6"]) == 3
+    assert "are allowed" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""Alternatives that can be run can be run; what a plan does not use is worth nothing to it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.commands.explain import main
+from polygon.cost.estimate import estimate
+from polygon.cost.money import traffic_bytes
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.domain.message import Message
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.formats import files
+from polygon.planning import alternatives
+from polygon.planning.alternatives import Explainer
+from polygon.planning.checker import violations
+from polygon.planning.decode import Decoder
+from polygon.planning.nearby import allocation_of
+from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.what_ifs import (
+    Change,
+    faster_link,
+    link_changes,
+    more_memory,
+    one_more_node,
+    sensitivities,
+    usual_changes,
+)
+from tests.linked_regions import cluster_of, small_gpt
+
+FAST = Effort(fluid_evaluations=200, exact_evaluations=8, patience=100)
+
+
+def problem_of(groups, bytes_per_s=1e9):
+    """A small model on linked regions given as lists of (type, nodes, devices per node)."""
+    cluster = cluster_of(groups, latency_s=0.005, bytes_per_s=bytes_per_s, egress_usd_per_gb=0.02)
+    return Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+
+
+WIDE = problem_of(([("a100-40gb", 1, 2)], [("a100-40gb", 1, 2)], [("t4", 1, 1)]), bytes_per_s=1e11)
+
+
+def plan_for(problem):
+    return find_plan(problem, np.random.default_rng(0), effort=FAST).plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_ideas():
+    """The searches behind ideas are shorter still: what is said of their plans holds for any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alternatives, "SHORT", FAST)
+        yield
+
+
+@pytest.fixture(scope="module")
+def wide_plan():
+    return plan_for(WIDE)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    bytes_per_s=st.sampled_from([1e8, 1e10]),
+    groups=st.sampled_from(
+        [
+            ([("a100-40gb", 1, 2)], [("t4", 2, 2)]),
+            ([("t4", 1, 2), ("a100-40gb", 1, 1)], [("t4", 1, 4)], [("a100-40gb", 1, 1)]),
+        ]
+    ),
+)
+def test_possible_alternatives_break_no_rule(groups, bytes_per_s):
+    """What is called possible passes the checker at the cost that is shown; what is not says why."""
+    problem = problem_of(groups, bytes_per_s)
+    plan = plan_for(problem)
+    explainer = Explainer(problem, plan)
+    found = explainer.explain(count=3)
+    assert len(found.alternatives) >= 8
+    assert found.left_out == ()
+    for alternative in (*found.alternatives, *found.different):
+        if alternative.bill is None:
+            assert alternative.reason
+        else:
+            assert violations(problem, alternative.plan) == []
+            result = estimate(problem, alternative.plan)
+            assert np.isclose(result.step_s, alternative.bill.step_s)
+            assert np.isclose(result.cost_usd, alternative.bill.usd)
+    structures = [explainer.structure(a.plan) for a in found.different]
+    assert len(set(structures)) == len(structures)
+    assert explainer.structure(plan) not in structures
+
+
+def test_one_region_only_means_one_region(wide_plan):
+    """The plan of an idea does what the idea says."""
+    found = Explainer(WIDE, wide_plan).explain(count=0)
+    only_t4 = Message("idea.only_device", device="t4")
+    for alternative in found.alternatives:
+        if alternative.idea.kind == "idea.only_region" and alternative.plan:
+            names = {WIDE.cluster.pools[w.pool].region for stage in alternative.plan.stages for w in stage.workers}
+            assert {f"r{r}" for r in names} == {alternative.idea["region"]}
+        if alternative.idea == only_t4 and alternative.plan:
+            pools = {w.pool for stage in alternative.plan.stages for w in stage.workers}
+            assert {WIDE.cluster.pools[p].device.name for p in pools} == {"t4"}
+    assert any(alternative.idea == only_t4 for alternative in found.alternatives)
+
+
+def test_no_time_no_answers_but_a_list_of_questions(wide_plan):
+    """Ideas for which time is up are named, none is begun."""
+    found = Explainer(WIDE, wide_plan).explain(seconds_left=lambda: 0.0)
+    assert found.alternatives == ()
+    assert Message("idea.plain_3d") in found.left_out
+    assert sensitivities(WIDE, wide_plan, seconds_left=lambda: 0.0).left_out > 0
+
+
+def test_allocation_and_plan_are_inverse(wide_plan):
+    """Decoding the allocation of a found plan gives its workers again, and borders as near as polishing moves them."""
+    decoder = Decoder(WIDE)
+    again = decoder.decode(allocation_of(decoder, wide_plan))
+    assert [s.workers for s in again.stages] == [s.workers for s in wide_plan.stages]
+    assert [s.last_layer for s in again.stages] == pytest.approx([s.last_layer for s in wide_plan.stages], abs=2)
+
+
+def test_unused_links_are_worth_nothing_and_used_ones_never_cost(wide_plan):
+    """The same plan: exactly 0 for links without traffic, at most 0 for the others; replanned: at most 0."""
+    moved, reduced = traffic_bytes(WIDE, wide_plan, step_times(wide_plan, CostTables(WIDE)))
+    traffic = moved + reduced + (moved + reduced).T
+    pairs = [(a, b) for a in range(3) for b in range(a + 1, 3)]
+    assert any(traffic[pair] > 0 for pair in pairs)
+    changes = [Change(text=f"{a}-{b}", cluster=faster_link(WIDE.cluster, a, b, 1e9)) for a, b in pairs]
+    found = sensitivities(WIDE, wide_plan, changes=changes, evaluations=2)
+    step_s = estimate(WIDE, wide_plan).step_s
+    for pair, row in zip(pairs, found.rows, strict=True):
+        assert row.same_plan <= 1e-12
+        assert row.replanned <= 0
+        assert (1 + row.replanned) * found.baseline_s <= (1 + row.same_plan) * step_s * (1 + 1e-12)
+        if traffic[pair] == 0:
+            assert row.same_plan == 0
+
+
+def test_a_second_node_is_found_useful():
+    """One slow region alone: a node more, replanned, saves time; the same plan cannot know it."""
+    problem = replace(problem_of(([("t4", 1, 1)],)), batch=Batch(global_batch=512, seq_len=512))
+    plan = plan_for(problem)
+    changes = [Change(text="t4", cluster=one_more_node(problem.cluster, 0), new_pool=0, keeps_devices=False)]
+    (row,) = sensitivities(problem, plan, changes=changes, evaluations=2).rows
+    assert row.same_plan == 0
+    assert row.replanned < -0.3
+
+
+def test_changes_change_what_they_say():
+    """Bandwidth both ways, nodes, memory; the rest stays, and the usual changes ask about all of them."""
+    cluster = WIDE.cluster
+    wider = faster_link(cluster, 0, 2, 5.0)
+    assert (wider.bytes_per_s - cluster.bytes_per_s == np.array([[0, 0, 5], [0, 0, 0], [5, 0, 0]])).all()
+    assert one_more_node(cluster, 1).devices == cluster.devices + 2
+    assert more_memory(cluster, "t4", 2.0).pools[2].device.memory_bytes == 2 * cluster.pools[2].device.memory_bytes
+    asked = [change.text for change in usual_changes(WIDE, np.zeros((3, 3)), more_gbps=3)]
+    assert Message("change.node", count=2, device="a100-40gb", region="r0") in asked
+    assert {text["more_gbps"] for text in asked if text.kind == "change.bandwidth"} == {3}
+    assert {"change.latency", "change.memory"} < {text.kind for text in asked}
+
+
+def test_links_that_do_not_exist_are_refused():
+    """Unknown regions, a region with itself, two regions without a link."""
+    for pair, message in ((("r0", "r9"), "found 'r9'"), (("r0", "r0"), "two different regions")):
+        with pytest.raises(InputError, match=message):
+            link_changes(WIDE.cluster, [pair], 1.0)
+    apart = replace(WIDE.cluster, bytes_per_s=np.zeros((3, 3)))
+    with pytest.raises(InputError, match="with a link between them"):
+        link_changes(apart, [("r0", "r1")], 1.0)
+
+
+def test_command_answers_in_words_and_in_json(tmp_path, capsys, wide_plan):
+    """Tables on stdout; the same as data; a whole run; one link only."""
+    path = tmp_path / "plan.json"
+    files.write_plan(path, WIDE, wide_plan)
+    out = tmp_path / "why.json"
+    arguments = [str(path), "--quiet", "--count", "1", "--tokens", "1e9", "--link", "r0", "r1", "-o", str(out)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for words in ("naive plans", "rejected ideas", "whole run", "between r0 and r1"):
+        assert words in text
+    data = files.read_json(out)
+    assert len(data["sensitivities"]) == 2
+    assert data["run"]["steps"] == int(np.ceil(1e9 / (32 * 512)))
+    assert all(row["possible"] or row["reason"] for row in data["alternatives"])

@@ -1,0 +1,215 @@
+"""What links carry and how often regions meet: never slower by being allowed more, never more than is allowed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.bounds.lower_bound import lower_bound, lower_bound_s
+from polygon.cost.convergence import assumptions
+from polygon.cost.estimate import estimate, worker_memory
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.cost.transfers import Placement
+from polygon.domain.message import Message, Violation
+from polygon.domain.model import Batch
+from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
+from polygon.messages.report import describe_plan
+from polygon.planning.alternatives import Explainer
+from polygon.planning.candidates import Candidates
+from polygon.planning.checker import violations
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.link_compression import activation_modes, link_seconds
+from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.what_ifs import sensitivities, usual_changes
+from tests.linked_regions import cluster_of, small_gpt
+
+FAST = Effort(fluid_evaluations=400, exact_evaluations=16, patience=200)
+MODEL = small_gpt()
+
+
+def problem_of(groups, bytes_per_s=1e8, latency_s=0.02, **constraints):
+    """A small model on linked regions given as lists of (type, nodes, devices per node)."""
+    return Problem(
+        cluster=cluster_of(
+            groups, latency_s=latency_s, bytes_per_s=bytes_per_s, node_bytes_per_s=1e11, egress_usd_per_gb=0.02
+        ),
+        model=MODEL,
+        batch=Batch(global_batch=32, seq_len=512),
+        constraints=Constraints(**constraints),
+    )
+
+
+def at(problem, level, **lists):
+    return replace(problem, constraints=replace(problem.constraints, parity=level, **lists))
+
+
+PAIR = [("a100-40gb", 1, 2)], [("a100-40gb", 1, 2)]
+"""Two equal regions: data parallelism between them is one of the good plans."""
+
+
+def one_stage(decoder, size=2):
+    """All devices as one stage, nothing tensor-parallel."""
+    x = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    for c, (pool, tp) in enumerate(decoder.classes):
+        if tp == 1:
+            x[0, c] = decoder.problem.cluster.pools[pool].devices
+    return Allocation(workers=x, micro_batch_size=size)
+
+
+@st.composite
+def problems(draw):
+    members = st.tuples(st.sampled_from(["a100-40gb", "t4"]), st.integers(1, 2), st.sampled_from([1, 2]))
+    groups = draw(st.lists(st.lists(members, min_size=1, max_size=2), min_size=2, max_size=3))
+    return problem_of(
+        groups,
+        bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9, 1e11])),
+        latency_s=draw(st.sampled_from([1e-4, 0.02, 0.2])),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 9))
+def test_more_allowed_is_never_slower(problem, seed):
+    """The plan of an allocation takes no longer at a level of parity than at any gentler one, and breaks no rule."""
+    rng, before_s = np.random.default_rng(seed), np.inf
+    allocation = Candidates(Decoder(problem), 3).random(rng)
+    for level in PARITY_LEVELS:
+        own = at(problem, level)
+        decoder = Decoder(own)
+        plan = decoder.decode(allocation)
+        if isinstance(plan, Plan):
+            step_s = decoder.bill(plan).step_s
+            assert violations(own, plan) == []
+            assert step_s <= before_s * (1 + 1e-9)
+            assert step_s >= lower_bound_s(CostTables(own)) * (1 - 1e-9)
+            before_s = step_s
+
+
+@settings(max_examples=8, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 9))
+def test_exact_parity_gives_the_unpacked_plan(problem, seed):
+    """With nothing lossy allowed nothing is packed and all reduce in every step; a list of `none` says the same."""
+    allocation = Candidates(Decoder(problem), 3).random(np.random.default_rng(seed))
+    plan, listed = (
+        Decoder(p).decode(allocation) for p in (at(problem, "exact"), at(problem, "safe", compressions=("none",)))
+    )
+    if isinstance(plan, Plan):
+        assert plan.local_steps == 1
+        assert all({u.activations, u.activation_gradients, u.weight_gradients} == {"none"} for u in plan.links)
+        assert listed.links == plan.links and listed.stages == plan.stages
+
+
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e8, "int8"), (1e13, "none")])
+def test_packing_pays_for_itself_or_is_left(bytes_per_s, expected):
+    """A slow link is packed; on one that carries a message faster than a T4 packs it, nothing is."""
+    problem = problem_of(([("t4", 1, 1)], [("t4", 1, 1)]), bytes_per_s=bytes_per_s)
+    tables = CostTables(problem)
+    assert set(activation_modes(tables, 1, ("none", "int8"))[~np.eye(2, dtype=bool)]) == {expected}
+    plain, packed = (link_seconds(tables, 1e6, 2, mode)[0, 1] for mode in ("none", "int8"))
+    assert (packed < plain) == (expected == "int8")
+
+
+def test_packing_takes_the_devices_time():
+    """Workers that pack and unpack are busy longer with a micro-batch by the codec's memory traffic, those far only."""
+    problem = problem_of(([("t4", 1, 1)], [("t4", 1, 1)]), bytes_per_s=1e8, parity="any")
+    decoder = Decoder(problem)
+    x = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    x[0, 0] = x[1, 1] = 1
+    plan = decoder.decode(Allocation(workers=x, micro_batch_size=1), relax=False)
+    tables = CostTables(problem)
+    bare = replace(plan, links=tuple(replace(use, activations="none") for use in plan.links))
+    packed = replace(plan, links=tuple(replace(use, activations="int8") for use in plan.links))
+    values = 512 * MODEL.hidden_size
+    rate = problem.cluster.catalogue["t4"].memory_bytes_per_s
+    more = step_times(packed, tables).schedule.forward_s - step_times(bare, tables).schedule.forward_s
+    assert more == pytest.approx([values * 105 / rate, values * 21 / rate])
+
+
+def test_local_steps_save_the_link_and_cost_memory():
+    """Regions that meet every H steps send H times less, are quicker on a thin link, and hold an outer optimizer."""
+    problem = problem_of(PAIR, bytes_per_s=1e7, parity="known")
+    decoder = Decoder(problem)
+    plan = decoder.decode(one_stage(decoder))
+    assert plan.local_steps > 1
+    assert violations(problem, plan) == []
+    tables = CostTables(problem)
+    every_step = replace(plan, local_steps=1)
+    often, seldom = estimate(problem, every_step, tables), estimate(problem, plan, tables)
+    assert seldom.step_s < often.step_s
+    assert seldom.cross_region_bytes == pytest.approx(often.cross_region_bytes / plan.local_steps)
+    assert sum(seldom.terms.values()) == pytest.approx(seldom.step_s)
+    place = Placement.of(plan, tables.links)
+    extra = worker_memory(plan, tables, place)[0].total_bytes - worker_memory(every_step, tables, place)[0].total_bytes
+    assert extra == pytest.approx(8 * MODEL.parameters)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.integers(2, 500), bytes_per_s=st.sampled_from([1e7, 1e8, 1e9]))
+def test_a_step_is_its_own_work_and_its_part_of_the_meeting(steps, bytes_per_s):
+    """T(H) = T(no link's time) + (whole reduction) / H: the more local steps the shorter, towards regions alone."""
+    problem = problem_of(PAIR, bytes_per_s=bytes_per_s, parity="any")
+    decoder = Decoder(problem)
+    plan = decoder.decode(one_stage(decoder))
+    tables = CostTables(problem)
+    times = step_times(replace(plan, local_steps=steps), tables)
+    (whole,) = step_times(replace(plan, local_steps=1), tables).reductions
+    alone_s = times.step_s - whole.total_s / steps
+    later = step_times(replace(plan, local_steps=2 * steps), tables)
+    assert later.step_s == pytest.approx(alone_s + whole.total_s / (2 * steps))
+    assert later.step_s < times.step_s
+
+
+def test_pipelines_across_regions_take_no_local_steps():
+    """Where a micro-batch crosses regions there is nothing to train by itself; the checker says so too."""
+    problem = problem_of(PAIR, parity="any")
+    decoder = Decoder(problem)
+    x = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    columns = [decoder.classes.index((pool, 1)) for pool in (0, 1)]
+    x[0, columns[0]] = x[1, columns[1]] = 2
+    plan = decoder.decode(Allocation(workers=x, micro_batch_size=2))
+    assert plan.local_steps == 1
+    assert violations(problem, replace(plan, local_steps=4))[0].kind == "plan.local_steps_regions"
+
+
+def test_what_is_not_allowed_names_the_level_it_needs():
+    """int4 gradients and local steps under the default tolerance: refused, with the level that allows them."""
+    problem = problem_of(PAIR, bytes_per_s=1e7)
+    decoder = Decoder(problem)
+    plan = decoder.decode(one_stage(decoder))
+    plan = replace(
+        plan, stages=tuple(replace(stage, zero=1) for stage in plan.stages)
+    )  # local steps need whole weights
+    int4 = replace(plan, links=tuple(replace(use, weight_gradients="int4") for use in plan.links))
+    assert violations(problem, int4)[0]["why"] == Message("why.parity", parity="safe", needed="known")
+    why = Message("why.parity", parity="safe", needed="known")
+    refused = Violation("plan.local_steps_not_allowed", local_steps=30, why=why)
+    assert refused in violations(problem, replace(plan, local_steps=30))
+    assert violations(at(problem, "known"), replace(plan, local_steps=30)) == []
+    assert violations(at(problem, "safe", local_steps=(1, 30)), replace(plan, local_steps=30)) == []
+
+
+def test_the_search_answers_the_tolerance_and_says_what_it_assumes():
+    """A thin link: `known` finds local steps and is quicker; report, why-not table and what-ifs tell of it."""
+    problem = problem_of(PAIR, bytes_per_s=2e7, latency_s=0.1)
+    problem = replace(problem, batch=Batch(global_batch=512, seq_len=512))
+    safe = find_plan(problem, np.random.default_rng(0), effort=FAST)
+    known = find_plan(at(problem, "known"), np.random.default_rng(0), effort=FAST)
+    assert safe.plan.local_steps == 1 < known.plan.local_steps
+    assert known.value_s < 0.9 * safe.value_s
+    tables = CostTables(at(problem, "known"))
+    text = describe_plan(tables.problem, known.plan, estimate(tables.problem, known.plan, tables), lower_bound(tables))
+    assumed = assumptions(tables.problem, known.plan)
+    assert [line.kind for line in assumed].count("loss.equal_tokens") == 1 and len(assumed) > 1
+    assert all(str(line) in text for line in assumed)
+    ideas = {a.idea: a for a in Explainer(at(problem, "known"), known.plan).explain(count=0).alternatives}
+    assert ideas[Message("idea.no_local_steps")].bill.step_s > known.value_s
+    rejected = {a.idea: a for a in Explainer(problem, safe.plan).explain(count=0).alternatives}
+    reason = rejected[Message("idea.parity", level="known")].reason
+    assert reason.kind == "reason.at_parity" and reason["level"] == "safe" and reason["more_s"] <= 0
+    changes = [c for c in usual_changes(problem, np.zeros((2, 2))) if c.parity]
+    assert [c.parity for c in changes] == ["known", "any"]
+    rows = sensitivities(problem, safe.plan, changes=changes[:1], evaluations=4).rows
+    assert rows[0].replanned < 0

@@ -1,0 +1,92 @@
+"""The search knows of the nodes that stages share what the exact estimate knows of the decoded plan."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from polygon.cost.shared_links import busy_on_shared, last_end_s
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints, Plan, Problem
+from polygon.planning.candidates import Candidates
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.fluid import FITS
+from polygon.planning.node_sharing import cards_free_s, pairs_free_s
+from tests.linked_regions import cluster_of, small_gpt
+
+GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16gb", 2, 4)]]
+
+
+@njit
+def free_s(bank, work, n, begin_s, tail_s):
+    """Both kernels on what `fluid_step_s` has left in its room."""
+    hosts, of = work.hosts, work.reduction
+    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.n_bytes, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, of.lane_bytes, of.lanes, begin_s, tail_s, 0.0)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Nodes of two and four devices in three regions."""
+    batch = Batch(global_batch=32, seq_len=512)
+    return Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
+    """Nodes by stage and region are those of the plan; whoever shares links ends as `last_end_s` has it."""
+    rng = np.random.default_rng(seed)
+    x = Candidates(decoder, 4).random(rng)
+    plan = decoder.decode(x, relax=False)
+    n = int(x.workers.any(axis=1).sum())
+    if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
+        return  # it has no plan, or one without some of the workers
+    decoder.fluid_s(x)
+    work, times = decoder._work(len(x.workers)), decoder.step_times(plan)
+    place = times.place
+    for s in range(n):
+        mine = np.unique(np.stack([place.region[place.members(s)], place.node[place.members(s)]]), axis=1)
+        assert np.bincount(mine[0], minlength=3).tolist() == work.places.nodes[s].tolist()
+    begin_s = np.zeros(len(x.workers))
+    begin_s[:n] = np.sort(rng.uniform(0, 2, n))[::-1]
+    found = free_s(decoder.bank(x.setting), work, n, begin_s, np.zeros_like(begin_s))
+    n_bytes = work.reduction.n_bytes[:n]
+    busy = busy_on_shared(plan, place, decoder.tables.links, times.reductions, n_bytes)
+    for mine_s, busy_s in zip(found, busy, strict=True):
+        exact_s = last_end_s(begin_s[:n], busy_s).max()
+        if np.isfinite(exact_s):
+            assert mine_s == pytest.approx(exact_s)
+
+
+def test_two_stages_on_one_node_pair_take_turns(decoder):
+    """Both have a worker on one node of each of two regions: begun at 0, the link is free when it has passed both."""
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    workers[:, [decoder.classes.index((pool, 1)) for pool in (0, 3)]] = 1
+    x = Allocation(workers=workers, micro_batch_size=1)
+    assert decoder.fluid_s(x)[1] == FITS
+    work, bank = decoder._work(2), decoder.bank(x.setting)
+    zeros = np.zeros(2)
+    cards_s, pairs_s = free_s(bank, work, 2, zeros, zeros)
+    assert cards_s == 0
+    rate = bank.links.bytes_per_s[0, 3] / bank.gradient_ratio[0, 2]
+    assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
+    late = np.array([5.0, 0.0])
+    assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
+
+
+@pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
+def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
+    """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""
+    batch = Batch(global_batch=32, seq_len=512)
+    limits = Constraints(compressions=("none",))
+    decoder = Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits))
+    workers = np.zeros((len(pools), len(decoder.classes)), dtype=np.int64)
+    for s, pool in enumerate(pools):
+        workers[s, decoder.classes.index((pool, 1))] = 1
+    x = Allocation(workers=workers, micro_batch_size=1)
+    messages = decoder.step_times(decoder.decode(x, relax=False)).messages
+    decoder.fluid_s(x)
+    slowest_s = (messages.busy_s + messages.latency_s).max(axis=1).mean(axis=0)
+    assert decoder._work(len(pools)).message[: len(pools) - 1] == pytest.approx(slowest_s)

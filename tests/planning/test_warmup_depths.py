@@ -1,0 +1,96 @@
+"""Spans fit the memory of every worker, are as long as it lets them be, and the best pace is taken."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polygon.cost.estimate import worker_memory
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.warmup_depths import PACES, TIGHT_PACES, Pacing, StagePace, by_stage, cut_spans, wanted_spans
+from tests.linked_regions import cluster_of, small_gpt
+from tests.small_problems import small_cluster, small_model, small_plan
+
+
+@pytest.fixture(scope="module")
+def pacing():
+    """Two stages of fast and slow workers in two regions, whose memory holds a few micro-batches each."""
+    cluster = cluster_of([[("a100-40gb", 2, 1), ("t4", 4, 1)], [("t4", 4, 1)]], latency_s=0.05, bytes_per_s=1e8)
+    model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024))
+    tables = CostTables(problem)
+    decoder = Decoder(problem, tables=tables)
+    workers = np.array([[1, 2, 2], [1, 2, 2]], dtype=np.int64)
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1), relax=False)
+    return Pacing(plan, tables), plan, tables
+
+
+def over_memory(plan, tables, place):
+    """Whether each worker has too little memory."""
+    need = np.array([memory.total_bytes for memory in worker_memory(plan, tables, place)])
+    return need > tables.limit_bytes[place.pool]
+
+
+@pytest.mark.parametrize("pace", PACES + TIGHT_PACES)
+def test_every_pace_fits_memory_and_is_timed_as_the_plan_is(pacing, pace):
+    """No worker is over its memory, and the time is that of the plan with these spans."""
+    paced, plan, tables = pacing
+    cut = paced.windows(pace)
+    assert cut is not None or pace != TIGHT_PACES[-1]
+    if cut is None:
+        return
+    spans, windows = cut
+    slower = replace(plan, spans=by_stage(spans, paced.times))
+    times = step_times(slower, tables)
+    assert not over_memory(slower, tables, times.place).any()
+    assert paced.timed(windows).step_s == pytest.approx(times.step_s, rel=1e-12)
+    assert pace not in PACES or times.step_s >= step_times(plan, tables).step_s * (1 - 1e-12)
+
+
+def test_wanted_spans_of_a_plan_by_hand():
+    """Shares of 4, 3 and 1 of four micro-batches; a message under way for L of a step of T lets 4 L / T more pass."""
+    cluster = small_cluster(1, 2)
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=16, seq_len=16))
+    plan = small_plan(cluster, [(0, 3), (3, 6)], [[0], [1, 2]], [[0, 0], [0, 1], [0, 0], [0, 0]], micro_batch_size=4)
+    times = step_times(plan, CostTables(problem))
+    busy = wanted_spans(times, messages=False)
+    assert busy == pytest.approx([1, 4 / 3, 4])
+    schedule = times.schedule
+    both_s = schedule.forward_s + schedule.backward_s
+    step_s = max(4 * both_s[0], 3 * both_s[1], both_s[2])
+    away_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0)
+    expected = min(4, 1 + 4 * away_s.max() / step_s)
+    assert wanted_spans(times, messages=True) == pytest.approx([expected, 4 / 3, 4])
+
+
+def test_a_span_that_was_cut_down_cannot_be_longer(pacing):
+    """One more on a worker of the first stage whose span memory cut down is over its memory."""
+    paced, plan, tables = pacing
+    spans, _ = paced.windows(StagePace(1000.0, 1000.0, 0.0))
+    place = paced.times.place
+    cut = np.flatnonzero((spans < plan.micro_batches) & (place.stage == 0))
+    assert len(cut)
+    for worker in cut:
+        longer = spans.copy()
+        longer[worker] += 1
+        assert over_memory(replace(plan, spans=by_stage(longer, paced.times)), tables, place)[worker]
+
+
+def test_the_kernel_is_its_python(pacing):
+    """Compiled and plain code cut alike."""
+    paced, plan, _ = pacing
+    order = np.argsort(plan.routes, axis=0, kind="stable")
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        workers = sum(stage.width for stage in plan.stages)
+        wanted, room = rng.integers(1, 40, workers), rng.integers(1, 6, workers)
+        results = []
+        for kernel in (cut_spans, cut_spans.py_func):
+            spans, windows = wanted.copy(), np.zeros(plan.routes.shape, dtype=np.int64)
+            held = kernel(plan.routes, order, paced.times.place.offset, room, spans, windows)
+            results.append((held, spans.tolist(), windows.tolist() if held else None))
+        assert results[0] == results[1]

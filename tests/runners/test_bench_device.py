@@ -1,0 +1,116 @@
+"""Measuring this machine's processor for real, and planning with what was measured."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from polygon.__main__ import main
+from polygon.formats import files
+
+CLUSTER = """
+name: two-cores
+regions:
+  - name: here
+    nodes: [{device: cpu-core, count: 4, devices_per_node: 2}]
+"""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A short measurement in fp32, made by the command."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    options = ["--seconds", "4", "--device", "cpu", "--dtype", "fp32", "--date", "today", "-o", str(path), "--quiet"]
+    assert main(["bench-device", *options]) == 0
+    return path
+
+
+def test_every_operator_is_measured(bench):
+    """All shapes of products, attention, element-wise kernels and launches, with what they were measured on."""
+    found = files.read_bench(bench)
+    assert (found.device, found.date, found.threads) == ("cpu-core", "today", 1)
+    assert found.measured_on
+    assert found.versions[0].startswith("torch ")
+    assert found.precisions == ("fp32",)
+    assert len(found.products) == len({(r.rows, r.columns, r.inner) for r in found.products}) > 20
+    assert any(row.columns % 8 for row in found.products)
+    assert len({row.seq_len for row in found.attention}) == 3
+    assert {row.operation for row in found.streams} == {"copy", "add", "gelu", "layer-norm", "softmax"}
+    assert found.launch_s < 1e-3
+    largest = max(found.products, key=lambda row: row.rows * row.columns * row.inner)
+    smallest = min(found.products, key=lambda row: row.rows * row.columns * row.inner)
+    assert largest.seconds > smallest.seconds
+
+
+def test_the_measurement_reaches_the_estimate(bench, tmp_path, capsys):
+    """search --bench plans with it, and the plan keeps it for whoever reads it later."""
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
+    cluster.write_text(CLUSTER)
+    task = ["--cluster", str(cluster), "--model", "gpt2", "--global-batch", "8", "--seq-len", "256"]
+    task += ["--precision", "fp32", "--quiet"]
+    assert main(["search", *task, "--bench", str(bench), "-o", str(plan), "--time-limit", "1"]) == 0
+    capsys.readouterr()
+    efficiency = files.read_plan(plan).problem.cluster.catalogue["cpu-core"].efficiency
+    assert efficiency.basis == "bench"
+    assert main(["evaluate", str(plan), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", str(plan), "--json", "--bench", str(bench)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_s"] == pytest.approx(kept["step_s"])
+    assert "bench" in json.dumps(kept)
+
+
+def test_a_collective_of_two_processes_takes_time():
+    """Two ranks of gloo on this machine."""
+    torch = pytest.importorskip("torch")
+    from runners.bench_device import collective_row
+
+    row = collective_row(torch.device("cpu"), 0.2)
+    assert (row.backend, row.members) == ("gloo", 2)
+    assert row.n_bytes / row.seconds < 1e12
+
+
+def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
+    """Ctrl-C after a pass: a file that says it is not complete, exit 0."""
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "runners.bench_device", "--seconds", "60", "--dtype", "fp32", "--device", "cpu"]
+    process = subprocess.Popen([*command, "-o", str(path)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("every operator measured once after ")
+    process.send_signal(signal.SIGINT)
+    talk = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, talk
+    assert "not everything was measured" in talk
+    assert not files.read_bench(path).complete
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "argument --dtype: found 'int8', expected fp32, tf32, bf16, fp16"),
+        (["--seconds", "0"], "argument --seconds: found '0', expected a number > 0"),
+        (["--device", "cpu", "--dtype", "tf32"], "--dtype: found tf32, expected fp32, bf16 or fp16 on a CPU"),
+        (["-o", "/nowhere/bench.json"], "/nowhere/bench.json: found no folder /nowhere"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    """Exit 2 before anything is measured."""
+    command = [sys.executable, "-m", "polygon", "bench-device", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_torch_the_command_says_what_to_install(monkeypatch, capsys):
+    """One line, exit 2."""
+    from polygon.__main__ import program
+
+    monkeypatch.setattr("polygon.commands.bench_device.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["polygon", "bench-device"])
+    assert program() == 2
+    message = "bench-device: found no torch, expected it installed: pip install 'polygon[train]'\n"
+    assert capsys.readouterr().err == message

@@ -1,0 +1,134 @@
+"""What keeps ranks from meeting is one line that says what to do."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.formats.files import write_plan
+from runners.engine import rendezvous as meeting
+from runners.engine.rendezvous import RunFailedError, open_store, own_address, unreachable
+from tests.free_ports import free_port
+from tests.patience import PATIENCE_S, eventually
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("host", "kind", "message"),
+    [
+        ("127.0.0.1", RunFailedError, "rank 1: no meeting point at tcp://127.0.0.1:{port} in 0.3 s "
+         "(Connection refused: rank 0 does not run there)"),
+        ("no-such-host.invalid", InputError, "--dist-url: found host 'no-such-host.invalid'"),
+    ],
+)  # fmt: skip
+def test_a_meeting_point_that_is_not_there_is_named(host, kind, message, capfd):
+    """In one line, where torch writes thirty to stderr."""
+    port = free_port()
+    with pytest.raises(kind) as caught:
+        open_store(host, port, 1, 0.3)
+    assert str(caught.value).startswith(message.format(port=port)) and "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_0_that_starts_late_is_waited_for(monkeypatch, capfd):
+    """And after a while one line says what is waited for."""
+    monkeypatch.setattr(meeting, "QUIET_S", 0.1)
+    port, found, said = free_port(), [], []
+    thread = threading.Thread(target=lambda: found.append(open_store("127.0.0.1", port, 1, PATIENCE_S)))
+    thread.start()
+
+    def has_spoken():
+        said.append(capfd.readouterr().err)
+        return any(said)
+
+    assert eventually(has_spoken)
+    first = open_store("127.0.0.1", port, 0, PATIENCE_S)
+    thread.join()
+    first.set("key", "value")
+    assert found[0].get("key") == b"value"
+    assert "".join([*said, capfd.readouterr().err]) == (
+        f"rank 1: waiting for tcp://127.0.0.1:{port} (Connection refused: rank 0 does not run there)\n"
+    )
+
+
+def test_a_port_in_use_is_named():
+    """Rank 0 cannot listen where somebody else does."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"--dist-url: found port {port} in use by another program"):
+            open_store("127.0.0.1", port, 0, 1)
+
+
+def test_the_interface_that_is_named_gives_the_address(monkeypatch):
+    """Also for what is not gloo's; one that is not there is answered by those that are."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address("192.0.2.1", 1) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wan7")
+    with pytest.raises(InputError, match=r"found 'wan7', expected an interface with an IPv4 address: .*lo \(127"):
+        own_address("127.0.0.1", 1)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert own_address("127.0.0.1", 1) == "127.0.0.1"
+
+
+def test_a_loopback_address_is_refused_only_where_others_are_on_other_machines():
+    """A host name that stands for the loopback works as long as all ranks are on one machine."""
+    assert unreachable({0: ("127.0.1.1", "a"), 1: ("127.0.0.1", "a")}) is None
+    assert unreachable({0: ("10.0.0.1", "a"), 1: ("10.0.0.2", "b")}) is None
+    fault = unreachable({0: ("10.0.0.1", "a"), 1: ("127.0.1.1", "b")})
+    assert fault.startswith("rank 1: found its address 127.0.1.1") and "GLOO_SOCKET_IFNAME" in fault
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_there_twice_is_named(world_size, tmp_path):
+    """In one line and with exit 2: by the second, and by all where a rank is missing instead."""
+    problem, plan = routed_problem(2) if world_size == 2 else three_ranks()
+    write_plan(tmp_path / "plan.json", problem, plan)
+    command = [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", tmp_path / "plan.json", "--steps", "3"]
+    where = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", str(world_size)]
+    ranks = [
+        subprocess.Popen([*command, *where, "--rank", rank], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        for rank in ("0", "1", "1")
+    ]
+    said = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    line = "dist_runner: --rank: found 1 twice (again on 127.0.0.1), expected every rank once\n"
+    codes = [rank.returncode for rank in ranks]
+    if world_size == 3:
+        assert codes == [2, 2, 2] and said == [line] * 3
+    else:
+        assert codes[0] == 0 and sorted(codes[1:]) == [0, 2], said
+        assert line in said[1:] and not any("Traceback" in text for text in said)
+
+
+def three_ranks():
+    """A plan of three stages of one rank each."""
+    cluster = small_cluster(1, 2)
+    problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=4, seq_len=16, precision="fp32"))
+    return problem, small_plan(cluster, [(0, 2), (2, 4), (4, 6)], [[0], [1], [2]], [[0, 0, 0]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        ([], {"GLOO_SOCKET_IFNAME": "wan7"}, "GLOO_SOCKET_IFNAME: found 'wan7', expected an interface"),
+        (["--checkpoint-dir", "/proc/nowhere"], {}, "/proc/nowhere: cannot be made: No such file or directory"),
+    ],
+)
+def test_what_a_rank_cannot_use_is_one_line_and_exit_2(words, environment, message, tmp_path):
+    """Before any step, without a traceback."""
+    write_plan(tmp_path / "plan.json", *routed_problem(1))
+    command = [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", tmp_path / "plan.json", "--steps", "1"]
+    place = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "1", "--rank", "0"]
+    done = subprocess.run(
+        [*command, *place, *words], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"dist_runner: {message}")

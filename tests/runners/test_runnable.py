@@ -1,0 +1,139 @@
+"""The runner refuses what it cannot execute, before it starts, in a line that names the field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.domain.block import LatentAttention
+from polygon.domain.errors import InputError
+from polygon.domain.model import SPECIAL, Batch, Model
+from polygon.domain.plan import RECOMPUTE, Problem
+from polygon.domain.uniform import SCHEDULES, ParallelConfig, uniform_plan
+from polygon.formats import catalogue, files
+from polygon.planning.checker import violations
+from polygon.planning.rehearsal import rehearsal_problem
+from runners.engine.layers import empty_layer
+from runners.engine.runnable import check_runnable, require_plain
+from tests.small_problems import routed_problem, small_cluster, small_model
+
+BUILT = {
+    "name", "family", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size",
+    "max_seq_len", "gated_mlp", "tied_embeddings", "learned_positions", "rms_norm", "norm_eps", "rope_theta",
+    "linear_bias", "qkv_bias", "causal", "experts", "experts_per_token", "expert_ffn_size", "shared_experts",
+    "dense_blocks", "image_size", "patch_size", "channels", "source", "notes",
+}  # fmt: skip
+"""Fields that the engine reads (runners/engine/layers.py), and names, sizes and counts."""
+
+
+def test_a_plan_for_this_engine_is_runnable():
+    """The same plan without what is refused below."""
+    check_runnable(*routed_problem(8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cp": 2}, r"plan\.stages\[0\]\.workers\[1\]\.cp: found 1, expected 2, as in all stages"),
+        ({"precision": "fp8"}, r"batch\.precision: found 'fp8', expected fp32 or tf32 or bf16 or fp16, to be run here"),
+        ({"runtime": "megatron-core"}, r"problem\.runtime: found megatron-core, expected polygon, to be run here"),
+    ],
+)
+def test_what_is_not_done_yet_is_refused(changes, message):
+    """Each field of a plan that the engine does not read yet."""
+    problem, plan = routed_problem(8)
+    stages = plan.stages
+    for name, value in changes.items():
+        if name == "runtime":
+            problem = replace(problem, runtime=catalogue.runtime(value))
+        elif name == "precision":
+            problem = replace(problem, batch=replace(problem.batch, precision=value))
+        else:
+            worker = replace(stages[0].workers[0], devices=(0, 1), cp=value)
+            plan = replace(plan, stages=(replace(stages[0], workers=(worker, *stages[0].workers[1:])), *stages[1:]))
+    with pytest.raises(InputError, match=message):
+        check_runnable(problem, plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "other"}, r"model\.family: found 'other', expected gpt, llama or vit, to be run here"),
+        ({"norms": 4}, r"model\.norms: found 4, expected 2, to be run here"),
+        ({"window": 2}, r"model\.window: found 2, expected none, to be run here"),
+        ({"window": 64, "attention_pattern": ("window", "full")}, ""),
+        (
+            {"latent": LatentAttention(kv_rank=8, rope_dim=2)},
+            r"model\.latent: found LatentAttention\(.*, expected none",
+        ),
+    ],
+)
+def test_blocks_that_the_engine_does_not_have_are_refused(changes, message):
+    """Each in one line with its field; a window that holds the sequence is none; the plain shape always runs."""
+    problem, plan = routed_problem(8)
+    strange = replace(problem, model=replace(problem.model, **changes))
+    check_runnable(replace(problem, model=strange.model.plain()), plan)
+    check_runnable(strange, plan, own_model=True)
+    if not message:
+        check_runnable(strange, plan)
+        return
+    with pytest.raises(InputError, match=message):
+        check_runnable(strange, plan)
+
+
+def test_no_layer_is_built_of_a_model_that_is_not_plain():
+    """Whoever builds layers (recipes, profiles) meets the same refusal; that of a window needs the sequence."""
+    qwen3 = files.read_model("polygon/domain/catalogue/configs/qwen3-8b.json")
+    require_plain(qwen3, 4096)
+    with pytest.raises(InputError, match=r"model\.query_key_norm: found 'width', expected none, to be run here"):
+        empty_layer(replace(qwen3, query_key_norm="width"), 1)
+    mistral = files.read_model("polygon/domain/catalogue/configs/mistral-7b-v0.1.json")
+    require_plain(mistral, 4096)
+    with pytest.raises(InputError, match=r"model\.window: found 4096, expected none, to be run here"):
+        require_plain(mistral, 8192)
+
+
+def test_every_field_of_a_model_is_built_or_refused():
+    """A field that is added to the model must go to one or the other."""
+    assert {field.name for field in fields(Model)} == {*BUILT, *SPECIAL}
+
+
+@st.composite
+def splits(draw):
+    """Any degrees together, of dense models and of such with experts."""
+    pp, tp, cp, dp = (draw(st.sampled_from(degrees)) for degrees in ((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4)))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if (dp * cp) % n == 0]))
+    return ParallelConfig(
+        pp=pp, tp=tp, cp=cp, dp=dp, ep=ep,
+        chunks=draw(st.sampled_from((1, 2))) if pp > 1 else 1,
+        zero=draw(st.integers(0, 3)),
+        shards=draw(st.sampled_from([n for n in (0, 2, 4) if n == 0 or (dp * cp) % n == 0])),
+        recompute=draw(st.sampled_from(RECOMPUTE)),
+        sequence_parallel=draw(st.booleans()),
+        schedule=draw(st.sampled_from(SCHEDULES)),
+    )  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(config=splits(), max_ranks=st.none() | st.integers(1, 16))
+def test_rehearsals_of_all_dimensions_are_runnable(config, max_ranks):
+    """What a plan says of parallelism is kept as far as small models and few ranks allow; never what cannot be run."""
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn_size": 64} if config.ep > 1 else {}
+    model = small_model(blocks=16, heads=16, kv_heads=8, head_dim=4, ffn_size=128, max_seq_len=64, **experts)
+    batch = Batch(global_batch=8 * config.dp, seq_len=64, precision="bf16")
+    problem = Problem(cluster=small_cluster(config.devices), model=model, batch=batch)
+    small, short = rehearsal_problem(problem, uniform_plan(problem, config), max_ranks=max_ranks)
+    check_runnable(small, short)
+    assert {fault.kind for fault in violations(small, short)} <= {"plan.memory"}  # a GPU's context on a small device
+    assert max_ranks is None or short.world_size <= max(max_ranks, 1)
+    if max_ranks is None:
+        tp, members = math.gcd(config.tp, 2), config.dp * math.gcd(config.cp, 4 // math.gcd(config.tp, 2))
+        assert (short.groups, short.chunks) == (config.pp, config.chunks)
+        for stage in short.stages:
+            assert stage.width == config.dp and {worker.tp for worker in stage.workers} == {tp}
+            assert sum(worker.cp for worker in stage.workers) == members
+            assert stage.ep == math.gcd(config.ep, members)

@@ -1,0 +1,78 @@
+"""Jobs and their store: what a search says is kept as a message, and said in the language of who asks."""
+
+import sqlite3
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the web application's libraries are not installed (pip install -e '.[web]')")
+
+from polygon.domain.errors import InputError
+from polygon.domain.message import Message, say
+from polygon.web.jobs import Jobs, problem_of
+from polygon.web.language import in_language
+from polygon.web.store import Store, StoredJob
+from tests.patience import eventually
+
+TOO_LARGE = {
+    "cluster": {"regions": [{"name": "a", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]}]},
+    "model": "gpt3-175b",
+    "batch": {"global_batch": 4, "seq_len": 512},
+}
+
+
+def ended(store: Store, job: str) -> StoredJob:
+    def done() -> bool:
+        found = store.get(job)
+        return found is not None and found.state not in ("queued", "running")
+
+    assert eventually(done)
+    found = store.get(job)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "jobs.sqlite")
+    yield store
+    store.close()
+
+
+def test_why_there_is_no_plan_is_kept_as_a_message(store):
+    """Not as text: the bytes are a number, and both languages are made of it."""
+    jobs = Jobs(store)
+    try:
+        row = ended(store, jobs.start({"problem": TOO_LARGE, "effort": "quick"}))
+    finally:
+        jobs.close()
+    assert row.state == "infeasible"
+    assert row.error.kind == "reason.too_large" and row.error["lacking_bytes"] > 2**30
+    for language in ("en", "zh"):
+        assert in_language(row.to_dict(), language)["error"] == say(row.error, language)
+
+
+def test_bad_input_carries_its_parts(store):
+    """Where, what was found, what is expected: fields of the error, whatever the words are."""
+    with pytest.raises(InputError) as fault:
+        problem_of({**TOO_LARGE, "constraints": {"forbidden_regions": ["b"]}})
+    message = fault.value.message
+    assert (message.kind, message["where"], message["found"]) == ("input.expected", "forbidden_regions", "'b'")
+    assert message["expected"] == Message("expected.one_of", words=("a",))
+
+
+def test_notes_and_errors_of_an_earlier_version_are_still_told(tmp_path):
+    """A database with texts is read as one with messages."""
+    old = sqlite3.connect(tmp_path / "old.sqlite")
+    old.execute(
+        "CREATE TABLE jobs (id TEXT PRIMARY KEY, created_s REAL NOT NULL, state TEXT NOT NULL, request TEXT NOT NULL, "
+        "progress REAL NOT NULL DEFAULT 0, note TEXT NOT NULL DEFAULT '', result TEXT, error TEXT)"
+    )
+    rows = (("a", 1.0, "done", "{}", "1.5 s", None), ("b", 2.0, "failed", "{}", "", 'plan: "x" is none'))
+    old.executemany("INSERT INTO jobs (id, created_s, state, request, note, error) VALUES (?, ?, ?, ?, ?, ?)", rows)
+    old.commit()
+    old.close()
+    for _ in range(2):  # once turned into messages, and then found so
+        store = Store(tmp_path / "old.sqlite")
+        told = {job.id: (job.note, job.error) for job in store.jobs()}
+        store.close()
+        assert told == {"a": ("1.5 s", ""), "b": ("", 'plan: "x" is none')}

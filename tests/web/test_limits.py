@@ -1,0 +1,58 @@
+"""What limits a plan is what its improvement saves most of, priced as everything is."""
+
+from dataclasses import replace
+
+from polygon import Batch, Cluster, Problem
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.web.limits import RELAXED, limits, replanned, resources
+from tests.exported_plans import drawn, wide
+
+REGIONS = [
+    {"name": "virginia", "nodes": [{"device": "a100-80gb", "count": 4, "devices_per_node": 8},
+                                   {"device": "v100-16gb", "count": 2, "devices_per_node": 4}]},
+    {"name": "frankfurt", "nodes": [{"device": "h100-sxm", "count": 2, "devices_per_node": 8}]},
+    {"name": "tokyo", "nodes": [{"device": "t4", "count": 8, "devices_per_node": 4}]},
+]  # fmt: skip
+LINKS = [
+    {"between": ["virginia", "frankfurt"], "latency_ms": 45, "bandwidth_gbps": 5},
+    {"between": ["virginia", "tokyo"], "latency_ms": 75, "bandwidth_gbps": 5},
+    {"between": ["frankfurt", "tokyo"], "latency_ms": 115, "bandwidth_gbps": 5},
+]
+
+
+def test_the_named_limit_saves_at_least_as_much_as_any_other():
+    """On drawn plans: every resource relaxed here and priced anew saves no more than the first that is named."""
+    for problem, plan, tables in drawn(10):
+        said = limits(problem, plan, tables)
+        step_s = step_times(plan, tables).step_s
+        assert said["step_s"] == step_s
+        best = said["limits"][0]["saves"] if said["limits"] else 0.0005
+        for resource in resources(problem, plan, step_times(plan, tables)):
+            if resource.kind != "memory":
+                other = replace(problem, cluster=resource.better(problem.cluster, RELAXED))
+                assert 1 - step_times(plan, CostTables(other)).step_s / step_s <= best + 1e-9, resource
+        assert all(row["would_save"] >= 0.01 for row in said["limits"] if row["suggested"] is not None)
+
+
+def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
+    """Two nodes of the fastest devices on ten assumed Gbit/s: planned anew with more of it the step is shorter."""
+    cluster = Cluster.from_dict({"regions": REGIONS, "links": LINKS})
+    problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048))
+    plan = problem.search(effort="quick").plan
+    said = limits(problem.data, plan.data, problem.tables)
+    first = said["limits"][0]
+    assert (first["kind"], first["region"], first["default"]) == ("intra_region", "frankfurt", True)
+    again = replanned(problem.data, plan.data, problem.tables, 0)
+    assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
+    assert replanned(problem.data, plan.data, problem.tables, 1000) is None
+
+
+def test_a_slow_link_that_everything_crosses_is_the_limit():
+    """Between regions at less than a Gbit/s nothing else matters as much, and a faster rate is worth its name."""
+    problem, plan = wide()
+    rows = limits(problem, plan, CostTables(problem))["limits"]
+    first = rows[0]
+    assert (first["kind"], first["quality"]) == ("pair", "rate")
+    assert first["suggested"] > first["now"] and first["would_save"] >= first["saves"] - 1e-9
+    assert [row["saves"] for row in rows] == sorted((row["saves"] for row in rows), reverse=True)

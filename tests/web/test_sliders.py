@@ -1,0 +1,235 @@
+"""Every toggle of the page changes the numbers that it should, in the direction that it must."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from polygon.cost.estimate import estimate
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
+from polygon.web.sliders import Changes, flat_s, price
+from polygon.web.timeline import KINDS, timeline
+from polygon.web.views import advice, front, km_between, sensitivities
+from tests.exported_plans import wide
+
+
+@pytest.fixture(scope="module")
+def case():
+    problem, plan = wide()
+    return problem, plan, CostTables(problem)
+
+
+def changed(case, **changes):
+    problem, plan, tables = case
+    return price(problem, plan, Changes.model_validate(changes), tables)
+
+
+def test_no_change_is_the_plans_own_estimate(case):
+    """Without changes the what-if is the estimate, to the last digit."""
+    assert changed(case).estimate == estimate(*case)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"bandwidth_factor": 2.0}, {"latency_factor": 3.0}, {"accumulation": 2}, {"local_steps": 8}, {"prefetch": 1.0},
+     {"device_factors": {"v100-16gb": 2.0}}, {"activations": "int4"}, {"price_factor": 2.0}],
+)  # fmt: skip
+def test_kept_tables_answer_like_fresh_ones(case, changes):
+    """What is kept from question to question (places, memory) never changes an answer."""
+    problem, plan, _ = case
+    for other in ({}, changes, {}):
+        fresh = price(problem, plan, Changes.model_validate(other), CostTables(problem))
+        assert changed(case, **other).estimate == fresh.estimate
+
+
+def test_packing_sends_fewer_bytes(case):
+    """int4 moves less than int8, which moves less than nothing packed; of activations and of gradients."""
+    for kind in ("activations", "weight_gradients"):
+        moved = [changed(case, **{kind: mode}).estimate.cross_region_bytes for mode in ("int4", "int8", "none")]
+        assert moved == sorted(moved) and moved[0] < moved[-1]
+
+
+def test_one_links_packing_changes_that_link_alone(case):
+    """Only the named direction carries other bytes."""
+    links = changed(case).estimate.links
+    one = max(links, key=lambda use: use.gradient_bytes)
+    after = changed(case, links=[{"source": one.source, "target": one.target, "weight_gradients": "none"}])
+    for old, new in zip(links, after.estimate.links, strict=True):
+        mine = (old.source, old.target) == (one.source, one.target)
+        assert (new.gradient_bytes > old.gradient_bytes) == mine
+
+
+def test_accumulation_spreads_one_reduction_over_more_work(case):
+    """k times the micro-batches take less than k times the step: one reduction serves them all."""
+    before, after = changed(case), changed(case, accumulation=4)
+    assert after.plan.micro_batches == 4 * before.plan.micro_batches
+    assert after.estimate.step_s < 4 * before.estimate.step_s
+    assert after.estimate.tokens_per_s > before.estimate.tokens_per_s
+
+
+def test_local_steps_divide_the_meeting_of_regions(case):
+    """With H local steps each step reduces inside the regions, and every H-th once more over all three levels."""
+    before, after = changed(case), changed(case, local_steps=4)
+    for seconds, old, new in zip(after.reductions_s, before.times.reductions, after.times.reductions, strict=True):
+        assert new.across_s == 0 < old.across_s
+        assert seconds == pytest.approx(old.node_s + old.region_s + old.total_s / 4)
+
+
+def test_prefetch_never_hurts_the_end_of_the_schedule(case):
+    """Letting micro-batches pass hides messages: the step with it is no longer than without."""
+    assert changed(case, prefetch=1.0).estimate.step_s <= changed(case, prefetch=0.0).estimate.step_s
+
+
+def test_flat_algorithms_are_their_formulas(case):
+    """p workers, worst hop a + n / b: the three closed forms of the module's docstring agree on a and n / b."""
+    problem, plan, tables = case
+    times = step_times(plan, tables)
+    for s, stage in enumerate(plan.stages):
+        p = stage.width
+        ring, sharded, central = (
+            flat_s(problem, plan, tables, times, s, name) for name in ("ring", "sharded-server", "central-server")
+        )
+        # Three equations in the two unknowns a and n / b.
+        rows = np.array([[2 * (p - 1), 2 * (p - 1) / p], [2, 2 * (p - 1) / p], [2, 2 * (p - 1)]])
+        found, *_ = np.linalg.lstsq(rows, np.array([ring, sharded, central]), rcond=None)
+        assert rows @ found == pytest.approx([ring, sharded, central])
+        assert (found >= 0).all()
+
+
+def test_algorithm_replaces_the_reduction_alone(case):
+    """Compute, pipeline and transfer stay; the reduction becomes the server's."""
+    before, after = changed(case), changed(case, algorithm="central-server")
+    for term in ("compute", "pipeline", "transfer", "update"):
+        assert after.estimate.terms[term] == pytest.approx(before.estimate.terms[term])
+    assert sum(after.estimate.terms.values()) == pytest.approx(after.estimate.step_s)
+    assert after.estimate.step_s != before.estimate.step_s
+
+
+def test_one_chunk_is_the_whole_message(case):
+    """A chunk as large as the buffer changes nothing; a tiny one pays its latencies many times."""
+    before = changed(case)
+    assert changed(case, chunk_mb=100_000.0).estimate.step_s == pytest.approx(before.estimate.step_s)
+    assert changed(case, chunk_mb=0.01).estimate.step_s > before.estimate.step_s
+
+
+def test_without_overlap_the_whole_reduction_follows_the_backward(case):
+    """Overlap 1 is the plan; with 0 every stage reduces for all of its time after its last backward; never faster."""
+    before, after = changed(case), changed(case, overlap=0.0)
+    assert after.reductions_s == before.reductions_s
+    assert after.estimate.step_s > before.estimate.step_s
+    assert changed(case, overlap=0.5).estimate.step_s <= after.estimate.step_s
+    for s, whole_s in enumerate(after.reductions_s):
+        begin_s, end_s = after.times.reduction_span_s(s)
+        assert begin_s == after.times.ends_s[after.times.place.stage == s].max()
+        assert end_s - begin_s == pytest.approx(whole_s)
+
+
+def test_links_and_prices(case):
+    """More bandwidth or less latency is never slower; few streams on long links are; prices scale money."""
+    before = changed(case).estimate
+    assert changed(case, bandwidth_factor=4.0).estimate.step_s < before.step_s
+    assert changed(case, latency_factor=0.25).estimate.step_s < before.step_s
+    assert changed(case, streams=1).estimate.step_s > before.step_s
+    assert changed(case, price_factor=2.0).estimate.cost_usd == pytest.approx(2 * before.cost_usd)
+
+
+def test_advice_is_computed_for_all_three_cases(case):
+    """Each measure's step is what the same change prices to."""
+    problem, plan, tables = case
+    found = advice(problem, plan, Changes(), tables)
+    assert set(found["cases"]) == {"balanced", "computation", "communication"}
+    for measures in found["cases"].values():
+        for measure in measures[:2]:
+            assert measure["step_s"] == changed(case, **measure["change"]).estimate.step_s
+
+
+def test_sensitivities_are_sorted_and_real(case):
+    """Most first; the first one's saving is reproduced by asking for it."""
+    problem, plan, tables = case
+    rows = sensitivities(problem, plan, Changes(), tables)
+    assert [row["saved_s"] for row in rows] == sorted((row["saved_s"] for row in rows), reverse=True)
+    best = rows[0]
+    factor = 2.0 if best["what"] == "bandwidth_factor" else 0.5
+    pair = [best["source"], best["target"]]
+    links = [{"source": a, "target": b, best["what"]: factor} for a, b in (pair, pair[::-1])]
+    saved = changed(case).estimate.step_s - changed(case, links=links).estimate.step_s
+    assert saved == pytest.approx(best["saved_s"])
+
+
+def tiles(row):
+    """Bars of a row that its worker itself does, in the order of time."""
+    return sorted((a, b) for kind, _, a, b in row["bars"] if KINDS[kind] in ("F", "B", "exposed", "update"))
+
+
+def test_timeline_names_every_moment_of_every_worker(case):
+    """Work, exposed communication and update never overlap; what they leave of the step is the bubble's share."""
+    stages = frozenset(range(len(case[1].stages)))
+    shown = timeline(changed(case), opened=stages)
+    assert len(shown["rows"]) == shown["workers"]
+    free_s = []
+    for row in shown["rows"]:
+        mine = tiles(row)
+        assert mine[0][0] >= 0 and mine[-1][1] <= shown["step_s"] * (1 + 1e-6)
+        assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(mine))
+        free_s.append(shown["step_s"] - sum(b - a for a, b in mine))
+    assert np.mean(free_s) / shown["step_s"] == pytest.approx(shown["bubble_share"], abs=1e-4)
+
+
+def test_a_closed_stage_has_one_row_and_a_window_only_what_it_shows(case):
+    """The worker that ends last stands for its stage; a window gives the bars that lie in it, as they are."""
+    priced = changed(case)
+    whole = timeline(priced)
+    assert [row["stage"] for row in whole["rows"]] == list(range(len(case[1].stages)))
+    low, high = 0.3 * whole["step_s"], 0.5 * whole["step_s"]
+    part = timeline(priced, from_s=low, to_s=high)
+    for row, some in zip(whole["rows"], part["rows"], strict=True):
+        assert some["bars"] == [bar for bar in row["bars"] if bar[3] > low and bar[2] < high]
+
+
+def test_bands_keep_the_time_of_every_kind(case, monkeypatch):
+    """Too many bars to draw become bands that sum to the same seconds, in a small answer."""
+    priced = changed(case)
+    exact = timeline(priced)
+    monkeypatch.setattr("polygon.web.timeline.MOST_BARS_A_ROW", 3)
+    coarse = timeline(priced)
+    for row, bands in zip(exact["rows"], coarse["rows"], strict=True):
+        for kind in range(4):
+            whole_s = sum(b - a for k, _, a, b in row["bars"] if k == kind)
+            band_s = sum((b - a) * parts[kind] for a, b, parts in bands["bands"])
+            assert band_s == pytest.approx(whole_s, abs=2e-3 * exact["step_s"])
+    assert len(json.dumps(coarse)) < 300_000
+
+
+def test_free_links_leave_bubble_and_no_transfer_exposed(case):
+    """With links a hundred times better, waiting for communication shrinks, and bubbles take their part."""
+    problem, plan, tables = case
+    before = timeline(changed(case))
+    after = timeline(price(problem, plan, Changes(latency_factor=0.01, bandwidth_factor=100.0), tables))
+    assert after["exposed_share"] < before["exposed_share"]
+
+
+def test_faster_devices_compute_in_less_time(case):
+    """Twice as fast ones of a type need half the time at the roofline; unknown types are refused."""
+    problem, _, _ = case
+    (name,) = {pool.device.name for pool in problem.cluster.pools}
+    before, after = changed(case), changed(case, device_factors={name: 2.0})
+    assert after.estimate.terms["compute"] < 0.7 * before.estimate.terms["compute"]
+    assert after.bound.seconds < before.bound.seconds
+    with pytest.raises(InputError, match="device_factors: found 'abacus'"):
+        changed(case, device_factors={"abacus": 2.0})
+
+
+def test_front_marks_what_nothing_beats():
+    """A point is marked exactly if no other is at least as good in both and better in one."""
+    rows = front([{"step_s": a, "usd_per_step": b} for a, b in ((1, 5), (2, 2), (3, 3), (5, 1), (1, 6))])
+    assert [row["best"] for row in rows] == [True, True, False, True, False]
+
+
+def test_distances():
+    """Zurich to Lausanne 174 km; around the date line the short way; antipodes half the circumference."""
+    assert km_between((47.38, 8.54), (46.52, 6.63)) == pytest.approx(174, abs=3)
+    assert km_between((0, 179), (0, -179)) == pytest.approx(222.4, abs=0.5)
+    assert km_between((0, 0), (0, 180)) == pytest.approx(20015, abs=1)

@@ -1,0 +1,55 @@
+// A chart of ECharts in a frame with a name for screen readers.
+
+import type { JSX } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+import type { EChartsType } from "echarts/core";
+import { dark, ink, palette } from "./colors";
+
+// Reachable from tests, as what a canvas shows cannot be read otherwise.
+const charts = new Map<string, EChartsType>();
+(window as unknown as { polygonCharts: Map<string, EChartsType> }).polygonCharts = charts;
+
+interface Props {
+  name: string;
+  label: string;
+  height: number;
+  // eslint-disable-next-line @typescript-eslint/no-explicit-any
+  option: any;
+  onClick?: (index: number) => void;
+}
+export function Chart({ name, label, height, option, onClick }: Props): JSX.Element {
+  const place = useRef<HTMLDivElement>(null);
+  const click = useRef(onClick);
+  click.current = onClick;
+  useEffect(() => {
+    let gone = false;
+    let chart: EChartsType | undefined;
+    const watch = new ResizeObserver(() => chart?.resize());
+    void import("./echarts").then(({ init }) => {
+      if (gone) return;
+      chart = init(place.current!, undefined, { renderer: "canvas" });
+      charts.set(name, chart);
+      chart.on("click", (e) => click.current?.(e.dataIndex));
+      watch.observe(place.current!);
+      show(chart, option);
+    });
+    return () => { gone = true; watch.disconnect(); chart?.dispose(); charts.delete(name); };
+  }, []);
+  useEffect(() => { const chart = charts.get(name); if (chart) show(chart, option); }, [JSON.stringify(option), dark.value]);
+  return <div ref={place} class="chart" role="img" aria-label={label} data-chart={name} style={{ height: `${height}px` }} />;
+}
+// eslint-disable-next-line @typescript-eslint/no-explicit-any
+function show(chart: EChartsType, option: any): void {
+  chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: "inherit" }, color: palette(), ...option }, true);
+}
+export function tooltip(): object {
+  const { panel, line, text } = ink();
+  return { confine: true, backgroundColor: panel, borderColor: line, textStyle: { color: text, fontSize: 12 } };
+}
+// eslint-disable-next-line @typescript-eslint/no-explicit-any
+export function axis(more: any = {}): object {
+  const { soft, line } = ink();
+  const { axisLabel, ...rest } = more;
+  return { axisLabel: { color: soft, hideOverlap: true, fontSize: 11, ...axisLabel }, nameTextStyle: { color: soft }, axisLine: { lineStyle: { color: line } }, splitLine: { lineStyle: { color: line, opacity: 0.6 } }, ...rest };
+}
+export const escape = (text: string): string => text.replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);

@@ -1,0 +1,68 @@
+// The command palette: everything that the page can do, by a few letters of its name; and the keys for it.
+
+import type { JSX } from "preact";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { signal } from "@preact/signals";
+import type { Data } from "./api";
+import { toggleTheme } from "./colors";
+import { redo, undo } from "./draft";
+import { attempt, jobs, open, openPlan, planId, progress, search, setChanges, stopSearch, tab, takePlans, tried, VIEWS } from "./state";
+import { language, setLanguage, t, type Key } from "./strings";
+
+export const asking = signal(false);
+interface Command { name: string; keys?: string; run: () => void }
+
+function commands(): Command[] {
+  const plans = (jobs.value ?? []).filter((j: Data) => j.has_plan && !j.archived);
+  return [
+    progress.value ? { name: t("cancel"), run: () => void stopSearch() } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
+    ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front"].includes(v)).map((v, i): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(i + 1), run: () => open(v) })),
+    { name: t("undo"), keys: "⌘Z", run: undo }, { name: t("redo"), keys: "⇧⌘Z", run: redo },
+    ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
+    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(takePlans) }] : []),
+    ...(tried.value ? [{ name: t("reset"), run: () => setChanges({}) }] : []),
+    { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
+    ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${j.name || j.id}`, run: () => openPlan(j.id) })),
+  ];
+}
+
+const writing = (e: Event): boolean => (e.target as HTMLElement).matches?.("input:not([type=range],[type=checkbox]), textarea, select");
+export function keys(e: KeyboardEvent): void {
+  const mod = e.metaKey || e.ctrlKey;
+  const act = mod && e.key === "k" ? () => (asking.value = !asking.value)
+    : mod && e.key === "Enter" ? () => void search()
+    : mod && e.key.toLowerCase() === "z" && !writing(e) ? (e.shiftKey ? redo : undo)
+    : mod && e.key === "y" && !writing(e) ? redo
+    : !mod && !e.altKey && !writing(e) && /^[1-7]$/.test(e.key) ? () => open(VIEWS[Number(e.key) - 1])
+    : !mod && !writing(e) && e.key === "?" ? () => (asking.value = true) : null;
+  if (act) { e.preventDefault(); act(); }
+}
+
+export function Palette(): JSX.Element | null {
+  const [text, setText] = useState("");
+  const [at, setAt] = useState(0);
+  const dialog = useRef<HTMLDialogElement>(null);
+  // Before the next key: what is typed at once after the keys that open it goes into it.
+  useLayoutEffect(() => {
+    if (!asking.value) return;
+    setText("");
+    setAt(0);
+    dialog.current?.showModal();
+  }, [asking.value]);
+  if (!asking.value) return null;
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
+  const run = (c: Command | undefined): void => { asking.value = false; c?.run(); };
+  const key = (e: KeyboardEvent): void => {
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[e.key];
+    if (to !== undefined) { e.preventDefault(); setAt((to + found.length) % Math.max(1, found.length)); }
+    if (e.key === "Enter") { e.preventDefault(); run(found[at]); }
+  };
+  return (
+    <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>
+      <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
+      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.slice(0, 14).map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <kbd>{c.keys}</kbd>}</li>)}</ul>
+      {found.length === 0 && <p class="empty">{t("nothingFound")}</p>}
+    </dialog>
+  );
+}

@@ -1,0 +1,76 @@
+// Communication: links in use, volumes and times, the heat-map, hiding advice, what better links save, formulas.
+
+import type { JSX } from "preact";
+import { post, type Data } from "./api";
+import { axis, Chart, escape, tooltip } from "./chart";
+import { dark, ink, palette } from "./colors";
+import { brief, bytes, digits, gbps, gib, ms, percent, roundBytes, seconds, signed } from "./format";
+import { used } from "./overview";
+import { changes, planId, planned, setChanges, shown, tab } from "./state";
+import { maybe, t, type Key } from "./strings";
+import { Answer, Empty, Section, Table, useAnswer } from "./ui";
+
+export function Communication(): JSX.Element {
+  const v = shown.value, f = v.traffic, g = planned.value.traffic;
+  const key = `${planId.value} ${JSON.stringify(changes.value)}`;
+  const advice = useAnswer((stop) => post(`/plans/${planId.value}/advice`, changes.value, stop), key);
+  const better = useAnswer((stop) => post(`/plans/${planId.value}/sensitivities`, changes.value, stop), key);
+  const links = used(v).filter((l) => l.activation_bytes + l.gradient_bytes > 0).sort((a, b) => b.use - a.use);
+  const dimension = (name: Key, now: string, before: string, time: string): (JSX.Element | string)[] => [t(name), <>{now}{before !== now && <small class="soft"> {t("before")} {before}</small>}</>, time];
+  return (
+    <>
+      <Section title={t("volumes")} note={t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) })}>
+        <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
+          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), seconds(f.dp_s)),
+          dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),
+          dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
+      </Section>
+      <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
+        rows={links.map((l) => [`${l.source} → ${l.target}`, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), `${bytes(l.activation_bytes)}${l.activation_bytes ? ` (${l.activations})` : ""}`, `${bytes(l.gradient_bytes)}${l.gradient_bytes ? ` (${l.weight_gradients})` : ""}`, percent(l.use)])} />}</Section>
+      <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
+      <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>
+      <Section title={t("formulas")}><div id="formulas"><Table label={t("formulas")} head={[t("quantity"), t("formula"), t("numbers")]} rows={v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])} /></div><p class="soft">{t("symbols")}</p></Section>
+    </>
+  );
+}
+
+function Heat({ v }: { v: Data }): JSX.Element {
+  const colors = ink();
+  const names: string[] = v.regions.map((r: Data) => r.name);
+  const index = new Map(names.map((n, i) => [n, i]));
+  const cells = v.links.map((l: Data) => [index.get(l.target), index.get(l.source), l.activation_bytes + l.gradient_bytes]);
+  const most = Math.max(...cells.map((c: number[]) => c[2]), 0);
+  if (most === 0) return <Empty>{t("noTraffic")}</Empty>;
+  const short = (name: string): string => brief(name, 12);
+  const label = { rotate: names.length > 4 ? 40 : 0, interval: 0, hideOverlap: false, formatter: short };
+  const option = {
+    tooltip: { ...tooltip(), formatter: (p: Data) => `${escape(names[p.value[1]])} → ${escape(names[p.value[0]])}<br>${bytes(p.value[2])}` },
+    grid: { left: 92, right: 14, top: 8, bottom: names.length > 4 ? 84 : 60 },
+    xAxis: { type: "category", data: names, ...axis({ axisLabel: label }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { interval: 0, formatter: short } }) },
+    visualMap: { min: 0, max: most, text: [roundBytes(most), "0"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 80, itemWidth: 10, formatter: roundBytes, textStyle: { color: colors.soft, fontSize: 11 }, inRange: { color: [colors.land, palette()[0], dark.value ? "#d6e4f5" : "#12305a"] } },
+    series: [{ type: "heatmap", data: cells, itemStyle: { borderColor: colors.panel, borderWidth: 2 } }],
+  };
+  return <Chart name="heat" label={t("heat")} height={230} option={option} />;
+}
+
+function Advice({ data }: { data: Data }): JSX.Element {
+  // What brings nothing is not offered.
+  const useful = (kind: string): Data[] => data.cases[kind].filter((m: Data) => m.speedup > 1e-3 || m.hidden > data.hidden + 1e-3);
+  return (
+    <>
+      <p>{t("adviceCase", { case: t(`case_${data.case}` as Key), ratio: `${digits(data.ratio)} ×`, hidden: percent(data.hidden) })}</p>
+      {["balanced", "computation", "communication"].map((kind) => (
+        <details key={kind} open={kind === data.case} class="more"><summary>{t(`case_${kind}` as Key)} <small class="soft">{t("nMeasures", { n: useful(kind).length })}</small></summary>
+          {useful(kind).length === 0 ? <Empty>{t("noMeasure")}</Empty> : <Table label={t(`case_${kind}` as Key)} head={[t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""]} numeric={[1, 2, 3]} rows={useful(kind).map((m) => [
+            maybe(`m_${m.key}`), signed(m.speedup, percent), seconds(m.step_s), percent(m.hidden),
+            m.over_memory > 0 ? <span class="error">{t("overMemory", { n: gib(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}
+        </details>))}
+    </>
+  );
+}
+function Better({ rows }: { rows: Data[] }): JSX.Element {
+  const felt = rows.filter((r) => r.saved_s > 1e-3 * shown.value.estimate.step_s);
+  if (!rows.length) return <Empty>{t("noTraffic")}</Empty>;
+  if (!felt.length) return <Empty>{t("noGain")}</Empty>;
+  return <Table label={t("sensitivity")} head={[t("link"), t("better"), t("saves")]} numeric={[2]} rows={felt.map((r) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(r.saved_s)])} />;
+}

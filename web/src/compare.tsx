@@ -1,0 +1,59 @@
+// Two to four plans side by side: what makes the difference, term by term, and what stands behind it.
+
+import type { JSX } from "preact";
+import { get, post, type Data } from "./api";
+import { kindColors, palette } from "./colors";
+import { bytes, digits, percent, seconds, signed, usd } from "./format";
+import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
+import { t, maybe } from "./strings";
+import { Answer, Choice, Empty, Section, Table, useAnswer } from "./ui";
+import { differences } from "./summary";
+
+const TERMS = ["compute", "pipeline", "transfer", "reduction", "update"];
+
+export function Compare(): JSX.Element {
+  const ids = beside.value.filter((id) => id !== planId.value);
+  const answer = useAnswer(async (stop) => Promise.all(ids.map(async (id) => ({ id, row: await get(`/jobs/${id}`, stop), v: await post(`/plans/${id}/view`, {}, stop) }))), ids.join());
+  const others = (jobs.value ?? []).filter((j: Data) => j.has_plan && j.id !== planId.value && !ids.includes(j.id));
+  return (
+    <>
+      <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${j.name || j.id} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
+        {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(list) => <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} />}</Answer>}
+      </Section>
+    </>
+  );
+}
+
+interface Side { id: string; row: Data; v: Data }
+function Sides({ list }: { list: Side[] }): JSX.Element {
+  const [first] = list;
+  const most = Math.max(...list.map((x) => x.v.estimate.step_s));
+  const name = (x: Side, i: number): JSX.Element => (
+    <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? x.row.name : <button type="button" class="link" onClick={() => openPlan(x.id)}>{x.row.name || x.id}</button>}
+      {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: x.row.name })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
+  );
+  const line = (label: string, of: (v: Data) => number, text: (x: number) => string, difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
+    const value = of(x.v), base = of(first.v);
+    return <>{text(value)}{difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base) && <small class={value < base ? "good" : "soft"}> {signed(value - base, text)}</small>}</>;
+  })];
+  const e = (key: string) => (v: Data): number => v.estimate[key];
+  const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];
+  return (
+    <>
+      <ul class="stacks">{list.map((x, i) => (
+        <li key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
+          {x.row.parent && <small class="soft">{differences(x.row.changes)}</small>}
+          <div class="stack" role="img" aria-label={TERMS.map((k) => `${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`).join(", ")} style={{ width: `${(100 * x.v.estimate.step_s) / most}%` }}>{TERMS.map((k, j) => <i key={k} title={`${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`} style={{ flexGrow: x.v.estimate.terms[k], background: colors[j] }} />)}</div></li>))}</ul>
+      <span class="legend">{TERMS.map((k, j) => <span key={k}><i class="swatch" style={{ background: colors[j] }} />{maybe(`term_${k}`)}</span>)}</span>
+      <h3>{t("whereTime")}</h3>
+      <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
+      <h3>{t("whatElse")}</h3>
+      <Table label={t("whatElse")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[
+        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits), line(t("gap"), e("gap"), percent, false), line(t("mfu"), e("mfu"), percent, false),
+        line(t("devicesUsed"), (v) => v.devices.used, digits), line(t("stagesCount"), (v) => v.stages.length, digits), line(t("microBatches"), (v) => v.micro_batches, digits),
+        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), (v) => v.estimate.energy_j / 3.6e6, (x) => `${digits(x)}\u00a0kWh`)]} />
+      <h3>{t("stages")}</h3>
+      {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={x.row.name}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
+    </>
+  );
+}

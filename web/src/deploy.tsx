@@ -1,0 +1,83 @@
+// Deploy: files for other systems, what they cannot express, and a folder with all of it.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { blob, copy, download, get, post, type Data } from "./api";
+import { seconds, signed } from "./format";
+import { attempt, notice, planId, shown, tried } from "./state";
+import { t } from "./strings";
+import { Answer, Empty, Field, Section, Table, useAnswer } from "./ui";
+
+const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", skypilot: "SkyPilot", tc: "tc" };
+const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
+
+export function Deploy(): JSX.Element {
+  const [target, setTarget] = useState("deepspeed");
+  const answer = useAnswer((stop) => get(`/plans/${planId.value}/exports/${target}`, stop), `${planId.value} ${target}`);
+  return (
+    <>
+      {tried.value && <p class="error" role="status">{t("keepFirst")}</p>}
+      <Section title={t("target")}>
+        <div class="pills" role="group" aria-label={t("target")}>{Object.entries(TARGETS).map(([x, name]) => <button type="button" key={x} id={`target-${x}`} aria-pressed={x === target} onClick={() => setTarget(x)}>{x === "tc" ? t("trafficControl") : name}</button>)}</div>
+        <Answer of={answer}>{(data) => <Export data={data} />}</Answer>
+      </Section>
+      <Write key={target} target={target} />
+    </>
+  );
+}
+
+function Export({ data }: { data: Data }): JSX.Element {
+  const names = Object.keys(data.files).sort();
+  const [file, setFile] = useState("");
+  const now = names.includes(file) ? file : names.find((n) => ["ds_config.json", "arguments.txt", "flags.txt"].includes(n)) ?? names[0];
+  return (
+    <>
+      <div id="losses" aria-live="polite">
+        <p><b>{seconds(data.plan_step_s)}</b> {t("planned")}, <b>{seconds(data.step_s)}</b> {t("with")} {TARGETS[data.target]}</p>
+        {data.losses.length ? <Table label={t("cannot")} head={[t("cannot"), t("step")]} numeric={[1]} rows={data.losses.map((l: Data) => [l.what, l.cost_s === null ? "—" : signed(l.cost_s, seconds)])} /> : <p class="good">{t("nothingLost")}</p>}
+        <p>{t("start")}: <code>{data.start}</code></p>
+        <ul class="plain soft">{data.notes.map((n: string) => <li key={n}>{n}</li>)}</ul>
+      </div>
+      <div class="files">
+        <div class="file-list" role="group" aria-label={t("files")}>{names.map((n) => <button type="button" key={n} aria-pressed={n === now} onClick={() => setFile(n)}>{n}</button>)}</div>
+        <div><pre tabIndex={0} id="file-text" aria-label={now}>{data.files[now]}</pre>
+          <div class="row"><button type="button" id="copy" onClick={() => void copy(data.files[now]).then(() => (notice.value = t("copied")))}>{t("copy")}</button><button type="button" onClick={() => download(now, data.files[now])}>{t("download")}</button></div></div>
+      </div>
+    </>
+  );
+}
+
+function Write({ target }: { target: string }): JSX.Element {
+  const [name, setName] = useState(`${slug(shown.value.model)}-${target}`);
+  const [hosts, setHosts] = useState("");
+  const [result, setResult] = useState<Data>(null);
+  const [error, setError] = useState("");
+  const written = useAnswer((stop) => get("/deployments", stop), result);
+  const write = (): void => {
+    setError("");
+    post(`/plans/${planId.value}/deploy`, { name, target, hosts }).then(setResult).catch((e: Error) => setError(e.message));
+  };
+  const right = result?.checks.every((c: Data) => c.passed);
+  const regions = shown.value.regions.filter((r: Data) => r.used > 0);
+  return (
+    <div class="half-half">
+      <Section title={t("deployTitle")}>
+        <Field label={t("deployName")} path="deploy-name" value={name} mode="text" set={setName} />
+        <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
+        <p class="soft">{t("hostsOf", { regions: regions.map((r: Data) => `${r.name} (${r.used})`).join(", ") })}</p>
+        <button class="main" id="deploy" type="button" onClick={write}>{t("deployButton")}</button>
+        {error && <p class="error" role="alert">{error}</p>}
+        {result && <div id="deploy-result" role="status">
+          <p>{t("start")}: <code>cd deployments/{result.name} &amp;&amp; {result.start}</code></p>
+          {!hosts.trim() && <p class="error">{t("madeUpHosts")}</p>}
+          <p class={right ? "good" : "error"}>deployments/{result.name}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
+          <Table label={t("checks")} head={[t("checks"), ""]} rows={result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])} />
+        </div>}
+      </Section>
+      <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.name}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
+    </div>
+  );
+}
+async function archive(name: string): Promise<void> {
+  await attempt(async () => download(`${name}.zip`, await blob(`/deployments/${name}`)));
+}

@@ -1,0 +1,136 @@
+// What is being asked: cluster, model, batch, limits and goal, with its history; kept across reloads, tab by tab.
+
+import { computed, effect, signal } from "@preact/signals";
+import type { Data } from "./api";
+
+export interface Draft {
+  cluster: Data;
+  model: Data;
+  batch: Data;
+  constraints: Data;
+  runtime: Data;
+  objective: string;
+  effort: string;
+  seed: number | string;
+}
+interface Kept {
+  draft: Draft;
+  past: Draft[];
+  future: Draft[];
+  asked: string;
+}
+
+const KEY = "polygon-draft";
+const MOST_STEPS = 60;
+const EMPTY: Draft = {
+  cluster: { name: "mine", regions: [] }, model: "llama2-7b", batch: { global_batch: 512, seq_len: 2048 },
+  constraints: {}, runtime: "polygon", objective: "time", effort: "quick", seed: 0,
+};
+
+// A tab goes on where it was; a new one begins with what was edited last, and then goes its own way.
+function kept(): Kept {
+  for (const store of [sessionStorage, localStorage]) {
+    try {
+      const found = JSON.parse(store.getItem(KEY) ?? "null");
+      if (found?.draft?.cluster?.regions) return found;
+    } catch {
+      store.removeItem(KEY);
+    }
+  }
+  return { draft: EMPTY, past: [], future: [], asked: "" };
+}
+const began = kept();
+export const isNew = began.draft.cluster.regions.length === 0 && !began.asked;
+export const draft = signal<Draft>(began.draft);
+const past = signal<Draft[]>(began.past);
+const future = signal<Draft[]>(began.future);
+/** The draft as the open plan was asked for, as text; empty: no plan was. */
+export const asked = signal(began.asked);
+export const changed = computed(() => asked.value !== "" && JSON.stringify(draft.value) !== asked.value);
+export const canUndo = computed(() => past.value.length > 0);
+export const canRedo = computed(() => future.value.length > 0);
+
+let saving = 0;
+effect(() => {
+  const now: Kept = { draft: draft.value, past: past.value, future: future.value, asked: asked.value };
+  clearTimeout(saving);
+  saving = window.setTimeout(() => save(now), 150);
+});
+function save(now: Kept): void {
+  try {
+    sessionStorage.setItem(KEY, JSON.stringify(now));
+    localStorage.setItem(KEY, JSON.stringify({ ...now, past: [], future: [] }));
+  } catch (error) {
+    // The quota of the browser: the draft itself matters more than its history.
+    if (now.past.length) save({ ...now, past: [], future: [] });
+    else console.warn("draft not kept", error);
+  }
+}
+addEventListener("pagehide", () =>
+  save({ draft: draft.value, past: past.value, future: future.value, asked: asked.value }));
+
+let group = "";
+/** Change the draft; changes of one group (say letters typed into one field) are undone together. */
+export function edit(change: (next: Draft) => void, of = ""): void {
+  const next = structuredClone(draft.value);
+  change(next);
+  if (JSON.stringify(next) === JSON.stringify(draft.value)) return;
+  if (!of || of !== group) past.value = [...past.value, draft.value].slice(-MOST_STEPS);
+  group = of;
+  future.value = [];
+  draft.value = next;
+}
+export function undo(): void {
+  const last = past.value[past.value.length - 1];
+  if (!last) return;
+  future.value = [...future.value, draft.value];
+  past.value = past.value.slice(0, -1);
+  group = "";
+  draft.value = last;
+}
+export function redo(): void {
+  const next = future.value[future.value.length - 1];
+  if (!next) return;
+  past.value = [...past.value, draft.value];
+  future.value = future.value.slice(0, -1);
+  group = "";
+  draft.value = next;
+}
+
+// What a file spells out that is as it would be unsaid.
+const UNSAID: Record<string, unknown> = { parity: "safe", memory_headroom: 0.08 };
+function lean(constraints: Data): Data {
+  const said = (value: Data): boolean => value !== null && !(typeof value === "object" && Object.keys(value).length === 0);
+  return Object.fromEntries(Object.entries(constraints ?? {}).filter(([key, value]) => said(value) && UNSAID[key] !== value));
+}
+/** The example that somebody finds who comes for the first time. */
+export function start(cluster: Data): void {
+  draft.value = { ...EMPTY, cluster };
+}
+/** Take over what a plan was asked for, as the server says it. */
+export function take(request: Data, names: string[]): void {
+  const { cluster, model, batch, constraints, runtime } = request.problem;
+  const known = names.includes(model?.name ?? model);
+  const next: Draft = {
+    cluster, model: known ? (model.name ?? model) : model, batch, constraints: lean(constraints),
+    runtime: runtime ?? "polygon", objective: request.objective, effort: request.effort, seed: request.seed,
+  };
+  if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
+  else edit((it) => Object.assign(it, next));
+  asked.value = JSON.stringify(draft.value);
+}
+export const takeAsked = (): void => {
+  asked.value = JSON.stringify(draft.value);
+};
+
+/** What a search is asked: fields left empty are left out. */
+export function request(): Data {
+  const d = draft.value;
+  const cluster = structuredClone(d.cluster);
+  if (cluster.regions.length < 2) for (const key of ["latency_ms", "bandwidth_gbps", "capacity_gbps"]) delete cluster[key];
+  const model = typeof d.model === "string" ? d.model : d.model.name;
+  return {
+    problem: { cluster, model: d.model, batch: d.batch, constraints: d.constraints, runtime: d.runtime },
+    name: `${model} · ${cluster.name ?? ""}`.slice(0, 120), objective: d.objective, effort: d.effort, seed: d.seed,
+  };
+}

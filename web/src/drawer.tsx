@@ -1,0 +1,134 @@
+// The right drawer: what limits the plan, what could be tried, why not otherwise, what is taken for granted.
+
+import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { call, get, post, type Data } from "./api";
+import { digits, gbps, ms, percent, seconds, signed } from "./format";
+import { amount, resource } from "./summary";
+import { anew, attempt, follow, go, limits, planId, running, selected, shown, tab, view, type Tab } from "./state";
+import { t, type Key } from "./strings";
+import { Answer, Empty, Skeleton, useAnswer } from "./ui";
+import { WhatIf } from "./whatif";
+
+const TABS: [Tab, Key][] = [["limits", "tabLimits"], ["whatif", "whatif"], ["whynot", "whyNot"], ["assumed", "tabAssumed"]];
+
+export function Drawer(): JSX.Element | null {
+  if (!tab.value || !shown.value || view.value === "cluster") return null;
+  const now = tab.value;
+  const step = (by: number): void => {
+    const at = TABS.findIndex(([name]) => name === now);
+    tab.value = TABS[(at + by + TABS.length) % TABS.length][0];
+    queueMicrotask(() => document.getElementById(`drawer-${tab.value}`)?.focus());
+  };
+  return (
+    <aside class="drawer" aria-label={t("drawer")}>
+      <div class="drawer-head"><div role="tablist" aria-label={t("drawer")} onKeyDown={(e) => { if (e.key === "ArrowRight") step(1); if (e.key === "ArrowLeft") step(-1); }}>{TABS.map(([name, key]) => (
+        <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
+        <button type="button" class="small" aria-label={t("close")} onClick={() => (tab.value = "")}>×</button></div>
+      <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
+        {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
+      </div>
+    </aside>
+  );
+}
+
+function Limits(): JSX.Element {
+  const data = limits.value;
+  if (!data) return <Skeleton lines={6} />;
+  if (!data.limits.length) return <Empty>{t("limitedByNothing")}</Empty>;
+  const most = data.limits[0].saves;
+  return (
+    <>
+      <p class="soft">{t("limitsHint")}</p>
+      <ol class="limits" id="limits">{data.limits.slice(0, 8).map((l: Data, i: number) => (
+        <li key={i} data-kind={l.kind} data-region={l.region}>
+          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span>−{percent(l.saves)}</span></div>
+          <div class="meter"><i style={{ width: `${(100 * l.saves) / most}%` }} /></div>
+          <small class="soft">{l.kind === "compute" ? "" : t("nowIs", { value: amount(l, l.now) })}{l.suggested !== null ? ` · ${t("valueSaves", { value: amount(l, l.suggested), part: percent(l.would_save) })}` : ""}</small>
+          {i < 3 && <Replanned index={i} />}
+          {(l.kind === "intra_region" || l.kind === "inter_node" || l.kind === "intra_node" || l.kind === "pair") && <button type="button" class="link" onClick={() => go(() => { selected.value = l.region; view.value = "cluster"; })}>{t("edit")}</button>}
+        </li>))}</ol>
+    </>
+  );
+}
+// What the same would bring with a plan made anew; comes after the rest.
+function Replanned({ index }: { index: number }): JSX.Element {
+  const data = anew.value[index];
+  if (!data) return <small class="soft waiting">{t("planningAnew")}</small>;
+  const value = amount(data, data.value);
+  return <small class={data.would_save > 0.001 ? "anew" : "soft"}>{data.would_save > 0.001 ? t("anewSaves", { value, part: percent(data.would_save) }) : t("anewNothing", { value })}</small>;
+}
+
+function Assumed(): JSX.Element {
+  const answer = useAnswer((stop) => get(`/plans/${planId.value}/assumed`, stop), planId.value);
+  const loss: string[] = shown.value.assumptions;
+  return (
+    <>
+      <h3>{t("assumedLinks")}</h3>
+      <Answer of={answer}>{(rows) => rows.length === 0 ? <Empty>{t("nothingAssumedLinks")}</Empty> : <ol class="limits" id="assumed-links">{rows.map((a: Data) => <AssumedLink key={a.name} a={a} />)}</ol>}</Answer>
+      <h3>{t("assumed")}</h3>
+      {loss.length === 0 ? <Empty>{t("nothingAssumed")}</Empty> : <ul class="plain" id="assumed">{loss.map((a, i) => <li key={i}>{a}</li>)}</ul>}
+    </>
+  );
+}
+function AssumedLink({ a }: { a: Data }): JSX.Element {
+  const region = shown.value.regions.map((r: Data) => r.name).find((name: string) => a.name.startsWith(`${name}.`));
+  return (
+    <li><div class="limit-head"><b>{a.name.includes("intra_region") ? t("limit_intra_region", { region, other: "", device: "" }) : a.name}</b><i class="mark">{t("default")}</i></div>
+      <small class="soft">{gbps(a.bandwidth_gbps)}, {ms(a.latency_ms)}</small>
+      <small>{t("ifSlower", { slower: signed(a.slower, percent), faster: signed(-a.faster, percent) })}</small>
+      <button type="button" class="link" onClick={() => go(() => { selected.value = region; view.value = "cluster"; })}>{t("giveIt")}</button></li>
+  );
+}
+
+const LIMITS_S = [30, 60, 300, 600];
+function WhyNot(): JSX.Element {
+  const [state, set] = useState<Data>(null);
+  const [limit, setLimit] = useState(60);
+  const [error, setError] = useState("");
+  const id = planId.value;
+  useEffect(() => {
+    const stop = new AbortController();
+    const load = async (): Promise<void> => {
+      const found = await get(`/plans/${id}/explanation`, stop.signal);
+      set(found);
+      if (!running(found)) return;
+      await follow(found.id, stop.signal, (now) => set((old: Data) => ({ ...old, ...now })));
+      set(await get(`/plans/${id}/explanation`, stop.signal));
+    };
+    load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
+    return () => stop.abort();
+  }, [id, state?.begun]);
+  const start = (): Promise<void> => attempt(async () => {
+    await post(`/plans/${id}/explanation`, { time_limit_s: limit });
+    set({ state: "queued", progress: 0, begun: Date.now() });
+  });
+  if (error) return <p class="error" role="alert">{error}</p>;
+  if (!state) return <Skeleton />;
+  const a = state.answers;
+  if (running(state))
+    return <div id="why-not"><progress max={1} value={state.progress} aria-label={t("computing")} /><p class="soft">{state.note}</p><button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${state.id}`)))}>{t("cancel")}</button></div>;
+  const begin = (words: string): JSX.Element => (
+    <div class="row"><label class="field"><span>{t("atMostTime")}</span><select value={limit} onChange={(e) => setLimit(Number(e.currentTarget.value))}>{LIMITS_S.map((s) => <option key={s} value={s}>{s < 120 ? t("forSeconds", { n: s }) : t("forMinutes", { n: s / 60 })}</option>)}</select></label>
+      <button type="button" class="main" id="explain" onClick={() => void start()}>{words}</button></div>
+  );
+  if (!a) return <div id="why-not"><p class="soft">{t("whyNotHint")}</p>{begin(t("whyNotStart"))}{state.error && <p class="error">{state.error}</p>}</div>;
+  const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];
+  return <div id="why-not"><Ideas a={a} />{missing.length > 0 && <><p class="soft" id="left-out-ideas">{t(state.state === "cancelled" ? "stoppedBefore" : "leftOutIdeas", { what: missing.join("; ") })}</p>{begin(t("whyNotMore"))}</>}</div>;
+}
+function Ideas({ a }: { a: Data }): JSX.Element {
+  const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
+  const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
+    <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · $\u2009${digits(r.usd)}. ` : ""}{r.reason}</small></li>)}</ul></>
+  );
+  const felt = a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
+  return (
+    <>
+      {part(t("differentPlans"), a.different_plans)}
+      {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
+      {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
+      {felt.length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt.map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth")} {signed(s.usd_per_hour, digits)}</small></li>)}</ul></>}
+      <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
+    </>
+  );
+}

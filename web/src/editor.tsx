@@ -1,0 +1,274 @@
+// The cluster editor: the map to place regions, everything that a file can say as fields, and the file itself beside it.
+
+import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { download, post, type Data } from "./api";
+import { draft, edit, request } from "./draft";
+import { mark, unmark } from "./faults";
+import { digits, gbps, ms } from "./format";
+import { kmBetween, placed, WorldMap } from "./map";
+import { catalogue, selected } from "./state";
+import { t } from "./strings";
+import { Choice, Empty, Field, Menu, number, Section, Upload } from "./ui";
+import { draftPlaces } from "./welcome";
+import { readCluster } from "./rail";
+import { Yaml } from "./yaml";
+
+const MATRICES = ["latency_ms", "bandwidth_gbps", "capacity_gbps"];
+/** The cluster with every value spelt out, as the server reads the draft; null while it is wrong. */
+interface Resolved { full: Data; yaml: string; error: string }
+
+const onCluster = (change: (cluster: Data) => void, of = ""): void => edit((d) => change(d.cluster), of);
+
+export function Editor(): JSX.Element {
+  const cluster = draft.value.cluster;
+  const [resolved, set] = useState<Resolved>({ full: null, yaml: "", error: "" });
+  const text = JSON.stringify(cluster);
+  useEffect(() => {
+    const stop = new AbortController();
+    const timer = setTimeout(() => {
+      if (!cluster.regions.length) return set({ full: null, yaml: "", error: "" });
+      post("/clusters", { cluster: trimmed(cluster) }, stop.signal)
+        .then((data) => { set({ ...data, error: "" }); unmark(); })
+        .catch((e: Error) => {
+          if (stop.signal.aborted) return;
+          const r = /^cluster\.regions\[(\d+)\]/.exec(e.message);
+          if (r && cluster.regions[Number(r[1])]) selected.value = cluster.regions[Number(r[1])].name;
+          set((old) => ({ ...old, error: e.message }));
+          mark(e.message, "cluster-error", false);
+        });
+    }, 120);
+    return () => { clearTimeout(timer); stop.abort(); };
+  }, [text]);
+  const at = Math.max(0, cluster.regions.findIndex((r: Data) => r.name === selected.value));
+  const pick = (name: string): void => { selected.value = name; };
+  return (
+    <div class="editor">
+      <div class="editor-form">
+        <Section title={t("cluster")} tools={<Tools yaml={resolved.yaml} />}>
+          <WorldMap places={draftPlaces(cluster)} height={230} label={t("editMap")} onSelect={pick}
+            onMove={(name, latitude, longitude) => onCluster((c) => { Object.assign(c.regions.find((r: Data) => r.name === name), { latitude, longitude }); }, `move ${name}`)} />
+          <div class="row adding">
+            <Choice label={t("place")} path="place" value="" hidden options={[["", t("addPlace")], ...(catalogue.value?.regions ?? []).map((r: Data): [string, string] => [r.name, r.name])]}
+              set={(name) => { const r = catalogue.value.regions.find((x: Data) => x.name === name); if (r) addRegion(r.name.toLowerCase(), r.latitude, r.longitude); }} />
+            <button type="button" id="add-region" onClick={() => addRegion(`region-${cluster.regions.length + 1}`)}>{t("addRegion")}</button>
+            <span class="soft">{t("dragHint")}</span>
+          </div>
+        </Section>
+        {cluster.regions.length === 0 ? <Empty>{t("noRegionsYet")}</Empty> : <>
+          <div role="tablist" class="pills" aria-label={t("regions")}>{cluster.regions.map((r: Data, i: number) => (
+            <button type="button" role="tab" key={i} aria-selected={i === at} id={`region-tab-${i}`} onClick={() => pick(r.name)}>{r.name}</button>
+          ))}</div>
+          {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
+          <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
+          {cluster.regions.length > 1 && <Links r={at} full={resolved.full} />}
+          <Devices />
+        </>}
+      </div>
+      <Yaml yaml={resolved.yaml} />
+    </div>
+  );
+}
+function trimmed(cluster: Data): Data {
+  if (cluster.regions.length > 1) return cluster;
+  const copy = { ...cluster };
+  for (const key of MATRICES) delete copy[key];
+  return copy;
+}
+
+function Tools({ yaml }: { yaml: string }): JSX.Element {
+  const name = draft.value.cluster.name ?? "cluster";
+  const problem = async (): Promise<void> => {
+    const { problem: asked } = request();
+    download(`${name}-problem.json`, JSON.stringify({ format: "polygon-problem", version: 1, ...asked }, null, 1), "application/json");
+  };
+  return (
+    <Menu label={t("importExport")} id="cluster-menu">{(close) => <>
+      <Upload label={t("upload")} id="import-cluster" take={(text, file) => { close(); void readCluster(text, file); }} />
+      <button type="button" id="export-yaml" disabled={!yaml} onClick={() => { close(); download(`${name}.yaml`, yaml, "application/yaml"); }}>{t("exportCluster")}</button>
+      <button type="button" disabled={!yaml} onClick={() => { close(); void problem(); }}>{t("exportProblem")}</button>
+    </>}</Menu>
+  );
+}
+
+export function addRegion(name: string, latitude?: number, longitude?: number): void {
+  onCluster((c) => {
+    const taken = new Set(c.regions.map((r: Data) => r.name));
+    let own = name;
+    for (let i = 2; taken.has(own); i++) own = `${name}-${i}`;
+    c.regions.push({ name: own, ...(latitude === undefined ? {} : { latitude, longitude }), nodes: [{ device: "a100-80gb", count: 1, devices_per_node: 8 }] });
+    const n = c.regions.length;
+    const fresh: Record<string, (i: number, j: number) => Data> = { latency_ms: (i, j) => guess(c, i, j), bandwidth_gbps: () => 1, capacity_gbps: () => null };
+    for (const key of MATRICES) {
+      if (key === "capacity_gbps" && !c[key]) continue;
+      const old: Data[][] = c[key] ?? [];
+      c[key] = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) => (i === j ? null : old[i]?.[j] !== undefined ? old[i][j] : fresh[key](i, j))));
+    }
+    selected.value = own;
+  });
+}
+// One way, from the distance, as the catalogue's clouds have it.
+function guess(c: Data, a: number, b: number): number {
+  const [p, q] = [c.regions[a], c.regions[b]];
+  if (!placed(p) || !placed(q)) return 30;
+  const km = kmBetween([p.longitude, p.latitude], [q.longitude, q.latitude]);
+  return Math.round((catalogue.value.latency_ms_floor + catalogue.value.latency_ms_per_km * km) * 10) / 10;
+}
+function removeRegion(r: number): void {
+  edit((d) => {
+    const [gone] = d.cluster.regions.splice(r, 1);
+    for (const key of MATRICES) if (d.cluster[key]) { d.cluster[key].splice(r, 1); d.cluster[key].forEach((line: Data[]) => line.splice(r, 1)); }
+    for (const key of ["forbidden_regions", "first_stage_regions", "last_stage_regions"]) if (d.constraints[key]) d.constraints[key] = d.constraints[key].filter((name: string) => name !== gone.name);
+  });
+}
+
+/** Whether a value was given, or is what is assumed where nothing is. */
+const Mark = ({ given }: { given: boolean }): JSX.Element => <i class={given ? "mark given" : "mark"}>{t(given ? "given" : "default")}</i>;
+
+function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
+  const region = draft.value.cluster.regions[r];
+  const at = `cluster.regions[${r}]`;
+  const set = (key: string, text: string): void => onCluster((c) => {
+    if (text.trim() === "" && key !== "name") delete c.regions[r][key];
+    else c.regions[r][key] = key === "name" ? text : number(text);
+    if (key === "name") selected.value = text;
+  }, `${at}.${key}`);
+  return (
+    <Section title={region.name || t("region")} tools={<button type="button" class="small danger" onClick={() => removeRegion(r)}>{t("removeRegion")}</button>}>
+      <div class="grid3">
+        <Field label={t("name")} path={`${at}.name`} value={region.name} mode="text" set={(v) => set("name", v)} />
+        <Field label={t("latitude")} path={`${at}.latitude`} value={region.latitude} unit="°" set={(v) => set("latitude", v)} />
+        <Field label={t("longitude")} path={`${at}.longitude`} value={region.longitude} unit="°" set={(v) => set("longitude", v)} />
+        <Field label={t("egressPrice")} path={`${at}.egress_usd_per_gb`} value={region.egress_usd_per_gb} unit="$/GB" placeholder="0" mark={<Mark given={region.egress_usd_per_gb !== undefined} />} set={(v) => set("egress_usd_per_gb", v)} />
+        <Field label={t("egressRate")} path={`${at}.egress_gbps`} value={region.egress_gbps} unit="Gbit/s" placeholder={t("noLimit")} mark={<Mark given={region.egress_gbps !== undefined} />} set={(v) => set("egress_gbps", v)} />
+      </div>
+      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
+      <h3>{t("devices")}</h3>
+      {region.nodes.map((_: Data, i: number) => <Nodes key={i} r={r} i={i} full={full?.nodes[i]} />)}
+      <button type="button" class="small" onClick={() => onCluster((c) => { c.regions[r].nodes.push({ device: "t4", count: 1, devices_per_node: 4 }); })}>{t("addNodes")}</button>
+    </Section>
+  );
+}
+
+// A link: the name of a usual one, or latency and bandwidth; nothing given shows what is assumed.
+function LinkFields({ title, path, link, full, set }: { title: string; path: string; link: Data; full?: Data; set: (link: Data) => void }): JSX.Element {
+  const named = typeof link === "string" ? link : link?.link ?? "";
+  const value = typeof link === "object" && !named ? link : {};
+  const latency = value.latency_ms ?? (typeof value.latency_us === "number" ? value.latency_us / 1e3 : value.latency_us);
+  const change = (key: string, text: string): void => {
+    const rest = full ?? catalogue.value.default_link;
+    const next: Data = { latency_ms: latency ?? rest.latency_ms, bandwidth_gbps: value.bandwidth_gbps ?? rest.bandwidth_gbps, [key]: number(text) };
+    set(text.trim() === "" ? undefined : next);
+  };
+  return (
+    <fieldset class="link-fields"><legend>{title}<Mark given={link !== undefined} /></legend>
+      <Choice label={t("usualLink")} path={path} value={named} options={[["", link === undefined ? t("chooseLink") : t("ownNumbers")], ...(catalogue.value?.links ?? []).map((n: string): [string, string] => [n, n])]} set={(v) => set(v || undefined)} />
+      <Field label={t("latencyOneWay")} path={`${path}.latency_ms`} value={latency} unit="ms" placeholder={full ? digits(full.latency_ms) : ""} set={(v) => change("latency_ms", v)} />
+      <Field label={t("rate")} path={`${path}.bandwidth_gbps`} value={value.bandwidth_gbps} unit="Gbit/s" placeholder={full ? digits(full.bandwidth_gbps) : ""} set={(v) => change("bandwidth_gbps", v)} />
+    </fieldset>
+  );
+}
+
+function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Element {
+  const region = draft.value.cluster.regions[r], node = region.nodes[i];
+  const at = `cluster.regions[${r}].nodes[${i}]`;
+  const set = (key: string, value: Data): void => onCluster((c) => {
+    if (value === undefined || value === "") delete c.regions[r].nodes[i][key];
+    else c.regions[r].nodes[i][key] = value;
+  }, `${at}.${key}`);
+  const own = Object.keys(draft.value.cluster.devices ?? {});
+  const known = catalogue.value?.devices ?? [];
+  const price = known.find((d: Data) => d.name === node.device)?.price_usd_per_hour;
+  const links = [full?.intra_node, full?.inter_node].filter(Boolean).map((l) => `${gbps(l.bandwidth_gbps)}, ${ms(l.latency_ms)}`);
+  return (
+    <div class="nodes">
+      <div class="grid4">
+        <Choice label={t("device")} path={`${at}.device`} value={node.device} options={[...new Set<string>([node.device, ...own, ...known.map((d: Data) => d.name)])].map((d) => [d, d])} set={(v) => onCluster((c) => { c.regions[r].nodes[i].device = v; delete c.regions[r].nodes[i].intra_node; })} />
+        <Field label={t("nodes")} path={`${at}.count`} value={node.count} mode="numeric" set={(v) => set("count", number(v))} />
+        <Field label={t("perNode")} path={`${at}.devices_per_node`} value={node.devices_per_node} placeholder="1" mode="numeric" set={(v) => set("devices_per_node", v.trim() === "" ? "" : number(v))} />
+        <Field label={t("price")} path={`${at}.price_usd_per_hour`} value={node.price_usd_per_hour} unit="$/h" placeholder={price === undefined ? "" : digits(price)} mark={<Mark given={node.price_usd_per_hour !== undefined} />} set={(v) => set("price_usd_per_hour", v.trim() === "" ? "" : number(v))} />
+      </div>
+      <details class="more"><summary>{t("nodeLinks")} <small class="soft">{links.join(" · ")}</small></summary>
+        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
+        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
+        {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => onCluster((c) => { c.regions[r].nodes.splice(i, 1); })}>{t("remove")}</button>}
+      </details>
+    </div>
+  );
+}
+
+// Links of one region to all others: one way, and the way back where it differs.
+function Links({ r, full }: { r: number; full: Data }): JSX.Element {
+  const c = draft.value.cluster, n = c.regions.length;
+  const same = (j: number): boolean => MATRICES.every((key) => (c[key]?.[r]?.[j] ?? null) === (c[key]?.[j]?.[r] ?? null));
+  const [split, setSplit] = useState<number[]>([]);
+  const put = (key: string, i: number, j: number, text: string, both: boolean): void => onCluster((it) => {
+    it[key] ??= Array.from({ length: n }, () => Array.from({ length: n }, () => null));
+    const value = text.trim() === "" ? null : number(text);
+    it[key][i][j] = value;
+    if (both) it[key][j][i] = value;
+    if (key === "capacity_gbps" && it[key].every((line: Data[]) => line.every((v) => v === null))) delete it[key];
+  }, `${key}[${i}][${j}]`);
+  const line = (i: number, j: number, both: boolean): JSX.Element[] => {
+    const distance = placed(c.regions[i]) && placed(c.regions[j]) ? kmBetween([c.regions[i].longitude, c.regions[i].latitude], [c.regions[j].longitude, c.regions[j].latitude]) : null;
+    const names = { a: c.regions[i].name, b: c.regions[j].name };
+    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} /></td>;
+    const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
+    return [
+      <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${Math.round(distance).toLocaleString("en-US")} km`}</small></th>,
+      cell("latency_ms", t("latencyOneWay"), "ms"),
+      <td key="rtt" class="number soft">{typeof other === "number" ? ms(2 * other) : "—"}</td>,
+      cell("bandwidth_gbps", t("rate"), "Gbit/s"), cell("capacity_gbps", t("capacity"), "Gbit/s", t("noLimit")),
+    ];
+  };
+  const suggest = (): void => onCluster((it) => { for (let j = 0; j < n; j++) if (j !== r) it.latency_ms[r][j] = it.latency_ms[j][r] = guess(it, r, j); });
+  return (
+    <Section title={t("linksOf", { name: c.regions[r].name })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
+      <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">
+        <thead><tr><th scope="col">{t("to")}</th><th scope="col">{t("latencyOneWay")}</th><th scope="col" class="number">{t("roundTrip")}</th><th scope="col">{t("rate")}</th><th scope="col">{t("capacity")}</th><th scope="col">{t("ways")}</th></tr></thead>
+        <tbody>{c.regions.flatMap((_: Data, j: number) => {
+          if (j === r) return [];
+          const both = same(j) && !split.includes(j);
+          const flip = (): void => {
+            if (both) return setSplit([...split, j]);
+            onCluster((it) => { for (const key of MATRICES) if (it[key]) it[key][j][r] = it[key][r][j]; });
+            setSplit(split.filter((x) => x !== j));
+          };
+          const tick = <td key="way"><label class="check"><input type="checkbox" checked={both} onChange={flip} />{t("bothWays")}</label></td>;
+          return both ? [<tr key={j}>{line(r, j, true)}{tick}</tr>] : [<tr key={j}>{line(r, j, false)}{tick}</tr>, <tr key={`${j} back`}>{line(j, r, false)}<td /></tr>];
+        })}</tbody>
+      </table></div>
+    </Section>
+  );
+}
+
+// Devices that are not the catalogue's, and what holds for the whole cluster.
+function Devices(): JSX.Element {
+  const c = draft.value.cluster;
+  const devices: [string, Data][] = Object.entries(c.devices ?? {});
+  const put = (name: string, key: string, text: string): void => onCluster((it) => {
+    const device = it.devices[name];
+    if (key.startsWith("tflops.")) device.tflops = { ...device.tflops, [key.slice(7)]: number(text) };
+    else device[key] = number(text);
+    for (const [precision, v] of Object.entries(device.tflops)) if (v === "") delete device.tflops[precision];
+  }, `${name}.${key}`);
+  const add = (): void => onCluster((it) => {
+    let name = "my-device";
+    for (let i = 2; it.devices?.[name]; i++) name = `my-device-${i}`;
+    it.devices = { ...it.devices, [name]: { memory_gib: 24, tflops: { fp32: 30, bf16: 120 }, memory_bandwidth_gb_per_s: 900, power_w: 300, price_usd_per_hour: 1 } };
+  });
+  return (
+    <Section title={t("ownDevices")} note={t("ownDevicesNote")} tools={<button type="button" class="small" onClick={add}>{t("addDevice")}</button>}>
+      {devices.map(([name, d]) => (
+        <details class="more" key={name}><summary>{name}</summary><div class="grid3">
+          <Field label={t("memory")} path={`cluster.devices.${name}.memory_gib`} value={d.memory_gib ?? d.memory_gb} unit={d.memory_gib !== undefined ? "GiB" : "GB"} set={(v) => put(name, d.memory_gib !== undefined ? "memory_gib" : "memory_gb", v)} />
+          <Field label={t("memoryRate")} path={`cluster.devices.${name}.memory_bandwidth_gb_per_s`} value={d.memory_bandwidth_gb_per_s} unit="GB/s" set={(v) => put(name, "memory_bandwidth_gb_per_s", v)} />
+          <Field label={t("power")} path={`cluster.devices.${name}.power_w`} value={d.power_w} unit="W" set={(v) => put(name, "power_w", v)} />
+          <Field label={t("price")} path={`cluster.devices.${name}.price_usd_per_hour`} value={d.price_usd_per_hour} unit="$/h" set={(v) => put(name, "price_usd_per_hour", v)} />
+          {["fp32", "tf32", "fp16", "bf16", "fp8"].map((p) => <Field key={p} label={p} path={`cluster.devices.${name}.tflops.${p}`} value={d.tflops[p]} unit="TFLOP/s" set={(v) => put(name, `tflops.${p}`, v)} />)}
+        </div></details>))}
+      <div class="grid3"><Field label={t("name")} path="cluster.name" value={c.name} mode="text" set={(v) => onCluster((it) => { it.name = v; }, "cluster.name")} />
+        <Field label={t("ownersStages")} path="cluster.stages" value={c.stages} mode="numeric" placeholder={t("plannersChoice")} set={(v) => onCluster((it) => { if (v.trim() === "") delete it.stages; else it.stages = number(v); }, "cluster.stages")} /></div>
+    </Section>
+  );
+}

@@ -1,0 +1,45 @@
+// The validator says where a value is wrong; its field is shown, marked and focused.
+
+import { signal } from "@preact/signals";
+
+/** Which parts of the rail are open, by their names. */
+export const folds = signal<Record<string, boolean>>(JSON.parse(sessionStorage.getItem("polygon-folds") ?? "{}"));
+export function fold(id: string, open: boolean): void {
+  folds.value = { ...folds.value, [id]: open };
+  sessionStorage.setItem("polygon-folds", JSON.stringify(folds.value));
+}
+
+const FOLD_OF: Record<string, string> = { batch: "model", model: "model", runtime: "model", constraints: "goal", seed: "goal", objective: "goal", effort: "goal" };
+let marked: Element[] = [];
+
+/** The path of a message as `batch.global_batch: found ...`; empty where it names no field. */
+export const pathOf = (message: string): string => /^([\w.*-]+(?:\[\d+\][\w.*-]*)*)(?:: |：)/.exec(message)?.[1] ?? "";
+
+export function unmark(): void {
+  for (const element of marked) {
+    element.removeAttribute("aria-invalid");
+    element.removeAttribute("aria-describedby");
+  }
+  marked = [];
+}
+
+/** Mark the field that a message names; `said` is the id of the element that says it. */
+export function mark(message: string, said: string, focus: boolean): void {
+  unmark();
+  const path = pathOf(message);
+  if (!path) return;
+  const part = FOLD_OF[path.split(/[.[]/)[0]];
+  if (part) fold(part, true);
+  setTimeout(() => {
+    for (let at = path; at; at = at.replace(/(\.[^.[\]]+|\[\d+\]|^[^.[\]]+)$/, "")) {
+      const field = document.querySelector<HTMLElement>(`[data-path="${CSS.escape(at)}"]`);
+      if (!field) continue;
+      field.setAttribute("aria-invalid", "true");
+      field.setAttribute("aria-describedby", said);
+      for (let d = field.closest("details"); d; d = d.parentElement?.closest("details") ?? null) d.open = true;
+      marked = [field];
+      if (focus) field.focus();
+      return;
+    }
+  });
+}

@@ -1,0 +1,71 @@
+// Time against money: plans of which none is beaten in both, from a search of their own; a point opens its plan.
+
+import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { call, get, post, type Data } from "./api";
+import { axis, Chart, tooltip } from "./chart";
+import { ink, palette } from "./colors";
+import { request } from "./draft";
+import { digits, seconds } from "./format";
+import { attempt, follow, loadJobs, openPlan, running } from "./state";
+import { t } from "./strings";
+import { Empty, Section, Skeleton, Table } from "./ui";
+
+const KEY = "polygon-front";
+
+export function Front(): JSX.Element {
+  const [job, setJob] = useState(sessionStorage.getItem(KEY) ?? "");
+  const [data, setData] = useState<Data>(null);
+  const [error, setError] = useState("");
+  useEffect(() => {
+    const stop = new AbortController();
+    setError("");
+    if (!job) return;
+    const load = async (): Promise<void> => {
+      const found = await get(`/fronts/${job}`, stop.signal);
+      setData(found);
+      if (!running(found)) return;
+      await follow(job, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now })));
+      setData(await get(`/fronts/${job}`, stop.signal));
+      await loadJobs();
+    };
+    load().catch((e: Error) => { if (!stop.signal.aborted) { setError(e.message); sessionStorage.removeItem(KEY); } });
+    return () => stop.abort();
+  }, [job]);
+  const start = (): Promise<void> => attempt(async () => {
+    const asked = request();
+    const begun = await post("/fronts", { ...asked, name: `${t("front")} · ${asked.name}`.slice(0, 120) });
+    sessionStorage.setItem(KEY, begun.id);
+    setData(begun);
+    setJob(begun.id);
+    await loadJobs();
+  });
+  const open = (index: number): Promise<void> => attempt(async () => {
+    const made = await post(`/fronts/${job}/points/${index}`, {});
+    await loadJobs();
+    openPlan(made.id);
+  });
+  const busy = data && running(data);
+  const stop = <button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${job}`)))}>{t("cancel")}</button>;
+  return (
+    <Section title={t("front")} note={t("frontHint")} tools={busy ? stop : <button type="button" class="main" id="start-front" onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
+      {error && <p class="error" role="alert">{error}</p>}
+      {busy && <div class="row" role="status"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{data.note}</span></div>}
+      {!job ? <Empty>{t("frontNone")}</Empty> : !data ? <Skeleton lines={6} /> : data.points?.length ? <Points points={data.points} open={(i) => void open(i)} /> : busy ? <Skeleton lines={6} /> : <p class="error">{data.error}</p>}
+    </Section>
+  );
+}
+
+function Points({ points, open }: { points: Data[]; open: (index: number) => void }): JSX.Element {
+  const option = {
+    tooltip: tooltip(), grid: { left: 60, right: 24, top: 26, bottom: 44 },
+    xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
+    series: [{ type: "line", step: "end", symbolSize: 11, lineStyle: { color: ink().line }, itemStyle: { color: palette()[0] }, data: points.map((p) => [p.step_s, p.usd]) }],
+  };
+  return (
+    <>
+      <Chart name="front" label={t("front")} height={320} option={option} onClick={open} />
+      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), digits(p.usd), p.devices, p.stages, <button type="button" class="small" onClick={() => open(i)}>{t("open")}</button>])} />
+    </>
+  );
+}

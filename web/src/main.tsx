@@ -1,0 +1,111 @@
+// The page: one screen with a rail, the plan, and a drawer.
+
+import "./style.css";
+import { render, type JSX } from "preact";
+import { lazy, Suspense } from "preact/compat";
+import { useEffect, useState } from "preact/hooks";
+import { copy, onToken } from "./api";
+import { toggleTheme } from "./colors";
+import { asking, keys, Palette } from "./commands";
+import { canRedo, canUndo, redo, undo } from "./draft";
+import { Drawer } from "./drawer";
+import { Overview } from "./overview";
+import { Rail } from "./rail";
+import { attempt, begin, catalogue, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { language, setLanguage, t, type Key } from "./strings";
+import { Banner, Figures, Sentence } from "./summary";
+import { Empty, Skeleton } from "./ui";
+
+// Panes that are not looked at first come when they are.
+const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
+  cluster: lazy(() => import("./editor").then((m) => m.Editor)),
+  strategy: lazy(() => import("./strategy").then((m) => m.Strategy)),
+  communication: lazy(() => import("./communication").then((m) => m.Communication)),
+  compare: lazy(() => import("./compare").then((m) => m.Compare)),
+  front: lazy(() => import("./front").then((m) => m.Front)),
+  deploy: lazy(() => import("./deploy").then((m) => m.Deploy)),
+};
+const WITHOUT_PLAN: View[] = ["overview", "cluster", "front"];
+
+function App(): JSX.Element {
+  useEffect(() => { addEventListener("keydown", keys); return () => removeEventListener("keydown", keys); }, []);
+  return (
+    <div class={tab.value && shown.value && view.value !== "cluster" ? "app with-drawer" : "app"} key={language.value}>
+      <a class="skip" href="#main" onClick={(e) => { e.preventDefault(); document.getElementById("main")?.focus(); }}>{t("skip")}</a>
+      <Top />
+      <Rail />
+      <main id="main" tabIndex={-1}>
+        {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Sentence /><Banner /><Figures /></div>}
+        <Views />
+        {trouble.value && <p class="trouble" role="alert" id="trouble"><span>{trouble.value}</span><button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button></p>}
+        <div id="view" role="tabpanel" aria-labelledby={`tab-${view.value}`}><Suspense fallback={<Skeleton lines={8} />}><Pane key={`${view.value} ${planId.value}`} /></Suspense></div>
+      </main>
+      <Drawer />
+      <Palette />
+      <Notice />
+    </div>
+  );
+}
+function Pane(): JSX.Element {
+  if (!catalogue.value) return <Skeleton lines={8} />;
+  if (view.value === "overview") return <Overview />;
+  if (!shown.value && !WITHOUT_PLAN.includes(view.value)) return planId.value ? <Skeleton lines={8} /> : <Empty>{t("needPlan")}</Empty>;
+  const Chosen = PANES[view.value];
+  return <Chosen />;
+}
+
+function Views(): JSX.Element {
+  const walk = (e: KeyboardEvent): void => {
+    const at = VIEWS.indexOf(view.value);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: VIEWS.length - 1 }[e.key];
+    if (to === undefined) return;
+    e.preventDefault();
+    open(VIEWS[(to + VIEWS.length) % VIEWS.length]);
+    queueMicrotask(() => document.getElementById(`tab-${view.value}`)?.focus());
+  };
+  return (
+    <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walk}>{VIEWS.map((name) => (
+      <button type="button" role="tab" key={name} id={`tab-${name}`} aria-controls="view" aria-selected={name === view.value} tabIndex={name === view.value ? 0 : -1} onClick={() => open(name)}>{t(`view_${name}` as Key)}</button>))}</div>
+      {shown.value && view.value !== "cluster" && !tab.value && <button type="button" class="small" id="open-drawer" onClick={() => (tab.value = "limits")}>{t("drawer")}</button>}</nav>
+  );
+}
+
+function Top(): JSX.Element {
+  return (
+    <header class="top">
+      <button type="button" class="brand" onClick={() => open("overview")}><svg width="20" height="20" viewBox="0 0 24 24" aria-hidden="true"><path d="M12 2 21.5 9 18 20H6L2.5 9ZM12 2 6 20M12 2l6 18M2.5 9h19" fill="none" stroke="currentColor" stroke-width="1.6" stroke-linejoin="round" /></svg>polygon</button>
+      <span class="what" id="what">{row.value?.name ?? ""}</span><span class="grow" />
+      <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} disabled={!canUndo.value} onClick={undo}>↶</button>
+      <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} disabled={!canRedo.value} onClick={redo}>↷</button>
+      <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<kbd>⌘K</kbd></button>
+      {planId.value && <button type="button" id="share-top" onClick={() => void attempt(async () => { await copy(location.href); notice.value = t("linkCopied"); })}>{t("share_")}</button>}
+      <button type="button" id="theme" aria-label={t("theme")} title={t("theme")} onClick={toggleTheme}>◐</button>
+      <button type="button" id="language" lang={language.value === "en" ? "zh-CN" : "en"} onClick={() => setLanguage(language.value === "en" ? "zh" : "en")}>{t("language")}</button>
+    </header>
+  );
+}
+function Notice(): JSX.Element {
+  const [shownNow, set] = useState("");
+  useEffect(() => {
+    if (!notice.value) return;
+    set(notice.value);
+    notice.value = "";
+    const timer = setTimeout(() => set(""), 2500);
+    return () => clearTimeout(timer);
+  }, [notice.value]);
+  return <div class={shownNow ? "notice on" : "notice"} role="status">{shownNow}</div>;
+}
+
+onToken(() => new Promise((resolve) => {
+  const dialog = document.createElement("dialog");
+  dialog.setAttribute("aria-label", t("token"));
+  document.body.append(dialog);
+  let given = "";
+  dialog.addEventListener("close", () => { render(null, dialog); dialog.remove(); resolve(given); });
+  render(<form method="dialog"><label class="field"><span>{t("token")}</span><input type="password" autocomplete="off" onInput={(e) => (given = e.currentTarget.value)} /></label><button class="main">{t("ok")}</button></form>, dialog);
+  dialog.showModal();
+}));
+
+setLanguage(language.value);
+render(<App />, document.getElementById("app")!);
+void attempt(begin);

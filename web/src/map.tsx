@@ -1,0 +1,259 @@
+// The map: land at its true aspect, regions, and what crosses between them; pan, zoom, drag.
+
+import type { JSX } from "preact";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { geoDistance, geoMercator, geoPath, type GeoProjection } from "d3-geo";
+import { select } from "d3-selection";
+import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomTransform } from "d3-zoom";
+import { feature } from "topojson-client";
+import world from "world-atlas/land-110m.json";
+import type { Data } from "./api";
+import { ink, regionColor, useColor } from "./colors";
+import { brief, bytes, gbps, ms, percent } from "./format";
+import { pointed, selected } from "./state";
+import { t } from "./strings";
+
+// eslint-disable-next-line @typescript-eslint/no-explicit-any
+const land = feature(world as any, (world as any).objects.land) as any;
+type Point = [number, number];
+
+export interface Place {
+  name: string;
+  latitude?: number;
+  longitude?: number;
+  devices: number;
+  /** Of a plan; undefined: there is none. */
+  used?: number;
+}
+export interface Way {
+  a: string;
+  b: string;
+  bytes: [number, number];
+  busy: number;
+  latency_ms: number;
+  gbps: number;
+}
+export const EARTH_KM = 6371;
+export const kmBetween = (a: Point, b: Point): number => EARTH_KM * geoDistance(a, b);
+export const placed = (p: { latitude?: unknown; longitude?: unknown }): boolean => Number.isFinite(p.latitude) && Number.isFinite(p.longitude);
+
+/** Both directions of the links of a plan as one way each. */
+export function ways(links: Data[]): Way[] {
+  const found = new Map<string, Way>();
+  for (const l of links) {
+    const forward = l.source < l.target;
+    const [a, b] = forward ? [l.source, l.target] : [l.target, l.source];
+    const moved = l.activation_bytes + l.gradient_bytes;
+    const way = found.get(`${a}\n${b}`) ?? { a, b, bytes: [0, 0], busy: 0, latency_ms: l.latency_ms, gbps: l.bandwidth_gbps };
+    way.bytes[forward ? 0 : 1] += moved;
+    way.busy = Math.max(way.busy, l.use ?? l.busy);
+    found.set(`${a}\n${b}`, way);
+  }
+  return [...found.values()];
+}
+
+// Regions without a place stand on a circle where none has one, else below the map's middle.
+function points(places: Place[]): Point[] {
+  return places.map((p, i) => {
+    if (placed(p)) return [p.longitude!, p.latitude!];
+    const turn = (2 * Math.PI * i) / places.length;
+    return [-60 * Math.cos(turn), 32 * Math.sin(turn)];
+  });
+}
+
+// The cut of the map lies in the widest gap between regions, so that no pair is torn apart.
+function project(at: Point[], width: number, height: number): GeoProjection {
+  const x = at.map((p) => p[0]).sort((a, b) => a - b);
+  let gap = -1, middle = 0;
+  x.forEach((low, i) => {
+    const high = i + 1 < x.length ? x[i + 1] : x[0] + 360;
+    if (high - low > gap) { gap = high - low; middle = (low + high) / 2 + 180; }
+  });
+  const projection = geoMercator().rotate([x.length ? -middle : 0, 0]);
+  const around = at.length ? at : [[-120, -35], [150, 60]] as Point[];
+  const pad = 46;
+  const shape = { type: "MultiPoint" as const, coordinates: around };
+  projection.fitExtent([[pad, pad], [width - pad, height - pad]], shape);
+  const most = (1.35 * width) / (2 * Math.PI) * 2.2;
+  if (!Number.isFinite(projection.scale()) || projection.scale() > most) {
+    const centre = around.reduce((sum, p) => [sum[0] + p[0] / around.length, sum[1] + p[1] / around.length], [0, 0]) as Point;
+    projection.scale(most).translate([0, 0]);
+    const [px, py] = projection(centre) ?? [0, 0];
+    projection.translate([width / 2 - px, height / 2 - py]);
+  }
+  return projection;
+}
+
+interface Props {
+  places: Place[];
+  links?: Data[];
+  height: number;
+  label: string;
+  onSelect?: (name: string) => void;
+  onMove?: (name: string, latitude: number, longitude: number) => void;
+}
+
+export function WorldMap({ places, links = [], height, label, onSelect, onMove }: Props): JSX.Element {
+  const frame = useRef<SVGSVGElement>(null);
+  const [width, setWidth] = useState(760);
+  const [view, setView] = useState<ZoomTransform>(zoomIdentity);
+  const zooming = useRef(zoom<SVGSVGElement, unknown>().scaleExtent([0.5, 24]));
+  const dragged = useRef<string>("");
+  useEffect(() => {
+    const element = frame.current!;
+    const watch = new ResizeObserver(() => setWidth(element.clientWidth || 760));
+    watch.observe(element);
+    zooming.current
+      .filter((e: Event) => !(e.target as Element).closest("[data-region]") && (e.type !== "wheel" || (e as WheelEvent).ctrlKey || (e as WheelEvent).metaKey))
+      .on("zoom", (e: D3ZoomEvent<SVGSVGElement, unknown>) => setView(e.transform));
+    select(element).call(zooming.current).on("dblclick.zoom", null);
+    return () => watch.disconnect();
+  }, []);
+  useEffect(() => {
+    if (places.length && !performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
+  }, [places.length]);
+  const at = points(places);
+  const key = places.map((p) => p.name).join("\n");
+  // While a region is dragged the map stands still.
+  const base = useMemo(() => project(at, width, height), [key, width, height]);
+  const projection = useMemo(() => {
+    const moved = geoMercator().rotate(base.rotate()).scale(base.scale() * view.k);
+    const [x, y] = base.translate();
+    return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
+  }, [base, view, width, height]);
+  const shape = useMemo(() => geoPath(projection)(land) ?? "", [projection]);
+  const sea = useMemo(() => geoPath(projection)({ type: "Sphere" }) ?? "", [projection]);
+  const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
+  const where = new Map(places.map((p, i) => [p.name, at[i]]));
+  const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
+  const move = (e: PointerEvent, name: string): void => {
+    const box = frame.current!.getBoundingClientRect();
+    const found = projection.invert?.([e.clientX - box.left, e.clientY - box.top]);
+    if (!found || !onMove) return;
+    dragged.current = name;
+    const round = (v: number): number => Math.round(v * 100) / 100;
+    onMove(name, round(Math.max(-85, Math.min(85, found[1]))), round(((found[0] + 540) % 360) - 180));
+  };
+  return (
+    <div class="map" style={{ height: `${height}px` }}>
+      <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map">
+        {places.every(placed) && <><path d={sea} fill={ink().sea} /><path d={shape} fill={ink().land} /></>}
+        <Ways seen={seen} where={where} projection={projection} />
+        <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
+          onSelect={onSelect} onDrag={onMove && move} />
+      </svg>
+      <div class="map-tools">
+        <button type="button" aria-label={t("zoomIn")} onClick={() => by(1.6)}>+</button>
+        <button type="button" aria-label={t("zoomOut")} onClick={() => by(1 / 1.6)}>−</button>
+        <button type="button" aria-label={t("zoomAll")} onClick={() => select(frame.current!).call(zooming.current.transform, zoomIdentity)}>⤢</button>
+      </div>
+    </div>
+  );
+}
+
+function Ways({ seen, where, projection }: { seen: Way[]; where: Map<string, Point>; projection: GeoProjection }): JSX.Element {
+  const most = Math.max(1, ...seen.map((w) => w.bytes[0] + w.bytes[1]));
+  const now = pointed.value;
+  const lit = (w: Way): boolean => now.link === `${w.a}\n${w.b}` || (now.region !== undefined && (w.a === now.region || w.b === now.region));
+  const any = now.link !== undefined || now.region !== undefined;
+  return (
+    <g>{seen.map((w) => {
+      const id = `${w.a}\n${w.b}`;
+      const curve = bow(projection(where.get(w.a)!)!, projection(where.get(w.b)!)!);
+      const moved = w.bytes[0] + w.bytes[1];
+      const size = 1.2 + 4 * Math.sqrt(moved / most);
+      const heads = [w.bytes[0] > 0 ? 0.62 : null, w.bytes[1] > 0 ? -0.38 : null].filter((x): x is number => x !== null);
+      const words = `${w.a} – ${w.b}: ${bytes(moved)}, ${t("inUse", { part: percent(w.busy) })}, ${gbps(w.gbps)}, ${ms(w.latency_ms)}`;
+      return (
+        <g key={id} class={any && !lit(w) ? "way dim" : "way"} style={{ color: useColor(w.busy) }}
+          onPointerEnter={() => (pointed.value = { link: id })} onPointerLeave={() => (pointed.value = {})}>
+          <path d={drawn(curve)} fill="none" stroke="currentColor" stroke-width={size} stroke-linecap="round" />
+          <path d={drawn(curve)} fill="none" stroke="transparent" stroke-width="14"><title>{words}</title></path>
+          {heads.map((part) => <Head key={part} curve={curve} part={part} size={size} />)}
+        </g>
+      );
+    })}</g>
+  );
+}
+// A way as a bow: the ends and the point that pulls it up.
+type Bow = [Point, Point, Point];
+function bow(a: Point, b: Point): Bow {
+  const far = Math.hypot(b[0] - a[0], b[1] - a[1]);
+  return [a, [(a[0] + b[0]) / 2, (a[1] + b[1]) / 2 - 0.22 * far], b];
+}
+const drawn = ([a, pull, b]: Bow): string => `M${a}Q${pull} ${b}`;
+const along = ([a, pull, b]: Bow, x: number): Point => [0, 1].map((k) => (1 - x) ** 2 * a[k] + 2 * x * (1 - x) * pull[k] + x * x * b[k]) as Point;
+
+function Head({ curve, part, size }: { curve: Bow; part: number; size: number }): JSX.Element {
+  const x = Math.abs(part), step = part > 0 ? 0.01 : -0.01;
+  const [p, q] = [along(curve, x - step), along(curve, x + step)];
+  const turn = (Math.atan2(q[1] - p[1], q[0] - p[0]) * 180) / Math.PI;
+  const r = 3 + 0.8 * size;
+  return <path d={`M${-r} ${-r * 0.75}L${r} 0L${-r} ${r * 0.75}Z`} fill="currentColor" transform={`translate(${q[0]} ${q[1]}) rotate(${turn})`} />;
+}
+
+interface RegionProps {
+  places: Place[];
+  at: Point[];
+  projection: GeoProjection;
+  width: number;
+  height: number;
+  seen: Way[];
+  onSelect?: (name: string) => void;
+  onDrag?: (e: PointerEvent, name: string) => void;
+}
+function Regions({ places, at, projection, width, height, onSelect, onDrag }: RegionProps): JSX.Element {
+  const biggest = Math.max(1, ...places.map((p) => p.devices));
+  const spots = places.map((p, i) => {
+    const [x, y] = projection(at[i]) ?? [-99, -99];
+    return { x, y, r: 4 + 5 * Math.sqrt(p.devices / biggest) };
+  });
+  const labels = spread(places.map((p, i) => ({ ...spots[i], text: brief(p.name, 20) })), width, height);
+  const now = pointed.value;
+  return (
+    <g>{places.map((p, i) => {
+      const { x, y, r } = spots[i];
+      const color = regionColor(i);
+      const lit = now.region === p.name || (onDrag && selected.value === p.name) || (now.link ?? "").split("\n").includes(p.name);
+      const label = labels[i];
+      return (
+        <g key={p.name} data-region={p.name} class={lit ? "region lit" : "region"} tabIndex={0} role="button"
+          aria-label={p.used === undefined ? `${brief(p.name, 20)} ${p.devices}` : `${brief(p.name, 20)} ${p.used}/${p.devices}: ${t("usedOf", { used: p.used, all: p.devices })}`}
+          onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
+          onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
+          onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
+          onPointerDown={(e) => { if (onDrag) { e.currentTarget.setPointerCapture(e.pointerId); } }}
+          onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
+          <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
+          {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
+          {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{p.used === undefined ? p.devices : `${p.used}/${p.devices}`}</tspan></text>}
+        </g>
+      );
+    })}</g>
+  );
+}
+interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }
+// Each label right, left, below or above its place, where it covers no other; none where there is no room.
+function spread(spots: { x: number; y: number; r: number; text: string }[], width: number, height: number): (Label | null)[] {
+  const taken: [number, number, number, number][] = spots.map((s) => [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r]);
+  return spots.map((s, i) => {
+    const w = 7 * (s.text.length + 6), h = 15;
+    const tries: [Label, [number, number, number, number]][] = [
+      [{ x: s.x + s.r + 5, y: s.y + 4, anchor: "start" }, [s.x + s.r + 3, s.y - h / 2, s.x + s.r + w, s.y + h / 2]],
+      [{ x: s.x - s.r - 5, y: s.y + 4, anchor: "end" }, [s.x - s.r - w, s.y - h / 2, s.x - s.r - 3, s.y + h / 2]],
+      [{ x: s.x, y: s.y + s.r + 14, anchor: "middle" }, [s.x - w / 2, s.y + s.r + 2, s.x + w / 2, s.y + s.r + h + 3]],
+      [{ x: s.x, y: s.y - s.r - 5, anchor: "middle" }, [s.x - w / 2, s.y - s.r - h - 3, s.x + w / 2, s.y - s.r - 2]],
+    ];
+    for (const [label, box] of tries) {
+      const inside = box[0] > 0 && box[2] < width && box[1] > 0 && box[3] < height;
+      if (inside && !taken.some((o, j) => j !== i && box[0] < o[2] && box[2] > o[0] && box[1] < o[3] && box[3] > o[1])) {
+        taken.push(box);
+        return label;
+      }
+    }
+    return null;
+  });
+}
+export const UseScale = (): JSX.Element => (
+  <span class="scale" aria-hidden="true">{t("linkUse")} <i style={{ background: `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(useColor).join(",")})` }} /> 0–100&nbsp;%</span>
+);

@@ -1,0 +1,70 @@
+// The plan at a glance: map and stages, linked, and the step below them.
+
+import type { JSX } from "preact";
+import type { Data } from "./api";
+import { regionColor } from "./colors";
+import { WorldMap, UseScale, placed, type Place } from "./map";
+import { brief, gib, percent } from "./format";
+import { go, pointed, shown, view } from "./state";
+import { t } from "./strings";
+import { Timeline } from "./timeline";
+import { Welcome } from "./welcome";
+
+export function places(v: Data): Place[] {
+  return v.regions.map((r: Data) => ({
+    name: r.name, latitude: r.latitude ?? undefined, longitude: r.longitude ?? undefined, used: r.used,
+    devices: Object.values(r.devices as Record<string, number>).reduce((a, b) => a + b, 0),
+  }));
+}
+/** Links with the part of the step in which they carry something: their senders' or, for gradients, by their bytes. */
+export function used(v: Data): Data[] {
+  return v.links.map((l: Data) => {
+    const moved = l.activation_bytes + l.gradient_bytes;
+    return { ...l, use: Math.min(1, Math.max(l.busy, (moved * 8) / (l.bandwidth_gbps * 1e9 * v.estimate.step_s))) };
+  });
+}
+
+export function Overview(): JSX.Element {
+  const v = shown.value;
+  if (!v) return <Welcome />;
+  const all = places(v);
+  return (
+    <div class="overview">
+      <section class="section" aria-label={t("mapTitle")}>
+        <div class="section-head"><h2>{t("mapTitle")}</h2><span class="grow" />{!all.every(placed) && <span class="soft">{t("noPositions")}</span>}<UseScale /></div>
+        <WorldMap places={all} links={used(v)} height={Math.round(Math.max(200, Math.min(380, innerHeight * 0.27)))} label={t("mapTitle")} onSelect={() => go(() => (view.value = "communication"))} />
+      </section>
+      <Strip v={v} />
+      <Timeline />
+    </div>
+  );
+}
+
+function Strip({ v }: { v: Data }): JSX.Element {
+  const index = new Map<string, number>(v.regions.map((r: Data, i: number) => [r.name, i]));
+  const now = pointed.value;
+  const regionsOf = (s: Data): string[] => [...new Set<string>(s.workers.map((w: Data) => w.region))];
+  return (
+    <section class="section" aria-label={t("stages")}>
+      <div class="section-head"><h2>{t("stages")}</h2><span class="soft">{t("stagesNote", { micro: v.micro_batches, size: v.micro_batch_size })}</span></div>
+      <ol class="strip">{v.stages.map((s: Data, i: number) => {
+        const mine = regionsOf(s);
+        const lit = now.stage === i || (now.region !== undefined && mine.includes(now.region)) || (now.link !== undefined && now.link.split("\n").some((r) => mine.includes(r)));
+        const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
+        const part = full.peak_bytes / full.limit_bytes;
+        return (
+          <li key={i} class={lit ? "lit" : undefined} tabIndex={0} data-stage={i}
+            onPointerEnter={() => (pointed.value = { stage: i })} onPointerLeave={() => (pointed.value = {})}
+            onFocus={() => (pointed.value = { stage: i })} onBlur={() => (pointed.value = {})}>
+            <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
+            <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
+              <li key={j} title={`${w.region}: ${w.workers} × ${w.tp} ${w.device}`}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
+            ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
+            <div class="meter" role="img" aria-label={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })}><i class={part > 1 ? "over" : undefined} style={{ width: `${Math.min(100, 100 * part)}%` }} /></div>
+            <small>{t("busyPart", { part: percent(Math.max(...s.workers.map((w: Data) => w.busy))) })}</small>
+          </li>
+        );
+      })}</ol>
+    </section>
+  );
+}

@@ -1,0 +1,158 @@
+// The left rail: what is asked, in three summaries that open, the button that plans, and the plans so far.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { call, get, post, type Data } from "./api";
+import { changed, draft, edit } from "./draft";
+import { fold, folds } from "./faults";
+import { digits, moment, percent, seconds } from "./format";
+import { Goal } from "./goal";
+import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view } from "./state";
+import { language, maybe, programName, t } from "./strings";
+import { Choice, Empty, Field, Menu, number, Skeleton, Upload } from "./ui";
+
+export function Rail(): JSX.Element {
+  return (
+    <aside class="rail" aria-label={t("asked")}>
+      {!catalogue.value ? <Skeleton lines={8} /> : <>
+        <div class="rail-scroll">
+          <ClusterSummary />
+          <ModelSummary />
+          <Goal />
+          <Plans />
+        </div>
+        <Plan />
+      </>}
+    </aside>
+  );
+}
+
+export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: JSX.Element | JSX.Element[]; tools?: JSX.Element }): JSX.Element {
+  const isOpen = folds.value[id] === true;
+  return (
+    <section class={isOpen ? "fold open" : "fold"}>
+      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
+      {isOpen && <div class="fold-body">{children}</div>}
+    </section>
+  );
+}
+
+const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
+
+export function readCluster(text: string, name: string): Promise<void> {
+  return attempt(async () => {
+    const cluster = await post("/read", { kind: "cluster", text, name });
+    edit((d) => { d.cluster = cluster; });
+  });
+}
+function ClusterSummary(): JSX.Element {
+  const c = draft.value.cluster;
+  const known = catalogue.value?.instances ?? [];
+  return (
+    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
+      tools={<button type="button" class="small" id="edit-cluster" aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>
+      <Choice label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
+        set={(name) => name && void attempt(async () => { const cluster = await get(`/instances/${name}`); edit((d) => { d.cluster = cluster; d.constraints = {}; }); })} />
+      <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
+        <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
+    </Fold>
+  );
+}
+
+function ModelSummary(): JSX.Element {
+  const d = draft.value;
+  const models: Data[] = catalogue.value?.models ?? [];
+  const name = typeof d.model === "string" ? d.model : d.model.name;
+  const own: [string, string][] = typeof d.model === "string" ? [] : [[name, name]];
+  const setBatch = (key: string, text: string): void => edit((it) => { it.batch[key] = number(text); }, `batch.${key}`);
+  const choose = (chosen: string): void => {
+    const found = models.find((m) => m.name === chosen);
+    if (found) edit((it) => { it.model = chosen; it.batch.seq_len = found.tokens_per_image || Math.min(found.max_seq_len, Number(it.batch.seq_len) || 2048); });
+  };
+  return (
+    <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>
+      <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
+      <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await post("/read", { kind: "model", text, name: file }); edit((it) => { it.model = model; }); })} />
+      <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
+        <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>
+      <div class="two"><Choice label={t("precision")} path="batch.precision" value={d.batch.precision ?? "bf16"} options={["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p])} set={(v) => edit((it) => { it.batch.precision = v; })} />
+        <Choice label={t("optimizer")} path="batch.optimizer" value={d.batch.optimizer ?? "adamw"} options={[["adamw", "AdamW"], ["sgd", "SGD"]]} set={(v) => edit((it) => { it.batch.optimizer = v; })} /></div>
+      <Choice label={t("runtime")} path="runtime" value={d.runtime.name ?? d.runtime} options={(catalogue.value?.runtimes ?? []).map((r: Data): [string, string] => [r.name, programName(r)])} set={(v) => edit((it) => { it.runtime = v; })} />
+    </Fold>
+  );
+}
+
+function Plan(): JSX.Element {
+  const p = progress.value;
+  return (
+    <div class="rail-foot" id="status" role="status" aria-live="polite">
+      {p ? <>
+        <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
+        <small class="soft">{p.note || t(p.state === "queued" ? "state_queued" : "working")}{p.left_s > 1 ? ` · ${t("left", { time: seconds(Math.round(p.left_s)) })}` : ""}</small>
+      </> : <>
+        <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<kbd>⌘⏎</kbd></button>
+        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(takePlans)}>{t("takePlans")}</button></small>}
+      </>}
+    </div>
+  );
+}
+
+function Plans(): JSX.Element {
+  const [filter, setFilter] = useState("");
+  const [old, setOld] = useState(false);
+  const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
+  return (
+    <section class="plans" aria-label={t("plans")}>
+      <div class="fold-head"><h2>{t("plans")}</h2><span class="grow" />
+        <Menu label="⋯" id="plans-menu">{(close) => <>
+          <Upload label={t("openPlan")} id="upload-plan" take={(text) => { close(); void attempt(async () => { const made = await post("/plans", JSON.parse(text)); await loadJobs(); openPlan(made.id); }); }} />
+          <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>
+        </>}</Menu></div>
+      {(jobs.value?.length ?? 0) > 6 && <input class="filter" type="search" aria-label={t("filter")} placeholder={t("filter")} value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />}
+      {jobs.value === null ? <Skeleton /> : rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul id="plan-list">{rows.slice(0, 60).map((j: Data) => <PlanRow key={j.id} j={j} />)}</ul>}
+    </section>
+  );
+}
+
+const label = (id: string, said: Data): Promise<void> => attempt(async () => {
+  const told = await call("PATCH", `/jobs/${id}`, said);
+  if (row.value?.id === id) row.value = told;
+  await loadJobs();
+});
+function PlanRow({ j }: { j: Data }): JSX.Element {
+  const [naming, setNaming] = useState(false);
+  const here = j.id === planId.value;
+  const openIt = (): void => {
+    if (running(j)) go(() => (j.kind === "front" ? (view.value = "front") : null));
+    else if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
+    else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
+  };
+  const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
+  const submit = (e: Event): void => {
+    e.preventDefault();
+    const form = new FormData(e.target as HTMLFormElement);
+    setNaming(false);
+    const tags = String(form.get("tags")).split(",").map((x) => x.trim()).filter(Boolean);
+    void label(j.id, { name: String(form.get("name")), tags });
+  };
+  if (naming)
+    return (
+      <li class="naming"><form onSubmit={submit} onKeyDown={(e) => { if (e.key === "Escape") setNaming(false); }}>
+        <label class="field"><span>{t("name")}</span><input name="name" defaultValue={j.name} maxLength={120} /></label><label class="field"><span>{t("tags")}</span><input name="tags" defaultValue={j.tags.join(", ")} /></label>
+        <div class="row"><button class="main">{t("ok")}</button><button type="button" onClick={() => setNaming(false)}>{t("close")}</button></div></form></li>
+    );
+  return (
+    <li class={here ? "here" : undefined}>
+      <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || j.name}>
+        <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
+        <small><b>{note}</b> {moment(j.created_s, language.value === "zh" ? "zh-CN" : "en")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
+      </button>
+      <Menu label={<span aria-label={t("actionsOf", { name: j.name || j.id })}>⋯</span>}>{(close) => <>
+        <button type="button" onClick={() => { close(); setNaming(true); }}>{t("rename")}</button>
+        {j.has_plan && planId.value && !here && <button type="button" onClick={() => { close(); go(() => { beside.value = [...beside.value.filter((x) => x !== j.id), j.id].slice(-3); view.value = "compare"; }); }}>{t("compareWith")}</button>}
+        <button type="button" onClick={() => { close(); void label(j.id, { archived: !j.archived }); }}>{t(j.archived ? "unarchive" : "archive")}</button>
+        <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name: j.name || j.id }))) void attempt(async () => { await call("DELETE", `/plans/${j.id}`); if (here) go(() => (planId.value = "")); await loadJobs(); }); }}>{t("delete")}</button>
+      </>}</Menu>
+    </li>
+  );
+}

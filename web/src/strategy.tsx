@@ -1,0 +1,86 @@
+// Strategy: the plan stage by stage, its reasons, and what it is held against.
+
+import type { JSX } from "preact";
+import { copy, download, get, type Data } from "./api";
+import { axis, Chart, tooltip } from "./chart";
+import { ink, palette } from "./colors";
+import { bytes, digits, gib, percent, runs, seconds, signed } from "./format";
+import { attempt, notice, planId, shown } from "./state";
+import { maybe, programName, t } from "./strings";
+import { Answer, Section, Table, useAnswer } from "./ui";
+
+function reasons(v: Data): string[] {
+  const e = v.estimate;
+  // One micro-batch more or less is what division leaves over.
+  const shares: number[][] = v.stages.map((s: Data) => [Math.min(...s.workers.map((w: Data) => w.share_low)), Math.max(...s.workers.map((w: Data) => w.share_high))]);
+  const uneven = shares.filter(([low, high]) => high > low + 1);
+  const workers: Data[] = v.stages.flatMap((s: Data) => s.workers);
+  const tp = Math.max(...workers.map((w) => w.tp));
+  const full = workers.reduce((a, b) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
+  const used: Data[] = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
+  const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? [l.activations] : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
+  return [
+    t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) }),
+    t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
+    ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r) => r.join("–")))].slice(0, 8).join(", ") })] : []),
+    tp > 1 ? t("reasonTensor", { tp }) : t("reasonNoTensor"),
+    ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
+    ...(modes.length ? [t("reasonPacking", { modes: modes.join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
+    ...(v.traffic.total_s > 0 ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
+    t("reasonMemory", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes), owner: full.memory_owner }),
+  ];
+}
+const span = (values: number[]): string => {
+  const low = Math.min(...values), high = Math.max(...values);
+  return low === high ? String(low) : `${low} – ${high}`;
+};
+
+export function Strategy(): JSX.Element {
+  const v = shown.value;
+  const answer = useAnswer((stop) => get(`/plans/${planId.value}/alternatives`, stop), planId.value);
+  const rows = v.stages.flatMap((s: Data, i: number) => s.workers.map((w: Data, k: number) => [
+    k === 0 ? String(i) : "", k === 0 ? s.layers : "", w.region, <span class="whole">{w.workers} × {w.tp > 1 ? `${w.tp} ` : ""}{w.device}</span>,
+    w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
+    <span class={w.peak_bytes > w.limit_bytes ? "error" : undefined}>{gib(w.peak_bytes)} / {gib(w.limit_bytes)}</span>,
+    k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : ""].filter(Boolean).join(", ") : "",
+  ]));
+  const degrees = `${t("pipelineDegree")} ${v.stages.length} · ${t("dataDegree")} ${span(v.stages.map((s: Data) => s.width))} · ${t("tensorDegree")} ${span(v.stages.flatMap((s: Data) => s.workers.map((w: Data) => w.tp)))}`;
+  return (
+    <>
+      <Section title={t("planTable")} note={degrees} tools={<>
+        <button type="button" class="small" onClick={() => void attempt(async () => download("plan.json", JSON.stringify(await get(`/plans/${planId.value}`)), "application/json"))}>{t("planFile")}</button>
+        <button type="button" class="small" id="share" onClick={() => void copy(location.href).then(() => (notice.value = t("linkCopied")))}>{t("shareLink")}</button></>}>
+        <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
+        <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {digits(v.estimate.tokens_per_s)} {t("tokens")} · {t("mfu")} {percent(v.estimate.mfu)}</p>
+      </Section>
+      <Section title={t("reasons")}><ul class="plain" id="reasons">{reasons(v).map((r) => <li key={r}>{r}</li>)}</ul></Section>
+      <Section title={t("radar")}><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>
+    </>
+  );
+}
+
+const AXES = ["computation", "communication", "memory", "scalability", "across"];
+function Alternatives({ data }: { data: Data }): JSX.Element {
+  const colors = ink(), own = data.alternatives[0];
+  const faster = data.alternatives.slice(1).filter((a: Data) => a.step_s < own.step_s * (1 - 1e-6)).sort((a: Data, b: Data) => a.step_s - b.step_s)[0];
+  const radar = {
+    tooltip: tooltip(), legend: { bottom: 0, textStyle: { color: colors.text, fontSize: 11 } },
+    radar: { center: ["50%", "46%"], radius: "60%", indicator: AXES.map((a) => ({ name: maybe(`axis_${a}`), max: 1, min: 0 })), axisName: { color: colors.soft }, splitArea: { show: false }, splitLine: { lineStyle: { color: colors.line } }, axisLine: { lineStyle: { color: colors.line } } },
+    series: [{ type: "radar", symbolSize: 4, data: data.alternatives.map((a: Data, i: number) => ({ name: maybe(a.key), value: AXES.map((x) => Number(a.axes[x].toFixed(3))), lineStyle: { width: i === 0 ? 2.5 : 1.2, type: i === 0 ? "solid" : "dashed" }, areaStyle: i === 0 ? { opacity: 0.14 } : undefined })) }],
+  };
+  const points = {
+    tooltip: tooltip(), grid: { left: 58, right: 70, top: 26, bottom: 44 },
+    xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
+    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: p.best ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: "right", color: colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
+  };
+  const part = (a: Data, key: string): string => (a === own ? "—" : signed(a[key] / own[key] - 1, percent));
+  return (
+    <>
+      {faster && <p class="error">{t("fasterMet", { name: maybe(faster.key), step: seconds(faster.step_s) })}</p>}
+      <div class="half-half"><Chart name="radar" label={t("radar")} height={300} option={radar} /><Chart name="pareto" label={t("pareto")} height={300} option={points} /></div>
+      <Table label={t("alternatives")} head={[t("alternatives"), t("step"), t("timeChange"), t("cost"), t("devices"), t("stagesCount")]} numeric={[1, 2, 3, 4, 5]}
+        rows={data.alternatives.map((a: Data) => [maybe(a.key), seconds(a.step_s), part(a, "step_s"), digits(a.usd_per_step), a.devices, a.stages])} />
+      <details class="more"><summary>{t("aboutAxes")}</summary><p class="soft">{t("axes")}</p><p class="soft">{t("others")}</p><p class="soft">{t("paretoHint")}</p></details>
+    </>
+  );
+}

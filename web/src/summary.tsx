@@ -1,0 +1,115 @@
+// One sentence and four figures of the open plan, and what is different where something is tried.
+
+import type { JSX } from "preact";
+import type { Data } from "./api";
+import { post } from "./api";
+import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
+import { anew, attempt, limits, loadJobs, loading, openPlan, planId, planned, row, setChanges, shown, tried, changes, view } from "./state";
+import { maybe, t, type Key } from "./strings";
+import { Skeleton } from "./ui";
+
+/** A resource in words: "the network inside frankfurt". */
+export function resource(l: Data): string {
+  const words = t(`limit_${l.kind}` as Key, { region: l.region, other: l.other, device: l.device });
+  return l.quality === "latency" ? t("latencyOf", { what: words }) : words;
+}
+/** Its value, as it is or as it could be. */
+export function amount(l: Data, value: number): string {
+  if (l.quality === "latency") return ms(value);
+  if (l.quality) return gbps(value);
+  return l.kind === "memory" ? `${digits(value)}\u00a0GiB` : `×\u00a0${digits(value)}`;
+}
+export function exposed(v: Data): number {
+  return v.traffic.exposed_s / v.estimate.step_s;
+}
+// What saves less is not worth a word.
+const WORTH = 0.01;
+const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
+
+function limited(): string {
+  const found = limits.value?.limits;
+  if (!found) return "";
+  if (!found.length) return t("limitedByNothing");
+  const [first] = found;
+  const what = t("limitedBy", { what: resource(first) });
+  const again = anew.value[0];
+  if (again && again.would_save > Math.max(WORTH, first.would_save) && again.quality) return what + t("anewWouldSave", { value: amount(again, again.value), part: percent(again.would_save) });
+  return first.suggested === null ? `${what}${t("period")}` : what + t("wouldSave", { value: amount(first, first.suggested), part: percent(first.would_save) });
+}
+
+export function Sentence(): JSX.Element {
+  const v = planned.value;
+  if (!v) return <h1 class="sentence">{loading.value ? t("opening") : t("askForPlan")}</h1>;
+  const e = v.estimate;
+  return (
+    <h1 class="sentence" aria-live="polite">
+      <b>{seconds(e.step_s)}</b> {t("sentence", { used: v.devices.used, all: v.devices.all })}
+      {limits.value ? <span>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
+    </h1>
+  );
+}
+
+function Figure({ name, value, note, before }: { name: Key; value: string; note: string; before?: string }): JSX.Element {
+  return (
+    <div class="figure" data-card={name}>
+      <dt>{t(name)}</dt>
+      <dd><b>{value}</b><small>{before && before !== value ? `${t("before")} ${before}` : note}</small></dd>
+    </div>
+  );
+}
+export function Figures(): JSX.Element | null {
+  const v = shown.value, p = planned.value;
+  if (!v || !p) return loading.value ? <Skeleton lines={2} /> : null;
+  const e = v.estimate, f = p.estimate;
+  return (
+    <dl class="figures" aria-live="polite">
+      <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
+      <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
+      <Figure name="gap" value={percent(e.gap)} before={percent(f.gap)} note={t("noFaster", { step: seconds(e.lower_bound_s) })} />
+      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={t("ofCommunication", { part: percent(v.traffic.hidden) })} />
+    </dl>
+  );
+}
+
+const CHANGE_NAMES: Record<string, Key> = {
+  accumulation: "accumulation", activations: "packActivations", weight_gradients: "packGradients", prefetch: "prefetch",
+  local_steps: "localSteps", algorithm: "algorithm", chunk_mb: "chunk", streams: "streams", overlap: "overlap",
+  bandwidth_factor: "bwFactor", latency_factor: "latFactor", price_factor: "priceFactor", device_factors: "deviceSpeed",
+};
+/** What differs, in words. */
+export function differences(said: Record<string, unknown>): string {
+  const words = Object.entries(said).map(([name, value]) => {
+    if (name === "links") return (value as Data[]).map((l) => `${l.source} → ${l.target}: ${[l.activations, l.weight_gradients].filter(Boolean).join(", ")}`).join("; ");
+    if (name === "device_factors") return Object.entries(value as Record<string, number>).map(([d, x]) => `${d} ×\u00a0${digits(x)}`).join(", ");
+    const text = name.endsWith("_factor") ? `×\u00a0${digits(value as number)}` : typeof value === "number" ? digits(value) : maybe(String(value));
+    return `${t(CHANGE_NAMES[name])} ${text}`;
+  });
+  return words.join(" · ");
+}
+
+async function keep(): Promise<void> {
+  const name = `${row.value.name}: ${differences(changes.value)}`.slice(0, 120);
+  await attempt(async () => {
+    const made = await post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
+    await loadJobs();
+    openPlan(made.id, view.value);
+  });
+}
+export function Banner(): JSX.Element | null {
+  const v = shown.value, p = planned.value;
+  if (!v || !p) return null;
+  if (tried.value) {
+    const part = v.estimate.tokens_per_s / p.estimate.tokens_per_s - 1;
+    return (
+      <div class="banner" role="status"><span><b>{t("whatif")}</b> {differences(changes.value)} · {t("speedChange", { part: signed(part, percent) })}</span>
+        <span class="grow" /><button type="button" class="main" id="keep" onClick={() => void keep()}>{t("keepVariant")}</button>
+        <button type="button" id="reset" onClick={() => setChanges({})}>{t("reset")}</button></div>
+    );
+  }
+  const parent = row.value?.parent;
+  if (!parent) return null;
+  return (
+    <div class="banner" role="status"><span><b>{t("variant")}</b> {differences(row.value.changes)}</span><span class="grow" />
+      <button type="button" onClick={() => openPlan(parent, view.value)}>{t("openParent")}</button></div>
+  );
+}

@@ -1,0 +1,233 @@
+// The predicted step, a row a stage: bars where there is room for them, bands where there is none; zoom asks for more.
+
+import type { JSX } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { download, get, post, type Data } from "./api";
+import { dark, ink, kindColors, regionColor } from "./colors";
+import { percent, roundSeconds, seconds } from "./format";
+import { attempt, changes, planId, pointed, shown } from "./state";
+import { maybe, t } from "./strings";
+import { Menu, Skeleton, Table, Upload } from "./ui";
+
+const ROW = 26, AXIS = 22, LABEL = 168;
+const SPOKEN: Record<string, string> = { F: "forward", B: "backward", exposed: "exposed", update: "update", reduce: "reduce", send: "send", idle: "bubble" };
+
+interface Window { from: number; to: number }
+
+export function Timeline(): JSX.Element {
+  const [data, setData] = useState<Data>(null);
+  const [window_, setWindow] = useState<Window | null>(null);
+  const [opened, setOpened] = useState<number[]>([]);
+  const [sends, setSends] = useState(false);
+  const [error, setError] = useState("");
+  const [measured, setMeasured] = useState<Data>(null);
+  const step_s = shown.value.estimate.step_s;
+  const what = JSON.stringify(changes.value);
+  useEffect(() => setWindow(null), [planId.value, step_s]);
+  useEffect(() => {
+    const stop = new AbortController();
+    const timer = setTimeout(() => {
+      const parts = new URLSearchParams();
+      if (window_) { parts.set("from_s", String(window_.from)); parts.set("to_s", String(window_.to)); }
+      for (const stage of opened) parts.append("open", String(stage));
+      if (sends) parts.set("messages", "true");
+      post(`/plans/${planId.value}/timeline?${parts}`, changes.value, stop.signal)
+        .then((found) => { if (!stop.signal.aborted) { setData(found); setError(""); } })
+        .catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
+    }, data ? 90 : 0);
+    return () => { clearTimeout(timer); stop.abort(); };
+  }, [planId.value, what, window_?.from, window_?.to, opened.join(), sends]);
+  const toggle = (stage: number): void => setOpened(opened.includes(stage) ? opened.filter((s) => s !== stage) : [...opened, stage]);
+  const now = window_ ?? { from: 0, to: step_s };
+  return (
+    <section class="section" aria-label={t("gantt")}>
+      <div class="section-head"><h2>{t("gantt")}</h2>
+        {data && <span class="soft" id="shares">{t("shares", { bubble: percent(data.bubble_share), exposed: percent(data.exposed_share) })}</span>}
+        <span class="grow" /><Legend sends={sends} />
+        {window_ && <button type="button" class="small" onClick={() => setWindow(null)}>{t("wholeStep")}</button>}
+        <Menu label="⋯" id="timeline-menu">{() => <>
+          <label class="check"><input type="checkbox" id="sends" checked={sends} onChange={(e) => setSends(e.currentTarget.checked)} />{t("showSends")}</label>
+          <button type="button" onClick={() => void attempt(async () => download("predicted-trace.json", JSON.stringify(await get(`/plans/${planId.value}/trace`)), "application/json"))}>{t("perfetto")}</button>
+          <Upload label={t("loadTrace")} id="measured-file" take={(text) => { const found = readTrace(text); if (typeof found === "string") setError(found); else { setError(""); setMeasured(found); } }} />
+        </>}</Menu>
+      </div>
+      {error && <p class="error" role="alert" id="trace-error">{error}</p>}
+      {data ? <Rows name="gantt" label={t("gantt")} rows={data.rows} kinds={data.kinds} window={now} whole={step_s} opened={opened} toggle={toggle} setWindow={setWindow} /> : <Skeleton lines={5} />}
+      {data && <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("workersTable")} head={[t("stage"), t("workers"), t("devices"), t("computeTime"), t("busy")]} numeric={[3, 4]}
+        rows={data.rows.map((r: Data) => [String(r.stage), `${r.worker + 1} / ${r.width}`, `${r.device}${r.tp > 1 ? ` × ${r.tp}` : ""} · ${r.region}`, seconds(r.busy_s), percent(r.busy_s / data.step_s)])} /></details>}
+      {measured && <div id="measured"><div class="section-head"><h3>{t("measured")}</h3><span class="soft">{seconds(measured.whole)}</span></div>
+        <Rows name="measured" label={t("measured")} rows={measured.rows} kinds={measured.kinds} window={{ from: 0, to: measured.whole }} whole={measured.whole} opened={[]} setWindow={() => undefined} /></div>}
+    </section>
+  );
+}
+
+function Legend({ sends }: { sends: boolean }): JSX.Element {
+  const colors = kindColors();
+  const kinds = ["F", "B", "idle", "exposed", "reduce", "update", ...(sends ? ["send"] : [])];
+  return <span class="legend">{kinds.map((kind) => <span key={kind}><i class="swatch" style={{ background: colors[kind], boxShadow: kind === "idle" ? `inset 0 0 0 1px ${ink().line}` : undefined }} />{maybe(SPOKEN[kind])}</span>)}</span>;
+}
+
+interface RowsProps {
+  name: string;
+  label: string;
+  rows: Data[];
+  kinds: string[];
+  window: Window;
+  whole: number;
+  opened: number[];
+  toggle?: (stage: number) => void;
+  setWindow: (window: Window | null) => void;
+}
+function Rows({ name, label, rows, kinds, window: now, whole, opened, toggle, setWindow }: RowsProps): JSX.Element {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const [width, setWidth] = useState(600);
+  const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
+  const drag = useRef<{ x: number; from: number; to: number } | null>(null);
+  const index = new Map<string, number>((shown.value?.regions ?? []).map((r: Data, i: number) => [r.name, i]));
+  const place = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const watch = new ResizeObserver(([entry]) => setWidth(Math.max(120, Math.floor(entry.contentRect.width))));
+    watch.observe(place.current!);
+    return () => watch.disconnect();
+  }, []);
+  const height = rows.length * ROW + AXIS;
+  const lit = pointed.value.stage;
+  useEffect(() => draw(canvas.current!, width, height, rows, kinds, now, lit), [rows, width, now.from, now.to, lit, dark.value]);
+  const clamp = (from: number, to: number): void => {
+    const length = Math.min(whole, Math.max(whole / 1e5, to - from));
+    const start = Math.max(0, Math.min(whole - length, from));
+    setWindow(length >= whole * 0.999 ? null : { from: start, to: start + length });
+  };
+  const zoom = (factor: number, part = 0.5): void => {
+    const length = (now.to - now.from) * factor, at = now.from + (now.to - now.from) * part;
+    clamp(at - length * part, at + length * (1 - part));
+  };
+  useEffect(() => {
+    const wheel = (e: WheelEvent): void => {
+      if (!e.ctrlKey && !e.metaKey) return;
+      e.preventDefault();
+      zoom(Math.exp(e.deltaY * 0.002), e.offsetX / width);
+    };
+    const element = canvas.current!;
+    element.addEventListener("wheel", wheel, { passive: false });
+    return () => element.removeEventListener("wheel", wheel);
+  }, [now.from, now.to, width]);
+  const key = (e: KeyboardEvent): void => {
+    const step = (now.to - now.from) / 5;
+    const act = { ArrowLeft: () => clamp(now.from - step, now.to - step), ArrowRight: () => clamp(now.from + step, now.to + step), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": () => setWindow(null) }[e.key];
+    if (act) { e.preventDefault(); act(); }
+  };
+  const hover = (e: PointerEvent): void => {
+    if (drag.current) {
+      const moved = ((drag.current.x - e.clientX) / width) * (drag.current.to - drag.current.from);
+      return clamp(drag.current.from + moved, drag.current.to + moved);
+    }
+    const r = Math.floor(e.offsetY / ROW), at = now.from + (e.offsetX / width) * (now.to - now.from);
+    if (!rows[r]) return setTip(null);
+    pointed.value = { stage: rows[r].stage };
+    setTip({ x: e.offsetX, y: (r + 1) * ROW, text: spoken(rows[r], kinds, at, (now.to - now.from) / width) });
+  };
+  return (
+    <div class="gantt" data-chart={name}>
+      <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.3)}px` }}>{rows.map((r, i) => (
+        <li key={i} style={{ height: `${ROW}px` }} class={lit === r.stage ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
+          {toggle && r.width > 1 && (i === 0 || rows[i - 1].stage !== r.stage)
+            ? <button type="button" class="twist" aria-expanded={opened.includes(r.stage)} aria-label={t("openStage", { stage: r.stage, n: r.width })} onClick={() => toggle(r.stage)}>{opened.includes(r.stage) ? "▾" : "▸"}</button> : <span class="twist" />}
+          {index.has(r.region) && <i class="dot" style={{ background: regionColor(index.get(r.region)!) }} />}
+          <b>{r.stage}</b> <span>{r.device}{r.width > 1 && !opened.includes(r.stage) && toggle ? ` · 1/${r.width}` : ""}</span>
+        </li>))}</ul>
+      <div class="gantt-place" ref={place}>
+        <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}. ${t("ganttHint")}`} onKeyDown={key}
+          onPointerMove={hover} onPointerLeave={() => { setTip(null); pointed.value = {}; }}
+          onPointerDown={(e) => { drag.current = { x: e.clientX, from: now.from, to: now.to }; canvas.current!.setPointerCapture(e.pointerId); }}
+          onPointerUp={() => (drag.current = null)} onDblClick={(e) => zoom(0.25, e.offsetX / width)} />
+        {tip && <div class="tip" style={{ left: `${Math.min(tip.x, width - 180)}px`, top: `${tip.y}px` }}>{tip.text}</div>}
+      </div>
+    </div>
+  );
+}
+
+function spoken(row: Data, kinds: string[], at: number, near: number): string {
+  const band = row.bands.find(([a, b]: number[]) => a <= at && at < b);
+  if (band) {
+    const idle = Math.max(0, 1 - band[2].reduce((x: number, y: number) => x + y, 0));
+    const parts = [...band[2].map((part: number, i: number) => [kinds[i], part] as const), ["idle", idle] as const].filter(([, part]) => part > 0.005);
+    return parts.map(([kind, part]) => `${maybe(SPOKEN[kind])} ${percent(part)}`).join(" · ");
+  }
+  const hit = row.bars.filter(([k, , a, b]: number[]) => k < 4 && a - near <= at && at <= b + near)[0];
+  if (!hit) return t("bubble");
+  const [k, m, a, b] = hit;
+  return `${maybe(SPOKEN[kinds[k]])}${m >= 0 ? ` ${m}` : ""}: ${seconds(a)} + ${seconds(b - a)}`;
+}
+
+function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Data[], kinds: string[], now: Window, lit: number | undefined): void {
+  const ratio = devicePixelRatio || 1;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d")!;
+  pen.scale(ratio, ratio);
+  const colors = kindColors(), soft = ink();
+  const x = (s: number): number => ((s - now.from) / (now.to - now.from)) * width;
+  rows.forEach((row, r) => {
+    const top = r * ROW + 4, tall = ROW - 9;
+    pen.globalAlpha = lit === undefined || lit === row.stage ? 1 : 0.45;
+    pen.fillStyle = colors.idle;
+    pen.fillRect(0, top, width, tall);
+    for (const [a, b, parts] of row.bands) {
+      let y = top + tall;
+      parts.forEach((part: number, i: number) => {
+        pen.fillStyle = colors[kinds[i]];
+        y -= part * tall;
+        pen.fillRect(x(a), y, Math.max(1, x(b) - x(a)), part * tall);
+      });
+    }
+    for (const [k, , a, b] of row.bars) {
+      const left = Math.max(0, x(a)), right = Math.min(width, x(b));
+      if (right < 0 || left > width) continue;
+      pen.fillStyle = colors[kinds[k]];
+      const beside = k >= 4;
+      const gap = right - left > 5 ? 0.6 : 0;
+      pen.fillRect(left, beside ? top + tall + 1 : top, Math.max(0.7, right - left - gap), beside ? 3 : tall);
+    }
+  });
+  pen.globalAlpha = 1;
+  pen.fillStyle = soft.soft;
+  pen.strokeStyle = soft.line;
+  pen.font = "11px system-ui, sans-serif";
+  const every = nice((now.to - now.from) / Math.max(2, width / 110));
+  for (let s = Math.ceil(now.from / every) * every; s <= now.to; s += every) {
+    const at = Math.round(x(s)) + 0.5;
+    pen.beginPath();
+    pen.moveTo(at, height - AXIS);
+    pen.lineTo(at, height - AXIS + 4);
+    pen.stroke();
+    if (at < width - 36) pen.fillText(roundSeconds(Number(s.toPrecision(6))), at + 3, height - 6);
+  }
+}
+function nice(value: number): number {
+  const scale = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((x) => x * scale).find((x) => x >= value)!;
+}
+
+// A measured trace in the same rows; a sentence where it is none.
+function readTrace(text: string): Data | string {
+  try {
+    const kinds = ["F", "B", "exposed", "update", "reduce", "send"];
+    const all: Data[] = JSON.parse(text)?.traceEvents ?? [];
+    const kindOf = (e: Data): number => (e.cat === "compute" ? kinds.indexOf(e.name[0]) : kinds.indexOf(e.cat));
+    const events = Array.isArray(all) ? all.filter((e) => e.ph === "X" && kindOf(e) >= 0) : [];
+    if (!events.length) return t("noEvents");
+    const start = Math.min(...events.map((e) => e.ts));
+    const rows = new Map<string, Data>();
+    for (const e of events) {
+      const worker = Math.floor(e.tid / 4), id = `${e.pid}/${worker}`;
+      if (!rows.has(id)) rows.set(id, { stage: e.pid, worker, region: "", device: `${t("workers")} ${worker}`, width: 1, bars: [], bands: [] });
+      const micro = Number(/\d+/.exec(e.name)?.[0] ?? -1);
+      rows.get(id)!.bars.push([kindOf(e), micro, (e.ts - start) / 1e6, (e.ts + e.dur - start) / 1e6]);
+    }
+    const sorted = [...rows.values()].sort((a, b) => a.stage - b.stage || a.worker - b.worker);
+    return { rows: sorted, kinds, whole: Math.max(...events.map((e) => (e.ts + e.dur - start) / 1e6)) };
+  } catch (error) {
+    return t("notJson", { why: (error as Error).message });
+  }
+}

@@ -1,0 +1,109 @@
+// Small parts that every pane is made of.
+
+import type { ComponentChildren, JSX } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { t } from "./strings";
+
+export type Child = ComponentChildren;
+
+export function Section({ title, id, note, children, tools }: { title: string; id?: string; note?: Child; children: Child; tools?: Child }): JSX.Element {
+  return (
+    <section id={id} class="section" aria-label={title}>
+      <div class="section-head"><h2>{title}</h2>{note && <span class="soft">{note}</span>}<span class="grow" />{tools}</div>
+      {children}
+    </section>
+  );
+}
+
+export function Table({ label, head, rows, numeric = [] }: { label: string; head: Child[]; rows: Child[][]; numeric?: number[] }): JSX.Element {
+  const side = (i: number): string | undefined => (numeric.includes(i) ? "number" : undefined);
+  return (
+    <div class="scroll" tabIndex={0} role="group" aria-label={label}>
+      <table>
+        <thead><tr>{head.map((cell, i) => (cell === "" ? <td key={i} /> : <th key={i} scope="col" class={side(i)}>{cell}</th>))}</tr></thead>
+        <tbody>{rows.map((cells, r) => <tr key={r}>{cells.map((cell, i) => <td key={i} class={side(i)}>{cell}</td>)}</tr>)}</tbody>
+      </table>
+    </div>
+  );
+}
+
+export const Skeleton = ({ lines = 3 }: { lines?: number }): JSX.Element => (
+  <div class="skeleton" role="status" aria-label={t("computing")}>{Array.from({ length: lines }, (_, i) => <i key={i} style={{ width: `${92 - 17 * (i % 3)}%` }} />)}</div>
+);
+export const Empty = ({ children }: { children: Child }): JSX.Element => <p class="empty">{children}</p>;
+
+/** What a question to the server answers; asked again when `key` changes. */
+export function useAnswer<T>(ask: (stop: AbortSignal) => Promise<T>, key: unknown): { data: T | null; error: string } {
+  const [state, set] = useState<{ data: T | null; error: string }>({ data: null, error: "" });
+  useEffect(() => {
+    const stop = new AbortController();
+    set((old) => ({ data: old.data, error: "" }));
+    ask(stop.signal)
+      .then((data) => { if (!stop.signal.aborted) set({ data, error: "" }); })
+      .catch((error: Error) => { if (!stop.signal.aborted) set({ data: null, error: error.message }); });
+    return () => stop.abort();
+  }, [key]);
+  return state;
+}
+export const Answer = <T,>({ of, lines, children }: { of: { data: T | null; error: string }; lines?: number; children: (data: T) => Child }): JSX.Element =>
+  of.error ? <p class="error" role="alert">{of.error}</p> : of.data === null ? <Skeleton lines={lines} /> : <>{children(of.data)}</>;
+
+// Fields. `path` is where the validator's messages say that they are.
+
+export const number = (text: string): number | string => (text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
+
+interface FieldProps {
+  label: string;
+  path: string;
+  value: unknown;
+  set: (text: string) => void;
+  unit?: string;
+  placeholder?: string;
+  mark?: Child;
+  mode?: "decimal" | "numeric" | "text";
+  hidden?: boolean;
+}
+export const Field = ({ label, path, value, set, unit, placeholder, mark, mode = "decimal", hidden }: FieldProps): JSX.Element => (
+  <label class="field"><span class={hidden ? "hidden" : undefined}>{label}{mark}</span>
+    <span class="input">
+      <input value={String(value ?? "")} data-path={path} inputMode={mode} placeholder={placeholder} onInput={(e) => set(e.currentTarget.value)} autocomplete="off" spellcheck={false} />
+      {unit && <i>{unit}</i>}
+    </span>
+  </label>
+);
+export const Choice = ({ label, path, value, options, set, hidden }: { label: string; path: string; value: string; options: [string, string][]; set: (value: string) => void; hidden?: boolean }): JSX.Element => (
+  <label class="field"><span class={hidden ? "hidden" : undefined}>{label}</span>
+    <select value={value} data-path={path} onChange={(e) => set(e.currentTarget.value)}>{options.map(([key, text]) => <option key={key} value={key} selected={key === value}>{text}</option>)}</select>
+  </label>
+);
+export function Chips({ label, path, options, chosen, set }: { label: string; path: string; options: string[]; chosen: string[]; set: (chosen: string[]) => void }): JSX.Element {
+  const change = (option: string, on: boolean): void => set(options.filter((o) => (o === option ? on : chosen.includes(o))));
+  return (
+    <fieldset class="chips" data-path={path} tabIndex={-1}><legend>{label}</legend><div>{options.map((option) => (
+      <label key={option}><input type="checkbox" checked={chosen.includes(option)} onChange={(e) => change(option, e.currentTarget.checked)} /><span>{option}</span></label>
+    ))}</div></fieldset>
+  );
+}
+export function Upload({ label, id, take }: { label: string; id: string; take: (text: string, name: string) => void }): JSX.Element {
+  const read = async (input: HTMLInputElement): Promise<void> => {
+    const file = input.files?.[0];
+    if (file) take(await file.text(), file.name.replace(/\.\w+$/, "") || "upload");
+    input.value = "";
+  };
+  return <label class="button upload"><input type="file" id={id} onChange={(e) => void read(e.currentTarget)} />{label}</label>;
+}
+export function Menu({ label, id, children }: { label: Child; id?: string; children: (close: () => void) => Child }): JSX.Element {
+  const [open, set] = useState(false);
+  const place = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const away = (e: Event): void => { if (!place.current?.contains(e.target as Node)) set(false); };
+    addEventListener("pointerdown", away);
+    return () => removeEventListener("pointerdown", away);
+  }, []);
+  return (
+    <div class="menu" ref={place} onKeyDown={(e) => { if (e.key === "Escape") { set(false); (place.current?.firstElementChild as HTMLElement).focus(); } }}>
+      <button type="button" id={id} aria-expanded={open} onClick={() => set(!open)}>{label}</button>
+      {open && <div class="menu-list">{children(() => set(false))}</div>}
+    </div>
+  );
+}

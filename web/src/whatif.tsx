@@ -1,0 +1,78 @@
+// What if: controls that price the open plan again at once; the sentence and the figures above show what comes out.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import type { Data } from "./api";
+import { digits, gib, seconds } from "./format";
+import { changes, planned, shown, tryOut } from "./state";
+import { maybe, t, type Key } from "./strings";
+
+const PACKINGS = ["none", "bf16", "int8", "int4", "topk", "powersgd"];
+const ALGORITHMS = ["hierarchical", "ring", "tree", "sharded-server", "central-server"];
+const times = (v: number): string => `×\u00a0${digits(v)}`;
+
+interface SliderProps { label: Key; name: string; values: number[]; now: number; text: (v: number) => string; take: (v: number) => void }
+function Slider({ label, name, values, now, text, take }: SliderProps): JSX.Element {
+  const near = values.reduce((best, v, i) => (Math.abs(v - now) < Math.abs(values[best] - now) ? i : best), 0);
+  return (
+    <label class="slider"><span>{t(label)}</span><output>{text(now)}</output>
+      <input type="range" min={0} max={values.length - 1} step={1} value={near} data-change={name} aria-valuetext={text(now)} onInput={(e) => take(values[Number(e.currentTarget.value)])} /></label>
+  );
+}
+function Select({ label, name, options, now, take }: { label: Key; name: string; options: [string, string][]; now: string; take: (v: string) => void }): JSX.Element {
+  return <label class="field"><span>{t(label)}</span><select data-change={name} value={now} onChange={(e) => take(e.currentTarget.value)}>{options.map(([v, text]) => <option key={v} value={v} selected={v === now}>{text}</option>)}</select></label>;
+}
+
+export function WhatIf(): JSX.Element {
+  const c = changes.value, p = planned.value;
+  const [link, setLink] = useState("");
+  const [type, setType] = useState("");
+  const n = (name: string, fallback: number): number => (c[name] === undefined ? fallback : Number(c[name]));
+  const slide = (label: Key, name: string, values: number[], off: number, text: (v: number) => string): JSX.Element =>
+    <Slider label={label} name={name} values={values} now={n(name, off)} text={text} take={(v) => tryOut(name, v === off ? undefined : v)} />;
+  const used: Data[] = p.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
+  const own = (c.links as Data[]) ?? [];
+  const [source, target] = link.split("\n");
+  const here: Data = link === "" ? c : own.find((x) => x.source === source && x.target === target) ?? {};
+  const pack = (kind: string, v: string): void => {
+    if (link === "") return tryOut(kind, v || undefined);
+    const next: Data = { ...here, source, target, [kind]: v || undefined };
+    const rest = own.filter((x) => !(x.source === source && x.target === target));
+    const all = next.activations || next.weight_gradients ? [...rest, JSON.parse(JSON.stringify(next))] : rest;
+    tryOut("links", all.length ? all : undefined);
+  };
+  const packing = PACKINGS.map((x): [string, string] => [x, x]);
+  const types = [...new Set<string>(p.regions.flatMap((r: Data) => Object.keys(r.devices)))].sort();
+  const speeds = (c.device_factors as Record<string, number>) ?? {};
+  const speed = (v: number): void => {
+    const next = { ...speeds };
+    for (const d of type ? [type] : types) if (v === 1) delete next[d]; else next[d] = v;
+    tryOut("device_factors", Object.keys(next).length ? next : undefined);
+  };
+  const over = shown.value.over_memory;
+  return (
+    <div id="controls" class="controls">
+      <p class="soft">{t("whatifHint")}</p>
+      {over > 0 && <p class="error" role="alert">{t("overMemory", { n: gib(over) })}</p>}
+      <h3>{t("links")}</h3>
+      {slide("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], 1, times)}
+      {slide("latFactor", "latency_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], 1, times)}
+      {slide("streams", "streams", [0, 1, 2, 4, 8, 16], 0, (v) => (v ? digits(v) : t("enough")))}
+      <Select label="link" name="link" now={link} options={[["", t("allLinks")], ...used.map((l): [string, string] => [`${l.source}\n${l.target}`, `${l.source} → ${l.target}`])]} take={setLink} />
+      <div class="two"><Select label="packActivations" name="activations" now={String(here.activations ?? "")} options={[["", t("asPlanned")], ...packing.slice(0, 5)]} take={(v) => pack("activations", v)} />
+        <Select label="packGradients" name="weight_gradients" now={String(here.weight_gradients ?? "")} options={[["", t("asPlanned")], ...packing]} take={(v) => pack("weight_gradients", v)} /></div>
+      <h3>{t("tabSchedule")}</h3>
+      {slide("accumulation", "accumulation", [1, 2, 4, 8, 16], 1, times)}
+      {slide("prefetch", "prefetch", [-1, 0, 0.25, 0.5, 1, 2, 4], -1, (v) => (v < 0 ? t("asPlanned") : times(v)))}
+      {slide("localSteps", "local_steps", [1, 2, 4, 8, 16, 32, 64, 128], p.local_steps, digits)}
+      <Select label="algorithm" name="algorithm" now={String(c.algorithm ?? "hierarchical")} options={ALGORITHMS.map((a): [string, string] => [a, maybe(a)])} take={(v) => tryOut("algorithm", v === "hierarchical" ? undefined : v)} />
+      {slide("chunk", "chunk_mb", [0, 1, 4, 16, 64, 256], 0, (v) => (v ? `${v}\u00a0MB` : t("whole")))}
+      {slide("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], 1, (v) => `${v * 100}\u00a0%`)}
+      <h3>{t("devices")}</h3>
+      <Select label="deviceType" name="device" now={type} options={[["", t("allDevices")], ...types.map((d): [string, string] => [d, d])]} take={setType} />
+      <Slider label="deviceSpeed" name="device_factors" values={[0.5, 0.8, 1, 1.25, 1.5, 2, 4]} now={Number(speeds[type || types[0]] ?? 1)} text={times} take={speed} />
+      {slide("priceFactor", "price_factor", [0.25, 0.5, 1, 2, 4], 1, times)}
+      <p class="soft">{t("step")}: {seconds(shown.value.estimate.step_s)}</p>
+    </div>
+  );
+}
