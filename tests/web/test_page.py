@@ -166,7 +166,7 @@ def test_a_plan_from_the_form_and_the_command_line_are_the_same(browser, server,
     fill(page, "batch.seq_len", "1024")
     page.locator("#fold-goal").click()
     page.get_by_label("Effort").select_option("thorough")
-    page.wait_for_function("() => document.getElementById('yaml').value.includes('1600')")
+    expect(page.locator("#yaml")).to_have_value(re.compile("1600"))
     page.locator("#cluster-menu").click()
     with page.expect_download() as saved:
         page.locator("#export-yaml").click()
@@ -209,12 +209,12 @@ def test_nothing_of_a_draft_is_lost(fresh, server):
 def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     """A value in the file appears in its field and the other way; a fault is said and changes nothing."""
     fresh.locator("#tab-cluster").click()
-    fresh.wait_for_function("() => document.getElementById('yaml').value.includes('regions:')")
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("regions:"))
     text = fresh.locator("#yaml").input_value()
     first = re.search(r"count: (\d+)", text)[0]
     fresh.locator("#yaml").fill(text.replace(first, "count: 7", 1))
     count = fresh.locator("[data-path='cluster.regions[0].nodes[0].count']")
-    fresh.wait_for_function("e => e.value === '7'", arg=count.element_handle())
+    expect(count).to_have_value("7")
     fresh.locator("#yaml").fill(text.replace(first, "count: -1", 1))
     fresh.locator("#yaml-error", has_text="count: found -1").wait_for()
     expect(count).to_have_value("7")
@@ -222,7 +222,7 @@ def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     fresh.locator("#yaml-error").wait_for(state="detached")
     fresh.locator("#yaml").blur()
     count.fill("9")
-    fresh.wait_for_function("() => document.getElementById('yaml').value.includes('count: 9')")
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 9"))
     count.fill("0")
     fresh.locator("[data-path='cluster.regions[0].nodes[0].count'][aria-invalid=true]").wait_for()
     expect(fresh.locator("#cluster-error")).to_contain_text("count: found 0")
@@ -326,10 +326,7 @@ def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wi
     rows = page.locator("[data-chart=gantt] .gantt-labels li")
     expect(rows).to_have_count(len(view["stages"]))
     page.locator("[data-chart=gantt] .twist").first.click()
-    page.wait_for_function(
-        "n => document.querySelectorAll('[data-chart=gantt] .gantt-labels li').length === n",
-        arg=len(view["stages"]) + view["stages"][0]["width"] - 1,
-    )
+    expect(rows).to_have_count(len(view["stages"]) + view["stages"][0]["width"] - 1)
     with page.expect_request(re.compile("from_s=")):
         page.locator("[data-chart=gantt] canvas").press("+")
     page.locator("button", has_text="Whole step").click()
@@ -370,9 +367,7 @@ def test_each_control_changes_the_figure_to_what_the_server_says(page, server, w
         scale = 1e-3 if card(page, key).endswith("ms") else 1.0
         assert number * scale == pytest.approx(wanted, rel=0.01), name
         page.locator("#reset").click()
-        page.wait_for_function(
-            "([k, v]) => document.querySelector(`[data-card=${k}] b`).textContent === v", arg=[key, before]
-        )
+        expect(page.locator(f"[data-card={key}] b")).to_have_text(before)
 
 
 def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, wide_plan):
@@ -519,9 +514,9 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     visit(page, server, plan_id)
     page.locator("#tab-overview").focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("() => document.activeElement.id === 'tab-cluster'")
+    expect(page.locator("#tab-cluster")).to_be_focused()
     page.keyboard.press("End")
-    page.wait_for_function("() => document.activeElement.id === 'tab-deploy'")
+    expect(page.locator("#tab-deploy")).to_be_focused()
     page.keyboard.press("3")
     page.locator("#tab-strategy[aria-selected=true]").wait_for()
     page.keyboard.press("Control+k")
