@@ -35,9 +35,9 @@ def write(root: Path, count: int) -> None:
     from polygon.cost.tables import CostTables
     from polygon.export.targets import export
     from polygon.formats.files import write_folder
-    from tests.exported_plans import drawn, planned, wide
+    from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, planned, wide
 
-    cases = [(*planned(), None), (*wide(), None), *drawn(count)]
+    cases = [(*planned(), None), (*wide(), None), *(of_dimensions(*case) for case in DIMENSIONS), *drawn(count)]
     for number, (problem, plan, tables) in enumerate(cases):
         for target in READERS:
             result = export(problem, plan, target, tables=tables or CostTables(problem))
@@ -63,7 +63,11 @@ def read_torchtitan(folder: Path) -> int:
     words = (folder / "flags.txt").read_text("utf-8").split()
     config = ConfigManager().parse_args(["--module=llama3", "--config=llama3_8b", *words])
     parts = config.parallelism.module_fqns_per_model_part or [[]]
-    if len(parts) != config.parallelism.pipeline_parallel_degree:
+    chunked = config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
+    if (
+        len(parts) % config.parallelism.pipeline_parallel_degree
+        or (len(parts) > config.parallelism.pipeline_parallel_degree) != chunked
+    ):
         raise ValueError(f"{parts} for {config.parallelism.pipeline_parallel_degree} stages")
     return 1
 

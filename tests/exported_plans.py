@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +13,35 @@ from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue, files
+from polygon.formats.recognition import cluster_from_data
 from polygon.planning.candidates import Candidates
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.search_engine import Effort, find_plan
 
 INSTANCES = Path(__file__).resolve().parents[1] / "instances"
+
+DIMENSIONS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3-30b-a3b", {"dp": 4, "pp": 4, "ep": 4, "zero": 1, "recompute": "full"}),
+    ("qwen3-30b-a3b", {"dp": 2, "tp": 2, "pp": 4, "ep": 2, "sequence_parallel": True, "chunks": 2, "zero": 1}),
+    ("llama3-8b", {"dp": 2, "tp": 2, "cp": 4, "sequence_parallel": True, "zero": 3}),
+    ("llama3-8b", {"dp": 2, "cp": 2, "pp": 4, "recompute": "full", "recompute_blocks": 3, "zero": 1}),
+    ("llama3-8b", {"dp": 8, "tp": 2, "sequence_parallel": True, "zero": 1, "shards": 4}),
+]
+
+
+def of_dimensions(model: str, degrees: Mapping[str, Any]) -> tuple[Problem, Plan, CostTables]:
+    """A uniform plan on 16 H100 of two nodes, as Megatron-LM would train it."""
+    nodes = [{"device": "h100-sxm", "count": 2, "devices_per_node": 8}]
+    cluster = cluster_from_data({"name": "h100", "regions": [{"name": "here", "nodes": nodes}]}, "h100")
+    batch = Batch(global_batch=32, seq_len=4096)
+    problem = Problem(cluster=cluster, model=catalogue.model(model), batch=batch)
+    plan = uniform_plan(problem, ParallelConfig(**degrees))
+    assert violations(problem, plan) == []
+    return problem, plan, CostTables(problem)
 
 
 @cache

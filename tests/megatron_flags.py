@@ -1,6 +1,6 @@
 """The flags of Megatron-LM that exports use, as its parser has them: names, types and choices.
 
-Recorded from megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24f61159c138b0975def722c65245983c,
+Recorded from megatron/training/arguments.py of NVIDIA/Megatron-LM at commit d98e8a64ddf34856e74b24714e3bedb2f5a39553,
 which is in no package (megatron-core has megatron/core alone). A flag that is not here is refused, as Megatron-LM
 refuses it; so is an abbreviation.
 """
@@ -15,12 +15,14 @@ WHOLE_NUMBERS = (
     "seq-length", "max-position-embeddings", "vocab-size", "rotary-base", "num-experts", "moe-router-topk",
     "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "tensor-model-parallel-size",
     "pipeline-model-parallel-size", "micro-batch-size", "global-batch-size", "recompute-num-layers", "train-iters",
+    "context-parallel-size", "expert-model-parallel-size", "num-distributed-optimizer-instances",
 )  # fmt: skip
 NUMBERS = ("lr", "norm-epsilon")
 TEXTS = ("pipeline-model-parallel-layout",)
 SWITCHES = (
     "group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias",
     "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "mock-data",
+    "use-megatron-fsdp", "no-gradient-accumulation-fusion",
 )  # fmt: skip
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -29,6 +31,8 @@ CHOICES = {
     "recompute-granularity": ("full", "selective"),
     "recompute-method": ("uniform", "block"),
     "fp8-format": ("e4m3", "hybrid"),
+    "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
     "tokenizer-type": (
         "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
         "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "MultimodalTokenizer",

@@ -23,8 +23,8 @@ from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import PORT, STRICT, folded, run_name, start_all_script, torchrun_script
 
 RULES = Rules(
-    tensor=False, uneven_layers=False, zero_with_pipeline=1, zero_alone=3, gradient_packings=("none", "bf16"),
-    recompute=("none", "full"),
+    tensor=False, context=False, experts=False, chunks=False, uneven_layers=False, zero_with_pipeline=1, zero_alone=3,
+    shard_groups=False, gradient_packings=("none", "bf16"), recompute=("none", "full"),
 )  # fmt: skip
 
 

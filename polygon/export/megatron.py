@@ -1,7 +1,8 @@
 """Megatron-LM: arguments with the pipeline layout, and torchrun scripts for every host.
 
 Sources: Megatron-LM megatron/training/arguments.py and megatron/core/transformer/pipeline_parallel_layer_layout.py
-(letters E embedding, t transformer layer, L loss; `|` ends a stage; `t*3` repeats).
+(letters E embedding, t transformer layer, L loss; `|` ends a stage; `t*3` repeats; with v times as many stages as the
+pipeline has ranks, v are interleaved on each); its Megatron-FSDP is ZeRO-2 and -3, its distributed optimizer ZeRO-1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
-RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=1, zero_alone=1)
+RULES = Rules(zero_with_pipeline=1, zero_alone=3, some_blocks=("full",))
+SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+"""`--data-parallel-sharding-strategy` by ZeRO stage."""
 
 
 def layout(plan: Plan, model: Model) -> str:
@@ -76,22 +79,32 @@ def model_arguments(problem: Problem) -> list[str]:
 
 def parallel_arguments(uniform: Uniform, model: Model, batch_size: int) -> list[str]:
     """Degrees, layout, micro-batches and memory options."""
-    plan = uniform.plan
+    plan, first = uniform.plan, uniform.plan.stages[0]
     words: list[object] = ["--tensor-model-parallel-size", uniform.tp, "--pipeline-model-parallel-size", uniform.pp]
     if uniform.pp > 1:
         words += ["--pipeline-model-parallel-layout", layout(plan, model)]
+    if uniform.cp > 1:
+        words += ["--context-parallel-size", uniform.cp]
+    if uniform.ep > 1:
+        words += ["--expert-model-parallel-size", uniform.ep]
     words += ["--micro-batch-size", plan.micro_batch_size, "--global-batch-size", batch_size]
-    if uniform.tp > 1:
+    if first.sequence_parallel:
         words.append("--sequence-parallel")
-    if plan.stages[0].zero:
+    if first.zero:
         words.append("--use-distributed-optimizer")
-    if uniform.dp > 1:
+        if uniform.shards < uniform.dp * uniform.cp:
+            words += ["--num-distributed-optimizer-instances", uniform.dp * uniform.cp // uniform.shards]
+    if first.zero > 1:
+        words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", SHARDED[first.zero]]
+        words += ["--ckpt-format", "fsdp_dtensor", "--no-gradient-accumulation-fusion"]
+    elif uniform.dp > 1:
         words.append("--overlap-grad-reduce")
-    recompute = plan.stages[0].recompute
-    if recompute == "selective":
+    if first.recompute == "selective":
         words += ["--recompute-granularity", "selective"]
-    elif recompute == "full":
-        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    elif first.recompute == "full":
+        some = first.recompute_blocks
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform" if some is None else "block"]
+        words += ["--recompute-num-layers", some or 1]
     return [str(word) for word in words]
 
 
@@ -105,8 +118,9 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     rows = seats(problem.cluster, uniform.chain, hosts)
     words = model_arguments(problem) + parallel_arguments(uniform, problem.model, problem.batch.global_batch)
     files = {"hosts.txt": hosts_text(rows), "arguments.txt": "\n".join(pairs(words)) + "\n"}
-    # Its tensor parallelism insists on this before Blackwell.
-    exported = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if uniform.tp > 1 else []
+    # Its tensor parallelism insists on this before Blackwell; Megatron-FSDP on the contrary.
+    alone = uniform.tp > 1 and uniform.plan.stages[0].zero < 2
+    exported = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if alone else []
     for index, seat in enumerate(rows):
         program = ["pretrain_gpt.py", *words, "--mock-data", "--train-iters", "100", "--lr", "3e-4"]
         files[run_name(seat)] = torchrun_script(

@@ -18,7 +18,7 @@ from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
-RULES = Rules(tensor=True, uneven_layers=True, zero_with_pipeline=3, zero_alone=3)
+RULES = Rules(zero_with_pipeline=3, zero_alone=3)
 
 
 def module_names(plan: Plan, model: Model) -> list[list[str]]:
@@ -35,11 +35,14 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
     """Degrees, schedule, stages and batch as torchtitan's flags."""
     plan = uniform.plan
     stage = plan.stages[0]
-    shard = uniform.dp if stage.zero else 1
+    # Parts of a sequence shard the weights together with the ranks of data parallelism.
+    shard = max(1, uniform.shards // uniform.cp)
     names = {
         "parallelism.data_parallel_shard_degree": shard,
         "parallelism.data_parallel_replicate_degree": uniform.dp // shard,
         "parallelism.tensor_parallel_degree": uniform.tp,
+        "parallelism.context_parallel_degree": uniform.cp,
+        "parallelism.expert_parallel_degree": uniform.ep,
         "parallelism.pipeline_parallel_degree": uniform.pp,
         "training.seq_len": problem.batch.seq_len,
         "training.global_batch_size": problem.batch.global_batch,
@@ -47,11 +50,14 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
     }
     words = [f"--{key}={value}" for key, value in names.items()]
     if uniform.pp > 1:
-        words += ["--parallelism.pipeline_parallel_schedule=1F1B"]
+        schedule = "1F1B" if plan.chunks == 1 else "Interleaved1F1B"
+        words += [f"--parallelism.pipeline_parallel_schedule={schedule}"]
         words += [f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"]
         words += ["--parallelism.module_fqns_per_model_part"]  # a word a stage
         words += [",".join(names) for names in module_names(plan, problem.model)]
         words += ["--training.disable_cuda_graphs"]  # it refuses them with pipelines
+    if uniform.tp > 1 and not stage.sequence_parallel:
+        words.append("--parallelism.no-enable_sequence_parallel")
     if stage.zero in (1, 2):
         words.append("--parallelism.fsdp_reshard_after_forward=never")
     return words

@@ -1,12 +1,16 @@
 """What uniform targets can express, and what the rest costs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from polygon.cost.step_times import step_times
+from polygon.export.deepspeed import RULES as DEEPSPEED
+from polygon.export.megatron import RULES as MEGATRON
 from polygon.export.restrict import Rules, find_uniform, losses
 from polygon.planning.checker import violations
-from tests.exported_plans import drawn
+from tests.exported_plans import DIMENSIONS, drawn, of_dimensions
 
 RULES = [Rules(), Rules(tensor=False, uneven_layers=False, gradient_packings=("none", "bf16"))]
 
@@ -42,3 +46,42 @@ def test_losses_add_up_to_the_difference_of_the_steps(rules):
             lost = losses(problem, plan, tables, rules, uniform, "it")
             total = sum(loss.cost_s for loss in lost)
             assert total == pytest.approx(uniform.step_s - step_times(plan, tables).step_s, abs=1e-9)
+
+
+@pytest.mark.parametrize(("model", "degrees"), DIMENSIONS)
+def test_a_plan_that_the_target_can_say_stays_as_it_is(model, degrees):
+    """Every degree, chunk and recomputed block: nothing is lost, and what is priced is what is exported."""
+    problem, plan, tables = of_dimensions(model, degrees)
+    uniform = find_uniform(problem, plan, tables, MEGATRON)
+    assert uniform.plan.stages == plan.stages and uniform.plan.chunks == plan.chunks
+    assert uniform.step_s == step_times(plan, tables).step_s
+    assert losses(problem, plan, tables, MEGATRON, uniform, "megatron") == []
+    for name in ("dp", "tp", "pp", "cp", "ep"):
+        assert getattr(uniform, name) == degrees.get(name, 1)
+
+
+@pytest.mark.parametrize(("model", "degrees"), DIMENSIONS)
+def test_what_a_target_lacks_is_re_arranged_and_named(model, degrees):
+    """DeepSpeed's pipeline has none of it: another plan that runs, whose losses add up."""
+    problem, plan, tables = of_dimensions(model, degrees)
+    uniform = find_uniform(problem, plan, tables, DEEPSPEED)
+    if uniform is None:
+        return
+    assert violations(problem, uniform.plan, tables) == []
+    assert (uniform.tp, uniform.cp, uniform.ep, uniform.plan.chunks) == (1, 1, 1, 1)
+    lost = losses(problem, plan, tables, DEEPSPEED, uniform, "deepspeed")
+    assert sum(loss.cost_s for loss in lost) == pytest.approx(uniform.step_s - step_times(plan, tables).step_s)
+    kinds = {change.kind for loss in lost if loss.what.kind == "lost.structure" for change in loss.what["changes"]}
+    assert ("lost.context" in kinds) == ("cp" in degrees)
+    assert ("lost.spread_experts" in kinds) == ("ep" in degrees)
+    assert ("lost.chunks" in kinds) == ("chunks" in degrees)
+
+
+@pytest.mark.parametrize(("model", "degrees"), DIMENSIONS)
+def test_of_a_plan_with_speeds_of_its_own_the_degrees_are_kept(model, degrees):
+    """Another order of the same shares, which no target knows: the re-arrangement is about as quick as the plan."""
+    problem, plan, tables = of_dimensions(model, degrees)
+    other = replace(plan, routes=np.ascontiguousarray(plan.routes[::-1]))
+    uniform = find_uniform(problem, other, tables, MEGATRON)
+    assert not MEGATRON.express(problem, other) and violations(problem, uniform.plan, tables) == []
+    assert uniform.step_s <= 1.05 * step_times(plan, tables).step_s

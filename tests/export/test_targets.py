@@ -29,7 +29,7 @@ from polygon.formats import catalogue, files
 from polygon.formats.convert_plan import plan_data
 from tests import megatron_flags
 from tests.deepspeed_parser import read_by_deepspeed
-from tests.exported_plans import drawn, planned
+from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, planned
 from tests.patience import PATIENCE_S
 
 SHELLCHECK_PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # noqa: PTH120
@@ -89,13 +89,47 @@ def test_torchtitan_modules_are_the_stages():
 
 def test_megatron_takes_every_flag():
     """Names, types and choices of its parser, for random plans and for the scripts that start them."""
-    for problem, plan, tables in drawn(20):
+    for problem, plan, tables in [*drawn(20), *(of_dimensions(*case) for case in DIMENSIONS)]:
         result = export(problem, plan, "megatron", tables=tables)
         if result is not None:
             read = megatron_flags.parse(result.files["arguments.txt"].split())
             assert read.num_layers == problem.model.blocks and read.global_batch_size == problem.batch.global_batch
     with pytest.raises(ValueError, match="--num-layer"):
         megatron_flags.parse(["--num-layer", "3"])
+
+
+@pytest.mark.parametrize(("model", "degrees"), DIMENSIONS)
+def test_megatron_is_told_every_degree(model, degrees):
+    """What the flags say is what the plan says; ranks go tensor first, then context, data and pipeline."""
+    problem, plan, tables = of_dimensions(model, degrees)
+    read = megatron_flags.parse(export(problem, plan, "megatron", tables=tables).files["arguments.txt"].split())
+    flags = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "cp": "context"}
+    for name, flag in flags.items():
+        said = read.context_parallel_size if name == "cp" else getattr(read, f"{flag}_parallel_size")
+        assert (said or 1) == degrees.get(name, 1)
+    full = degrees.get("recompute") == "full"
+    assert read.recompute_num_layers == (degrees.get("recompute_blocks", 1) if full else None)
+    assert read.sequence_parallel == degrees.get("sequence_parallel", False)
+    if degrees.get("pp", 1) > 1:
+        stages = read.pipeline_model_parallel_layout.count("|") + 1
+        assert stages == degrees["pp"] * degrees.get("chunks", 1)
+    copies = degrees["dp"] // degrees["shards"] if "shards" in degrees else 1
+    assert (read.num_distributed_optimizer_instances or 1) == copies
+    assert bool(read.use_megatron_fsdp) == (degrees["zero"] > 1)
+
+
+@pytest.mark.parametrize(("model", "degrees"), [case for case in DIMENSIONS if "recompute_blocks" not in case[1]])
+def test_torchtitan_is_told_every_degree(model, degrees):
+    """What the flags say is what the plan says (but some of a stage's blocks recomputed, which they cannot)."""
+    problem, plan, tables = of_dimensions(model, degrees)
+    flags = export(problem, plan, "torchtitan", tables=tables).files["flags.txt"].split()
+    said = dict(word.removeprefix("--parallelism.").split("=") for word in flags if "=" in word)
+    for name, flag in {"tp": "tensor", "pp": "pipeline", "ep": "expert", "cp": "context"}.items():
+        assert int(said[f"{flag}_parallel_degree"]) == degrees.get(name, 1)
+    if degrees.get("pp", 1) > 1:
+        assert said["pipeline_parallel_schedule"] == ("Interleaved1F1B" if "chunks" in degrees else "1F1B")
+    shards, replicas = int(said["data_parallel_shard_degree"]), int(said["data_parallel_replicate_degree"])
+    assert shards * replicas == degrees["dp"] and shards == degrees.get("shards", degrees["dp"])
 
 
 @pytest.mark.parametrize("name", [name for name, model in catalogue.models().items() if model.family != "vit"])
