@@ -115,13 +115,16 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         backward += ROUTING_HOST_PART * eager_b + EXPERT_CASTS[1] * casts
     sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
     ring_f, ring_b = _ring_attention_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
-    expert_s = 2 * _expert_exchange_s(block, chip, split) if block.experts else 0.0
-    recomputed = forward + sent_f + ring_f + expert_s
-    forward += exposed_f + ring_f + expert_s
-    backward += exposed_b + ring_b + expert_s
-    communication = exposed_f + exposed_b + ring_f + ring_b + 2 * expert_s
+    expert_f = expert_b = 0.0
+    if block.experts:
+        expert_f, expert_b, slower_f, slower_b = _experts_s(block, chip, split, forward, backward)
+        forward, backward = forward + slower_f, backward + slower_b
+    recomputed = forward + sent_f + ring_f + expert_f
+    forward += exposed_f + ring_f + expert_f
+    backward += exposed_b + ring_b + expert_b
+    communication = exposed_f + exposed_b + ring_f + ring_b + expert_f + expert_b
     if split.recompute == "full":
-        return forward, backward + recomputed, communication + sent_f + ring_f + expert_s, 2 * longer_f + longer_b
+        return forward, backward + recomputed, communication + sent_f + ring_f + expert_f, 2 * longer_f + longer_b
     if split.recompute == "selective":
         backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f
     return forward, backward, communication, longer_f + longer_b
@@ -243,22 +246,49 @@ def _ring_attention_s(
     return exposed_f, exposed_b
 
 
-def _expert_exchange_s(block: Block, chip: Silicon, split: LayerSplit) -> float:
-    """Seconds of one all-to-all of tokens to their experts (or back).
+def _experts_s(
+    block: Block, chip: Silicon, split: LayerSplit, forward: float, backward: float
+) -> tuple[float, float, float, float]:
+    """Exposed seconds of the way to the experts and back, forward and backward, and what compute loses to them.
+
+    Beside another micro-batch's compute (`Runtime.ep_overlap`) only what takes longer than that is exposed, and compute
+    is slower by the runtime's `contention` for as long as both run.
+    """
+    runtime = split.runtime
+    narrow = runtime.narrow_dispatch and chip.operand_bytes == 1
+    there = _expert_exchange_s(block, chip, split, 1.0 if narrow else chip.element_bytes)
+    sent = there + _expert_exchange_s(block, chip, split, chip.element_bytes)
+    if not runtime.ep_overlap:
+        return sent, sent, 0.0, 0.0
+    hidden_f, hidden_b = min(sent, forward), min(sent, backward)
+    return sent - hidden_f, sent - hidden_b, runtime.contention * hidden_f, runtime.contention * hidden_b
+
+
+def _expert_exchange_s(block: Block, chip: Silicon, split: LayerSplit, element_bytes: float) -> float:
+    """Seconds of one all-to-all of tokens to their experts (or back), in so many bytes a number.
 
     Members of the same node are reached over its fabric, the others over the device's part of the cards, both at once.
+    Of n nodes, at most m of which a token's k experts are on (`Block.groups_per_token`), m (1 - (1 - 1 / m)^k) have
+    some of them: as often a token crosses where the runtime sends to nodes, and once less where one is its own.
     """
     group = split.experts
     if group.members == 1:
         return 0.0
-    sent = split.tokens * block.experts_per_token * block.hidden_size * chip.element_bytes / group.members
+    token = split.tokens * block.hidden_size * element_bytes
     if split.sequence_parallel:
-        sent /= split.tp
-    near, far = group.per_node - 1, group.members - group.per_node
+        token /= split.tp
+    share = block.experts_per_token * token / group.members
     card = group.inter_node.bytes_per_s / group.devices_per_node
-    wire_s = max(near * sent / group.intra_node.bytes_per_s, far * sent / card) / FABRIC_EFFICIENCY
-    latency_s = group.inter_node.latency_s if far else group.intra_node.latency_s
-    return split.communication * (wire_s + (group.members - 1) * (RING_STEP_S + latency_s))
+    nodes, messages = group.members / group.per_node, group.members - 1
+    near, far = (group.per_node - 1) * share, (group.members - group.per_node) * share
+    if split.runtime.expert_dispatch == "nodes" and nodes > 1:
+        reached = min(nodes, max(1.0, nodes * block.groups_per_token / block.expert_groups))
+        far = token * reached * (1 - (1 - 1 / reached) ** block.experts_per_token) * (nodes - 1) / nodes
+        near = token * block.experts_per_token * (group.per_node - 1) / group.per_node  # passed on where it arrives
+        messages = nodes - 1 + group.per_node - 1
+    wire_s = max(near / group.intra_node.bytes_per_s, far / card) / FABRIC_EFFICIENCY
+    latency_s = group.inter_node.latency_s if nodes > 1 else group.intra_node.latency_s
+    return split.communication * (wire_s + messages * (RING_STEP_S + latency_s))
 
 
 def _attention_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:

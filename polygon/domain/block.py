@@ -154,6 +154,8 @@ class Block:
     experts_per_token: int
     expert_ffn_size: int
     shared_experts: int
+    expert_groups: int = 1
+    groups_per_token: int = 1
 
     @property
     def query_size(self) -> int:

@@ -18,6 +18,7 @@ MOST_BLOCKS, MOST_SEQUENCES = 10_000, 10_000_000
 FAMILIES = ("gpt", "llama", "vit", "other")
 SPECIAL = (
     "expert_every",
+    "expert_groups",
     "norms",
     "norm_bias",
     "query_key_norm",
@@ -77,6 +78,10 @@ class Model:
     """Leading blocks of a mixture-of-experts model that keep a dense MLP."""
     expert_every: int = 1
     """After those, every so many blocks one has experts, the first of them to begin with."""
+    expert_groups: int = 1
+    """Equal groups of the experts; of how many a token's experts may be is `groups_per_token` (DeepSeek-V2, section
+    2.1.4 of arXiv:2405.04434: with a group a node, a token goes to few nodes)."""
+    groups_per_token: int = 1
     norms: int = 2
     """Norms of hidden_size in a block: 1 where attention and MLP share one, 4 with norms before and after both."""
     norm_bias: bool = True
@@ -152,6 +157,18 @@ class Model:
                 Message("expected.range", least=1, most=self.experts),
             )
             require_size(self.expert_ffn_size, "model.expert_ffn_size")
+            require(
+                self.expert_groups >= 1 and self.experts % self.expert_groups == 0,
+                "model.expert_groups",
+                self.expert_groups,
+                Message("expected.divisor_of", name="experts", value=self.experts),
+            )
+            require(
+                1 <= self.groups_per_token <= self.expert_groups,
+                "model.groups_per_token",
+                self.groups_per_token,
+                Message("expected.range", least=1, most=self.expert_groups),
+            )
 
     def _check_attention(self) -> None:
         for number, kind in enumerate(self.attention_pattern):
@@ -238,6 +255,8 @@ class Model:
             experts_per_token=self.experts_per_token,
             expert_ffn_size=self.expert_ffn_size,
             shared_experts=self.shared_experts,
+            expert_groups=self.expert_groups,
+            groups_per_token=self.groups_per_token,
         )
 
     @property

@@ -12,6 +12,7 @@ TP_OVERLAP = ("none", "backward", "pipelined")
 DP_OVERLAP = ("none", "backward", "full")
 LOSSES = ("torch", "vocab-parallel", "fused")
 SELECTIVE = ("attention", "operators")
+EXPERT_DISPATCH = ("experts", "nodes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,14 @@ class Runtime:
     bucket_bytes: float = 5e8
     """Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the
     default of DeepSpeed, InternEvo and Sailor)."""
+    expert_dispatch: str = "experts"
+    """To whom tokens are sent: a copy to each of a token's `experts`, or one to each of the `nodes` that have some of
+    them, where it is passed on over the node's fabric (DeepEP; arXiv:2412.19437, section 3.2.2)."""
+    narrow_dispatch: bool = False
+    """Whether tokens go to experts in 8 bits where products are in 8 bits; they come back in full precision."""
+    ep_overlap: bool = False
+    """Whether tokens travel to and from experts beside the compute of another micro-batch (DualPipe; Megatron-LM's
+    --overlap-moe-expert-parallel-comm)."""
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
     scattered_sends: bool = True
@@ -90,6 +99,7 @@ class Runtime:
             ("attention", ATTENTION),
             ("loss", LOSSES),
             ("selective", SELECTIVE),
+            ("expert_dispatch", EXPERT_DISPATCH),
             ("tp_overlap", TP_OVERLAP),
             ("dp_overlap", DP_OVERLAP),
         ):

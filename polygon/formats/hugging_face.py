@@ -195,10 +195,13 @@ def _experts(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     step = sparse[1] - sparse[0] if len(sparse) > 1 else fields["blocks"]
     even = sparse == list(range(sparse[0], fields["blocks"], step))
     require(even, "mlp_only_layers", sparse, "layers with experts evenly apart, to the last")
+    groups = reader.whole("n_group") or 1
     return {
         "experts_per_token": reader.required("experts_per_token"),
         "expert_ffn_size": expert_ffn_size,
         "shared_experts": reader.whole("n_shared_experts") or shared_size // expert_ffn_size,
+        "expert_groups": groups,
+        "groups_per_token": reader.whole("topk_group") if groups > 1 else 1,
         "dense_blocks": sparse[0],
         "expert_every": step if len(sparse) > 1 else 1 if sparse[0] == fields["blocks"] - 1 else step,
     }

@@ -68,7 +68,7 @@ _DEEPSEEK_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim":
 _DEEPSEEK_V3 = Type(
     {"blocks": 61, "hidden_size": 7168, "heads": 128, "ffn_size": 18432, "vocab_size": 129280, "max_seq_len": 4096}
     | {"experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048, "n_shared_experts": 1}
-    | {"first_k_dense_replace": 3, "v_head_dim": 128, **_DEEPSEEK_SIZES},
+    | {"first_k_dense_replace": 3, "v_head_dim": 128, "n_group": 8, "topk_group": 4, **_DEEPSEEK_SIZES},
     _OTHER_LLAMA,
 )
 _LOCAL, _FULL, _LINEAR, _CHUNK = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"

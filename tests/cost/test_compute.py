@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
-from polygon.cost.network import Group
+from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.domain.cluster import Device, Link
+from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.runtime import Runtime
 from polygon.formats import catalogue
@@ -113,3 +117,80 @@ def test_tokens_for_experts_of_the_same_node_stay_off_the_network():
     inside, two, eight = exposed(8), exposed(4), exposed(1)
     assert two / eight == pytest.approx(4 / 7, rel=0.05)  # four and seven of eight messages over a card of 50 GB/s
     assert 0.2 * two < inside < 0.3 * two  # seven messages over a fabric eight times as fast
+
+
+EIGHT_NODES = Group(
+    members=64, per_node=8, devices_per_node=8, intra_node=Link(latency_s=0.0, bytes_per_s=1e15),
+    inter_node=Link(latency_s=0.0, bytes_per_s=400e9),
+)  # fmt: skip
+
+
+def over_nodes(model, runtime, group=EIGHT_NODES, precision="bf16", recompute="none"):
+    """Seconds of a block with experts on A100, forward, backward and of both what is exposed."""
+    batch = Batch(global_batch=8, seq_len=4096, precision=precision)
+    times = layer_times(
+        model, batch, A100, group.intra_node, ep=group.members, ep_group=group, runtime=runtime, recompute=recompute
+    )
+    return times.forward_s[5], times.backward_s[5], times.communication_s[5]
+
+
+@pytest.mark.parametrize(("groups", "most"), [(1, 8), (8, 4), (8, 1), (4, 1)])
+def test_a_token_crosses_once_to_each_node_of_its_experts(groups, most):
+    """The time is that of as many crossings as drawn routings have: k experts at random, of few groups of nodes."""
+    model = replace(catalogue.model("deepseek-v3"), expert_groups=groups, groups_per_token=min(most, groups))
+    runtime = Runtime(expert_dispatch="nodes")
+    rng = np.random.default_rng(0)
+    nodes, k, crossings = 8, model.experts_per_token, []
+    for own in rng.integers(0, nodes, 4000):
+        # Which nodes a token may go to at all: those of its groups, each of which lies on nodes / groups of them.
+        allowed = (
+            np.arange(nodes).reshape(groups, -1)[rng.choice(groups, model.groups_per_token, replace=False)].ravel()
+        )
+        chosen = set(rng.choice(allowed, k).tolist())  # of 32 experts a node hardly one is drawn twice
+        crossings.append(len(chosen - {own}))
+    token = 4096 * model.hidden_size * 2
+    exposed = over_nodes(model, runtime)[2]
+    # Seven other nodes and seven other devices of the node, there and back, forward and backward.
+    expected = 4 * (np.mean(crossings) * token / 50e9 / FABRIC_EFFICIENCY + 14 * RING_STEP_S)
+    assert exposed == pytest.approx(expected, rel=0.03)
+    assert exposed < over_nodes(model, Runtime())[2]
+
+
+def test_tokens_go_in_8_bits_where_products_are():
+    """There in half the bytes, back in all of them; without such products nothing changes."""
+    model = catalogue.model("deepseek-v3")
+    h100 = catalogue.devices()["h100-sxm"]
+    batch = Batch(global_batch=8, seq_len=4096, precision="fp8")
+
+    def exposed(narrow: bool) -> float:
+        runtime = Runtime(expert_dispatch="nodes", narrow_dispatch=narrow)
+        link = EIGHT_NODES.intra_node
+        return layer_times(model, batch, h100, link, ep=64, ep_group=EIGHT_NODES, runtime=runtime).communication_s[5]
+
+    assert exposed(True) == pytest.approx(0.75 * exposed(False), rel=0.02)
+    narrow, wide = (over_nodes(model, Runtime(narrow_dispatch=on)) for on in (True, False))
+    assert narrow == wide
+
+
+@pytest.mark.parametrize("rate", [400e9, 4e9])
+def test_what_hides_behind_compute_slows_it(rate):
+    """Beside another micro-batch only the longer of the two counts, and compute takes `contention` longer meanwhile."""
+    model = catalogue.model("deepseek-v3")
+    group = replace(EIGHT_NODES, inter_node=Link(latency_s=0.0, bytes_per_s=rate))
+    forward, backward, exposed = over_nodes(model, Runtime(), group)
+    sent = exposed / 2
+    forward, backward = forward - sent, backward - sent
+    hidden = over_nodes(model, Runtime(ep_overlap=True, contention=0.2), group)
+    for alone, got in ((forward, hidden[0]), (backward, hidden[1])):
+        assert got == pytest.approx(max(alone, sent) + 0.2 * min(alone, sent))
+    assert hidden[2] == pytest.approx(max(0.0, sent - forward) + max(0.0, sent - backward))
+
+
+def test_of_experts_in_groups_a_token_chooses_few():
+    """Groups divide the experts, and a token's are some of them."""
+    model = catalogue.model("deepseek-v3")
+    assert (model.expert_groups, model.groups_per_token) == (8, 4)
+    with pytest.raises(InputError, match="expert_groups: found 7, expected a divisor of experts"):
+        replace(model, expert_groups=7)
+    with pytest.raises(InputError, match="groups_per_token: found 9"):
+        replace(model, groups_per_token=9)
