@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint validate bench mutants wheel clean
+.PHONY: help demo test lint validate bench mutants wheel site pages clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,11 @@ $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
-	$(PIP) --editable '.[train,recipes,web,test]'
+	$(PIP) --editable '.[train,recipes,web,test,site]'
+	@touch $@
+
+$(VENV)/site.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
+	$(PIP) --editable '.[site]'
 	@touch $@
 
 demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -> groups -> plan -> a short real training
@@ -59,6 +63,12 @@ bench: $(VENV)/test.installed ## time the schedule kernel and compare the models
 
 mutants: $(VENV)/test.installed ## put small faults into the code and list those that no test notices (hours)
 	$(BIN)/python benchmarks/mutants.py --jobs 2
+
+site: $(VENV)/site.installed ## build the documentation into out/site, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: $(VENV)/test.installed ## do all that tutorial and how-tos say, in empty folders
+	$(BIN)/python -m tests.docs.page_commands docs/tutorial.md docs/how-to/*.md
 
 wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
 	@rm -rf out/wheel && mkdir -p out/wheel/empty
