@@ -118,6 +118,7 @@ def test_pictures_are_figures_with_named_axes(plan, front, tmp_path):
         assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes)
         figure.savefig(tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").stat().st_size > 3000
+        assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
     assert "matplotlib.pyplot" not in sys.modules or matplotlib.pyplot.get_fignums() == []
 
 
