@@ -1,6 +1,4 @@
-# make demo   installs polygon and runs its main job: cluster -> groups -> plan -> a short real training
-# make test   installs polygon and runs all tests
-# Other targets: lint, validate, bench, mutants, clean.
+# `make` or `make help` lists the targets: each says beside its name what it does.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +8,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread a process: ranks and test workers share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint validate bench mutants clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint validate bench mutants wheel site pages clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -20,10 +22,14 @@ $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
-	$(PIP) --editable '.[train,recipes,web,test]'
+	$(PIP) --editable '.[train,recipes,web,test,site]'
 	@touch $@
 
-demo: $(VENV)/train.installed
+$(VENV)/site.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
+	$(PIP) --editable '.[site]'
+	@touch $@
+
+demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -> groups -> plan -> a short real training
 	@mkdir -p $(OUT)
 	@echo '== 1/4  group the seven data centers into stages (ant colony)'
 	$(BIN)/python -m polygon.init instances/ptafm-7dc.yaml --model gpt3-1.3b --global-batch 1024 --seq-len 2048 \
@@ -36,27 +42,40 @@ demo: $(VENV)/train.installed
 	$(BIN)/python -m runners.launch $(OUT)/plan.json --rehearse --max-ranks 8 --steps 60 --log-dir $(OUT)/run
 	@echo 'Predicted timeline: $(OUT)/predicted.json   measured: $(OUT)/run/trace.json   (open in ui.perfetto.dev)'
 
-test: $(VENV)/test.installed
+test: $(VENV)/test.installed ## install polygon and run all tests
 	$(BIN)/python -m pytest -n 2
 
-lint: $(VENV)/test.installed
+lint: $(VENV)/test.installed ## ruff, import-linter and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy polygon solvers runners comm/polygon_comm benchmarks
 
-validate: $(VENV)/test.installed
+validate: $(VENV)/test.installed ## hold the predictions against published runs; rewrites the table in README.md
 	@mkdir -p out
 	$(BIN)/python -m polygon.validate instances/measured/published_runs.json instances/measured/sailor_validation.json \
 	  --profiles instances/measured/sailor_profiles.json --network instances/measured/sailor_network.json \
 	  --plot out/validation.png --update README.md
 
-bench: $(VENV)/test.installed
+bench: $(VENV)/test.installed ## time the schedule kernel and compare the models of a step
 	$(BIN)/python benchmarks/schedule_kernel.py
 	$(BIN)/python benchmarks/one_model.py
 
-mutants: $(VENV)/test.installed
+mutants: $(VENV)/test.installed ## put small faults into the code and list those that no test notices (hours)
 	$(BIN)/python benchmarks/mutants.py --jobs 2
 
-clean:
-	rm -rf $(VENV) out build *.egg-info
+site: $(VENV)/site.installed ## build the documentation into out/site, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: $(VENV)/test.installed ## do all that tutorial and how-tos say, in empty folders
+	$(BIN)/python -m tests.docs.page_commands docs/tutorial.md docs/how-to/*.md
+
+wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
+	@rm -rf out/wheel && mkdir -p out/wheel/empty
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv out/wheel/venv
+	out/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls -t dist/*.whl | head -1)[plots]"
+	cd out/wheel/empty && env -u PYTHONPATH ../venv/bin/python ../../../docs/six_lines.py
+
+clean: ## remove the environment and what was built
+	rm -rf $(VENV) out build dist *.egg-info

@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks.lab_prediction import BATCH, MODEL, Network, cluster_of, plan_of, symmetric
 from benchmarks.lab_ranks import run_on_hosts
-from polygon.commands.figures import new_figure
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
+from polygon.messages.figures import new_figure
 from polygon.planning.search_engine import Effort, find_plan
 from runners.engine.options import Options
 from runners.engine.summary import log_lines

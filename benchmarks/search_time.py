@@ -22,12 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon.bounds.lower_bound import lower_bound_s
-from polygon.commands.figures import new_figure
 from polygon.commands.generate import generate
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats import catalogue
+from polygon.messages.figures import new_figure
 from polygon.planning.search_engine import Effort, find_plan
 
 SERIES = {

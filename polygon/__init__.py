@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polygon.api.comparison import Comparison
+    from polygon.api.front import Front
     from polygon.api.inputs import Cluster, Model
     from polygon.api.loading import load
     from polygon.api.measurements import calibrate
@@ -36,9 +38,11 @@ __all__ = [
     "Batch",
     "Calibration",
     "Cluster",
+    "Comparison",
     "Constraints",
     "Effort",
     "Estimate",
+    "Front",
     "Groups",
     "InputError",
     "LowerBound",
@@ -54,6 +58,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "polygon.api.comparison": ("Comparison",),
+    "polygon.api.front": ("Front",),
     "polygon.api.inputs": ("Cluster", "Model"),
     "polygon.api.loading": ("load",),
     "polygon.api.measurements": ("calibrate",),

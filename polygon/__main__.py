@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from importlib import import_module, util
 
@@ -25,17 +26,29 @@ COMMANDS = {
     "export": "plan -> what other systems read",
     "show": "devices, models and links of the catalogues",
     "serve": "the web application",
+    "launch": "plan -> training by ranks on this machine, or a rehearsal of it (needs torch)",
+    "dist-runner": "one rank of a plan, the same command on every device (needs torch)",
+    "train": "a recipe -> training in one to five dimensions (needs torch)",
+    "probe": "measure the links between hosts (needs torch)",
+    "profile-layers": "measure a model's layers on this device: what --profile of the others reads (needs torch)",
 }
 """What each command is for; one whose module is not installed is not offered."""
+
+PROGRAMS = "runners"
+"""Package of the programs that run plans; never imported by the planner, only run."""
 
 
 def module_of(command: str) -> str | None:
     """Name of the module that holds a command's `main`; None where there is none.
 
-    One of `polygon.commands`, a module at the top of polygon, or a package's `__main__`; none of them is imported.
+    One of `polygon.commands`, a module at the top of polygon, a package's `__main__`, or a program of the runtime; none
+    of them is imported.
     """
     name = command.replace("-", "_")
-    for module in (f"polygon.commands.{name}", f"polygon.{name}"):
+    modules = [f"polygon.commands.{name}", f"polygon.{name}"]
+    if util.find_spec(PROGRAMS) is not None:
+        modules.append(f"{PROGRAMS}.{name}")
+    for module in modules:
         found = util.find_spec(module)
         if found is not None and found.submodule_search_locations is None:
             return module
@@ -61,6 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     name = parser.parse_args(arguments[:1]).command
     if name not in known:
         parser.error(f"found command {name!r}, expected {one_of(name, known)}")
+    if known[name].startswith(f"{PROGRAMS}."):  # it ends its process in its own way
+        sys.argv = [name, *arguments[1:]]
+        runpy.run_module(known[name], run_name="__main__", alter_sys=True)
+        return cli.EXIT_OK
     command: cli.Main = import_module(known[name]).main
     return command(arguments[1:])
 

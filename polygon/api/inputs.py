@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from polygon.api.html import html_table
 from polygon.domain import cluster as domain_cluster
 from polygon.domain import model as domain_model
 from polygon.domain.errors import located, require
 from polygon.domain.message import Message
 from polygon.formats import catalogue, convert, files, hugging_face, import_formats, recognition
 from polygon.formats.files import PathLike
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -101,8 +105,22 @@ class Cluster:
         """Write the cluster as YAML, or as JSON where the name ends so."""
         files.write_cluster(path, self.data)
 
+    def plot_map(self) -> Figure:
+        """Picture of the regions by their devices (needs matplotlib, and says so)."""
+        from polygon.api.plots import plot_map
+
+        return plot_map(self.data)
+
     def __repr__(self) -> str:
         return f"Cluster({self.name!r}: {self.devices} devices in {', '.join(self.regions)})"
+
+    def _repr_html_(self) -> str:
+        regions = self.data.regions
+        rows = [
+            [regions[pool.region].name, f"{pool.nodes} x {pool.devices_per_node} {pool.device.name}"]
+            for pool in self.data.pools
+        ]
+        return html_table(repr(self), ["region", "nodes x devices"], rows)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

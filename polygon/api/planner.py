@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from polygon.api.choices import METHODS, EffortName, Method, Objective, Status
+from polygon.api.comparison import Comparison
+from polygon.api.front import Front
+from polygon.api.html import html_table
 from polygon.api.inputs import Cluster, Model
 from polygon.bounds.gap import estimate_data, gap
 from polygon.bounds.lower_bound import LowerBound, lower_bound
@@ -28,20 +31,31 @@ from polygon.domain.message import Message, Violation
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints
 from polygon.domain.runtime import POLYGON, Runtime
+from polygon.export.bundle import Export
+from polygon.export.chrome_trace import Interval
+from polygon.export.launch_hosts import read_hosts
+from polygon.export.predicted import predicted_intervals
+from polygon.export.targets import export
 from polygon.formats import catalogue, files
 from polygon.formats.convert import runtime_data
 from polygon.formats.files import PathLike
-from polygon.messages.report import describe_assumptions, describe_plan
+from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describe_plan, seconds, stage_rows
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.exact import find_optimum
-from polygon.planning.frontier import find_within_limits
+from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
 from polygon.planning.objectives import objective_named
 from polygon.planning.robust import simpler, surest
 from polygon.planning.search_engine import Effort, Found, Tell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 32
+"""Workers that a picture of a timeline shows, unless told otherwise."""
 
 
 class Milestone(NamedTuple):
@@ -126,7 +140,14 @@ class Problem:
     def of(
         cls, data: domain_plan.Problem, *, profiles: Iterable[Profile] = (), calibration: Calibration | None = None
     ) -> Problem:
-        """The planner's record (of a file, of `Groups`) as a problem."""
+        """The planner's record (of a file, of `Groups`) as a problem.
+
+        Parameters
+        ----------
+        data : polygon.domain.plan.Problem
+        profiles, calibration
+            As of `Problem`.
+        """
         return cls(
             Cluster(data.cluster),
             Model(data.model),
@@ -238,6 +259,52 @@ class Problem:
                 found = replace(found, plan=surest(self.data, found.plan, found.bills, self.tables).plan)
         return self._result(found, seed, tuple(history))
 
+    def front(
+        self,
+        *,
+        with_energy: bool = False,
+        effort: EffortName | Effort = "thorough",
+        seed: int = 0,
+        time_limit_s: float | None = None,
+        groups: Groups | None = None,
+        progress: Tell | None = None,
+    ) -> Front:
+        """Find what lies between the fastest and the cheapest plan.
+
+        Parameters
+        ----------
+        with_energy : bool
+            Energy as the third thing to weigh.
+        effort, seed, time_limit_s, groups, progress
+            As of `search`.
+
+        Returns
+        -------
+        Front
+            Fastest first; empty, with the reason, where no plan keeps the constraints.
+        """
+        data = self.data
+        points, met = find_front(
+            data,
+            seed,
+            with_energy=with_energy,
+            groups=groups,
+            effort=_effort(effort, time_limit_s),
+            tell=progress,
+            tables=self.tables,
+        )
+        return Front(
+            plans=tuple(Plan(self, replace(point.plan, seed=seed)) for point in points),
+            bills=tuple(point.bill for point in points),
+            with_energy=with_energy,
+            interrupted=met.interrupted,
+            reason=met.reason,
+            over=next((bill for bill, _ in met.bills), None) if not points else None,
+            evaluations=met.evaluations,
+            seconds=met.seconds,
+            title=f"{data.model.name} on {data.cluster.name}",
+        )
+
     def _grid(self, objective: Objective, tell: Tell, configurations: PathLike | None) -> Found:
         """The best uniform split."""
         data = self.data
@@ -291,7 +358,14 @@ class Plan:
     def from_file(
         cls, path: PathLike, *, profiles: Iterable[Profile] = (), calibration: Calibration | None = None
     ) -> Plan:
-        """The plan of a file, with its problem; measurements as in `Problem`.
+        """The plan of a file, with its problem.
+
+        Parameters
+        ----------
+        path : path
+            What `save` and the commands wrote.
+        profiles, calibration
+            As of `Problem`.
 
         Raises
         ------
@@ -335,6 +409,104 @@ class Plan:
         """
         return violations(self.problem.data, self.data, self.problem.tables)
 
+    def compare(self, other: Plan) -> Comparison:
+        """Hold another plan beside this one.
+
+        Parameters
+        ----------
+        other : Plan
+            For the same model and batch, on any cluster and for any runtime.
+
+        Returns
+        -------
+        Comparison
+            ``speedup`` of the other, whether it ``is_clear``, and the ``differences``; `str` gives a table.
+
+        Raises
+        ------
+        InputError
+            Where the other trains another model or batch: their steps are not of one size.
+        """
+        for what in ("model", "batch"):
+            mine, theirs = getattr(self.problem, what), getattr(other.problem, what)
+            require(mine == theirs, f"other.{what}", repr(theirs), repr(mine))
+        return Comparison(self, other)
+
+    def export(self, to: str, folder: PathLike | None = None, *, hosts: PathLike | None = None) -> Export | None:
+        """Files by which another program runs the plan, and what it cannot express.
+
+        Parameters
+        ----------
+        to : str
+            Of ``polygon export``: deepspeed, megatron, torchtitan, torchrun, slurm, kubernetes, skypilot or tc.
+        folder : path, optional
+            Where the files go; made if missing. Without it they are only returned.
+        hosts : path, optional
+            Names of the nodes in the cluster's order, a line each; by default names are made up.
+
+        Returns
+        -------
+        Export or None
+            ``files``, ``losses`` and ``start``; None where the target can express no plan that fits.
+
+        Raises
+        ------
+        InputError
+            For an unknown target, for host names that are none, and where files cannot be written.
+        """
+        problem = self.problem.data
+        named = None if hosts is None else read_hosts(files.read_text(hosts), problem.cluster)
+        made = export(problem, self.data, to, hosts=named, tables=self.problem.tables)
+        if made is not None and folder is not None:
+            files.write_folder(folder, made.files)
+        return made
+
+    def timeline(self, most_workers: int | None = None) -> tuple[Interval, ...]:
+        """What every worker is predicted to do in one step, and when.
+
+        Parameters
+        ----------
+        most_workers : int, optional
+            Only so many workers, evenly drawn from all; by default all.
+
+        Returns
+        -------
+        tuple of Interval
+            Forward and backward of every micro-batch, messages, reduction and update: stage, number of the worker in
+            it, kind, name, and start and end [s] from the step's beginning.
+
+        Raises
+        ------
+        InputError
+            For less than one worker.
+        """
+        times = step_times(self.data, self.problem.tables)
+        workers = len(times.place.stage)
+        drawn = None
+        if most_workers is not None:
+            require(most_workers >= 1, "most_workers", most_workers, "a whole number >= 1")
+            drawn = np.zeros(workers, dtype=np.bool_)
+            drawn[np.linspace(0, workers - 1, min(most_workers, workers)).round().astype(np.int64)] = True
+        return tuple(predicted_intervals(times, drawn))
+
+    def plot_timeline(self, most_workers: int = MOST_ROWS) -> Figure:
+        """Picture of `timeline` (needs matplotlib, and says so)."""
+        from polygon.api.plots import plot_timeline
+
+        return plot_timeline(self.timeline(most_workers), f"{self!r}: {seconds(self.evaluate().step_s)} a step")
+
+    def plot_stages(self) -> Figure:
+        """Picture of how busy and how full the workers of every stage are (needs matplotlib)."""
+        from polygon.api.plots import plot_stages
+
+        return plot_stages(self.evaluate(), repr(self))
+
+    def plot_map(self) -> Figure:
+        """Picture of the regions, those that the plan uses, and its traffic between them (needs matplotlib)."""
+        from polygon.api.plots import plot_map
+
+        return plot_map(self.problem.cluster.data, self.evaluate())
+
     def whole_run(self, tokens: float) -> TrainingRun:
         """Time, money and energy of training on so many tokens."""
         times = step_times(self.data, self.problem.tables)
@@ -376,6 +548,11 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan({self.stages} stages on {self.devices} of {self.problem.cluster.devices} devices)"
 
+    def _repr_html_(self) -> str:
+        priced = self.evaluate()
+        caption = f"{self!r}: {seconds(priced.step_s)} a step ({seconds(priced.low_s)} to {seconds(priced.high_s)})"
+        return html_table(caption, STAGE_COLUMNS, stage_rows(self.problem.data, self.data, priced))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
@@ -405,6 +582,15 @@ class Result:
         problem = self.plan.problem
         other = simpler(problem.data, self.plan.data, self.met, problem.tables)
         return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
+
+    def _repr_html_(self) -> str:
+        rows = [["status", self.status]]
+        if self.plan is None:
+            return html_table("Result", ["", ""], [*rows, ["reason", str(self.reason)]])
+        rows += [["step", seconds(self.plan.evaluate().step_s)]]
+        if self.bound is not None and self.gap is not None:
+            rows += [["no plan is faster than", seconds(self.bound.seconds)], ["above that", f"{self.gap:.1%}"]]
+        return html_table("Result", ["", ""], rows) + self.plan._repr_html_()
 
     @property
     def gap(self) -> float | None:

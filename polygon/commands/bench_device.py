@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     parser().parse_args(given)
     for package in ("torch", "runners"):
         if find_spec(package) is None:
-            raise InputError(f"bench-device: found no {package}, expected it installed: pip install 'polygon[train]'")
+            raise InputError(
+                f"bench-device: found no {package}, expected it installed: pip install 'polygon-train[train]'"
+            )
     command = [sys.executable, "-m", PROGRAM, *given]
     with cli.handled_signals([signal.SIGINT], lambda number, frame: None):  # the program answers Ctrl-C itself
         return subprocess.run(command, check=False).returncode

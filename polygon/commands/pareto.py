@@ -9,12 +9,17 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polygon.commands import cli
-from polygon.commands.figures import new_figure
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.errors import InputError
+from polygon.messages.figures import new_figure
+
+if TYPE_CHECKING:
+    from polygon.api.planner import Plan
+    from polygon.cost.money import Bill
+    from polygon.domain.plan import Problem
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,63 +40,61 @@ def main(argv: list[str] | None = None) -> int:
 
     problem, groups = cli.read_task(args, "pareto")
     problem = limited(problem, args)
-    figure = new_figure(6.4, 4.4, "--plot") if args.plot else None
+    if args.plot:
+        new_figure(1, 1, "--plot")  # a search in vain would end in the word that matplotlib is missing
     if args.plans:
         files.make_folder(args.plans)
 
-    from polygon.api.planner import Plan
     from polygon.domain.message import Message
     from polygon.formats.convert import runtime_data
     from polygon.messages.report import describe_runtime, table
-    from polygon.planning.frontier import find_front
     from polygon.planning.objectives import over_limits
-    from polygon.planning.search_engine import Effort
 
     talk = cli.Talk(quiet=args.quiet)
-    asked = cli.posed(problem, args)
     with talk.progress("searching", 1.0) as show:
-        front, collection = find_front(
-            problem,
-            args.seed,
+        front = cli.posed(problem, args).front(
+            seed=args.seed,
             with_energy=args.energy,
             groups=groups,
-            effort=Effort(time_limit_s=args.time_limit or float("inf")),
-            tell=lambda phase, part, best: show(part, f"{phase}: {best:.4g}"),
-            tables=asked.tables,
+            time_limit_s=args.time_limit,
+            progress=lambda phase, part, best: show(part, f"{phase}: {best:.4g}"),
         )
-    if collection.interrupted:
+    if front.interrupted:
         talk.say("interrupted: this is the front so far")
-    if not front:
-        over = tuple(excess for bill, _ in collection.bills[:1] for excess in over_limits(problem, bill))
-        return cli.infeasible(collection.reason or Message("reason.none_found_within_limits", over=over))
-    rows = [_point(problem, point, args.tokens) for point in front]
+    if not front.plans:
+        over = tuple(over_limits(problem, front.over)) if front.over is not None else ()
+        return cli.infeasible(front.reason or Message("reason.none_found_within_limits", over=over))
+    rows = [_point(problem, plan, bill, args.tokens) for plan, bill in zip(front.plans, front.bills, strict=True)]
     data: dict[str, Any] = {"runtime": runtime_data(problem.runtime)}
     data |= {"objectives": ["step_s", "usd", *(["energy_j"] if args.energy else [])], "points": rows}
     if args.plans:
-        for i, point in enumerate(front):
+        for i, plan in enumerate(front.plans):
             rows[i]["plan"] = str(Path(args.plans) / f"plan-{i}.json")
-            Plan(asked, point.plan).save(rows[i]["plan"])
+            plan.save(rows[i]["plan"])
     if args.out:
         files.write_json(args.out, data)
         talk.say(f"front in {args.out}")
-    if figure is not None:
-        _plot(figure, args.plot, problem, rows, energy=args.energy)
+    if args.plot:
+        try:
+            front.plot().savefig(args.plot, dpi=120)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{args.plot}: cannot be written: {error}") from None
         talk.say(f"picture in {args.plot}")
-    talk.say(f"{collection.evaluations} candidates in {collection.seconds:.3g} s")
+    talk.say(f"{front.evaluations} candidates in {front.seconds:.3g} s")
     text = f"{describe_runtime(data['runtime'])}\n{table(*_columns(rows, energy=args.energy))}"
     cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
 
 
-def _point(problem: Any, point: Any, tokens: float | None) -> dict[str, Any]:
+def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> dict[str, Any]:
     """One plan of the front in numbers and words."""
     from dataclasses import asdict
 
     from polygon.cost.money import whole_run
 
-    bill, cluster = point.bill, problem.cluster
+    cluster = problem.cluster
     used: Counter[str] = Counter()
-    for stage in point.plan.stages:
+    for stage in plan.data.stages:
         for worker in stage.workers:
             pool = cluster.pools[worker.pool]
             used[f"{pool.device.name} ({cluster.regions[pool.region].name})"] += worker.tp
@@ -103,7 +106,7 @@ def _point(problem: Any, point: Any, tokens: float | None) -> dict[str, Any]:
         "tokens_per_usd": bill.tokens_per_usd if bill.usd > 0 else None,
         "egress_bytes": float(bill.egress_bytes.sum()),
         "devices": dict(used),
-        "stages": len(point.plan.stages),
+        "stages": plan.stages,
     }
     if tokens:
         row["run"] = asdict(whole_run(bill, tokens))
@@ -126,26 +129,6 @@ def _columns(rows: list[dict[str, Any]], *, energy: bool) -> tuple[list[str], li
         cell += [str(row["stages"]), ", ".join(f"{count} {name}" for name, count in row["devices"].items())]
         cells.append(cell)
     return header, cells
-
-
-def _plot(figure: Any, path: str, problem: Any, rows: list[dict[str, Any]], *, energy: bool) -> None:
-    """The front as steps; energy as the colour of the points."""
-    axes = figure.add_subplot()
-    x, y = [row["usd"] for row in rows], [row["step_s"] for row in rows]
-    if energy:
-        shown = axes.scatter(x, y, c=[row["energy_j"] / 3.6e6 for row in rows])
-        figure.colorbar(shown, label="energy per step, at most [kWh]")
-    else:
-        order = sorted(range(len(x)), key=x.__getitem__)
-        axes.step([x[i] for i in order], [y[i] for i in order], where="post", marker="o")
-    axes.set(
-        xlabel="money per step [USD]", ylabel="step time [s]", title=f"{problem.model.name} on {problem.cluster.name}"
-    )
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be written: {error}") from None
 
 
 if __name__ == "__main__":

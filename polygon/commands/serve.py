@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     if not tokens and args.host not in LOOPBACK:
         raise InputError(f"host: found {args.host} and no --token, expected one where other machines are let in")
     hosts = LOOPBACK | {args.host.lower()} | {name.lower() for name in args.allow_host}
-    shipped = Path(__file__).resolve().parents[2] / "instances"
+    from polygon.formats.files import shipped_instances
+
+    shipped = shipped_instances()
     instances = args.instances or (shipped if shipped.is_dir() else None)
     listening = _listen(args.host, args.port)
     app = create_app(

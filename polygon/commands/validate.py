@@ -16,7 +16,6 @@ from polygon.accuracy.measured import MeasuredRun, plan_runs, published_run
 from polygon.accuracy.rows import BREAKDOWNS, Accuracy, Row, broken_down, predict, rows_of
 from polygon.accuracy.sailor_runs import sailor_runs
 from polygon.commands import cli
-from polygon.commands.figures import new_figure
 from polygon.cost.link_curves import LinkCurves, link_curves
 from polygon.cost.profiles import ModelProfile, model_profiles
 from polygon.cost.uncertainty import group_of_run, quantiles
@@ -24,6 +23,7 @@ from polygon.domain.errors import InputError, located
 from polygon.domain.runtime import Runtime
 from polygon.formats import files
 from polygon.formats.serialization import format_yaml
+from polygon.messages.figures import new_figure
 
 BEGIN, END = "<!-- validation -->", "<!-- /validation -->"
 

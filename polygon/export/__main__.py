@@ -2,8 +2,9 @@
 
     python -m polygon.export plan.json --to deepspeed -o DIR
 
-Targets: deepspeed, megatron, torchtitan, torchrun, skypilot, tc. What a target cannot express is listed with what it
-adds to a step, by the same estimate as the plan's. Exit code 3 where the target can express no plan that fits.
+Targets: deepspeed, megatron, torchtitan, torchrun, slurm, kubernetes, skypilot, tc. What a target cannot
+express is listed with what it adds to a step, by the same estimate as the plan's. Exit code 3 where the target can
+express no plan that fits.
 """
 
 from __future__ import annotations

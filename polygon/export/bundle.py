@@ -106,7 +106,7 @@ def check_script(files: Iterable[str]) -> str:
     lines = ["#!/usr/bin/env bash", "# Looks at the files beside it; starts nothing.", "set -euo pipefail"]
     lines += ['cd "$(dirname "$0")"', ""]
     for name in sorted(files):
-        if name.endswith(".sh"):
+        if name.endswith((".sh", ".sbatch")):
             lines.append(f"bash -n {shlex.quote(name)}")
         elif name.endswith(".json"):
             lines.append(f"python3 -m json.tool {shlex.quote(name)} > /dev/null")

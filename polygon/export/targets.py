@@ -10,10 +10,12 @@ from polygon.domain.errors import fault, one_of
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, check_script, readme
 from polygon.export.deepspeed import export_deepspeed
+from polygon.export.kubernetes import export_kubernetes
 from polygon.export.launch_hosts import Host, default_hosts, slug
 from polygon.export.megatron import export_megatron
 from polygon.export.shaping import export_tc
 from polygon.export.skypilot import export_skypilot
+from polygon.export.slurm import export_slurm
 from polygon.export.torchrun import export_torchrun
 from polygon.export.torchtitan import export_torchtitan
 
@@ -24,6 +26,8 @@ TARGETS: dict[str, Exporter] = {
     "megatron": export_megatron,
     "torchtitan": export_torchtitan,
     "torchrun": export_torchrun,
+    "slurm": export_slurm,
+    "kubernetes": export_kubernetes,
     "skypilot": export_skypilot,
     "tc": export_tc,
 }

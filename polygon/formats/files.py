@@ -46,10 +46,30 @@ MOST_BYTES = 2**30
 """Of a file that is read; far more than anything of ours, and what a machine's memory bears."""
 
 
+INSTANCES = "instances"
+"""Folder of the checkout, and of the installed package, with clusters, recipes and measured data."""
+
+
+def shipped_instances() -> Path:
+    """The folder `instances` that came with this polygon: inside an installed package, beside one in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / INSTANCES
+    return inside if inside.is_dir() else package.parent / INSTANCES
+
+
+def found_file(path: PathLike) -> Path:
+    """The file itself, or for `instances/...` that is not there the one that came with polygon."""
+    given = Path(path)
+    if given.parts[:1] == (INSTANCES,) and not given.exists():
+        shipped = shipped_instances().joinpath(*given.parts[1:])
+        return shipped if shipped.exists() and ".." not in given.parts else given
+    return given
+
+
 def read_text(path: PathLike) -> str:
-    """Text of a file (`-`: of standard input)."""
+    """Text of a file (`-`: of standard input; `instances/...`: see `found_file`)."""
     try:
-        with contextlib.nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as file:
+        with contextlib.nullcontext(sys.stdin.buffer) if str(path) == "-" else found_file(path).open("rb") as file:
             data = bytearray()
             while len(data) <= MOST_BYTES and (piece := file.read(2**24)):
                 data += piece

@@ -82,7 +82,7 @@ def describe_left_out(rows: Sequence[LeftOut]) -> str:
 
 def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
     """Stages, speed, memory, traffic, bound and what limits the plan."""
-    parts = [_stage_table(problem, plan, estimate), "", _headline(problem, plan, estimate, bound)]
+    parts = [table(STAGE_COLUMNS, stage_rows(problem, plan, estimate)), "", _headline(problem, plan, estimate, bound)]
     if plan.local_steps > 1:
         parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
     assumed = assumptions(problem, plan) if estimate.links else []
@@ -122,7 +122,11 @@ def describe_run(run: TrainingRun) -> str:
     )
 
 
-def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
+STAGE_COLUMNS = ["stage", "layers", "region", "workers", "share", "busy", "memory", ""]
+
+
+def stage_rows(problem: Problem, plan: Plan, estimate: Estimate) -> list[list[str]]:
+    """Cells of `STAGE_COLUMNS`, a row for all equal workers of a stage; names of a stage stand in its first row."""
     rows = []
     for s, stage in enumerate(plan.stages):
         workers = [w for w in estimate.workers if w.stage == s]
@@ -145,7 +149,7 @@ def _stage_table(problem: Problem, plan: Plan, estimate: Estimate) -> str:
                     ", ".join(extras) if i == 0 else "",
                 ]
             )
-    return table(["stage", "layers", "region", "workers", "share", "busy", "memory", ""], rows)
+    return rows
 
 
 def _recompute_words(stage: Stage) -> str:

@@ -357,7 +357,7 @@ def run_all(args: argparse.Namespace) -> int:
         else:
             cli.write(report.as_csv(cells) + "\n" + report.as_csv(configurations))
         return cli.EXIT_OK
-    from polygon.commands.figures import new_figure
+    from polygon.messages.figures import new_figure
     from polygon.overhead import communication_plots as plots
 
     folder = Path(args.out)

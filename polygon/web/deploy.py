@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> list[dict[str, Any]]:
     """A dry run: bash parses every script, JSON is read, batch sizes multiply out, the plan breaks no rule."""
     checks: list[dict[str, Any]] = []
     for path in sorted(folder.iterdir()):
-        if path.suffix == ".sh":
+        if path.suffix in (".sh", ".sbatch"):
             run = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=20, check=False)
             checks.append(_check("check.script", run.returncode == 0, run.stderr[:500], file=path.name))
         elif path.name == "plan.json":

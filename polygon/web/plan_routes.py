@@ -39,7 +39,7 @@ from polygon.web.store import Store
 from polygon.web.strategies import compare
 from polygon.web.timeline import timeline
 
-Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "skypilot", "tc"]
+Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
 assert set(TARGETS) == set(Target.__args__)  # type: ignore[attr-defined]
 DeployName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 MOST_PLANS = 32

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from polygon.commands.figures import new_figure
 from polygon.domain.errors import InputError
+from polygon.messages.figures import new_figure
 
 Row = dict[str, Any]
 COLUMNS = (

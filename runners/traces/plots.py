@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from polygon.commands.figures import new_figure
+from polygon.messages.figures import new_figure
 from runners.traces.breakdown import Bubble, Kind, Temporal
 from runners.traces.intervals import common, merged, without
 from runners.traces.kineto import RankTrace

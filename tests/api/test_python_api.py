@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ from polygon.commands import cli
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.objectives import OBJECTIVES
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = polygon.Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
 NODE = {"device": "a100-40gb", "count": 1, "devices_per_node": 2}
 PAIR = {
@@ -74,19 +76,54 @@ def test_the_command_of_a_functions_name_still_runs():
     assert done.stdout.startswith("usage: polygon calibrate")
 
 
-@pytest.mark.parametrize("module", ["polygon", "polygon.api.inputs", "polygon.api.planner"])
+WITH_EXAMPLES = sorted(
+    f"polygon.{'.'.join(path.relative_to(ROOT / 'polygon').with_suffix('').parts)}".removesuffix(".__init__")
+    for path in (ROOT / "polygon").rglob("*.py")
+    if "\n    >>> " in (text := path.read_text("utf-8")) or "\n>>> " in text
+)
+
+
+def test_modules_with_examples_are_found():
+    """Those of the API at least."""
+    assert {"polygon", "polygon.api.inputs", "polygon.api.planner"} <= set(WITH_EXAMPLES)
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_in_docstrings_hold(module):
     """What docstrings show is what happens."""
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted > 0 and found.failed == 0
 
 
-@pytest.mark.parametrize("function", [polygon.Problem, polygon.Problem.search, polygon.load, polygon.calibrate])
-def test_every_parameter_is_explained(function):
-    """The section Parameters names each of the signature."""
-    section = inspect.getdoc(function).split("Parameters\n")[1]
-    for name in inspect.signature(function).parameters:
-        assert name == "self" or f"\n{name}" in section or f"\n*{name}" in section, name
+def public_functions():
+    """The API's functions, classes and their methods, by dotted name; not records of deeper layers."""
+    for name in polygon.__all__:
+        thing = getattr(polygon, name)
+        if not thing.__module__.startswith("polygon.api."):
+            continue
+        yield name, thing
+        if inspect.isclass(thing):
+            for part, member in inspect.getmembers(thing, callable):
+                if not part.startswith("_") and part in vars(thing):
+                    yield f"{name}.{part}", member
+
+
+FUNCTIONS = dict(public_functions())
+MADE_BY_POLYGON = ("Comparison", "Front", "Milestone", "Result")
+"""Records that are handed out: their fields say for themselves what they are."""
+
+
+@pytest.mark.parametrize(("name", "function"), FUNCTIONS.items(), ids=FUNCTIONS)
+def test_every_parameter_is_explained(name, function):
+    """A docstring each; where a function has several parameters, or a class any, the section names each of them."""
+    text = inspect.getdoc(function)
+    assert text and text.split("\n")[0].endswith(".")
+    names = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+    if (len(names) < 2 and not inspect.isclass(function)) or name in MADE_BY_POLYGON:
+        return
+    section = text.split("Parameters\n")[1]
+    for parameter in names:
+        assert re.search(rf"^\S.*\b{parameter}\b|^{parameter}\b", section, re.MULTILINE), parameter
 
 
 def test_words_of_a_search_are_those_of_the_planner():

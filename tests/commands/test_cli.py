@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polygon.__main__ import COMMANDS, main, module_of
+from polygon.__main__ import COMMANDS, PROGRAMS, main, module_of
 from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
 from polygon.domain.errors import InputError
@@ -127,14 +127,15 @@ def test_unknown_command_names_the_nearest(capsys):
 
 
 def test_every_offered_command_exists_and_explains_itself(capsys):
-    """Each listed command answers --help under its own name."""
-    offered = [command for command in COMMANDS if module_of(command)]
+    """Each listed command answers --help under its own name, or a program of the runtime under the one it has."""
+    offered = {command: module for command in COMMANDS if (module := module_of(command))}
     assert offered
-    for command in offered:
+    for command, module in offered.items():
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
-        assert capsys.readouterr().out.startswith(f"usage: polygon {command}")
+        by_whom = "" if module.startswith(PROGRAMS) else f"polygon {command}"
+        assert capsys.readouterr().out.startswith(f"usage: {by_whom}")
 
 
 def test_a_reader_that_leaves_early_is_no_error():

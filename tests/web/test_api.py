@@ -220,7 +220,9 @@ def test_instances_are_those_shipped_and_nothing_else(server):
         assert server.request("GET", f"/api/v1/instances/{name}")[0] == 404
 
 
-@pytest.mark.parametrize("target", ["deepspeed", "megatron", "torchtitan", "torchrun", "skypilot", "tc"])
+@pytest.mark.parametrize(
+    "target", ["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
+)
 def test_one_click_deployment_passes_its_dry_run(server, plan_id, target):
     """Files, README and checks; its own check.sh agrees."""
     answer = server.request("POST", f"/api/v1/plans/{plan_id}/deploy", {"name": f"my-{target}", "target": target})

@@ -8,7 +8,7 @@ import { attempt, notice, planId, shown, tried } from "./state";
 import { t } from "./strings";
 import { Answer, Empty, Field, Section, Table, useAnswer } from "./ui";
 
-const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", skypilot: "SkyPilot", tc: "tc" };
+const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", slurm: "Slurm", kubernetes: "Kubernetes", skypilot: "SkyPilot", tc: "tc" };
 const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
 
 export function Deploy(): JSX.Element {

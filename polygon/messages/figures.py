@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 from polygon.domain.errors import InputError
@@ -28,6 +29,15 @@ def new_figure(width_inches: float, height_inches: float, wanted_by: str) -> Fig
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError(f"{wanted_by}: found no matplotlib, expected it (pip install matplotlib)") from None
-    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+    class Picture(Figure):
+        """A figure that notebooks show by themselves: without pyplot they would print its name."""
+
+        def _repr_png_(self) -> bytes:
+            drawn = BytesIO()
+            self.savefig(drawn, format="png")
+            return drawn.getvalue()
+
+    figure = Picture(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
