@@ -9,15 +9,12 @@
   through the stages before, whatever takes longer. More compute than one worker has means a reduction between two;
   more than a node has, between nodes; more than a region has, between regions. The compute that all stages need to end
   in time is minimised by dynamic programming (`polygon.bounds.stage_bound`); the devices have only so much.
-- **Regions.** A plan that uses several regions passes the longest link between them at the end of a step, to agree on
-  the gradient's norm or, if it has one stage, to sum the gradient; it also sends some message or gradient from one to
-  another. A plan that does not has fewer devices. The least over all sets
-  of regions (`polygon.bounds.region_sets`), joined with the three above.
+- **Regions.** All wait for the latency of the first stage's sum and for the gradient's norm, and regions that do not
+  hold the first stage wait for messages; for every set of regions (`polygon.bounds.region_sets`), joined with the three
+  above. Interleaved plans are bounded by themselves.
 
-All of this for every micro-batch size, of which the least counts. The bound holds for plans whose micro-batch sizes and
-tensor-parallel degrees are those of `polygon.cost.tables`, whose packings and local steps the constraints allow
-(`polygon.cost.convergence`; both weaken it), and that shard gradients or weights (ZeRO-2 and 3) no sooner than the
-search does.
+All of this for every micro-batch size, of which the least counts. docs/objectives.md has the inequalities, and the
+plans that are not counted.
 """
 
 from __future__ import annotations
@@ -416,7 +413,7 @@ class _Traffic:
     def message_s(self, micro_batch_size: int) -> float:
         """Least seconds of a message between any two workers (0 without two nodes or devices to a node)."""
         links, used = self.tables.links, self.kinds.of_pool >= 0
-        # Inside a region anything may be packed.
+        # Inside a region anything may be packed: the bound does not look for who forbids it.
         n_bytes = self._wire_bytes(micro_batch_size, COMPRESSIONS)
         pools = self.tables.problem.cluster.pools
         several = np.array([pool.devices_per_node > 1 for pool in pools])

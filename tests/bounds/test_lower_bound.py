@@ -1,6 +1,7 @@
 """Lower bounds: below every plan, equal to it where the optimum is known, and each relaxation binds where it should."""
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Constraints, Problem
 from polygon.planning.candidates import Candidates
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.initial_solutions import simple_starts
+from polygon.planning.polish import changes
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
@@ -67,7 +70,8 @@ def problems(draw):
 
 
 def random_plans(problem, rng, count=6):
-    """Plans of random allocations and of what a careful person would try, with random spans, packings and steps."""
+    """Plans of random allocations and of what a careful person would try, small changes of them (borders, options,
+    chunks), and random spans, packings and steps."""
     decoder = Decoder(problem)
     candidates = Candidates(decoder, min(6, problem.model.layers))
     sizes = candidates.sizes
@@ -82,6 +86,9 @@ def random_plans(problem, rng, count=6):
         if isinstance(plan, Infeasible):
             continue
         yield plan
+        for changed in islice(changes(plan, decoder.tables), 6):
+            if not violations(problem, changed, decoder.tables):
+                yield changed
         spans = tuple(tuple(int(span) for span in rng.integers(1, 9, len(row))) for row in plan.spans)
         may = allowed(problem)
         links = tuple(
