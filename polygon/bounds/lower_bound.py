@@ -51,7 +51,7 @@ from polygon.cost.transfers import boundary_values, codec_s, matrix_values, pack
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, RECOMPUTE, Problem
 from polygon.domain.runtime import Runtime
 
-MOST_STAGES = 16
+MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
 LONGER = 2
 """Passing all layers takes a micro-batch of more sequences no less than one over so much of the time of a smaller."""

@@ -26,7 +26,7 @@ import numpy as np
 from polygon.cost.reduction import exchange_rounds
 
 ENUMERATED = 9
-MOST_BINS = 8
+MOST_BINS = 6
 """Pairs of sets taken together, by what all wait."""
 
 

@@ -136,7 +136,7 @@ class Executions:
         return self._tables.memory(self._of.tp, self._size, recompute, self._of.cp, ep, self._sequence[-1])
 
 
-FLIGHTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+FLIGHTS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Micro-batches in flight at which the bound takes a step; from one to the next it takes the better of both."""
 
 
