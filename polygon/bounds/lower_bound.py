@@ -9,30 +9,29 @@
   through the stages before, whatever takes longer. More compute than one worker has means a reduction between two;
   more than a node has, between nodes; more than a region has, between regions. The compute that all stages need to end
   in time is minimised by dynamic programming (`polygon.bounds.stage_bound`); the devices have only so much.
-- **Regions.** A plan that uses several regions passes the longest link between them at the end of a step, to agree on
-  the gradient's norm or, if it has one stage, to sum the gradient; it also sends some message or gradient from one to
-  another. A plan that does not has fewer devices. The least over all sets
-  of regions (`polygon.bounds.region_sets`), joined with the three above.
+- **Regions.** All wait for the latency of the first stage's sum and for the gradient's norm, and regions that do not
+  hold the first stage wait for messages; for every set of regions (`polygon.bounds.region_sets`), joined with the three
+  above. Interleaved plans are bounded by themselves.
 
-All of this for every micro-batch size, of which the least counts. The bound holds for plans whose micro-batch sizes and
-tensor-parallel degrees are those of `polygon.cost.tables`, whose packings and local steps the constraints allow
-(`polygon.cost.convergence`; both weaken it), and that shard gradients or weights (ZeRO-2 and 3) no sooner than the
-search does.
+All of this for every micro-batch size, of which the least counts. docs/objectives.md has the inequalities, and the
+plans that are not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from scipy.optimize import linprog
 
-from polygon.bounds.region_sets import RegionSet, region_sets
+from polygon.bounds.region_sets import RegionSets, Ways, region_sets
 from polygon.bounds.region_sums import Hop, Links, groups_by_capacity, summing_sets
-from polygon.bounds.stage_bound import Pipeline, least_capacity
+from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
 from polygon.bounds.stage_tiers import (
     Distances,
     Executions,
@@ -45,17 +44,17 @@ from polygon.bounds.stage_tiers import (
     least_wire_bytes,
     region_tiers,
 )
-from polygon.cost.convergence import allowed
+from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.reduction import least_part
 from polygon.cost.tables import CostTables, running_sum
-from polygon.cost.transfers import boundary_values, codec_s, matrix_values
-from polygon.domain.plan import RECOMPUTE
+from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, RECOMPUTE, Problem
 from polygon.domain.runtime import Runtime
 
-MOST_CHUNKS = 8
-"""Stages on each group of workers; plans with more are not counted."""
-MOST_STAGES = 64
+MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
+LONGER = 2
+"""Passing all layers takes a micro-batch of more sequences no less than one over so much of the time of a smaller."""
 MOST_SPREADS = 8
 """Tiers of several regions, by their compute."""
 TOLERANCE = 1e-3
@@ -125,19 +124,22 @@ def _bound(tables: CostTables, local_steps: int) -> LowerBound:
     if not kinds.classes:
         return LowerBound(seconds=np.inf, parts={"compute": np.inf})
     traffic = _Traffic(tables, kinds, local_steps)
-    sizes = [_size(tables, kinds, size) for size in tables.micro_batch_sizes]
-    compute_s, path_s = min(size.compute_s for size in sizes), min(size.least_s for size in sizes)
-    stages_s = regions_s = np.inf
-    for size in sorted(sizes, key=lambda size: size.least_s):
+    compute_s = path_s = stages_s = regions_s = np.inf
+    for number in tables.micro_batch_sizes:
+        size = _size(tables, kinds, number)
+        compute_s, path_s = min(compute_s, size.compute_s), min(path_s, size.least_s)
         if size.least_s < regions_s:
             stages = _Stages(size, traffic)
-            stages_s = stages.least_s(size.capacity, stages_s)
-            # The most promising set first: the others then need one look each.
-            for regions in sorted(
-                traffic.sets(size.device_capacity), key=lambda r: r.spread_s + size.work / r.capacity
-            ):
-                regions_s = min(regions_s, stages.within_s(regions, local_steps, regions_s))
-            regions_s = min(regions_s, stages.interleaved_s(traffic.most_capacity(size.device_capacity), regions_s))
+            stages_s = stages.least_s(constant(size.capacity), stages_s)
+            sets = traffic.sets(size)
+            # The most promising first: the others then need one look each.
+            for some in sorted(sets.bins(), key=lambda some: float((some.waits_s + size.work / some.capacity).min())):
+                regions_s = min(regions_s, stages.apart_s(some, regions_s))
+            regions_s = min(regions_s, stages.single_s(sets, regions_s), stages.interleaved_s(sets, regions_s))
+            if local_steps > 1:
+                regions_s = min(regions_s, stages.local_s(regions_s))
+        elif size.path_s > LONGER * regions_s:
+            break  # larger micro-batches pass the layers no sooner
     parts = {"compute": compute_s, "path": path_s, "stages": min(stages_s, regions_s), "regions": regions_s}
     return LowerBound(seconds=regions_s, parts=parts)
 
@@ -150,6 +152,13 @@ def _size(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> _Size:
     return tables.bounds_by_size[key]
 
 
+def compute_of_size(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Least device-seconds of a layer and a micro-batch, (layer kinds, device kinds), and how many of these there are,
+    (layer kinds,)."""
+    size = _size(tables, kinds, micro_batch_size)
+    return size.device_s, size.count
+
+
 class _Size:
     """What a micro-batch of one size costs on each class of worker, and what that alone asks of a step."""
 
@@ -157,6 +166,7 @@ class _Size:
         problem = tables.problem
         self.tables, self.kinds, self.micro_batch_size = tables, kinds, micro_batch_size
         self.micro_batches = problem.batch.global_batch // micro_batch_size
+        self._held_s: dict[float | None, np.ndarray] = {}
         times = np.array(
             [
                 [Executions(tables, c, micro_batch_size).least_s(r, accumulates=False) for r in RECOMPUTE]
@@ -167,7 +177,10 @@ class _Size:
         self.forward_s, self.backward_s = sums[:, :, 0], sums[:, :, 1]
         """Running sums over the layers, shape (classes, recomputations, layers + 1)."""
         each_s = np.diff(self.forward_s + self.backward_s).min(axis=1)
-        self.path_s = float(each_s.min(axis=0).sum())
+        least_s = each_s.min(axis=0)
+        self.path_s = float(least_s.sum())
+        self.rest_s = running_sum(least_s[::-1])[::-1]
+        """Least seconds of a micro-batch, forward and backward, in layers [b, layers), shape (layers + 1,)."""
         names = [problem.model.layer_kind(layer) for layer in range(problem.model.layers)]
         layer_kinds = list(dict.fromkeys(names))
         sample = [names.index(name) for name in layer_kinds]
@@ -178,18 +191,34 @@ class _Size:
         devices = np.array([pool.devices for pool in problem.cluster.pools])
         count = np.bincount(kinds.of_pool[used], weights=devices[used])
         work = np.array([names.count(name) for name in layer_kinds]) * float(self.micro_batches)
+        self.device_s, self.count = device_s, work
         self.compute_s, prices = _compute_program(device_s, work, count)
         self.device_capacity = (prices[:, None] / device_s).max(axis=0)
         """Worth of what a device of each kind computes in a second, shape (kinds,)."""
         self.class_capacity = np.array([self.device_capacity[c.kind] * c.devices for c in kinds.classes])
         self.capacity = float(self.device_capacity @ count)
+        self.devices = float(count.sum())
         self.work = float(prices @ work)
         """Worth of all layers of all micro-batches."""
+        ends = [layer_kinds.index(names[layer]) for layer in (0, -1)]
+        self.rest_work = float(prices[ends].sum()) * self.micro_batches
+        """Of these, of the first and the last layer."""
+        self.block_s = np.diff([self.forward_s, self.backward_s])[..., 1:-1].min(axis=(1, 2, 3), initial=np.inf)
+        """Least seconds of forward and of backward of a layer that is neither the first nor the last."""
+        self.alike = len(set(names[1:-1])) == 1 and len(layer_kinds) == 3
+        """Whether all layers between these are of one kind."""
 
     @cached_property
     def fitting_s(self) -> np.ndarray:
         """See `stage_tiers.fitting_s`."""
-        return fitting_s(self.tables, self.kinds, self.micro_batch_size)
+        return self.held_s(None)
+
+    def held_s(self, held: float | None) -> np.ndarray:
+        """See `stage_tiers.fitting_s`."""
+        if held not in self._held_s:
+            rest_s = self.rest_s
+            self._held_s[held] = fitting_s(self.tables, self.kinds, self.micro_batch_size, rest_s, held=held)
+        return self._held_s[held]
 
     @property
     def least_s(self) -> float:
@@ -224,6 +253,10 @@ def _compute_program(device_s: np.ndarray, work: np.ndarray, devices: np.ndarray
     return float(result.fun) * scale, np.maximum(result.eqlin.marginals, 0.0) / work
 
 
+INSIDE = (..., slice(1, -1), slice(1, -1))
+"""Of arrays by first and last layer: all but the model's first and last."""
+
+
 class Across(NamedTuple):
     """A way to place the workers of a stage in several regions, and what reducing layers [a, b) then takes at least."""
 
@@ -248,9 +281,7 @@ class _Traffic:
         problem, batch = tables.problem, tables.problem.batch
         self.tables, self.kinds, self.local_steps = tables, kinds, local_steps
         self.distances = Distances(tables, kinds)
-        may = allowed(problem)
-        self._activation_modes = {"none", *may.activations, *may.activation_gradients}
-        self._gradient_modes = {"none", *may.weight_gradients}
+        self._modes = {traffic: _kinds(problem, traffic) for traffic in TRAFFIC}
         layers = problem.model.layers
         spread = max(Executions(tables, of, 1).spreads[-1] for of in kinds.classes)
         values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters)
@@ -262,14 +293,11 @@ class _Traffic:
         self.gradient_bytes = values * batch.gradient_bytes
         wire_bytes = self._gradient_wire_bytes(values)
         links = self._links_between_regions()
-        self.sets_of_regions = summing_sets(links, whole="powersgd" in self._gradient_modes)
-        count = np.maximum(differences(np.arange(layers + 1.0)), 1.0)
+        self.sets_of_regions = summing_sets(links, whole="powersgd" in self._modes["weight_gradients"])
         spans, where = np.unique(
-            np.floor([self.gradient_bytes.ravel(), wire_bytes.ravel(), count.ravel()]), axis=1, return_inverse=True
+            np.floor([self.gradient_bytes.ravel(), wire_bytes.ravel()]), axis=1, return_inverse=True
         )
-        self._span_of, self._last_part = where.reshape(count.shape), 1 / spans[2]
-        if not problem.runtime.by_layer:
-            self._last_part = np.minimum(self._last_part, problem.runtime.last_bucket)
+        self._span_of = where.reshape(values.shape)
         self._sums_s = self.sets_of_regions.seconds(spans[0], spans[1], links.hop)
 
     def _links_between_regions(self) -> Links:
@@ -291,7 +319,7 @@ class _Traffic:
     def _gradient_wire_bytes(self, n_values: np.ndarray) -> np.ndarray:
         problem = self.tables.problem
         matrix = matrix_values(problem.model)
-        return least_wire_bytes(self._gradient_modes, n_values, problem.batch.gradient_bytes, matrix)
+        return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
     def _between_nodes_s(self, n_values: float) -> float:
         """Least seconds to exchange the gradient of tied embeddings, as `estimate.tied_embedding_s` prices it."""
@@ -310,7 +338,7 @@ class _Traffic:
         np.fill_diagonal(joined, False)
         if joined.any():
             element_bytes = self.tables.problem.batch.gradient_bytes
-            wire = float(least_wire_bytes(self._gradient_modes, np.array([n_values]), element_bytes)[0])
+            wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), element_bytes)[0])
             way_s = table.factor * (cluster.latency_s[joined] + wire / cluster.bytes_per_s[joined])
             least = min(least, float(way_s.min()))
         return least
@@ -321,30 +349,57 @@ class _Traffic:
         worth = np.where(used, devices * device_capacity[self.kinds.of_pool], 0.0)
         return np.bincount(self.tables.links.region, weights=worth, minlength=len(cluster.regions))
 
-    def most_capacity(self, device_capacity: np.ndarray) -> float:
-        """Most worth of the devices of one region."""
-        return float(self._region_capacity(device_capacity).max())
+    def sets(self, size: _Size) -> RegionSets:
+        """Sets of regions for micro-batches of a size."""
+        return region_sets(
+            self._region_capacity(size.device_capacity), self._ways(size.micro_batch_size), least_s=size.least_s
+        )
 
-    def sets(self, device_capacity: np.ndarray) -> list[RegionSet]:
-        """Sets of regions, given the worth of a device of each kind."""
-        cluster = self.tables.problem.cluster
-        capacity = self._region_capacity(device_capacity)
-        return region_sets(capacity, cluster.latency_s, cluster.bytes_per_s > 0)
+    def _ways(self, micro_batch_size: int) -> Ways:
+        """Links between regions; messages that a runtime sends between computing count in its workers' time alone."""
+        links, cluster = self.tables.links, self.tables.problem.cluster
+        latency_s = links.factor * cluster.latency_s
+        linked = cluster.bytes_per_s > 0
+        least_s = self.message_s(micro_batch_size)
+        over = []
+        for traffic in ("activations", "activation_gradients"):
+            wire = self._wire_bytes(micro_batch_size, self._modes[traffic])
+            with np.errstate(divide="ignore"):
+                rate = np.minimum(cluster.bytes_per_s / links.factor, links.capacity_bytes_per_s)
+                more_s = np.maximum(latency_s + wire / rate - least_s, 0.0)
+            more_s = more_s if self.tables.problem.runtime.p2p_overlap else np.zeros_like(more_s)
+            over.append(np.where(linked, more_s, np.inf))
+        return Ways(
+            latency_s=latency_s,
+            linked=linked,
+            down_s=over[0],
+            up_s=over[1],
+            whole="powersgd" in self._modes["weight_gradients"],
+        )
 
-    def across(self, device_capacity: np.ndarray, hidden_s: np.ndarray) -> list[Across]:
-        """Tiers of several regions; `hidden_s`: what of the reduction of layers [a, b) backward hides at most."""
+    def _wire_bytes(self, micro_batch_size: int, modes: Iterable[str]) -> float:
+        """Least bytes of the activation of a micro-batch between two stages, or of its gradient."""
+        problem = self.tables.problem
+        values = boundary_values(problem.model, problem.batch, micro_batch_size)
+        element_bytes = max(problem.batch.element_bytes, 2)
+        return min(packed_bytes(values, element_bytes, mode, width=problem.model.hidden_size) for mode in modes)
+
+    def across(self, device_capacity: np.ndarray, hidden_s: np.ndarray, last: np.ndarray) -> list[Across]:
+        """Tiers of several regions.
+
+        Parameters
+        ----------
+        hidden_s, last : ndarray, shape (layers, layers + 1)
+            What of the reduction of layers [a, b) backward hides at most, and which part it hides nothing of.
+        """
         capacity = self.sets_of_regions.capacity(self._region_capacity(device_capacity))
         latency_s, tiers = self.sets_of_regions.latency_s[:, None], []
         for some in groups_by_capacity(capacity, MOST_SPREADS):
             whole_s, far_s = self._sums_s[some], latency_s[some]
-            first_s = far_s + (whole_s - far_s) * self._last_part
-            parts = (
-                whole_s.min(axis=0),
-                first_s.min(axis=0),
-                (whole_s - far_s).min(axis=0),
-                (first_s - far_s).min(axis=0),
-            )
-            whole, first, whole_near, first_near = (part[self._span_of] for part in parts)
+            # The least of many sets, each part by itself.
+            far, whole = float(far_s.min()), whole_s.min(axis=0)[self._span_of]
+            whole_near = (whole_s - far_s).min(axis=0)[self._span_of]
+            first, first_near = far + whole_near * last, whole_near * last
             tiers.append(
                 Across(
                     capacity=float(capacity[some].max()),
@@ -355,32 +410,45 @@ class _Traffic:
             )
         return tiers
 
-    def message_s(self, micro_batch_size: int) -> tuple[float, float]:
-        """Least seconds of a message between any two workers, and between workers of two regions."""
-        problem, links, used = self.tables.problem, self.tables.links, self.kinds.of_pool >= 0
-        values = float(boundary_values(problem.model, problem.batch, micro_batch_size))
-        element_bytes = max(problem.batch.element_bytes, 2)
-        n_bytes = values * element_bytes
-        wire = float(least_wire_bytes(self._activation_modes, np.array([values]), element_bytes)[0])
-        pools = problem.cluster.pools
+    def message_s(self, micro_batch_size: int) -> float:
+        """Least seconds of a message between any two workers (0 without two nodes or devices to a node)."""
+        links, used = self.tables.links, self.kinds.of_pool >= 0
+        # Inside a region anything may be packed: the bound does not look for who forbids it.
+        n_bytes = self._wire_bytes(micro_batch_size, COMPRESSIONS)
+        pools = self.tables.problem.cluster.pools
         several = np.array([pool.devices_per_node > 1 for pool in pools])
         node_s = links.node_latency_s + n_bytes / self.kinds.most_degree / links.node_bytes_per_s
         joined = (links.region[:, None] == links.region[None, :]) & used[:, None] & used[None, :]
         joined[np.diag_indices(len(pools))] &= np.array([pool.nodes > 1 for pool in pools])
-        near_s = min(
+        seconds = min(
             float(node_s[several & used].min(initial=np.inf)),
             float((links.latency_s + n_bytes / links.bytes_per_s.clip(1e-300))[joined].min(initial=np.inf)),
+            self.distances.message_s(n_bytes),
         )
-        far_s = self.distances.message_s(wire)
-        return min(near_s, far_s), far_s
+        return seconds if np.isfinite(seconds) else 0.0
 
     def codec_s(self, micro_batch_size: int) -> float:
         """Most seconds of packing and unpacking a gradient in a worker's backward."""
         problem = self.tables.problem
         values = boundary_values(problem.model, problem.batch, micro_batch_size)
         rate = min(pool.device.memory_bytes_per_s for pool in problem.cluster.pools)
-        modes = self._activation_modes if self.distances.linked else {"none"}
-        return max(sum(codec_s(values, problem.batch.element_bytes, mode, rate)) for mode in modes)
+        return max(sum(codec_s(values, problem.batch.element_bytes, mode, rate)) for mode in COMPRESSIONS)
+
+
+def _kinds(problem: Problem, traffic: str) -> set[str]:
+    """Packings between regions that a plan may name: those that the search chooses from, and those without a row."""
+    limits = problem.constraints
+    kinds = {"none", *getattr(allowed(problem), traffic)}
+    for mode in COMPRESSIONS:
+        known = PARITY_LEVELS.index(level_needed(problem, traffic, mode)) <= PARITY_LEVELS.index(limits.parity)
+        if mode in limits.compressions if limits.compressions else known:
+            kinds.add(mode)
+    return kinds
+
+
+def constant(capacity: float) -> Callable[[float], float]:
+    """As much compute whatever the time."""
+    return lambda _: capacity
 
 
 class _Stages:
@@ -388,32 +456,42 @@ class _Stages:
 
     def __init__(self, size: _Size, traffic: _Traffic) -> None:
         self.size = size
-        message_s, self.crossing_s = traffic.message_s(size.micro_batch_size)
         capacity = size.class_capacity
         ratio = capacity / capacity.min()
         inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity))
         tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
         whole_s = np.array([tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers])
+        runtime = traffic.tables.problem.runtime
         layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
         # Layers are reduced one after another while backward of the last micro-batch still runs.
         backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
-        hidden_s = backward_s * np.maximum((layers - 1) / layers, _hidden_part(traffic.tables.problem.runtime))
-        runtime = traffic.tables.problem.runtime
-        last = 1 / layers if runtime.by_layer else np.minimum(1 / layers, runtime.last_bucket)
-        # Where gradients or weights are sharded, micro-batches have their traffic, and nothing is left for the end.
-        inside_s = np.array([np.maximum(whole_s * last, whole_s - hidden_s), np.zeros_like(whole_s)])
-        across = traffic.across(size.device_capacity, hidden_s)
-        # With and without the latency between regions.
-        tier_s, self.near_s = (
-            np.concatenate([inside_s, *(part[:, None] for part in parts)], axis=1)
-            for parts in ([tier.exposed_s for tier in across], [tier.near_s for tier in across])
-        )
-        if traffic.local_steps > 1:
-            # Regions that meet only every so many steps do it after the update.
-            for t, tier in enumerate(across, len(tiers)):
-                tier_s[:, t] = np.minimum(tier_s[:, t], tier.whole_s / traffic.local_steps)
+        ends_s = np.diff(size.backward_s)[..., [0, -1]].max(axis=(0, 1)).sum()
+
+        def exposed(more: int, more_s: float) -> tuple[np.ndarray, np.ndarray, list[Across]]:
+            """Sums as far as backward does not hide them, with and without latency between regions, of stages that may
+            have so many more layers, with a backward of so much."""
+            count = layers + more
+            part = np.maximum((count - 1) / count, _hidden_part(runtime))
+            hidden_s = (backward_s + more_s) * part
+            last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
+            # Where gradients or weights are sharded, micro-batches have their traffic, and nothing is left for the end.
+            inside_s = np.array([np.maximum(whole_s * last, whole_s - hidden_s), np.zeros_like(whole_s)])
+            across = traffic.across(size.device_capacity, hidden_s, last)
+            far, near = (
+                np.concatenate([inside_s, *(part[:, None] for part in parts)], axis=1)
+                for parts in ([tier.exposed_s for tier in across], [tier.near_s for tier in across])
+            )
+            return far, near, across
+
+        tier_s, self.near_s, across = exposed(0, 0.0)
+        self.group_tier_s = exposed(2, float(ends_s))[0]
+        self.inside = len(tiers)
+        # Regions that meet only every so many steps do it after the update.
+        self.local_tier_s = tier_s.copy()
+        for t, tier in enumerate(across, len(tiers)):
+            self.local_tier_s[:, t] = np.minimum(tier_s[:, t], tier.whole_s / traffic.local_steps)
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
-        self.least_across_s = min(
+        self.meeting_s = min(
             (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tier in across), default=np.inf
         )
         self.pipeline = Pipeline(
@@ -422,25 +500,45 @@ class _Stages:
             backward_s=_least_sum(size.backward_s),
             class_s=size.fitting_s,
             class_capacity=capacity,
+            best=best_class(size.fitting_s, capacity),
             tier_s=tier_s,
             tier_capacity=np.array([*(tier.capacity for tier in tiers), *(tier.capacity for tier in across)]),
-            message_s=message_s if np.isfinite(message_s) else 0.0,
+            message_s=traffic.message_s(size.micro_batch_size),
+            passing_s=(0.0, 0.0),
             tied_s=traffic.tied_s,
             unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+            whole=True,
         )
 
-    def least_s(self, capacity: float, known_s: float, *, only: Pipeline | None = None, most_stages: int = 1) -> float:
-        """Least time in which devices of so much compute can end a step, if it is less than `known_s` (else that).
+    def least_s(
+        self,
+        capacity: Callable[[float], float],
+        known_s: float,
+        *,
+        only: Pipeline | None = None,
+        most_stages: int = MOST_STAGES,
+        further: bool = True,
+    ) -> float:
+        """Least time in which a pipeline can end, if it is less than `known_s` (else that).
 
-        `only`: of at most so many stages, with these costs.
+        Parameters
+        ----------
+        capacity : callable
+            Compute of the devices, given the time.
+        only : Pipeline, optional
+            With these costs.
+        most_stages, further
+            See `least_capacity`.
         """
+        pipeline = only or self.pipeline
 
         def ends(time_s: float) -> bool:
-            if only is not None:
-                return least_capacity(only, time_s, most_stages, capacity) < np.inf
-            return least_capacity(self.pipeline, time_s, MOST_STAGES, capacity) < np.inf
+            limit = capacity(time_s)
+            if self.size.work > limit * time_s * (1 + 1e-9):
+                return False
+            return least_capacity(pipeline, time_s, most_stages, limit, further) < np.inf
 
-        low_s = max(self.size.path_s, self.size.compute_s, self.size.work / capacity)
+        low_s = max(self.size.path_s, self.size.compute_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s
         if ends(low_s):
@@ -457,31 +555,122 @@ class _Stages:
                 low_s = middle_s
         return low_s
 
-    def interleaved_s(self, capacity: float, known_s: float) -> float:
-        """Least time of an interleaved plan in a region of so much compute; `known_s` if that is less.
+    def apart_s(self, sets: RegionSets, known_s: float) -> float:
+        """Least time of a plan on one of some sets of regions; `known_s` if that is less.
 
-        Its workers hold as many layers as those of some plan that is not, under the same memory, and sum as many
-        gradients. Their first action waits for a message from every group before, and for one chunk of its layers: of
-        the at most `MOST_CHUNKS` equal parts, at least half of such a part of all.
+        What all wait is taken off the time. A stage's own sum goes on while they wait, but for the first stage's, whose
+        latency it is.
         """
-        part = 1 / (2 * MOST_CHUNKS)
-        chunked = self.pipeline._replace(
-            forward_s=part * self.pipeline.forward_s, backward_s=part * self.pipeline.backward_s
-        )
-        return self.least_s(capacity, known_s, only=chunked, most_stages=MOST_STAGES)
+        first_s, tier_s = float(sets.first_s.max()), self.pipeline.tier_s.copy()
+        if first_s == 0:
+            tier_s[:, self.inside :, 0] = np.inf
+        else:
+            tier_s = np.maximum(tier_s - first_s, 0.0)
+            tier_s[:, : self.inside, 0] = np.inf
+            tier_s[:, self.inside :, 0] = self.near_s[:, self.inside :, 0]
+        return self._waiting_s(sets, known_s, self.pipeline._replace(tier_s=tier_s))
 
-    def within_s(self, regions: RegionSet, local_steps: int, known_s: float) -> float:
-        """Least time of a plan on regions so far apart and with so much compute; `known_s` if that is less."""
-        if regions.spread_s == 0:
-            return self.least_s(regions.capacity, known_s)
-        agree_s = regions.spread_s if local_steps == 1 else 0.0
-        passing_s = min(self.size.path_s + 2 * self.crossing_s, self.least_across_s)
-        several_s = max(self.least_s(regions.capacity, known_s - agree_s), passing_s)
-        if local_steps > 1:
-            return several_s + agree_s
-        # Devices that all have the whole gradient do not wait for its norm, but the sums of one stage take a round.
-        single = self.pipeline._replace(tier_s=self.near_s)
-        return min(several_s, self.least_s(regions.capacity, several_s, only=single)) + agree_s
+    def _waiting_s(
+        self,
+        sets: RegionSets,
+        known_s: float,
+        pipeline: Pipeline,
+        *,
+        rest: float = 0.0,
+        most_stages: int = MOST_STAGES,
+        further: bool = True,
+    ) -> float:
+        """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
+
+        Workers do whole micro-batches; and those whose regions are away do less of everything, parts of one included.
+
+        Parameters
+        ----------
+        rest : float
+            Work beside the pipeline's.
+        """
+        waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
+        least = partial(self.least_s, most_stages=most_stages, further=further)
+        least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
+        if least_s + waits_s < known_s and sets.away.any():
+            part, most_s = pipeline._replace(whole=False), known_s - waits_s
+            least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
+        return min(known_s, least_s + waits_s)
+
+    def single_s(self, sets: RegionSets, known_s: float) -> float:
+        """Least time of one stage in all regions, whose devices find the norm in what they have summed."""
+        several = sets.some(sets.same & (sets.first_s > 0))
+        pipeline = self.pipeline._replace(tier_s=self.near_s)
+        for some in several.bins():
+            most, first_s = float(some.capacity.max()), float(some.first_s.min())
+            only_s = known_s - first_s
+            least_s = self.least_s(constant(most), only_s, only=pipeline, most_stages=1, further=False)
+            known_s = min(known_s, least_s + first_s)
+        return known_s
+
+    def interleaved_s(self, sets: RegionSets, known_s: float) -> float:
+        """Least time of an interleaved plan; `known_s` if that is less.
+
+        Its groups hold any layers: what the blocks of a group ask (`_blocks`) counts, and compute for the rest, in what
+        regions apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v
+        chunks each has (p (v - 1) + 1) / v micro-batches in flight, (p + 1) / 2 or more, if it does as many: lanes that
+        do fewer, of which there are no more than devices over p, do as many together as the others may be spared.
+        """
+        least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
+        sets = sets.some(least_s < known_s)
+        if self._blocks is None or not len(sets.capacity):
+            return min(known_s, float(least_s.min()))
+        free_s = self._groups_s(sets, known_s, self._blocks)
+        blocks, devices, held_s = self._blocks.forward_s.shape[0] - 1, self.size.devices, np.inf
+        for fewest, more in pairwise((2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, blocks + 1)):
+            if free_s >= known_s or fewest > blocks:
+                break
+            held = (fewest + 1) / 2
+            spared = held * devices / fewest
+            left = self.size.micro_batches - spared
+            if left <= 0:
+                return free_s
+            class_s = np.ascontiguousarray(self.size.held_s(held)[INSIDE])
+            pipeline = self._blocks._replace(
+                class_s=class_s, best=best_class(class_s, self.size.class_capacity), micro_batches=left
+            )
+            held_s = self._groups_s(
+                sets, min(known_s, held_s), pipeline, most_stages=min(more - 1, blocks), further=False
+            )
+            if held_s <= free_s:
+                return free_s
+        return min(known_s, max(free_s, held_s))
+
+    def _groups_s(self, sets: RegionSets, known_s: float, blocks: Pipeline, **stages: Any) -> float:
+        """Least time in which groups do their blocks, and others the first and the last layer."""
+        rest = self.size.rest_work * blocks.micro_batches / self.size.micro_batches
+        for some in sets.bins():
+            tier_s = np.maximum(blocks.tier_s - float(some.first_s.max()), 0.0)
+            known_s = self._waiting_s(some, known_s, blocks._replace(tier_s=tier_s), rest=rest, **stages)
+        return known_s
+
+    @cached_property
+    def _blocks(self) -> Pipeline | None:
+        """A pipeline of the blocks alone, if they are all alike: of so many of them any are as good as neighbours."""
+        if not self.size.alike:
+            return None
+        pipeline, nothing = self.pipeline, np.zeros(len(self.pipeline.forward_s) - 2)
+        class_s = np.ascontiguousarray(self.size.held_s(1.0)[INSIDE])
+        return pipeline._replace(
+            forward_s=nothing,
+            backward_s=nothing,
+            class_s=class_s,
+            best=best_class(class_s, pipeline.class_capacity),
+            tier_s=np.ascontiguousarray(self.group_tier_s[INSIDE]),
+            passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
+            tied_s=0.0,
+        )
+
+    def local_s(self, known_s: float) -> float:
+        """Least time of regions that each hold all layers and meet every so many steps."""
+        pipeline = self.pipeline._replace(tier_s=self.local_tier_s)
+        least_s = self.least_s(constant(self.size.capacity), known_s, only=pipeline)
+        return min(known_s, max(least_s, self.meeting_s))
 
 
 def _least_sum(sums: np.ndarray) -> np.ndarray:

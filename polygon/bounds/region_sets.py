@@ -1,99 +1,212 @@
-"""Which regions a plan uses: how much compute a set of regions can have, given how far apart they are.
+"""Which regions a plan uses, and what being apart costs them: time that all wait, and time that some do not compute.
 
-Sets of equal spread are represented by the one with most compute. Up to `ENUMERATED` regions every set is looked at;
-of more, a set whose members are at most so far apart lies within that distance of each member, so the largest such
-neighbourhood has no less.
+Let A be the regions of a plan's first stage and S all of its regions. Every micro-batch ends its backward in the first
+stage, so nothing ends later than that stage does, and the step is longer than its last action by
+
+- the longest latency of S (all agree on the gradient's norm; `polygon.cost.step_times.gradient_norm_s`), and
+- where A is more than one region, the latency of the first stage's sum: r max over A of the latency, in r rounds
+  (`polygon.cost.reduction.levels_s`), which nothing hides.
+
+A region outside of A gets its first micro-batch over links between regions, and sends the gradient of its last one back
+over them: its devices are idle for the quickest way there and back at least. So of T seconds in which a step computes,
+the devices of S have
+
+    sum over S of capacity_r T  -  sum over S without A of capacity_r away_r(A).
+
+Up to `ENUMERATED` regions every pair of sets is looked at. Of more, a set is known by one region of A: all others lie
+within S's latency of it, and those of A within A's.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-ENUMERATED = 12
-MOST_SETS = 48
-"""Of more than these, neighbours are taken together: the spread of the nearest, the compute of the widest."""
+from polygon.cost.reduction import exchange_rounds
+
+ENUMERATED = 9
+MOST_BINS = 6
+"""Pairs of sets taken together, by what all wait."""
 
 
-class RegionSet(NamedTuple):
-    """What sets of regions have at most."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ways:
+    """Links between regions as a step meets them, shape (regions, regions) each.
 
-    spread_s: float
-    """Longest latency between two linked regions of such a set [s], at least."""
-    capacity: float
-    """Compute of such a set, at most."""
+    Parameters
+    ----------
+    latency_s : ndarray
+        One way.
+    linked : ndarray of bool
+    down_s, up_s : ndarray
+        Seconds by which the activation of a micro-batch [source, target], and its gradient, take longer than the
+        quickest message between any two workers; inf without a link.
+    whole : bool
+        Whether regions may send whole gradients in one round (`exchange_rounds`).
+    """
+
+    latency_s: np.ndarray
+    linked: np.ndarray
+    down_s: np.ndarray
+    up_s: np.ndarray
+    whole: bool
+
+    def of(self, used: np.ndarray) -> Ways:
+        """The same between some regions alone, messages by the quickest way over these."""
+        part = np.ix_(used, used)
+        return Ways(
+            latency_s=self.latency_s[part],
+            linked=self.linked[part] & ~np.eye(len(used), dtype=bool),
+            down_s=_quickest(self.down_s[part]),
+            up_s=_quickest(self.up_s[part]),
+            whole=self.whole,
+        )
+
+    def away_s(self, first: np.ndarray) -> np.ndarray:
+        """There and back from the nearest of some regions (numbers), shape (regions,); 0 for these."""
+        seconds: np.ndarray = self.down_s[first].min(axis=0) + self.up_s[:, first].min(axis=1)
+        seconds[first] = 0.0
+        return seconds
+
+    @property
+    def far_s(self) -> np.ndarray:
+        """Latency between linked regions, the longer of both ways; 0 without a link."""
+        one_way = np.where(self.linked, self.latency_s, 0.0)
+        return np.maximum(one_way, one_way.T)
 
 
-def region_sets(capacity: np.ndarray, latency_s: np.ndarray, linked: np.ndarray) -> list[RegionSet]:
-    """Sets of regions, none of which has less compute and more spread than another.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RegionSets:
+    """Pairs of sets (all regions, those of the first stage), or what is no worse than each; shape (pairs,) each.
+
+    Parameters
+    ----------
+    agree_s, first_s : ndarray
+        What all wait for the norm, and for the latency of the first stage's sum (0: in one region).
+    capacity : ndarray
+        Compute of all regions.
+    away : ndarray
+        Compute times seconds that those outside of the first stage are idle.
+    same : ndarray of bool
+        Whether all regions may be in the first stage.
+    """
+
+    agree_s: np.ndarray
+    first_s: np.ndarray
+    capacity: np.ndarray
+    away: np.ndarray
+    same: np.ndarray
+
+    def some(self, which: np.ndarray) -> RegionSets:
+        """Some of them."""
+        return RegionSets(
+            agree_s=self.agree_s[which],
+            first_s=self.first_s[which],
+            capacity=self.capacity[which],
+            away=self.away[which],
+            same=self.same[which],
+        )
+
+    @property
+    def waits_s(self) -> np.ndarray:
+        """What all wait."""
+        return self.agree_s + self.first_s
+
+    def most(self, time_s: float) -> float:
+        """Most compute that any has in so much time in which it computes, over that time."""
+        return float((self.capacity - self.away / time_s).max())
+
+    def bins(self) -> list[RegionSets]:
+        """Put together by what all wait, those whose first stage is in one region apart."""
+        parts = []
+        for group in (np.flatnonzero(self.first_s == 0), np.flatnonzero(self.first_s > 0)):
+            order = group[np.argsort(self.waits_s[group], kind="stable")]
+            parts += [self.some(part) for part in np.array_split(order, min(MOST_BINS, len(order)) or 1) if len(part)]
+        return parts
+
+
+def region_sets(capacity: np.ndarray, ways: Ways, *, least_s: float) -> RegionSets:
+    """Sets of regions that a plan may use.
 
     Parameters
     ----------
     capacity : ndarray, shape (regions,)
         Compute of each region; 0 for one that must not be used.
-    latency_s, linked : ndarray, shape (regions, regions)
-        One way; pairs without a link do not count towards the spread, but a set lies in one connected component.
-
-    Returns
-    -------
-    list of RegionSet
-        By spread, both numbers rising; empty if there is no such set.
+    least_s : float
+        No step is shorter.
     """
     used = np.flatnonzero(capacity > 0)
-    capacity, linked = capacity[used], linked[np.ix_(used, used)] & ~np.eye(len(used), dtype=bool)
-    far_s = np.where(linked, latency_s[np.ix_(used, used)], 0.0)
-    far_s = np.maximum(far_s, far_s.T)
-    component = _components(linked)
-    find = _enumerated if len(used) <= ENUMERATED else _neighbourhoods
-    spread_s, most = find(capacity, far_s, component)
-    order = np.lexsort((-most, spread_s))
-    front: list[RegionSet] = []
-    for i in order.tolist():
-        if not front or most[i] > front[-1].capacity * (1 + 1e-9):
-            front.append(RegionSet(float(spread_s[i]), float(most[i])))
-    return _thinned(front)
+    if len(used) <= ENUMERATED:
+        return _enumerated(capacity[used], ways.of(used))
+    return _neighbourhoods(capacity[used], ways.of(used), least_s)
 
 
-def _components(linked: np.ndarray) -> np.ndarray:
-    """Number of each region's connected component (its first region), links taken both ways."""
-    component = np.arange(len(linked))
-    while True:
-        joined = np.where(linked | linked.T, component[None, :], len(linked)).min(axis=1, initial=len(linked))
-        least = np.minimum(component, joined)
-        if (least == component).all():
-            return component
-        component = least
-
-
-def _enumerated(capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _enumerated(capacity: np.ndarray, ways: Ways) -> RegionSets:
     n = len(capacity)
     member = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1 == 1
-    spread_s = np.zeros(len(member))
-    allowed = member.any(axis=1)
-    for a, b in itertools.combinations(range(n), 2):
+    spread_s, linked = np.zeros(len(member)), np.ones(len(member), dtype=bool)
+    for a, b in zip(*np.triu_indices(n, 1), strict=True):
         both = member[:, a] & member[:, b]
-        spread_s[both] = np.maximum(spread_s[both], far_s[a, b])
-        if component[a] != component[b]:
-            allowed &= ~both
-    return spread_s[allowed], (member @ capacity)[allowed]
+        spread_s[both] = np.maximum(spread_s[both], ways.far_s[a, b])
+        linked[both] &= ways.linked[a, b] and ways.linked[b, a]
+    rows = []
+    for first in np.flatnonzero(linked & member.any(axis=1)):
+        inside = np.flatnonzero(member[first])
+        away_s = ways.away_s(inside)
+        reached = np.isfinite(away_s)
+        sets = np.flatnonzero(member[:, inside].all(axis=1) & ~member[:, ~reached].any(axis=1))
+        rounds = exchange_rounds(len(inside), ways.whole) if len(inside) > 1 else 0
+        away = np.where(reached, away_s, 0.0) * capacity
+        rows.append((sets, np.full(len(sets), rounds * spread_s[first]), member[sets] @ away, sets == first))
+    sets, first_s, away, same = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return RegionSets(agree_s=spread_s[sets], first_s=first_s, capacity=(member @ capacity)[sets], away=away, same=same)
 
 
-def _neighbourhoods(capacity: np.ndarray, far_s: np.ndarray, component: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    spreads, most = [], []
-    for a in range(len(capacity)):
-        order = np.argsort(np.where(component == component[a], far_s[a], np.inf), kind="stable")
-        order = order[component[order] == component[a]]
-        order = np.concatenate([[a], order[order != a]])
-        spreads.append(far_s[a][order])
-        most.append(np.cumsum(capacity[order]))
-    return np.concatenate(spreads), np.concatenate(most)
+def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionSets:
+    """By a region a of the first stage and one that is as far from a as any other of that stage, which holds these two
+    or others between as well; and by how far the regions of all lie from a.
+
+    Not all of a neighbourhood need be used: what is away for longer than any step adds nothing, and takes nothing.
+    """
+    n, far_s, rows = len(capacity), ways.far_s, []
+    joined = ways.linked & ways.linked.T
+    for a in range(n):
+        # Regions without a link do not agree by one; they may be as far as they like.
+        order = np.argsort(np.where(np.arange(n) == a, -1.0, far_s[a]), kind="stable")
+        spread_s = far_s[a, order]
+        some = order[joined[a, order]]  # the farthest of the first stage, nearest first
+        down_s, up_s = ways.down_s[some], ways.up_s.T[some]
+        rounds = exchange_rounds(3, ways.whole)
+        radius_s = far_s[a, some]
+        from_s, to_s = np.minimum(down_s, ways.down_s[a]), np.minimum(up_s, ways.up_s[:, a])
+        for radius, first_s, there_s, back_s in (
+            (np.zeros(1), np.zeros(1), ways.down_s[a][None], ways.up_s[:, a][None]),
+            (radius_s, radius_s, from_s, to_s),
+            (
+                radius_s,
+                rounds * radius_s,
+                np.minimum.accumulate(from_s, axis=0),
+                np.minimum.accumulate(to_s, axis=0),
+            ),
+        ):
+            away_s = (there_s + back_s)[:, order]
+            reached = np.isfinite(away_s)
+            held = np.cumsum(np.where(reached, capacity[order], 0.0), axis=1)
+            idle = np.cumsum(np.where(reached, np.minimum(away_s, least_s), 0.0) * capacity[order], axis=1)
+            # All of the first stage are among all.
+            wide = spread_s[None, :] >= radius[:, None]
+            same = spread_s[None, :] <= radius[:, None]
+            agree_s, wait_s = np.broadcast_to(spread_s, wide.shape), np.broadcast_to(first_s[:, None], wide.shape)
+            rows.append(tuple(column[wide] for column in (agree_s, wait_s, held, idle, same)))
+    agree_s, first_s, held, idle, same = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return RegionSets(agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same)
 
 
-def _thinned(front: list[RegionSet]) -> list[RegionSet]:
-    """At most `MOST_SETS`, each with the spread of its first and the compute of its last."""
-    if len(front) <= MOST_SETS:
-        return front
-    parts = np.array_split(np.arange(len(front)), MOST_SETS)
-    return [RegionSet(front[part[0]].spread_s, front[part[-1]].capacity) for part in parts]
+def _quickest(seconds: np.ndarray) -> np.ndarray:
+    """Shortest ways between all (Floyd and Warshall)."""
+    best = seconds.copy()
+    np.fill_diagonal(best, 0.0)
+    for k in range(len(best)):
+        best = np.minimum(best, best[:, k, None] + best[None, k, :])
+    return best

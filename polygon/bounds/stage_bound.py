@@ -8,6 +8,9 @@ import numpy as np
 
 from polygon.jit.compilation import general, kernel
 
+MANY = 50
+"""Micro-batches of a worker above which parts of one are allowed."""
+
 
 class Pipeline(NamedTuple):
     """What stages cost at best, for one micro-batch size.
@@ -25,16 +28,29 @@ class Pipeline(NamedTuple):
     """(2, c, n, n + 1) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit."""
     class_capacity: np.ndarray
     """(c,) compute of a worker, in any unit."""
+    best: np.ndarray
+    """(2, 2, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1]."""
     tier_s: np.ndarray
     """(2, j, n, n + 1) least exposed seconds of reducing layers [a, b)."""
     tier_capacity: np.ndarray
     """(j,) most compute that workers so placed have together."""
     message_s: float
     """Least seconds of a message between two workers."""
+    passing_s: tuple[float, float]
+    """Least seconds of forward and of backward in each stage before, the first left out (interleaved plans)."""
     tied_s: float
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     unit: float
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
+    whole: bool
+    """Whether workers do whole micro-batches, and stages have whole workers; else any part of them."""
+
+
+def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
+    """`Pipeline.best`; inf where no class fits."""
+    product = class_s * class_capacity[:, None, None]
+    which = product.argmin(axis=1)[:, None]
+    return np.stack([np.take_along_axis(values, which, axis=1)[:, 0] for values in (product, class_s)])
 
 
 @kernel
@@ -44,11 +60,18 @@ def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, le
     A worker of class c does k whole micro-batches; the class with least compute for each may make up the whole stage.
     """
     each = np.inf
-    for c in range(pipeline.class_s.shape[1]):
-        whole = np.floor(left_s * (1 + 1e-9) / pipeline.class_s[sharded, c, first, last])
-        if whole > 0:
-            each = min(each, pipeline.class_capacity[c] / min(whole, pipeline.micro_batches))
-    if pipeline.unit > 0 and each < np.inf:
+    many = left_s / pipeline.best[1, sharded, first, last]
+    if many >= 1 and (not pipeline.whole or MANY <= many <= pipeline.micro_batches):
+        # So many that whole ones or parts make no difference.
+        each = pipeline.best[0, sharded, first, last] / left_s
+    for c in range(pipeline.class_s.shape[1] if each == np.inf else 0):
+        done = left_s * (1 + 1e-9) / pipeline.class_s[sharded, c, first, last]
+        if done < 1:
+            continue
+        if pipeline.whole:
+            done = min(np.floor(done), pipeline.micro_batches)
+        each = min(each, pipeline.class_capacity[c] / done)
+    if pipeline.whole and pipeline.unit > 0 and each < np.inf:
         return np.ceil(each * pipeline.micro_batches / pipeline.unit - 1e-6) * pipeline.unit
     return each * pipeline.micro_batches
 
@@ -79,13 +102,15 @@ def stage_capacity(
 
 
 @general
-def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: float) -> float:
+def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool) -> float:
     """Least compute, over all ways to cut the layers into stages, of a pipeline that ends in time.
 
     Parameters
     ----------
     limit : float
         More than this does not matter: the search for it is given up.
+    further : bool
+        Whether there may be more stages than that: what they cost more in messages does not count.
 
     Returns
     -------
@@ -96,17 +121,21 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
     used = np.full(layers + 1, np.inf)
     used[0] = 0.0
     best = np.inf
-    for s in range(min(most_stages, layers)):
-        after = np.full(layers + 1, np.inf)
+    last = min(most_stages, layers) - 1
+    for s in range(last + 1):
+        # The last round goes on from what it finds: any number of further stages.
+        after = used if s == last and further else np.full(layers + 1, np.inf)
         some = False
         for a in range(s, layers):
             if used[a] > limit:
                 continue
-            begins_s = pipeline.forward_s[a] + s * pipeline.message_s
+            before = max(s - 1, 0)
+            begins_s = pipeline.forward_s[a] + s * pipeline.message_s + before * pipeline.passing_s[0]
             for b in range(a + 1, layers + 1):
                 tail_s = 0.0
                 if a > 0:
                     tail_s = pipeline.backward_s[a] + s * pipeline.message_s + pipeline.tied_s
+                    tail_s += before * pipeline.passing_s[1]
                 left_s = time_s - begins_s - tail_s
                 possible = False
                 for sharded in range(2):

@@ -20,6 +20,7 @@ from polygon.cost.memory import state_bytes
 from polygon.cost.reduction import collective_s, least_part
 from polygon.cost.tables import ClassMemory, CostTables, running_sum
 from polygon.cost.transfers import packed_bytes
+from polygon.domain.divisors import divisors
 from polygon.domain.plan import RECOMPUTE
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
@@ -112,8 +113,7 @@ class Executions:
     def __init__(self, tables: CostTables, of: WorkerClass, micro_batch_size: int) -> None:
         self._tables, self._of, self._size = tables, of, micro_batch_size
         model, tokens = tables.problem.model, tables.problem.batch.seq_len
-        powers = [2**k for k in range(int(math.log2(of.shards)) + 1)]
-        self.spreads = [ep for ep in powers if ep == 1 or (model.experts and model.experts % ep == 0)]
+        self.spreads = [ep for ep in divisors(model.experts or 1) if ep <= of.shards]
         self._sequence = (False, True) if of.tp > 1 and tokens % (of.tp * of.cp) == 0 else (False,)
 
     def least_s(self, recompute: str, *, accumulates: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -136,18 +136,32 @@ class Executions:
         return self._tables.memory(self._of.tp, self._size, recompute, self._of.cp, ep, self._sequence[-1])
 
 
-def fitting_s(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> np.ndarray:
-    """Seconds of forward and backward of layers [a, b) with as little recomputation as fits a worker's memory.
+FLIGHTS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Micro-batches in flight at which the bound takes a step; from one to the next it takes the better of both."""
+
+
+def fitting_s(
+    tables: CostTables, kinds: Kinds, micro_batch_size: int, rest_s: np.ndarray, *, held: float | None = None
+) -> np.ndarray:
+    """Seconds per micro-batch of layers [a, b) with as little recomputation as fits a worker's memory.
 
     Of layers that do not fit as they are, those are recomputed that give most memory for their time, the last one in
-    part (the relaxation of a knapsack).
+    part (the relaxation of a knapsack). A worker that holds k micro-batches at most, each of them until it has passed
+    all layers behind and come back, does no more than k in that time (Little's law); the best k counts.
+
+    Parameters
+    ----------
+    rest_s : ndarray, shape (layers + 1,)
+        Least seconds in which a micro-batch passes layers [b, layers) and comes back.
+    held : float, optional
+        Micro-batches in flight, whatever a micro-batch takes: of interleaved plans.
 
     Returns
     -------
     ndarray, shape (2, classes, layers, layers + 1)
-        With one micro-batch in flight and sharded as widely as can be: what is summed when a step ends [0], and what
-        has traffic in every micro-batch (ZeRO-3, and ZeRO-2 where a runtime scatters gradients after each) [1], of
-        which the scatter counts, hidden behind backward; inf where nothing fits.
+        Sharded as widely as can be: what is summed when a step ends [0], and what has traffic in every micro-batch
+        (ZeRO-3, and ZeRO-2 where a runtime scatters gradients after each) [1], of which the scatter counts, hidden
+        behind backward; inf where nothing fits.
     """
     runtime = tables.problem.runtime
     per_weight, per_gradient, per_optimizer = state_bytes(tables.problem.batch)
@@ -158,23 +172,22 @@ def fitting_s(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> np.nda
         for ep in ways.spreads:
             memory = {recompute: ways.memory(recompute, ep).layers for recompute in RECOMPUTE}
             plain = memory["none"]
-            held = differences(running_sum(plain.parameters))
-            held[1:, layers] += plain.tied_parameters
+            held_values = differences(running_sum(plain.parameters))
+            held_values[1:, layers] += plain.tied_parameters
             divided = plain.parameters if plain.sharded_parameters is None else plain.sharded_parameters
             shared = differences(running_sum(divided)) / of.shards
             shared[1:, layers] += plain.tied_parameters / of.shards
             transient = np.minimum.reduce([_longest(memory[r].transient_bytes) for r in RECOMPUTE])
             activations = differences(running_sum(plain.activation_bytes))
             for sharded in range(2):
-                need = held * (per_weight + per_gradient) + shared * per_optimizer
+                need = held_values * (per_weight + per_gradient) + shared * per_optimizer
                 if sharded:
                     need = np.minimum(need, shared * (per_weight + per_gradient + per_optimizer))
                 elif not runtime.zero2_by_micro_batch:
-                    need = np.minimum(need, held * per_weight + shared * (per_gradient + per_optimizer))
+                    need = np.minimum(need, held_values * per_weight + shared * (per_gradient + per_optimizer))
                 room = limit - context_bytes - need - transient
                 forward, backward = ways.least_s("none", accumulates=not sharded)
                 once = forward + backward
-                seconds = differences(running_sum(once))
                 # What recomputing gives and costs, at the best rate of any layer.
                 gives, rate = np.zeros(layers), 0.0
                 for recompute in RECOMPUTE[1:]:
@@ -184,14 +197,50 @@ def fitting_s(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> np.nda
                     good = freed > 0
                     if good.any():
                         rate = max(rate, float((freed[good] / np.maximum(more_s[good], 1e-300)).max()))
-                short = np.maximum(activations - room, 0.0)
-                fits = (short <= differences(running_sum(gives)) * (1 + 1e-12)) & (seconds > 0)
-                seconds = seconds + (short / rate if rate > 0 else 0.0)
+                scatter_s = np.zeros_like(room)
                 if sharded and of.shards > 1:
-                    scatter_s = held * per_gradient * _least_scatter(tables, of)
-                    seconds = np.maximum(seconds, differences(running_sum(forward)) + scatter_s)
-                least_s[sharded, c] = np.minimum(least_s[sharded, c], np.where(fits, seconds, np.inf))
+                    scatter_s = differences(running_sum(forward))
+                    scatter_s += held_values * per_gradient * _least_scatter(tables, of)
+                work = Work(
+                    seconds=differences(running_sum(once)),
+                    bytes=activations,
+                    gives=differences(running_sum(gives)) * (1 + 1e-12),
+                    rate=rate,
+                    least_s=scatter_s,
+                )
+                found = work.held_s(room, held) if held else work.passing_s(room, rest_s)
+                least_s[sharded, c] = np.minimum(least_s[sharded, c], found)
     return least_s
+
+
+class Work(NamedTuple):
+    """A micro-batch in layers [a, b) of a worker, shape (layers, layers + 1), without recomputation."""
+
+    seconds: np.ndarray
+    bytes: np.ndarray
+    """Of its activations."""
+    gives: np.ndarray
+    """Bytes that recomputing frees."""
+    rate: float
+    """Bytes that it frees per second."""
+    least_s: np.ndarray
+    """What a micro-batch takes whatever is computed."""
+
+    def held_s(self, room: np.ndarray, count: float) -> np.ndarray:
+        """Seconds with as much recomputed as so many in flight ask for; inf where they do not fit into the room."""
+        short = np.maximum(self.bytes - room / count, 0.0)
+        fits = (short <= self.gives) & (self.seconds > 0) & (room >= 0)
+        more_s = short / self.rate if self.rate > 0 else 0.0
+        return np.where(fits, np.maximum(self.seconds + more_s, self.least_s), np.inf)
+
+    def passing_s(self, room: np.ndarray, rest_s: np.ndarray) -> np.ndarray:
+        """Seconds between two micro-batches with the best number in flight."""
+        best = np.full_like(room, np.inf)
+        for count, more in pairwise((*FLIGHTS, np.inf)):
+            seconds = self.held_s(room, count)
+            trip_s = (seconds + rest_s) / (more - 1) if more < np.inf else 0.0
+            best = np.minimum(best, np.maximum(seconds, trip_s))
+        return best
 
 
 def _least_scatter(tables: CostTables, of: WorkerClass) -> float:

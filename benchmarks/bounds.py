@@ -1,0 +1,229 @@
+"""Whether any plan beats the bound, and how far above it plans are.
+
+    python benchmarks/bounds.py violations [--count 500] [--first 0]
+    python benchmarks/bounds.py gaps PLAN.json ...
+
+`violations` draws problems (one to five regions; devices that are equal or not; runtimes, packings, local steps), plans
+each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
+depths) and random allocations against the bounds on time, money and energy. Plans that the checker does not accept are
+passed over. `gaps` prints a line for every plan file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.price_bound import least_energy_j, least_usd
+from polygon.cost.convergence import allowed
+from polygon.cost.money import step_bill
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
+from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem
+from polygon.formats import catalogue
+from polygon.formats.files import read_plan
+from polygon.planning.candidates import Candidates
+from polygon.planning.checker import violations
+from polygon.planning.decode import Decoder, Infeasible
+from polygon.planning.objectives import objective_named
+from polygon.planning.polish import changes
+from polygon.planning.search_engine import Effort, find_plan
+from tests.drawn_problems import larger_problems, small_problem
+from tests.linked_regions import TYPES, cluster_of, small_gpt
+
+EFFORT = Effort(fluid_evaluations=300, exact_evaluations=12, polish_evaluations=80, patience=200)
+RUNTIMES = ("polygon", "polygon", "polygon", "megatron-core", "deepspeed", "torchtitan")
+OBJECTIVES = ("time", "time", "money", "energy")
+CHANGES = 16
+"""Of a plan, by one thing each, and of that as many again."""
+TOLERANCE = 1e-9
+
+
+def regions_apart(rng: np.random.Generator) -> Problem:
+    """Two to five regions, some of them near, some pairs without a link; prices of devices and egress."""
+    n = int(rng.integers(2, 6))
+    groups = [
+        [
+            (str(rng.choice(TYPES)), int(rng.integers(1, 5)), int(rng.choice([1, 2, 4])))
+            for _ in range(rng.integers(1, 3))
+        ]
+        for _ in range(n)
+    ]
+    latency_s = float(rng.choice([1e-3, 2e-2, 1e-1])) * rng.uniform(0.1, 2, (n, n))
+    bytes_per_s = float(rng.choice([1e7, 1e8, 1e9])) * rng.uniform(0.2, 2, (n, n))
+    latency_s, bytes_per_s = np.maximum(latency_s, latency_s.T), np.maximum(bytes_per_s, bytes_per_s.T)
+    if n > 2 and rng.random() < 0.3:
+        bytes_per_s[0, 1] = bytes_per_s[1, 0] = 0.0
+    cluster = cluster_of(
+        groups,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        node_bytes_per_s=float(rng.choice([1e10, 1e11])),
+        capacity=float(rng.choice([np.inf, np.inf, 2e8])),
+        egress_usd_per_gb=float(rng.choice([0.0, 0.02, 0.12])),
+    )
+    width = int(rng.choice([1024, 2048]))
+    model = small_gpt(
+        blocks=int(rng.integers(2, 25)),
+        hidden_size=width,
+        head_dim=width // 16,
+        ffn_size=4 * width,
+        tied_embeddings=bool(rng.random() < 0.5),
+    )
+    steps = (1,) if rng.random() < 0.7 else (1, 8)
+    packings = (("none",), (), (), COMPRESSIONS)[int(rng.integers(4))]
+    return Problem(
+        cluster=cluster,
+        model=model,
+        batch=Batch(global_batch=int(rng.choice([16, 32, 64, 96])), seq_len=512),
+        constraints=Constraints(compressions=packings, local_steps=steps),
+        runtime=catalogue.runtime(str(rng.choice(RUNTIMES))),
+    )
+
+
+def fast_links(rng: np.random.Generator) -> Problem:
+    """One or two regions with links that hardly count and many micro-batches: plans come near their bound."""
+    apart = rng.random() < 0.5
+    groups = [[(str(rng.choice(TYPES)), int(rng.integers(1, 4)), int(rng.choice([1, 2, 4])))] for _ in range(1 + apart)]
+    cluster = cluster_of(
+        groups,
+        latency_s=float(rng.choice([1e-4, 1e-2, 1e-1])),
+        bytes_per_s=float(rng.choice([1e9, 1e10])),
+        inside=Link(latency_s=1e-6, bytes_per_s=3e11),
+        between=Link(latency_s=5e-6, bytes_per_s=float(rng.choice([3e9, 5e10]))),
+    )
+    model = small_gpt(blocks=int(rng.integers(2, 13)), tied_embeddings=bool(rng.random() < 0.5))
+    batch = Batch(global_batch=int(rng.choice([64, 256, 512])), seq_len=512)
+    return Problem(cluster=cluster, model=model, batch=batch)
+
+
+def drawn(seed: int) -> Problem:
+    """A problem of one of four kinds."""
+    rng = np.random.default_rng(seed)
+    if seed % 5 == 0:
+        return replace(small_problem(seed), constraints=Constraints())
+    if seed % 5 == 1:
+        return larger_problems(seed)[0]
+    if seed % 5 == 2:
+        return fast_links(rng)
+    return regions_apart(rng)
+
+
+def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str, Plan]]:
+    """Plans of a problem, each with how it was found."""
+    rng = np.random.default_rng(seed)
+    objective = objective_named(OBJECTIVES[seed // 5 % len(OBJECTIVES)])
+    found = find_plan(problem, rng, effort=EFFORT, tables=tables, objective=objective)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    if found.plan is not None:
+        yield "search", found.plan
+        best, best_s = found.plan, step_times(found.plan, tables).step_s
+        for _ in range(2):
+            for plan in islice(changes(best, tables), CHANGES):
+                yield "change", plan
+                step_s = step_times(plan, tables).step_s
+                if step_s < best_s:
+                    best, best_s = plan, step_s
+        may = allowed(problem)
+        links = tuple(
+            replace(
+                use,
+                activations=str(rng.choice(may.activations)),
+                activation_gradients=str(rng.choice(may.activation_gradients)),
+                weight_gradients=str(rng.choice(may.weight_gradients)),
+            )
+            for use in best.links
+        )
+        for steps in may.local_steps:
+            yield "packed", replace(best, links=links, local_steps=steps)
+        for depth in (1, 2, best.micro_batches):
+            yield "depth", replace(best, spans=tuple(tuple(depth for _ in row) for row in best.spans))
+    decoder = Decoder(problem, tables=tables)
+    candidates = Candidates(decoder, min(6, problem.model.layers))
+    for _ in range(4):
+        decoded = decoder.decode(candidates.random(rng))
+        if not isinstance(decoded, Infeasible):
+            yield "random", decoded
+
+
+def hold(first: int, count: int) -> int:
+    """Hold plans of many problems against their bounds; returns how many of them are beaten."""
+    beaten, closest, tried = 0, dict.fromkeys(("time", "money", "energy"), np.inf), dict[str, int]()
+    bound_s, began_s = 0.0, time.process_time()
+    for seed in range(first, first + count):
+        problem = drawn(seed)
+        tables = CostTables(problem)
+        before_s = time.process_time()
+        least = {
+            "time": lower_bound(tables).seconds,
+            "money": least_usd(tables),
+            "energy": least_energy_j(tables),
+        }
+        bound_s += time.process_time() - before_s
+        for how, plan in plans(problem, tables, seed):
+            if violations(problem, plan, tables):
+                continue
+            tried[how] = tried.get(how, 0) + 1
+            bill = step_bill(problem, plan, step_times(plan, tables))
+            for name, value in (("time", bill.step_s), ("money", bill.usd), ("energy", bill.energy_j)):
+                ratio = value / least[name] if least[name] > 0 else np.inf
+                closest[name] = min(closest[name], ratio)
+                if ratio < 1 - TOLERANCE:
+                    beaten += 1
+                    print(f"seed {seed}: {how} plan has {ratio:.5f} of the bound on {name}", flush=True)
+        if sys.stderr.isatty() or seed % 50 == 49:
+            print(f"{seed + 1 - first} problems, {sum(tried.values())} plans", file=sys.stderr, flush=True)
+    print(f"{count} problems, {sum(tried.values())} plans ({tried}): {beaten} beat a bound")
+    print("closest plan over its bound:", ", ".join(f"{name} {ratio:.3f}" for name, ratio in closest.items()))
+    print(f"{bound_s / count:.2f} CPU-seconds for the bounds of a problem, {time.process_time() - began_s:.0f} in all")
+    return beaten
+
+
+def gaps(paths: list[Path]) -> None:
+    """Print how far each plan of some files is above the bound of its problem."""
+    found = []
+    for path in paths:
+        file = read_plan(path)
+        tables = CostTables(file.problem)
+        step_s = step_times(file.plan, tables).step_s
+        began_s = time.process_time()
+        bound = lower_bound(tables)
+        spent_s = time.process_time() - began_s
+        found.append(step_s / bound.seconds - 1)
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in bound.parts.items())
+        print(f"{path.stem:32} {step_s:8.3f} s, bound {bound.seconds:8.3f} s, gap {found[-1]:6.1%}; {parts}; "
+              f"{spent_s:.2f} CPU-s", flush=True)  # fmt: skip
+    print(f"median gap {np.median(found):.1%}")
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    hold_parser = commands.add_parser("violations", help="hold plans of drawn problems against their bounds")
+    hold_parser.add_argument("--count", type=int, default=500, help="problems")
+    hold_parser.add_argument("--first", type=int, default=0, help="first seed")
+    gaps_parser = commands.add_parser("gaps", help="gap of plan files")
+    gaps_parser.add_argument("plans", type=Path, nargs="+")
+    args = parser.parse_args()
+    if args.command == "violations":
+        return 1 if hold(args.first, args.count) else 0
+    gaps(args.plans)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
