@@ -94,10 +94,9 @@ def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> di
 
     cluster = problem.cluster
     used: Counter[str] = Counter()
-    for stage in plan.data.stages:
-        for worker in stage.workers:
-            pool = cluster.pools[worker.pool]
-            used[f"{pool.device.name} ({cluster.regions[pool.region].name})"] += worker.tp
+    for number, count in plan.data.devices_of_pools.items():
+        pool = cluster.pools[number]
+        used[f"{pool.device.name} ({cluster.regions[pool.region].name})"] += count
     row: dict[str, Any] = {
         "step_s": bill.step_s,
         "usd": bill.usd,

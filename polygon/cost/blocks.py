@@ -279,7 +279,7 @@ def _expert_exchange_s(block: Block, chip: Silicon, split: LayerSplit, element_b
         token /= split.tp
     share = block.experts_per_token * token / group.members
     card = group.inter_node.bytes_per_s / group.devices_per_node
-    nodes, messages = group.members / group.per_node, group.members - 1
+    nodes, messages = group.members / group.per_node, group.members - 1.0
     near, far = (group.per_node - 1) * share, (group.members - group.per_node) * share
     if split.runtime.expert_dispatch == "nodes" and nodes > 1:
         reached = min(nodes, max(1.0, nodes * block.groups_per_token / block.expert_groups))

@@ -6,6 +6,7 @@ worker's actions from routes and spans (`polygon.domain.schedule`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -298,6 +299,14 @@ class Plan:
         places = [np.array([cluster.pools[worker.pool].region for worker in stage.workers]) for stage in self.stages]
         visited = np.stack([place[self.routes[:, s]] for s, place in enumerate(places)], axis=1)
         return bool((visited == visited[:, :1]).all()) and len(self.regions(cluster)) > 1
+
+    @cached_property
+    def devices_of_pools(self) -> Counter[int]:
+        """Devices that the plan uses, by the number of their pool."""
+        used = Counter[int]()
+        for worker in self.workers:
+            used[worker.pool] += len(worker.devices)
+        return used
 
     @property
     def world_size(self) -> int:

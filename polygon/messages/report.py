@@ -130,23 +130,27 @@ def stage_rows(problem: Problem, plan: Plan, estimate: Estimate) -> list[list[st
     rows = []
     for s, stage in enumerate(plan.stages):
         workers = [w for w in estimate.workers if w.stage == s]
-        kinds = Counter((w.region, w.device, w.tp) for w in workers)
-        for i, ((region, device, tp), count) in enumerate(sorted(kinds.items())):
-            mine = [w for w in workers if (w.region, w.device, w.tp) == (region, device, tp)]
+        kind = {w.worker: (w.region, w.device, w.tp, stage.workers[w.worker].cp) for w in workers}
+        for i, (of, count) in enumerate(sorted(Counter(kind.values()).items())):
+            region, device, tp, cp = of
+            mine = [w for w in workers if kind[w.worker] == of]
             shares = sorted({w.micro_batches for w in mine})
             fullest = max(mine, key=lambda w: w.peak_bytes / w.limit_bytes)
-            extras = [name for name in (_recompute_words(stage), f"ZeRO-{stage.zero}") if name]
-            extras = [name for name in extras if name != "ZeRO-0"]
+            extras = [f"tp {tp} x cp {cp}"] if cp > 1 else []
+            if i == 0:
+                extras += [f"experts over {stage.ep}"] if stage.ep > 1 else []
+                extras += [words] if (words := _recompute_words(stage)) else []
+                extras += [f"ZeRO-{stage.zero}"] if stage.zero else []
             rows.append(
                 [
                     str(s) if i == 0 else "",
                     str(layer_span(problem, stage.first_layer, stage.last_layer)) if i == 0 else "",
                     region,
-                    f"{count} x {device}" if tp == 1 else f"{count} x {tp} {device}",
+                    f"{count} x {device}" if tp * cp == 1 else f"{count} x {tp * cp} {device}",
                     f"{shares[0]}" if len(shares) == 1 else f"{shares[0]}-{shares[-1]}",
                     f"{max(w.busy_s for w in mine) / estimate.step_s:.0%}",
                     f"{fullest.peak_bytes / 2**30:.1f} of {fullest.limit_bytes / 2**30:.1f} GiB",
-                    ", ".join(extras) if i == 0 else "",
+                    ", ".join(extras),
                 ]
             )
     return rows

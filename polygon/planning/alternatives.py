@@ -155,12 +155,9 @@ class Explainer:
 
     def _idle(self) -> Iterator[Idea]:
         cluster = self.problem.cluster
-        used = np.zeros(len(cluster.pools), dtype=np.int64)
-        for stage in self.plan.stages:
-            for worker in stage.workers:
-                used[worker.pool] += worker.tp
+        used = self.plan.devices_of_pools
         precision = self.problem.batch.precision
-        idle = [(pool, pool.devices - int(used[pool.index])) for pool in cluster.pools if self.problem.may_use(pool)]
+        idle = [(pool, pool.devices - used[pool.index]) for pool in cluster.pools if self.problem.may_use(pool)]
         idle.sort(key=lambda entry: -entry[0].device.peak_flops(precision) * entry[1])
         for pool, count in idle[:MOST_POOLS]:
             if count > 0:

@@ -38,12 +38,9 @@ def left_out(problem: Problem, plan: Plan, tables: CostTables, objective: Object
     reason. It is the fluid step time that says so, and where that sees no harm the exact one. Plans of quite another
     structure are not looked at (`polygon explain` does).
     """
-    pools = problem.cluster.pools
-    used = [0] * len(pools)
-    for stage in plan.stages:
-        for worker in stage.workers:
-            used[worker.pool] += worker.tp
-    idle = [(pool, pool.devices - used[pool.index]) for pool in pools if pool.devices > used[pool.index]]
+    used = plan.devices_of_pools
+    counted = [(pool, pool.devices - used[pool.index]) for pool in problem.cluster.pools]
+    idle = [(pool, count) for pool, count in counted if count > 0]
     idle.sort(key=lambda entry: -entry[0].device.peak_flops(problem.batch.precision) * entry[1])
     if not idle:
         return []

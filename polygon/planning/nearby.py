@@ -59,14 +59,18 @@ def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Al
 
 
 def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) -> Iterator[Allocation]:
-    """The allocation with all idle devices of a pool in one stage, or spread over all, at every degree."""
+    """The allocation with all idle devices of a pool in one stage, or spread over all, at every degree.
+
+    Whole workers are added, of as many parts of a sequence as the allocation's have.
+    """
     stages = np.flatnonzero(allocation.workers.any(axis=1))
     for c, (p, tp) in enumerate(decoder.classes):
-        if p != pool or idle < tp:
+        size = tp * allocation.cp
+        if p != pool or idle < size:
             continue
         for chosen in (*([s] for s in stages), list(stages)):
             workers = allocation.workers.copy()
-            workers[chosen, c] += even_parts(idle // tp, len(chosen))
+            workers[chosen, c] += allocation.cp * even_parts(idle // size, len(chosen))
             yield replace(allocation, workers=workers)
 
 

@@ -68,9 +68,8 @@ def _over_memory(priced: PricedChange) -> float:
 def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
     cluster = problem.cluster
     used = [0] * len(cluster.regions)
-    for stage in plan.stages:
-        for worker in stage.workers:
-            used[cluster.pools[worker.pool].region] += worker.tp
+    for pool, count in plan.devices_of_pools.items():
+        used[cluster.pools[pool].region] += count
     rows = []
     for r, region in enumerate(cluster.regions):
         devices: dict[str, int] = {}

@@ -8,9 +8,11 @@ import pytest
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.messages.report import describe_left_out
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.left_out import left_out
+from polygon.planning.nearby import allocation_of, with_idle
 from polygon.planning.objectives import ENERGY, MONEY, TOKENS_PER_USD
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -89,3 +91,24 @@ def test_forbidden_and_unlinked_devices_are_called_so():
     apart = replace(apart, cluster=replace(apart.cluster, bytes_per_s=np.zeros((2, 2))))
     (reason,) = reasons(apart, plan_on_first_region(apart)).values()
     assert reason.kind == "idle.no_link"
+
+
+def test_devices_of_cut_sequences_are_not_idle():
+    """Workers of several parts of a sequence, and several stages on the same devices, count each device once."""
+    problem = problem_of(([("a100-40gb", 1, 8)], [("t4", 1, 2)]))
+    split = ParallelConfig(dp=1, cp=2, tp=2, pp=2, chunks=2, micro_batch_size=2)
+    plan = uniform_plan(problem, split)
+    assert plan.devices_of_pools == {0: 8}
+    assert set(reasons(problem, plan)) == {("r1", "t4", 2)}
+
+
+def test_idle_devices_join_as_whole_workers():
+    """Of four parts of a sequence, twelve idle devices make three more workers and no stage too large for its pool."""
+    problem = problem_of(([("a100-40gb", 2, 8)],))
+    plan = uniform_plan(problem, ParallelConfig(dp=1, cp=4, micro_batch_size=4))
+    ((_, _, count),) = reasons(problem, plan)
+    assert count == 12
+    decoder = Decoder(problem)
+    for option in with_idle(decoder, allocation_of(decoder, plan), 0, count):
+        assert not (option.workers % 4).any()
+        assert sum(tp * n for (_, tp), n in zip(decoder.classes, option.workers.sum(axis=0), strict=True)) <= 16
