@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from polygon.formats.convert_plan import plan_data
+from polygon.formats.files import write_plan
 from tests.exported_plans import planned
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
-from tests.web.conftest import ROOT, Server
+from tests.web.conftest import ROOT, Server, run_lines
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -26,7 +27,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 expect = playwright.expect
 expect.set_options(timeout=1000 * PATIENCE_S)
 
-VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy"]
+VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"]
 SIZES = {"desktop": (1366, 900), "tablet": (820, 1180), "phone": (390, 844)}
 AXE = (Path(__file__).parent / "axe.min.js").read_text("utf-8")
 SHOTS = Path(os.environ["POLYGON_SCREENSHOTS"]) if "POLYGON_SCREENSHOTS" in os.environ else None
@@ -320,7 +321,7 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
 
 
 def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wide_plan, tmp_path):
-    """A row a stage, or a worker; the keys zoom; a trace file opens below; what is none is said."""
+    """A row a stage, or a worker; the keys zoom; a trace opens beside the prediction; what is none is said."""
     visit(page, server, wide_plan)
     view = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]
     rows = page.locator("[data-chart=gantt] .gantt-labels li")
@@ -334,12 +335,71 @@ def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wi
         page.locator("[data-chart=gantt] canvas").press("+")
     page.locator("button", has_text="Whole step").click()
     page.locator("#timeline-menu").click()
-    trace = tmp_path / "measured.json"
+    page.locator("#measured-file").set_input_files({"name": "x.json", "mimeType": "x", "buffer": b"{}"})
+    page.locator("#trouble", has_text="x.json: traceEvents").wait_for()
+    trace = tmp_path / "wide.json"
     trace.write_text(json.dumps(server.request("GET", f"/api/v1/plans/{wide_plan}/trace")[2]))
     page.locator("#measured-file").set_input_files(trace)
-    page.locator("#measured [data-chart=measured]").wait_for()
-    page.locator("#measured-file").set_input_files({"name": "x.json", "mimeType": "x", "buffer": b"{}"})
-    page.locator("#trace-error", has_text="no intervals").wait_for()
+    page.locator("#tab-runs[aria-selected=true]").wait_for()
+    for which in ("predicted", "measured"):
+        expect(page.locator(f"[data-chart={which}] .gantt-labels li")).to_have_count(len(view["stages"]))
+    expect(page.locator("#beside > li")).to_have_count(len(view["stages"]))
+    page.go_back()
+    page.locator("#tab-overview[aria-selected=true]").wait_for()
+
+
+def test_a_run_is_followed_while_its_ranks_write(browser, tmp_path):
+    """Loss and step time appear as they are written, without a reload, and are those of the log."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    write_plan(folder / "plan.json", *planned())
+    log = folder / "rank-0.jsonl"
+    log.write_text(run_lines(3, end=False))
+    server = Server(tmp_path, "--logs", str(folder))
+    page = new_page(browser, server)
+    page.goto(f"{server.url}/#view=runs")
+    page.locator("#runs button", has_text="lab").click()
+    expect(page.locator("#run")).to_contain_text("3 steps")
+    expect(page.locator("#not-traced")).to_contain_text("No step was traced")
+    for count, end in ((5, False), (9, True)):
+        log.write_text(run_lines(count, end=end))
+        expect(page.locator("#run")).to_contain_text(f"{count} steps")
+        said = server.request("GET", "/api/v1/runs/lab")[2]
+        wanted = [[[p[0], p[column]] for p in said["points"]] for column in (2, 1)]
+        assert len(wanted[0]) == count
+        for name, data in zip(("run-loss", "run-step"), wanted, strict=True):
+            page.wait_for_function(
+                "([name, data]) => JSON.stringify(window.polygonCharts?.get(name)?.getOption().series[0].data)"
+                " === JSON.stringify(data)",
+                arg=[name, data],
+            )
+    expect(page.locator("#run .state")).to_have_text("ended")
+    assert page.faults == []
+    server.stop()
+    page.context.close()
+
+
+def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
+    """What was started is shown with its state, its log and Stop; then beside its prediction."""
+    pytest.importorskip("torch", reason="torch is not installed: nothing is rehearsed")
+    server = Server(tmp_path, "--allow-rehearsals")
+    plan = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
+    page = new_page(browser, server)
+    visit(page, server, plan, "deploy")
+    fill(page, "steps", "400")
+    fill(page, "ranks", "2")
+    page.locator("#rehearse").click()
+    expect(page.locator("#started .state")).to_have_text("running")
+    expect(page.locator("#started .tail")).to_contain_text("loss")
+    page.locator("#beside-it").click()
+    expect(page.locator("#beside > li").first).to_be_visible()
+    expect(page.locator("[data-chart=measured] .gantt-labels li").first).to_be_visible()
+    page.locator("#run .stop-run").click()
+    expect(page.locator("#run .state")).to_have_text("stopped")
+    expect(page.locator("#run-sentence")).to_contain_text("a step measured")
+    assert page.faults == []
+    server.stop()
+    page.context.close()
 
 
 CONTROLS = {
@@ -521,7 +581,7 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("ArrowRight")
     page.wait_for_function("() => document.activeElement.id === 'tab-cluster'")
     page.keyboard.press("End")
-    page.wait_for_function("() => document.activeElement.id === 'tab-deploy'")
+    page.wait_for_function("() => document.activeElement.id === 'tab-runs'")
     page.keyboard.press("3")
     page.locator("#tab-strategy[aria-selected=true]").wait_for()
     page.keyboard.press("Control+k")
@@ -549,7 +609,7 @@ def test_chinese_and_the_theme(browser, server, plan_id):
 SHOWN_TEXTS = """() => {
   const texts = [];
   const walk = (e) => {
-    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments";
+    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments, #runs";
     if (e.matches(".files, .side, [data-path=compare]")) return;
     if (e.matches(named)) return;
     for (const a of ["aria-label", "placeholder", "title", "aria-valuetext"]) texts.push(e.getAttribute(a) ?? "");

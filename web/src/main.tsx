@@ -24,8 +24,9 @@ const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
   compare: lazy(() => import("./compare").then((m) => m.Compare)),
   front: lazy(() => import("./front").then((m) => m.Front)),
   deploy: lazy(() => import("./deploy").then((m) => m.Deploy)),
+  runs: lazy(() => import("./runs").then((m) => m.RunsPane)),
 };
-const WITHOUT_PLAN: View[] = ["overview", "cluster", "front"];
+const WITHOUT_PLAN: View[] = ["overview", "cluster", "front", "runs"];
 
 function App(): JSX.Element {
   useEffect(() => { addEventListener("keydown", keys); return () => removeEventListener("keydown", keys); }, []);
