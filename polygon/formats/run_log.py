@@ -70,7 +70,7 @@ class LogFollower:
                     continue
                 try:
                     entry = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     entry = None
                 if not isinstance(entry, dict) or "type" not in entry:
                     raise fault(self.path.name, line[:60].decode(errors="replace").strip(), "lines of a run's log")

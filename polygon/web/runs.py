@@ -45,6 +45,7 @@ MOST_LOG_BYTES = 8000
 MOST_RUNS = 200
 MOST_WORKERS = 1024
 """Of a run whose traced steps are read."""
+MOST_RANKS = 1_000_000
 DEPTH = 3
 """Folders below a place that are looked into."""
 PARTS = ("forward", "backward", "update", "reduce", "waiting")
@@ -343,14 +344,14 @@ def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
             first = text.split("\n", 1)[0]
             try:
                 rank = json.loads(first)["rank"]
-                require(isinstance(rank, int) and rank >= 0, f"{name}: rank", rank, "a number")
-            except (ValueError, KeyError, TypeError):
+                require(type(rank) is int and 0 <= rank < MOST_RANKS, f"{name}: rank", rank, "a number")
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise fault(name, first[:40], "a rank's log (rank-N.jsonl)") from None
             kept[f"rank-{rank}.jsonl"] = text
             continue
         try:
             data = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise fault(name, text[:40], "a trace, a rank's log or a plan") from None
         if isinstance(data, dict) and data.get("format") == "polygon-plan":
             kept[PLAN] = text

@@ -109,11 +109,11 @@ def slide(page, name, position):
 
 def test_every_view_is_accessible_and_asks_nobody_outside(page, server, wide_plan):
     """axe finds nothing in any view, light and dark; no error on the console; no request to another host."""
-    other = variant(server, wide_plan)
+    other, run = variant(server, wide_plan), opened_run(server, wide_plan)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         for view in VIEWS:
-            visit(page, server, wide_plan, view, f"&with={other}")
+            visit(page, server, wide_plan, view, f"&with={other}&run={run}")
             page.evaluate(AXE)
             found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
             assert [(view, v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found] == []
@@ -121,19 +121,34 @@ def test_every_view_is_accessible_and_asks_nobody_outside(page, server, wide_pla
     assert page.outside == [] and page.faults == []
 
 
+IN_ITS_LIST = """id => {
+  const tab = document.getElementById(id), [a, b] = [tab, tab.parentElement].map((e) => e.getBoundingClientRect());
+  return a.left >= b.left - 1 && a.right <= b.right + 1;
+}"""
+
+
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize(("scheme", "locale"), [("light", "en-US"), ("dark", "zh-CN")])
 def test_every_view_fits_the_screen(browser, server, wide_plan, size, scheme, locale):
     """No view is wider than the window, in either language; screenshots are kept where POLYGON_SCREENSHOTS says."""
     page = new_page(browser, server, size, color_scheme=scheme, locale=locale)
+    run = opened_run(server, wide_plan)
     for view in VIEWS:
-        visit(page, server, wide_plan, view)
+        visit(page, server, wide_plan, view, f"&run={run}")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        page.wait_for_function(IN_ITS_LIST, arg=f"tab-{view}")
         if SHOTS:
             SHOTS.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=SHOTS / f"{size}-{scheme}-{locale[:2]}-{view}.png")
     assert page.faults == []
     page.context.close()
+
+
+def opened_run(server, plan):
+    """A run with its losses and a traced step, opened beside a plan."""
+    trace = server.request("GET", f"/api/v1/plans/{plan}/trace")[2]
+    files = {"trace.json": json.dumps(trace), "rank-0.jsonl": run_lines(30)}
+    return server.request("POST", "/api/v1/runs", {"name": "run", "plan": plan, "files": files})[2]["name"]
 
 
 def variant(server, plan, **changes):
@@ -246,6 +261,32 @@ def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):
     fresh.mouse.up()
     expect(fresh.locator("[data-path$='.longitude']")).not_to_have_value(before)
     expect(tabs).to_have_count(count)
+
+
+def test_a_measured_value_is_marked_until_it_is_edited(fresh, tmp_path):
+    """A probe's report sets fields and their marks; they outlive a reload, and an edit makes the value a given one."""
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#region-tab-0").wait_for()
+    name = fresh.locator("#region-tab-0").inner_text()
+    other = fresh.locator("#region-tab-1").inner_text()
+    rows = [{"source_region": name, "target_region": x, "rtt_s": 0.05, "link_bytes_per_s": 5e8} for x in (name, other)]
+    report = tmp_path / "probe.json"
+    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": rows}))
+    fresh.locator("#cluster-menu").click()
+    fresh.locator("#import-measured").set_input_files(report)
+    inside = fresh.locator(".link-fields", has_text="Network inside the region").locator(".mark")
+    expect(inside).to_have_text("measured")
+    rate = fresh.locator("[data-path='cluster.bandwidth_gbps[0][1]']")
+    expect(rate).to_have_value("4")
+    fresh.reload()
+    expect(inside).to_have_text("measured")
+    rate.fill("7")
+    cell = fresh.locator("td", has=rate)
+    expect(cell.locator(".mark")).to_have_count(0)
+    rate.fill("4")
+    expect(cell.locator(".mark")).to_have_text("measured")
+    fill(fresh, "cluster.regions[0].intra_region.bandwidth_gbps", "100")
+    expect(inside).to_have_text("given")
 
 
 def test_a_search_can_be_left_and_found_again(browser, tmp_path):
@@ -609,7 +650,7 @@ def test_chinese_and_the_theme(browser, server, plan_id):
 SHOWN_TEXTS = """() => {
   const texts = [];
   const walk = (e) => {
-    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments, #runs";
+    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments, #runs, #run h2";
     if (e.matches(".files, .side, [data-path=compare]")) return;
     if (e.matches(named)) return;
     for (const a of ["aria-label", "placeholder", "title", "aria-valuetext"]) texts.push(e.getAttribute(a) ?? "");
@@ -644,8 +685,9 @@ def test_the_chinese_page_has_no_english_sentence(browser, server, wide_plan):
     names += [row["name"] for kind in ("devices", "models", "regions", "runtimes") for row in known[kind]]
     allowed = PROPER | {word for name in names for word in re.findall(r"[A-Za-z]{3,}", name)}
     left = set()
+    run = opened_run(server, wide_plan)
     for name in VIEWS:
-        visit(page, server, wide_plan, name)
+        visit(page, server, wide_plan, name, f"&run={run}")
         if name == "communication":
             page.locator("#drawer-whatif").click()
             page.locator("[data-change=activations]").select_option("int4")

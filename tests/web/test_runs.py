@@ -119,7 +119,8 @@ def test_a_trace_that_is_opened_is_held_against_the_plan(server, plan_id):
         done = [[b for b in row["bars"] if b[0] < 2] for row in (ours, theirs)]
         assert [b[3] for b in done[1]] == pytest.approx([2 * b[3] for b in done[0]], rel=1e-5)
     for files, words in (({"x.json": "{}"}, "x.json: traceEvents"), ({"x.txt": "?"}, "x.txt: found"),
-                         ({"a.jsonl": "{}\n"}, "a.jsonl: found"),
+                         ({"a.jsonl": "{}\n"}, "a.jsonl: found"), ({"x.json": "[" * 100_000}, "x.json: found"),
+                         ({"r.jsonl": '{"type": "run", "rank": 1' + "0" * 300 + "}\n"}, "r.jsonl: rank"),
                          ({"p.json": format_json(plan_data(problem, plan))}, "a plan alone"),
                          ({"b.jsonl": '{"type": "run", "rank": 0}\n{"type": "step", "step": "x"}\n'}, "rank-N.jsonl"),
                          ({"y.json": '{"traceEvents": [3]}'}, "cannot be read")):  # fmt: skip
