@@ -68,7 +68,7 @@ function Views(): JSX.Element {
   useEffect(() => {
     const chosen = document.getElementById(`tab-${view.value}`), list = chosen?.parentElement;
     if (chosen && list) list.scrollLeft = chosen.offsetLeft - list.offsetLeft - (list.clientWidth - chosen.offsetWidth) / 2;
-  }, [view.value]);
+  }, [view.value, shown.value !== null, tab.value]);
   return (
     <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walk}>{VIEWS.map((name) => (
       <button type="button" role="tab" key={name} id={`tab-${name}`} aria-controls="view" aria-selected={name === view.value} tabIndex={name === view.value ? 0 : -1} onClick={() => open(name)}>{t(`view_${name}` as Key)}</button>))}</div>
