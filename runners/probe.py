@@ -20,8 +20,9 @@ from typing import Any
 
 from polygon.commands import cli
 from polygon.domain.errors import InputError
+from polygon.formats.probe_file import measured_cluster
 from runners.probe_net.fit import fit_message, fit_streams, read_iperf3
-from runners.probe_net.session import ProbeOptions, describe, region_links, run_rank
+from runners.probe_net.session import ProbeOptions, describe, run_rank
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,42 +95,6 @@ def iperf3_report(arguments: Sequence[str]) -> dict[str, Any]:
             }
         )
     return {"format": "polygon-probe", "version": 1, "ranks": [], "links": links, "problems": []}
-
-
-def measured_cluster(cluster: Any, report: dict[str, Any]) -> Any:
-    """The cluster with the links that were measured in place of the given ones; others stay.
-
-    Between regions the matrices change, and a direction that was not measured takes the other one's value only where
-    the cluster had no link. Inside a region the link between its nodes changes (of its one node group, else between
-    its groups). The latency is half the least round trip.
-
-    Raises
-    ------
-    InputError
-        For a region that the cluster does not have.
-    """
-    latency_s, bytes_per_s = cluster.latency_s.copy(), cluster.bytes_per_s.copy()
-    regions = list(cluster.regions)
-    measured = region_links(report["links"])
-    for (source, target), (one_way_s, rate) in measured.items():
-        a, b = cluster.region_index(source), cluster.region_index(target)
-        if a == b:
-            regions[a] = _with_inner_link(regions[a], one_way_s, rate)
-            continue
-        latency_s[a, b], bytes_per_s[a, b] = one_way_s, rate
-        if (target, source) not in measured and bytes_per_s[b, a] == 0:
-            latency_s[b, a], bytes_per_s[b, a] = one_way_s, rate
-    return dataclasses.replace(cluster, regions=tuple(regions), latency_s=latency_s, bytes_per_s=bytes_per_s)
-
-
-def _with_inner_link(region: Any, latency_s: float, bytes_per_s: float) -> Any:
-    from polygon.domain.cluster import Link
-
-    link = Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
-    if len(region.node_groups) > 1:
-        return dataclasses.replace(region, intra_region=link)
-    group = dataclasses.replace(region.node_groups[0], inter_node=link)
-    return dataclasses.replace(region, node_groups=(group,), intra_region=link)
 
 
 def _say(text: str) -> None:

@@ -29,6 +29,12 @@ def main(argv: list[str] | None = None) -> int:
                         help="a name by which browsers may call this, beside 127.0.0.1 and localhost")  # fmt: skip
     parser.add_argument("--database", type=Path, default=Path("polygon.sqlite"), help="default %(default)s")
     parser.add_argument("--deployments", type=Path, default=Path("deployments"), help="default %(default)s/")
+    parser.add_argument("--runs", type=Path, default=Path("runs"),
+                        help="rehearsals and runs that were opened in the page (default %(default)s/)")  # fmt: skip
+    parser.add_argument("--logs", type=Path, action="append", default=[], metavar="FOLDER",
+                        help="follow the runs that write their logs there; may be given several times")  # fmt: skip
+    parser.add_argument("--allow-rehearsals", action="store_true",
+                        help="let users rehearse plans on this machine's processors")  # fmt: skip
     parser.add_argument("--instances", type=Path, help="folder of clusters to offer (default: the project's)")
     args = parser.parse_args(argv)
     try:
@@ -47,7 +53,16 @@ def main(argv: list[str] | None = None) -> int:
     instances = args.instances or (shipped if shipped.is_dir() else None)
     listening = _listen(args.host, args.port)
     app = create_app(
-        Settings(database=args.database, deployments=args.deployments, instances=instances, tokens=tokens, hosts=hosts)
+        Settings(
+            database=args.database,
+            deployments=args.deployments,
+            instances=instances,
+            tokens=tokens,
+            hosts=hosts,
+            runs=args.runs,
+            logs=tuple(args.logs),
+            rehearsals=args.allow_rehearsals,
+        )
     )
     config = uvicorn.Config(
         app, host=args.host, port=args.port, log_level="warning", server_header=False, timeout_graceful_shutdown=2

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.hosts:
         text = files.read_text(args.hosts)
         with located(f"{args.hosts}: "):
-            hosts = read_hosts(text, problem.cluster)
+            hosts = read_hosts(text, problem.cluster, plan)
     result = export(problem, plan, args.to, hosts=hosts, name=Path(args.out).name)
     if result is None:
         return cli.infeasible(Message("reason.not_expressible", target=args.to))

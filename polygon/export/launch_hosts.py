@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import located, require
 from polygon.domain.message import Message
-from polygon.domain.plan import Worker
+from polygon.domain.plan import Plan, Worker
 from polygon.export.tc import check_address, check_host_name
 
 
@@ -44,8 +44,16 @@ def default_hosts(cluster: Cluster) -> list[Host]:
     return hosts
 
 
-def read_hosts(text: str, cluster: Cluster) -> list[Host]:
+def used_nodes(plan: Plan, cluster: Cluster) -> list[tuple[int, int]]:
+    """Pool and number of the nodes on which a plan has devices, in the cluster's order."""
+    workers = (worker for stage in plan.stages for worker in stage.workers)
+    return sorted({(w.pool, int(cluster.pools[w.pool].node_of(device))) for w in workers for device in w.devices})
+
+
+def read_hosts(text: str, cluster: Cluster, plan: Plan) -> list[Host]:
     """Hosts from text: a line a node in the cluster's order, `name` or `name address`; `#` begins a comment.
+
+    The nodes are those that the plan uses, or all of the cluster.
 
     Raises
     ------
@@ -54,12 +62,14 @@ def read_hosts(text: str, cluster: Cluster) -> list[Host]:
     """
     lines = [line.split("#")[0].split() for line in text.splitlines()]
     rows = [(number, words) for number, words in enumerate(lines, start=1) if words]
-    places = [(pool.index, node) for pool in cluster.pools for node in range(pool.nodes)]
+    used = used_nodes(plan, cluster)
+    everything = [(pool.index, node) for pool in cluster.pools for node in range(pool.nodes)]
+    places = everything if len(rows) == len(everything) else used
     require(
         len(rows) == len(places),
         "hosts",
         Message("found.lines", lines=len(rows)),
-        Message("expected.one_a_node", nodes=len(places)),
+        Message("expected.one_a_used_node", nodes=len(used)),
     )
     hosts: list[Host] = []
     for (number, words), (pool_index, node) in zip(rows, places, strict=True):

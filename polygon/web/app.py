@@ -32,6 +32,9 @@ from polygon.web.guard import Guard
 from polygon.web.jobs import RETRY_S, BusyError, Jobs
 from polygon.web.language import preferred
 from polygon.web.plan_routes import add_deployments, add_plans
+from polygon.web.rehearsals import Rehearsals
+from polygon.web.run_routes import add_runs
+from polygon.web.runs import Runs
 from polygon.web.search_routes import add_catalogue, add_jobs, warm_up
 from polygon.web.store import Store
 
@@ -49,6 +52,12 @@ class Settings:
     database: Path
     deployments: Path
     instances: Path | None = None
+    runs: Path = Path("runs")
+    """Rehearsals that the server starts, and runs that are opened in the page."""
+    logs: tuple[Path, ...] = ()
+    """Folders in which other runs write, to be followed."""
+    rehearsals: bool = False
+    """Whether users may start rehearsals on this machine."""
     tokens: Mapping[str, str] = field(default_factory=dict)
     """Of users, by their names; none: everybody who reaches it is the same user, who need not say who that is."""
     hosts: frozenset[str] = LOOPBACK
@@ -59,12 +68,15 @@ def create_app(settings: Settings) -> FastAPI:
     """The application."""
     store = Store(settings.database)
     jobs = Jobs(store)
+    runs = Runs(settings.runs, settings.deployments, settings.logs)
+    rehearsals = Rehearsals(runs, allowed=settings.rehearsals)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         threading.Thread(target=warm_up, daemon=True).start()
         yield
+        await run_in_threadpool(rehearsals.close)
         await run_in_threadpool(jobs.close)
         store.close()
 
@@ -82,6 +94,7 @@ def create_app(settings: Settings) -> FastAPI:
     add_jobs(app, store, jobs)
     loaded = add_plans(app, store, jobs)
     add_deployments(app, loaded, settings.deployments)
+    add_runs(app, loaded, runs, rehearsals)
     _add_page(app)
     return app
 

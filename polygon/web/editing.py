@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from polygon.domain.cluster import Cluster
-from polygon.domain.errors import located
-from polygon.formats import catalogue, convert
-from polygon.formats.schema import ClusterSpec, check
-from polygon.formats.serialization import format_yaml
+from polygon.cost.bench_fit import with_benches
+from polygon.domain.cluster import Cluster, Link
+from polygon.domain.errors import fault, located
+from polygon.domain.plan import Problem
+from polygon.formats import bench_file, catalogue, convert, probe_file
+from polygon.formats.schema import BenchSpec, ClusterSpec, check
+from polygon.formats.serialization import format_yaml, parse_json
 
 
 def lean(cluster: Cluster) -> dict[str, Any]:
@@ -37,6 +40,68 @@ def lean(cluster: Cluster) -> dict[str, Any]:
     if assumed:
         data["defaults"] = sorted(assumed)
     return data
+
+
+def with_measured(problem: Problem, text: str) -> dict[str, Any]:
+    """The cluster of a problem with what a file of measurements says in place of what was given or assumed.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its precision says which measurements of a device are taken.
+    text : str
+        The report of `runners.probe` (links) or the file of `polygon bench-device` (what a device reaches, and the
+        links inside its nodes).
+
+    Returns
+    -------
+    dict
+        `cluster` as the page edits it, and `measured`: names of the values that the file has, as `values` calls them.
+
+    Raises
+    ------
+    InputError
+        For another file, and for regions or devices that the cluster does not have.
+    """
+    data = parse_json(text)
+    kind = data.get("format") if isinstance(data, dict) else None
+    if kind == probe_file.FORMAT and isinstance(data.get("links"), list):
+        cluster = probe_file.measured_cluster(problem.cluster, data)
+    elif kind == "polygon-bench":
+        bench = bench_file.bench_from_spec(check(BenchSpec, data))
+        cluster = with_benches(problem, [bench]).cluster
+        old, new = (_inside_nodes(c) for c in (problem.cluster, cluster))
+        found = {name for name in new if new[name] != old[name]}
+        kept = tuple(name for name in cluster.defaults if name not in found)
+        cluster = replace(cluster, defaults=kept)
+    else:
+        raise fault("format", kind, "polygon-probe or polygon-bench")
+    before, after = values(lean(problem.cluster)), values(lean(cluster))
+    return {"cluster": lean(cluster), "measured": sorted(name for name in after if after[name] != before.get(name))}
+
+
+def _inside_nodes(cluster: Cluster) -> dict[str, Link]:
+    return {
+        f"{region.name}.nodes[{i}].intra_node": group.intra_node
+        for region in cluster.regions
+        for i, group in enumerate(region.node_groups)
+    }
+
+
+def values(data: dict[str, Any]) -> dict[str, Any]:
+    """What can be measured of a cluster, by names that outlive other edits: `region.intra_region`,
+    `region.nodes[0].intra_node`, `a > b.latency_ms`, `device.name`."""
+    found: dict[str, Any] = {f"device.{name}": device for name, device in data.get("devices", {}).items()}
+    for region in data["regions"]:
+        found[f"{region['name']}.intra_region"] = region.get("intra_region")
+        for i, node in enumerate(region["nodes"]):
+            for key in ("intra_node", "inter_node"):
+                found[f"{region['name']}.nodes[{i}].{key}"] = node.get(key)
+    names = [region["name"] for region in data["regions"]]
+    for key in ("latency_ms", "bandwidth_gbps"):
+        for a, row in zip(names, data.get(key) or [], strict=False):
+            found |= {f"{a} > {b}.{key}": value for b, value in zip(names, row, strict=True) if a != b}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def default_link() -> dict[str, float]:

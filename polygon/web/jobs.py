@@ -52,11 +52,11 @@ def problem_of(data: Any) -> Problem:
 
 
 class BusyError(Exception):
-    """Too many searches are waiting."""
+    """Too much is waiting or running already."""
 
-    def __init__(self, waiting: int) -> None:
-        super().__init__(waiting)
-        self.message = Message("refused.busy", jobs=waiting, seconds=RETRY_S)
+    def __init__(self, message: Message) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class Jobs:
@@ -127,7 +127,7 @@ class Jobs:
     def _check_room(self, user: str) -> None:
         waiting = self.store.waiting()
         if waiting >= MOST_WAITING or (user and self.store.waiting(user) >= MOST_WAITING_EACH):
-            raise BusyError(waiting)
+            raise BusyError(Message("refused.busy", jobs=waiting, seconds=RETRY_S))
 
     def cancel(self, job: str) -> None:
         """Stop a search; the best plan so far is kept."""

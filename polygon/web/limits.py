@@ -185,12 +185,16 @@ def _step_s(problem: Problem, plan: Plan, tables: CostTables, resource: Resource
 def _with_memory(problem: Problem, plan: Plan, tables: CostTables, step_s: float, resource: Resource) -> float:
     """What the same allocation saves with more memory, against itself decoded anew with what there is."""
     other = replace(problem, cluster=resource.better(problem.cluster, RELAXED))
-    decoders = Decoder(problem, tables=tables), Decoder(other, tables=tables.for_problem(other))
-    steps = []
-    for decoder in decoders:
+
+    def decoded_s(problem: Problem, tables: CostTables) -> float:
+        decoder = Decoder(problem, tables=tables)
         decoded = decoder.decode(allocation_of(decoder, plan))
-        steps.append(float(decoder.step_times(decoded).step_s) if isinstance(decoded, Plan) else step_s)
-    return (min(step_s, steps[0]) - steps[1]) / step_s
+        return float(decoder.step_times(decoded).step_s) if isinstance(decoded, Plan) else step_s
+
+    with_more_s = decoded_s(other, tables.for_problem(other))
+    if 1 - with_more_s / step_s <= LEAST:  # not named, however slow what there is would be decoded
+        return 1 - with_more_s / step_s
+    return (min(step_s, decoded_s(problem, tables)) - with_more_s) / step_s
 
 
 def _suggestion(problem: Problem, plan: Plan, tables: CostTables, step_s: float, limit: Limit) -> Limit:

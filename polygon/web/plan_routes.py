@@ -261,7 +261,7 @@ def _read(store: Store, job: str) -> Loaded:
 def _exported(it: Loaded, target: Target, request: DeployRequest | None = None) -> Export:
     hosts = None
     if request is not None and request.hosts.strip():
-        hosts = read_hosts(request.hosts, it.problem.cluster)
+        hosts = read_hosts(request.hosts, it.problem.cluster, it.plan)
     name = request.name if request is not None else ""
     result = export(it.problem, it.plan, target, hosts=hosts, tables=it.tables, name=name)
     if result is None:

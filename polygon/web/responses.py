@@ -81,6 +81,14 @@ class Resolved(TypedDict):
 
 
 @closed
+class MeasuredCluster(TypedDict):
+    """A cluster with measured values, and the names of these."""
+
+    cluster: dict[str, Any]
+    measured: list[str]
+
+
+@closed
 class Explanation(TypedDict):
     """Why a plan and not another; `answers` is null until they are worked out. A job's fields once it was asked for."""
 
@@ -143,6 +151,15 @@ class EstimateOut(TypedDict):
 
 
 @closed
+class UsedNodes(TypedDict):
+    """Nodes of a pool on which a plan has devices."""
+
+    region: str
+    device: str
+    nodes: int
+
+
+@closed
 class View(TypedDict):
     """Everything shown of a plan."""
 
@@ -155,6 +172,7 @@ class View(TypedDict):
     local_steps: int
     assumptions: list[str]
     devices: dict[str, int]
+    hosts: list[UsedNodes]
     regions: list[dict[str, Any]]
     stages: list[dict[str, Any]]
     links: list[dict[str, Any]]
@@ -192,8 +210,9 @@ class Timeline(TypedDict):
     from_s: float
     to_s: float
     workers: int
-    bubble_share: float
-    exposed_share: float
+    bubble_share: Number
+    exposed_share: Number
+    """Null of a measured step, whose logs do not part the two."""
 
 
 @closed
@@ -305,3 +324,71 @@ class Deployment(TypedDict):
 
     name: str
     files: list[str]
+
+
+@closed
+class Run(TypedDict):
+    """A run of a plan, or of its rehearsal."""
+
+    name: str
+    plan: str
+    """The stored plan that it belongs to; empty: none that is known."""
+    kind: Literal["rehearsal", "import", "deployment", "folder"]
+    state: Literal["running", "done", "failed", "stopped", "open"]
+    """`open`: somebody else's, and its ranks have not said that they ended."""
+    model: str
+    ranks: int
+    device: str
+    """What its ranks computed on, as the runner calls it."""
+    steps: int
+    wanted: int | None
+    traced: bool
+    """Whether there is a timeline of a step."""
+    predicted_step_s: float
+    step_s: Number
+    """Measured, without the first."""
+    loss: Number
+    error: Number
+    """(predicted - measured) / measured step."""
+
+
+@closed
+class RunList(TypedDict):
+    """Runs, and whether the server may start some."""
+
+    runs: list[Run]
+    may_start: bool
+
+
+@closed
+class FollowedRun(Run):
+    """A run with its steps."""
+
+    points: list[tuple[int, float, Number]]
+    """Step, seconds, loss; of many steps the means of neighbours."""
+    log: str
+
+
+@closed
+class StageBeside(TypedDict):
+    """A stage, predicted and measured: means of its workers [s]."""
+
+    stage: int
+    layers: str
+    regions: list[str]
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    update: tuple[float, float]
+    reduce: tuple[float, float]
+    waiting: tuple[float, float]
+
+
+@closed
+class Comparison(TypedDict):
+    """The predicted step beside the median of the traced ones."""
+
+    steps: int
+    predicted_step_s: float
+    measured_step_s: float
+    error: float
+    stages: list[StageBeside]

@@ -20,6 +20,7 @@ from pydantic import Field
 from polygon.api.choices import EffortName, Objective
 from polygon.cost.convergence import rows
 from polygon.domain.cluster import Cluster
+from polygon.domain.errors import located
 from polygon.domain.message import Message
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
@@ -30,7 +31,7 @@ from polygon.messages.report import seconds
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.web import responses, views
 from polygon.web.answers import Answers, compact
-from polygon.web.editing import default_link, lean, resolved
+from polygon.web.editing import default_link, lean, resolved, with_measured
 from polygon.web.jobs import MOST_SECONDS, Jobs, problem_of
 from polygon.web.language import Asked, in_language
 from polygon.web.store import LABELS, Store, StoredJob
@@ -92,6 +93,14 @@ class TextRequest(Strict):
     name: Annotated[str, Field(min_length=1, max_length=120)] = "upload"
 
 
+class MeasuredRequest(Strict):
+    """A file of measurements, and the problem whose cluster it is of."""
+
+    problem: dict[str, Any]
+    text: Annotated[str, Field(max_length=2_000_000)]
+    name: Annotated[str, Field(min_length=1, max_length=120)] = "upload"
+
+
 def answer(data: Any) -> Response:
     """JSON by the planner's own writer: numpy values, no NaN."""
     return Response(compact(data), media_type="application/json")
@@ -127,6 +136,13 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
             cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
             return answer(lean(cluster))
         return answer(convert.model_data(formats.model_from_text(request.text, request.name, MOST_VALUES)))
+
+    @app.post("/api/v1/measured", responses=RESPONSES, response_model=responses.MeasuredCluster)
+    def measured(request: MeasuredRequest) -> Any:
+        """A cluster with what a file of measurements says: of `runners.probe` or of `polygon bench-device`."""
+        problem = problem_of(request.problem)
+        with located(f"{request.name}: "):
+            return with_measured(problem, request.text)
 
     @app.post("/api/v1/clusters", responses=RESPONSES, response_model=responses.Resolved)
     def resolve(request: ClusterRequest) -> Any:

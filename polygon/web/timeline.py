@@ -7,6 +7,8 @@ bands: what part of the band goes to each kind. So an answer grows with the scre
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polygon.cost.step_times import StepTimes
+from polygon.domain.plan import Plan, Problem
+from polygon.export.chrome_trace import Interval
 from polygon.web.sliders import PricedChange
 
 KINDS = ("F", "B", "exposed", "update", "reduce", "send")
 """Of bars; what none of the first four covers is bubble. The last two lie beside a worker's own work."""
+KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 TILES = 4
 MOST_ROWS = 96
 MOST_BARS = 8000
@@ -180,6 +185,69 @@ def timeline(
         "workers": len(place.stage), "bubble_share": float(bubble_s.mean()) / step_s,
         "exposed_share": float(exposed_s.mean()) / step_s,
     }  # fmt: skip
+
+
+def measured_timeline(
+    problem: Problem,
+    plan: Plan,
+    times: StepTimes,
+    intervals: Sequence[Interval],
+    step_s: float,
+    *,
+    opened: frozenset[int] = frozenset(),
+    from_s: float = 0.0,
+    to_s: float | None = None,
+) -> dict[str, Any]:
+    """Rows of a measured step: those that `timeline` shows of the predicted one.
+
+    Parameters
+    ----------
+    times : StepTimes
+        The predicted step, by which the worker of a stage is chosen that stands for it.
+    intervals : sequence of Interval
+        Of one step, from its start [s].
+    step_s : float
+        Its length [s].
+
+    Returns
+    -------
+    dict
+        As `timeline`; waiting of any kind is bubble, and the shares are None.
+    """
+    end_s = step_s if to_s is None else min(to_s, step_s)
+    begin_s = min(max(0.0, from_s), end_s)
+    place, shown = times.place, _shown(times, opened)
+    widths = [stage.width for stage in plan.stages]
+    columns = [
+        (place.offset[i.stage] + i.worker, KIND_OF[name], _micro_batch(i.name), i.start_s, i.end_s)
+        for i in intervals
+        if (name := i.name[:1] if i.kind == "compute" else i.kind) in KIND_OF
+        and 0 <= i.stage < len(widths)
+        and 0 <= i.worker < widths[i.stage]
+    ]
+    worker, kind, micro_batch, start_s, till_s = (np.array(column) for column in zip(*columns, strict=True))
+    everything = Bars(worker=worker, kind=kind, micro_batch=micro_batch, start_s=start_s, end_s=till_s)
+    busy_s = np.bincount(worker[kind < 2], (till_s - start_s)[kind < 2], len(place.stage))
+    most = min(MOST_BARS_A_ROW, MOST_BARS // max(1, len(shown)))
+    rows = []
+    for w in shown:
+        stage = int(place.stage[w])
+        own = plan.stages[stage].workers[w - int(place.offset[stage])]
+        pool = problem.cluster.pools[own.pool]
+        rows.append(
+            {"stage": stage, "worker": w - int(place.offset[stage]), "tp": own.tp, "device": pool.device.name,
+             "region": problem.cluster.regions[pool.region].name, "width": plan.stages[stage].width,
+             "busy_s": float(busy_s[w]), **_row(everything.of(w, begin_s, end_s), begin_s, end_s, most)}
+        )  # fmt: skip
+    return {
+        "kinds": list(KINDS), "rows": rows, "step_s": step_s, "from_s": begin_s, "to_s": end_s,
+        "workers": len(place.stage), "bubble_share": None, "exposed_share": None,
+    }  # fmt: skip
+
+
+def _micro_batch(name: str) -> int:
+    found = re.search(r"\d+", name)
+    return int(found[0]) if found else -1
 
 
 def _shown(times: StepTimes, opened: frozenset[int]) -> list[int]:

@@ -20,6 +20,7 @@ from polygon.cost.transfers import boundary_values
 from polygon.domain.cluster import Region
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.export.launch_hosts import used_nodes
 from polygon.messages.report import layer_span, size
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
@@ -48,6 +49,7 @@ def view(priced: PricedChange) -> dict[str, Any]:
         "local_steps": plan.local_steps,
         "assumptions": assumptions(problem, plan) if result.links else [],
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
+        "hosts": _hosts(problem, plan),
         "regions": _regions(problem, plan),
         "stages": _stages(priced),
         "links": _links(priced),
@@ -63,6 +65,16 @@ def _over_memory(priced: PricedChange) -> float:
     """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
     need = np.array([worker.peak_bytes for worker in priced.estimate.workers])
     return float(max(0.0, (need - priced.tables.limit_bytes[priced.times.place.pool]).max()))
+
+
+def _hosts(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
+    """Nodes that the plan uses, pool by pool in the order in which their hosts are asked for."""
+    counts = Counter(pool for pool, _ in used_nodes(plan, problem.cluster))
+    pools, regions = problem.cluster.pools, problem.cluster.regions
+    return [
+        {"region": regions[pools[p].region].name, "device": pools[p].device.name, "nodes": count}
+        for p, count in sorted(counts.items())
+    ]
 
 
 def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:

@@ -4,62 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from polygon.domain.plan import Plan, Problem
-from polygon.domain.schedule import Action, worker_order
-from polygon.export.chrome_trace import Interval, chrome_trace
+from polygon.domain.schedule import worker_order
+from polygon.export.chrome_trace import chrome_trace
+from polygon.export.measured import intervals_of_logs
 from polygon.formats.files import write_json
+from polygon.formats.run_log import log_lines
 from polygon.formats.serialization import format_json
 from runners.engine.metrics import VALIDATION, StepFigures
 
 TRACE_FILE = "trace.json"
 RUN_FILE = "run.jsonl"
-
-
-def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
-    """What a rank wrote; a last line cut short by a kill is left out."""
-    path = directory / f"rank-{rank}.jsonl"
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def intervals(plan: Plan, directory: Path) -> Iterator[Interval]:
-    """The timeline of the traced steps."""
-    for rank, (group, worker, place) in plan.rank_places.items():
-        # The devices of a worker do the same at the same time: its first stands for it.
-        lines = list(log_lines(directory, rank)) if place == 0 else []
-        # The last estimate of how far a host's clock is from that of rank 0 is the best.
-        offset_s = next((line["clock_offset_s"] for line in reversed(lines) if line["type"] == "step"), 0.0)
-        for line in lines:
-            if line["type"] == "event":
-                stage, name = placed(plan, group, line["name"])
-                yield Interval(
-                    stage=stage,
-                    worker=worker,
-                    kind=line["kind"],
-                    name=name,
-                    start_s=line["start_s"] - offset_s,
-                    end_s=line["end_s"] - offset_s,
-                    step=line["step"],
-                )
-
-
-def placed(plan: Plan, group: int, name: str) -> tuple[int, str]:
-    """Stage and name there of what a worker that holds several stages did: `recv F3.1` is `recv F3` of its second."""
-    *before, last = name.split(" ")
-    action = Action.named(last)
-    if action is None:
-        return group, name
-    return group + action.chunk * plan.groups, " ".join([*before, str(action._replace(chunk=0))])
 
 
 def write_trace(problem: Problem, plan: Plan, directory: Path) -> Path:
@@ -75,7 +36,8 @@ def write_trace(problem: Problem, plan: Plan, directory: Path) -> Path:
         s: f"stage {s} · layers {stage.first_layer}..{stage.last_layer - 1}" for s, stage in enumerate(plan.stages)
     }
     path = directory / TRACE_FILE
-    write_json(path, chrome_trace(intervals(plan, directory), names, stages, "measured"))
+    logs = {rank: log_lines(directory, rank) for rank in plan.rank_places}
+    write_json(path, chrome_trace(intervals_of_logs(plan, logs), names, stages, "measured"))
     return path
 
 

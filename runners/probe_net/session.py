@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -295,20 +295,3 @@ def _resolved(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError:
         return ""
-
-
-def region_links(links: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Latency [s] and rate [bytes/s] by ordered pair of regions: medians over the measured pairs of ranks."""
-    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for link in links:
-        grouped.setdefault((link["source_region"], link["target_region"]), []).append(link)
-
-    def median(values: list[float]) -> float:
-        ordered = sorted(values)
-        half = len(ordered) // 2
-        return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-    return {
-        key: (median([link["rtt_s"] / 2 for link in group]), median([link["link_bytes_per_s"] for link in group]))
-        for key, group in grouped.items()
-    }

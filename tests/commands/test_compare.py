@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from polygon.commands.compare import compare, intervals_of, main
+from polygon.commands.compare import main
 from polygon.cost.calibration import Calibration
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.export.chrome_trace import chrome_trace
+from polygon.export.measured import compare, intervals_of
 from polygon.export.predicted import predicted_intervals
 from polygon.formats.files import write_json, write_plan
 from tests.small_problems import routed_problem

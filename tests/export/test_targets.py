@@ -18,7 +18,7 @@ from polygon.domain.model import Batch
 from polygon.export.__main__ import main
 from polygon.export.deepspeed import RULES as DEEPSPEED
 from polygon.export.deepspeed import ds_config
-from polygon.export.launch_hosts import default_hosts, read_hosts, seats
+from polygon.export.launch_hosts import default_hosts, read_hosts, seats, used_nodes
 from polygon.export.megatron import RULES as MEGATRON
 from polygon.export.megatron import layout, model_arguments
 from polygon.export.restrict import find_uniform
@@ -237,11 +237,28 @@ def test_a_script_runs_what_it_says_where_it_lies(target, tmp_path):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_host_names_are_refused(name):
     """A host name that a shell would read otherwise never reaches a script."""
-    problem, _ = planned()
+    problem, plan = planned()
     count = sum(pool.nodes for pool in problem.cluster.pools)
     lines = [f"host-{i}" for i in range(count - 1)]
     with pytest.raises(InputError, match="hosts: "):
-        read_hosts("\n".join([name, *lines]), problem.cluster)
+        read_hosts("\n".join([name, *lines]), problem.cluster, plan)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_hosts_of_the_nodes_that_a_plan_uses_are_enough(target):
+    """A line a used node gives what a line a node of the whole cluster gives; another number is told what is wanted."""
+    problem, plan = planned()
+    everything, used = default_hosts(problem.cluster), used_nodes(plan, problem.cluster)
+    assert 0 < len(used) < len(everything)
+    named = {(host.pool, host.node): host for host in everything}
+    few = "\n".join(named[place].name for place in used)
+    hosts = read_hosts(few, problem.cluster, plan)
+    assert hosts == [named[place] for place in used]
+    whole = read_hosts("\n".join(host.name for host in everything), problem.cluster, plan)
+    results = [export(problem, plan, target, hosts=given) for given in (hosts, whole)]
+    assert results[0].files == results[1].files
+    with pytest.raises(InputError, match=f"expected {len(used)}, one a node that the plan uses"):
+        read_hosts("\n".join(f"h{i}" for i in range(len(everything) + 1)), problem.cluster, plan)
 
 
 @pytest.mark.parametrize("target", list(TARGETS))

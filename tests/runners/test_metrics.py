@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from polygon.cost.compute import model_flops_per_step
+from polygon.export.measured import placed
 from runners.engine.metrics import StepFigures, flat
-from runners.engine.summary import placed
 from tests.routed_plans import plain_plan
 from tests.small_problems import routed_problem
 

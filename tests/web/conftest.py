@@ -64,6 +64,15 @@ class Server:
         return status, got, json.loads(text) if text and "json" in got.get("content-type", "") else text.decode()
 
 
+def run_lines(steps: int, first: int = 0, seconds: float = 0.5, *, end: bool = True) -> str:
+    """A rank's log: a run, steps that take turns between two lengths, the end."""
+    rows: list[dict[str, Any]] = [
+        {"type": "run", "rank": 0, "device": "cpu", "first_step": first, "options": {"steps": str(steps)}}
+    ]
+    rows += [{"type": "step", "step": i, "seconds": seconds + i % 2, "loss": 5 - 0.01 * i} for i in range(first, steps)]
+    return "".join(json.dumps(row) + "\n" for row in [*rows, *([{"type": "end"}] * end)])
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests of a worker process."""

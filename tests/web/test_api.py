@@ -26,6 +26,9 @@ from tests.exported_plans import INSTANCES, planned
 from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import ROOT, Server
 
+PROBE = {"format": "polygon-probe", "version": 1, "links": [
+    {"source_region": "north", "target_region": "south", "rtt_s": 0.03, "link_bytes_per_s": 5e8}]}  # fmt: skip
+
 
 def body(**more):
     problem, _ = planned()
@@ -388,6 +391,7 @@ def test_openapi_documents_every_path(server):
 
 def test_every_answer_is_what_its_schema_says(server, wide_plan):
     """Real answers of every operation that answers JSON, held to the OpenAPI; refusals have a schema, too."""
+    trace = server.request("GET", f"/api/v1/plans/{wide_plan}/trace")[2]
     plan, other = wide_plan, {"name": "v", "changes": {"latency_factor": 2.0}}
     job = server.request("POST", "/api/v1/fronts", body())[2]["id"]
     assert finished(server, job)["state"] == "done"
@@ -399,13 +403,17 @@ def test_every_answer_is_what_its_schema_says(server, wide_plan):
         ("POST", "/api/v1/plans/{job}/deploy"): {"name": "typed", "target": "tc"},
         ("PATCH", "/api/v1/jobs/{job}"): {"tags": ["x"]},
         ("POST", "/api/v1/plans/{job}/explanation"): {"time_limit_s": 1},
+        ("POST", "/api/v1/measured"): {"problem": body()["problem"], "text": json.dumps(PROBE)},
+        ("POST", "/api/v1/runs"): {"name": "typed", "plan": plan, "files": {"t.json": format_json(trace)}},
+        ("POST", "/api/v1/plans/{job}/rehearsals"): {"name": "typed"},
     }  # fmt: skip
+    run = server.request("POST", "/api/v1/runs", asked["POST", "/api/v1/runs"])[2]["name"]
     spec = server.request("GET", "/api/v1/openapi.json")[2]
     held = 0
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             where = path.replace("{job}", job if "fronts" in path else plan).replace("{index}", "0")
-            where = where.replace("{name}", "two-campus").replace("{target}", "torchrun")
+            where = where.replace("{name}", run if "/runs/" in path else "two-campus").replace("{target}", "torchrun")
             if path.endswith("/events") or method == "delete" or "deployments/{name}" in path:
                 continue
             data = asked.get((method.upper(), path), {} if method != "get" else None)
@@ -415,8 +423,8 @@ def test_every_answer_is_what_its_schema_says(server, wide_plan):
             assert not list(Draft202012Validator({**schema, "components": spec["components"]}).iter_errors(answer)), (
                 where
             )
-            assert status < 400 or path == "/api/v1/read"
-    assert held >= 28
+            assert status < 400 or path in ("/api/v1/read", "/api/v1/plans/{job}/rehearsals"), where
+    assert held >= 36
 
 
 def test_a_token_is_asked_of_the_whole_api(tmp_path):
@@ -475,3 +483,42 @@ def test_what_is_no_text_or_no_address_is_told_in_the_callers_language(server):
     assert server.request("DELETE", "/api/v1/catalogue", None, chinese)[2]["detail"] == "不支持该方法"
     refused = server.request("GET", "/api/v1/jobs", None, chinese | {"Sec-Fetch-Site": "cross-site"})[2]["detail"]
     assert refused == "拒绝其他网站页面的请求"
+
+
+def test_measured_links_and_devices_come_into_the_editor(server):
+    """What a probe or a bench says replaces what was given or assumed, and is named; the rest stays as it was."""
+    regions = [
+        {"name": "a", "nodes": [{"device": "t4", "count": 2, "devices_per_node": 4}]},
+        {"name": "b", "nodes": [{"device": "t4", "count": 1}]},
+    ]
+    links = [{"between": ["a", "b"], "latency_ms": 20, "bandwidth_gbps": 1}]
+    batch = {"global_batch": 8, "seq_len": 512, "precision": "fp16"}
+    problem = {"cluster": {"regions": regions, "links": links}, "model": "opt-350m", "batch": batch}
+
+    def measured(data, name="report.json"):
+        asked = {"problem": problem, "text": data if isinstance(data, str) else json.dumps(data), "name": name}
+        return server.request("POST", "/api/v1/measured", asked)
+
+    rows = [{"source_region": x, "target_region": y, "rtt_s": 0.03, "link_bytes_per_s": 5e8} for x, y in ("ab", "aa")]
+    status, _, said = measured({"format": "polygon-probe", "version": 1, "links": rows})
+    assert status == 200
+    names = ["a > b.bandwidth_gbps", "a > b.latency_ms", "a.intra_region"]
+    assert said["measured"] == names
+    cluster = said["cluster"]
+    assert cluster["bandwidth_gbps"][0][1] == 4 and cluster["latency_ms"][0][1] == 15
+    assert cluster["bandwidth_gbps"][1][0] == 1 and cluster["regions"][0]["intra_region"]["bandwidth_gbps"] == 4
+    full = server.request("POST", "/api/v1/clusters", {"cluster": cluster})[2]["full"]
+    assert "a.intra_region" not in full["defaults"] and "a.nodes[0].intra_node" in full["defaults"]
+    products = [{"precision": "fp16", "rows": n, "columns": n, "inner": n, "seconds": 2 * n**3 / 2e13 + 1e-5}
+                for n in (256, 512, 1024, 1536, 2048, 3072, 4096, 6144)]  # fmt: skip
+    bench = {"format": "polygon-bench", "version": 1, "device": "t4", "products": products}
+    status, _, said = measured(bench)
+    assert status == 200, said
+    assert said["measured"] == ["device.t4"]
+    assert said["cluster"]["devices"]["t4"]["efficiency"]["basis"] == "bench"
+    for data, words in (({"format": "polygon-plan"}, "report.json: format"), ("{", "report.json: "),
+                        (bench | {"device": "v100-16gb"}, "v100-16gb"),
+                        ({"format": "polygon-probe", "links": [{}]}, "links[0]"),
+                        ({"format": "polygon-probe", "links": [rows[0] | {"source_region": "x"}]}, "'x'")):  # fmt: skip
+        status, _, refused = measured(data)
+        assert status == 422 and words in refused["detail"], refused

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from polygon.formats.convert_plan import plan_data
+from polygon.formats.files import write_plan
 from tests.exported_plans import planned
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
-from tests.web.conftest import ROOT, Server
+from tests.web.conftest import ROOT, Server, run_lines
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -26,7 +27,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 expect = playwright.expect
 expect.set_options(timeout=1000 * PATIENCE_S)
 
-VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy"]
+VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"]
 SIZES = {"desktop": (1366, 900), "tablet": (820, 1180), "phone": (390, 844)}
 AXE = (Path(__file__).parent / "axe.min.js").read_text("utf-8")
 SHOTS = Path(os.environ["POLYGON_SCREENSHOTS"]) if "POLYGON_SCREENSHOTS" in os.environ else None
@@ -108,11 +109,11 @@ def slide(page, name, position):
 
 def test_every_view_is_accessible_and_asks_nobody_outside(page, server, wide_plan):
     """axe finds nothing in any view, light and dark; no error on the console; no request to another host."""
-    other = variant(server, wide_plan)
+    other, run = variant(server, wide_plan), opened_run(server, wide_plan)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         for view in VIEWS:
-            visit(page, server, wide_plan, view, f"&with={other}")
+            visit(page, server, wide_plan, view, f"&with={other}&run={run}")
             page.evaluate(AXE)
             found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
             assert [(view, v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found] == []
@@ -120,19 +121,34 @@ def test_every_view_is_accessible_and_asks_nobody_outside(page, server, wide_pla
     assert page.outside == [] and page.faults == []
 
 
+IN_ITS_LIST = """id => {
+  const tab = document.getElementById(id), [a, b] = [tab, tab.parentElement].map((e) => e.getBoundingClientRect());
+  return a.left >= b.left - 1 && a.right <= b.right + 1;
+}"""
+
+
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize(("scheme", "locale"), [("light", "en-US"), ("dark", "zh-CN")])
 def test_every_view_fits_the_screen(browser, server, wide_plan, size, scheme, locale):
     """No view is wider than the window, in either language; screenshots are kept where POLYGON_SCREENSHOTS says."""
     page = new_page(browser, server, size, color_scheme=scheme, locale=locale)
+    run = opened_run(server, wide_plan)
     for view in VIEWS:
-        visit(page, server, wide_plan, view)
+        visit(page, server, wide_plan, view, f"&run={run}")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        page.wait_for_function(IN_ITS_LIST, arg=f"tab-{view}")
         if SHOTS:
             SHOTS.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=SHOTS / f"{size}-{scheme}-{locale[:2]}-{view}.png")
     assert page.faults == []
     page.context.close()
+
+
+def opened_run(server, plan):
+    """A run with its losses and a traced step, opened beside a plan."""
+    trace = server.request("GET", f"/api/v1/plans/{plan}/trace")[2]
+    files = {"trace.json": json.dumps(trace), "rank-0.jsonl": run_lines(30)}
+    return server.request("POST", "/api/v1/runs", {"name": "run", "plan": plan, "files": files})[2]["name"]
 
 
 def variant(server, plan, **changes):
@@ -247,6 +263,32 @@ def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):
     expect(tabs).to_have_count(count)
 
 
+def test_a_measured_value_is_marked_until_it_is_edited(fresh, tmp_path):
+    """A probe's report sets fields and their marks; they outlive a reload, and an edit makes the value a given one."""
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#region-tab-0").wait_for()
+    name = fresh.locator("#region-tab-0").inner_text()
+    other = fresh.locator("#region-tab-1").inner_text()
+    rows = [{"source_region": name, "target_region": x, "rtt_s": 0.05, "link_bytes_per_s": 5e8} for x in (name, other)]
+    report = tmp_path / "probe.json"
+    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": rows}))
+    fresh.locator("#cluster-menu").click()
+    fresh.locator("#import-measured").set_input_files(report)
+    inside = fresh.locator(".link-fields", has_text="Network inside the region").locator(".mark")
+    expect(inside).to_have_text("measured")
+    rate = fresh.locator("[data-path='cluster.bandwidth_gbps[0][1]']")
+    expect(rate).to_have_value("4")
+    fresh.reload()
+    expect(inside).to_have_text("measured")
+    rate.fill("7")
+    cell = fresh.locator("td", has=rate)
+    expect(cell.locator(".mark")).to_have_count(0)
+    rate.fill("4")
+    expect(cell.locator(".mark")).to_have_text("measured")
+    fill(fresh, "cluster.regions[0].intra_region.bandwidth_gbps", "100")
+    expect(inside).to_have_text("given")
+
+
 def test_a_search_can_be_left_and_found_again(browser, tmp_path):
     """It is in the address: after a reload its progress is there with Stop, and it outlives the server."""
     first = Server(tmp_path, "--port", str(free_port()))
@@ -320,7 +362,7 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
 
 
 def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wide_plan, tmp_path):
-    """A row a stage, or a worker; the keys zoom; a trace file opens below; what is none is said."""
+    """A row a stage, or a worker; the keys zoom; a trace opens beside the prediction; what is none is said."""
     visit(page, server, wide_plan)
     view = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]
     rows = page.locator("[data-chart=gantt] .gantt-labels li")
@@ -331,12 +373,71 @@ def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wi
         page.locator("[data-chart=gantt] canvas").press("+")
     page.locator("button", has_text="Whole step").click()
     page.locator("#timeline-menu").click()
-    trace = tmp_path / "measured.json"
+    page.locator("#measured-file").set_input_files({"name": "x.json", "mimeType": "x", "buffer": b"{}"})
+    page.locator("#trouble", has_text="x.json: traceEvents").wait_for()
+    trace = tmp_path / "wide.json"
     trace.write_text(json.dumps(server.request("GET", f"/api/v1/plans/{wide_plan}/trace")[2]))
     page.locator("#measured-file").set_input_files(trace)
-    page.locator("#measured [data-chart=measured]").wait_for()
-    page.locator("#measured-file").set_input_files({"name": "x.json", "mimeType": "x", "buffer": b"{}"})
-    page.locator("#trace-error", has_text="no intervals").wait_for()
+    page.locator("#tab-runs[aria-selected=true]").wait_for()
+    for which in ("predicted", "measured"):
+        expect(page.locator(f"[data-chart={which}] .gantt-labels li")).to_have_count(len(view["stages"]))
+    expect(page.locator("#beside > li")).to_have_count(len(view["stages"]))
+    page.go_back()
+    page.locator("#tab-overview[aria-selected=true]").wait_for()
+
+
+def test_a_run_is_followed_while_its_ranks_write(browser, tmp_path):
+    """Loss and step time appear as they are written, without a reload, and are those of the log."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    write_plan(folder / "plan.json", *planned())
+    log = folder / "rank-0.jsonl"
+    log.write_text(run_lines(3, end=False))
+    server = Server(tmp_path, "--logs", str(folder))
+    page = new_page(browser, server)
+    page.goto(f"{server.url}/#view=runs")
+    page.locator("#runs button", has_text="lab").click()
+    expect(page.locator("#run")).to_contain_text("3 steps")
+    expect(page.locator("#not-traced")).to_contain_text("No step was traced")
+    for count, end in ((5, False), (9, True)):
+        log.write_text(run_lines(count, end=end))
+        expect(page.locator("#run")).to_contain_text(f"{count} steps")
+        said = server.request("GET", "/api/v1/runs/lab")[2]
+        wanted = [[[p[0], p[column]] for p in said["points"]] for column in (2, 1)]
+        assert len(wanted[0]) == count
+        for name, data in zip(("run-loss", "run-step"), wanted, strict=True):
+            page.wait_for_function(
+                "([name, data]) => JSON.stringify(window.polygonCharts?.get(name)?.getOption().series[0].data)"
+                " === JSON.stringify(data)",
+                arg=[name, data],
+            )
+    expect(page.locator("#run .state")).to_have_text("ended")
+    assert page.faults == []
+    server.stop()
+    page.context.close()
+
+
+def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
+    """What was started is shown with its state, its log and Stop; then beside its prediction."""
+    pytest.importorskip("torch", reason="torch is not installed: nothing is rehearsed")
+    server = Server(tmp_path, "--allow-rehearsals")
+    plan = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
+    page = new_page(browser, server)
+    visit(page, server, plan, "deploy")
+    fill(page, "steps", "400")
+    fill(page, "ranks", "2")
+    page.locator("#rehearse").click()
+    expect(page.locator("#started .state")).to_have_text("running")
+    expect(page.locator("#started .tail")).to_contain_text("loss")
+    page.locator("#beside-it").click()
+    expect(page.locator("#beside > li").first).to_be_visible()
+    expect(page.locator("[data-chart=measured] .gantt-labels li").first).to_be_visible()
+    page.locator("#run .stop-run").click()
+    expect(page.locator("#run .state")).to_have_text("stopped")
+    expect(page.locator("#run-sentence")).to_contain_text("a step measured")
+    assert page.faults == []
+    server.stop()
+    page.context.close()
 
 
 CONTROLS = {
@@ -516,7 +617,7 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("ArrowRight")
     expect(page.locator("#tab-cluster")).to_be_focused()
     page.keyboard.press("End")
-    expect(page.locator("#tab-deploy")).to_be_focused()
+    expect(page.locator("#tab-runs")).to_be_focused()
     page.keyboard.press("3")
     page.locator("#tab-strategy[aria-selected=true]").wait_for()
     page.keyboard.press("Control+k")
@@ -544,7 +645,7 @@ def test_chinese_and_the_theme(browser, server, plan_id):
 SHOWN_TEXTS = """() => {
   const texts = [];
   const walk = (e) => {
-    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments";
+    const named = "pre, code, kbd, textarea, #language, #what, #plan-list, #deployments, #runs, #run h2";
     if (e.matches(".files, .side, [data-path=compare]")) return;
     if (e.matches(named)) return;
     for (const a of ["aria-label", "placeholder", "title", "aria-valuetext"]) texts.push(e.getAttribute(a) ?? "");
@@ -579,8 +680,9 @@ def test_the_chinese_page_has_no_english_sentence(browser, server, wide_plan):
     names += [row["name"] for kind in ("devices", "models", "regions", "runtimes") for row in known[kind]]
     allowed = PROPER | {word for name in names for word in re.findall(r"[A-Za-z]{3,}", name)}
     left = set()
+    run = opened_run(server, wide_plan)
     for name in VIEWS:
-        visit(page, server, wide_plan, name)
+        visit(page, server, wide_plan, name, f"&run={run}")
         if name == "communication":
             page.locator("#drawer-whatif").click()
             page.locator("[data-change=activations]").select_option("int4")

@@ -52,7 +52,7 @@ export async function blob(path: string): Promise<Blob> {
 // Server-sent events by fetch, which can carry the token and the language; ends when the server does or `stop` says so.
 export async function events(path: string, stop: AbortSignal, take: (data: Data) => void): Promise<void> {
   const response = await fetch(API + path, { headers: headers(false), signal: stop });
-  if (response.status === 404) throw new Error(t("jobGone"));
+  if (response.status === 404) throw new Error(path.startsWith("/jobs") ? t("jobGone") : (await response.json()).detail);
   if (!response.ok || !response.body) throw new TypeError(`HTTP ${response.status}`);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

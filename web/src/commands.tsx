@@ -16,7 +16,7 @@ function commands(): Command[] {
   const plans = (jobs.value ?? []).filter((j: Data) => j.has_plan && !j.archived);
   return [
     progress.value ? { name: t("cancel"), run: () => void stopSearch() } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
-    ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front"].includes(v)).map((v, i): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(i + 1), run: () => open(v) })),
+    ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
     { name: t("undo"), keys: "⌘Z", run: undo }, { name: t("redo"), keys: "⇧⌘Z", run: redo },
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
     ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(takePlans) }] : []),
@@ -33,7 +33,7 @@ export function keys(e: KeyboardEvent): void {
     : mod && e.key === "Enter" ? () => void search()
     : mod && e.key.toLowerCase() === "z" && !writing(e) ? (e.shiftKey ? redo : undo)
     : mod && e.key === "y" && !writing(e) ? redo
-    : !mod && !e.altKey && !writing(e) && /^[1-7]$/.test(e.key) ? () => open(VIEWS[Number(e.key) - 1])
+    : !mod && !e.altKey && !writing(e) && /^[1-8]$/.test(e.key) ? () => open(VIEWS[Number(e.key) - 1])
     : !mod && !writing(e) && e.key === "?" ? () => (asking.value = true) : null;
   if (act) { e.preventDefault(); act(); }
 }

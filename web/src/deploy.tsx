@@ -4,9 +4,10 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { blob, copy, download, get, post, type Data } from "./api";
 import { seconds, signed } from "./format";
-import { attempt, notice, planId, shown, tried } from "./state";
+import { StopRun, State, steps, Tail, useRun } from "./runs";
+import { attempt, go, notice, planId, row, runName, shown, tried, view } from "./state";
 import { t } from "./strings";
-import { Answer, Empty, Field, Section, Table, useAnswer } from "./ui";
+import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } from "./ui";
 
 const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", slurm: "Slurm", kubernetes: "Kubernetes", skypilot: "SkyPilot", tc: "tc" };
 const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
@@ -22,6 +23,7 @@ export function Deploy(): JSX.Element {
         <Answer of={answer}>{(data) => <Export data={data} />}</Answer>
       </Section>
       <Write key={target} target={target} />
+      <Rehearse />
     </>
   );
 }
@@ -58,13 +60,15 @@ function Write({ target }: { target: string }): JSX.Element {
     post(`/plans/${planId.value}/deploy`, { name, target, hosts }).then(setResult).catch((e: Error) => setError(e.message));
   };
   const right = result?.checks.every((c: Data) => c.passed);
-  const regions = shown.value.regions.filter((r: Data) => r.used > 0);
+  const places: Data[] = shown.value.hosts;
+  const wanted = places.reduce((sum, place) => sum + place.nodes, 0);
+  const lines = hosts.split("\n").filter((line) => line.split("#")[0].trim()).length;
   return (
     <div class="half-half">
       <Section title={t("deployTitle")}>
         <Field label={t("deployName")} path="deploy-name" value={name} mode="text" set={setName} />
         <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
-        <p class="soft">{t("hostsOf", { regions: regions.map((r: Data) => `${r.name} (${r.used})`).join(", ") })}</p>
+        <p class="soft" id="hosts-wanted">{t("hostsOf", { n: wanted, places: places.map((p) => `${p.nodes} × ${p.device} · ${p.region}`).join(", ") })}{lines > 0 && <b> {lines} / {wanted}</b>}</p>
         <button class="main" id="deploy" type="button" onClick={write}>{t("deployButton")}</button>
         {error && <p class="error" role="alert">{error}</p>}
         {result && <div id="deploy-result" role="status">
@@ -76,6 +80,51 @@ function Write({ target }: { target: string }): JSX.Element {
       </Section>
       <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.name}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
     </div>
+  );
+}
+
+// A rehearsal on the server's machine, where its owner lets it; else the commands for another one.
+function Rehearse(): JSX.Element {
+  const [count, setCount] = useState("20");
+  const [ranks, setRanks] = useState("4");
+  const [started, setStarted] = useState("");
+  const [error, setError] = useState("");
+  const list = useAnswer((stop) => get("/runs", stop), `${planId.value} ${started}`);
+  const name = slug(row.value?.name || shown.value.model);
+  const start = (): void => {
+    setError("");
+    post(`/plans/${planId.value}/rehearsals`, { name, steps: number(count), ranks: number(ranks) })
+      .then((run) => setStarted(run.name)).catch((e: Error) => setError(e.message));
+  };
+  const save = (): Promise<void> => attempt(async () => download("plan.json", JSON.stringify(await get(`/plans/${planId.value}`)), "application/json"));
+  return (
+    <Section title={t("rehearse")} note={t("rehearseNote")}>
+      <Answer of={list}>{(data: Data) => {
+        const mine = data.runs.filter((r: Data) => r.plan === planId.value && r.kind === "rehearsal");
+        const now = started || mine.find((r: Data) => r.state === "running")?.name || mine[mine.length - 1]?.name || "";
+        return <>
+          {data.may_start ? <div class="row">
+            <Field label={t("rehearseSteps")} path="steps" mode="numeric" value={count} set={setCount} />
+            <Field label={t("rehearseRanks")} path="ranks" mode="numeric" value={ranks} set={setRanks} />
+            <button type="button" class="main" id="rehearse" onClick={start}>{t("rehearseStart")}</button>
+          </div> : <><p class="soft">{t("rehearseOff")}</p><pre id="rehearse-commands" tabIndex={0} aria-label={t("rehearse")}>{`python -m runners.launch plan.json --rehearse --max-ranks ${ranks} --steps ${count} --log-dir runs/${name}\npython -m polygon serve --logs runs`}</pre>
+            <button type="button" onClick={() => void save()}>{t("planFile")}</button></>}
+          {error && <p class="error" role="alert">{error}</p>}
+          {now && <Started name={now} />}
+        </>;
+      }}</Answer>
+    </Section>
+  );
+}
+function Started({ name }: { name: string }): JSX.Element {
+  const { run, error } = useRun(name);
+  if (error) return <p class="error" role="alert">{error}</p>;
+  if (!run) return <Skeleton lines={2} />;
+  return (
+    <div id="started"><div class="row"><b>{name}</b><State run={run} /><span class="soft">{steps(run)}</span>
+      {run.wanted && run.state === "running" && <progress max={run.wanted} value={run.steps} aria-label={t("working")} />}<span class="grow" /><StopRun run={run} />
+      <button type="button" class="small" id="beside-it" onClick={() => go(() => { view.value = "runs"; runName.value = name; })}>{t("besideButton")}</button></div>
+      {run.log && <Tail text={run.log} />}</div>
   );
 }
 async function archive(name: string): Promise<void> {

@@ -12,6 +12,8 @@ export interface Draft {
   objective: string;
   effort: string;
   seed: number | string;
+  /** What was measured, by the names of `measurable`: the values as measured, as text. Another value is given. */
+  measured?: Record<string, string>;
 }
 interface Kept {
   draft: Draft;
@@ -122,6 +124,32 @@ export function take(request: Data, names: string[]): void {
 export const takeAsked = (): void => {
   asked.value = JSON.stringify(draft.value);
 };
+
+/** What of a cluster can be measured, by names that outlive other edits (as the server's). */
+function measurable(cluster: Data): Record<string, unknown> {
+  const found: Record<string, unknown> = {};
+  for (const [name, device] of Object.entries(cluster.devices ?? {})) found[`device.${name}`] = device;
+  cluster.regions.forEach((region: Data, a: number) => {
+    found[`${region.name}.intra_region`] = region.intra_region;
+    region.nodes.forEach((node: Data, i: number) => { for (const key of ["intra_node", "inter_node"]) found[`${region.name}.nodes[${i}].${key}`] = node[key]; });
+    for (const key of ["latency_ms", "bandwidth_gbps"]) cluster.regions.forEach((other: Data, b: number) => { if (a !== b) found[`${region.name} > ${other.name}.${key}`] = cluster[key]?.[a]?.[b]; });
+  });
+  return found;
+}
+/** Take a cluster with measured values, of which the names are given. */
+export function takeMeasured(cluster: Data, names: string[]): void {
+  edit((d) => {
+    const now = measurable(cluster);
+    d.cluster = cluster;
+    d.measured = { ...d.measured, ...Object.fromEntries(names.map((name) => [name, JSON.stringify(now[name])])) };
+  });
+}
+const marks = computed(() => {
+  const now = measurable(draft.value.cluster);
+  return new Set(Object.entries(draft.value.measured ?? {}).filter(([name, text]) => JSON.stringify(now[name]) === text).map(([name]) => name));
+});
+/** Whether a value is as it was measured. */
+export const isMeasured = (name: string): boolean => marks.value.has(name);
 
 /** What a search is asked: fields left empty are left out. */
 export function request(): Data {

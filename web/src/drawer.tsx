@@ -93,7 +93,7 @@ function WhyNot(): JSX.Element {
       const found = await get(`/plans/${id}/explanation`, stop.signal);
       set(found);
       if (!running(found)) return;
-      await follow(found.id, stop.signal, (now) => set((old: Data) => ({ ...old, ...now })));
+      await follow(`/jobs/${found.id}`, stop.signal, (now) => set((old: Data) => ({ ...old, ...now })));
       set(await get(`/plans/${id}/explanation`, stop.signal));
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });

@@ -3,11 +3,11 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { draft, edit, request } from "./draft";
+import { draft, edit, isMeasured, request, takeMeasured } from "./draft";
 import { mark, unmark } from "./faults";
 import { digits, gbps, ms } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
-import { catalogue, selected } from "./state";
+import { attempt, catalogue, notice, selected } from "./state";
 import { t } from "./strings";
 import { Choice, Empty, Field, Menu, number, Section, Upload } from "./ui";
 import { draftPlaces } from "./welcome";
@@ -85,10 +85,19 @@ function Tools({ yaml }: { yaml: string }): JSX.Element {
   return (
     <Menu label={t("importExport")} id="cluster-menu">{(close) => <>
       <Upload label={t("upload")} id="import-cluster" take={(text, file) => { close(); void readCluster(text, file); }} />
+      <Upload label={t("openMeasured")} id="import-measured" take={(text, file) => { close(); void readMeasured(text, file); }} />
       <button type="button" id="export-yaml" disabled={!yaml} onClick={() => { close(); download(`${name}.yaml`, yaml, "application/yaml"); }}>{t("exportCluster")}</button>
       <button type="button" disabled={!yaml} onClick={() => { close(); void problem(); }}>{t("exportProblem")}</button>
     </>}</Menu>
   );
+}
+
+async function readMeasured(text: string, name: string): Promise<void> {
+  await attempt(async () => {
+    const found = await post("/measured", { problem: request().problem, text, name });
+    takeMeasured(found.cluster, found.measured);
+    notice.value = t("measuredTaken", { n: found.measured.length });
+  });
 }
 
 export function addRegion(name: string, latitude?: number, longitude?: number): void {
@@ -122,8 +131,11 @@ function removeRegion(r: number): void {
   });
 }
 
-/** Whether a value was given, or is what is assumed where nothing is. */
-const Mark = ({ given }: { given: boolean }): JSX.Element => <i class={given ? "mark given" : "mark"}>{t(given ? "given" : "default")}</i>;
+/** Whether a value was measured, was given, or is what is assumed where nothing is. */
+const Mark = ({ given, name = "" }: { given: boolean; name?: string }): JSX.Element => {
+  const kind = isMeasured(name) ? "measured" : given ? "given" : "default";
+  return <i class={`mark ${kind}`}>{t(kind === "measured" ? "measuredMark" : kind)}</i>;
+};
 
 function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
   const region = draft.value.cluster.regions[r];
@@ -142,7 +154,7 @@ function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
         <Field label={t("egressPrice")} path={`${at}.egress_usd_per_gb`} value={region.egress_usd_per_gb} unit="$/GB" placeholder="0" mark={<Mark given={region.egress_usd_per_gb !== undefined} />} set={(v) => set("egress_usd_per_gb", v)} />
         <Field label={t("egressRate")} path={`${at}.egress_gbps`} value={region.egress_gbps} unit="Gbit/s" placeholder={t("noLimit")} mark={<Mark given={region.egress_gbps !== undefined} />} set={(v) => set("egress_gbps", v)} />
       </div>
-      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
+      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} name={`${region.name}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
       <h3>{t("devices")}</h3>
       {region.nodes.map((_: Data, i: number) => <Nodes key={i} r={r} i={i} full={full?.nodes[i]} />)}
       <button type="button" class="small" onClick={() => onCluster((c) => { c.regions[r].nodes.push({ device: "t4", count: 1, devices_per_node: 4 }); })}>{t("addNodes")}</button>
@@ -151,7 +163,7 @@ function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
 }
 
 // A link: the name of a usual one, or latency and bandwidth; nothing given shows what is assumed.
-function LinkFields({ title, path, link, full, set }: { title: string; path: string; link: Data; full?: Data; set: (link: Data) => void }): JSX.Element {
+function LinkFields({ title, path, name, link, full, set }: { title: string; path: string; name: string; link: Data; full?: Data; set: (link: Data) => void }): JSX.Element {
   const named = typeof link === "string" ? link : link?.link ?? "";
   const value = typeof link === "object" && !named ? link : {};
   const latency = value.latency_ms ?? (typeof value.latency_us === "number" ? value.latency_us / 1e3 : value.latency_us);
@@ -161,7 +173,7 @@ function LinkFields({ title, path, link, full, set }: { title: string; path: str
     set(text.trim() === "" ? undefined : next);
   };
   return (
-    <fieldset class="link-fields"><legend>{title}<Mark given={link !== undefined} /></legend>
+    <fieldset class="link-fields"><legend>{title}<Mark given={link !== undefined} name={name} /></legend>
       <Choice label={t("usualLink")} path={path} value={named} options={[["", link === undefined ? t("chooseLink") : t("ownNumbers")], ...(catalogue.value?.links ?? []).map((n: string): [string, string] => [n, n])]} set={(v) => set(v || undefined)} />
       <Field label={t("latencyOneWay")} path={`${path}.latency_ms`} value={latency} unit="ms" placeholder={full ? digits(full.latency_ms) : ""} set={(v) => change("latency_ms", v)} />
       <Field label={t("rate")} path={`${path}.bandwidth_gbps`} value={value.bandwidth_gbps} unit="Gbit/s" placeholder={full ? digits(full.bandwidth_gbps) : ""} set={(v) => change("bandwidth_gbps", v)} />
@@ -189,8 +201,8 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
         <Field label={t("price")} path={`${at}.price_usd_per_hour`} value={node.price_usd_per_hour} unit="$/h" placeholder={price === undefined ? "" : digits(price)} mark={<Mark given={node.price_usd_per_hour !== undefined} />} set={(v) => set("price_usd_per_hour", v.trim() === "" ? "" : number(v))} />
       </div>
       <details class="more"><summary>{t("nodeLinks")} <small class="soft">{links.join(" · ")}</small></summary>
-        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
-        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
+        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} name={`${region.name}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
+        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} name={`${region.name}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
         {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => onCluster((c) => { c.regions[r].nodes.splice(i, 1); })}>{t("remove")}</button>}
       </details>
     </div>
@@ -212,7 +224,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const line = (i: number, j: number, both: boolean): JSX.Element[] => {
     const distance = placed(c.regions[i]) && placed(c.regions[j]) ? kmBetween([c.regions[i].longitude, c.regions[i].latitude], [c.regions[j].longitude, c.regions[j].latitude]) : null;
     const names = { a: c.regions[i].name, b: c.regions[j].name };
-    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} /></td>;
+    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{isMeasured(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
       <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${Math.round(distance).toLocaleString("en-US")} km`}</small></th>,
@@ -260,7 +272,7 @@ function Devices(): JSX.Element {
   return (
     <Section title={t("ownDevices")} note={t("ownDevicesNote")} tools={<button type="button" class="small" onClick={add}>{t("addDevice")}</button>}>
       {devices.map(([name, d]) => (
-        <details class="more" key={name}><summary>{name}</summary><div class="grid3">
+        <details class="more" key={name}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
           <Field label={t("memory")} path={`cluster.devices.${name}.memory_gib`} value={d.memory_gib ?? d.memory_gb} unit={d.memory_gib !== undefined ? "GiB" : "GB"} set={(v) => put(name, d.memory_gib !== undefined ? "memory_gib" : "memory_gb", v)} />
           <Field label={t("memoryRate")} path={`cluster.devices.${name}.memory_bandwidth_gb_per_s`} value={d.memory_bandwidth_gb_per_s} unit="GB/s" set={(v) => put(name, "memory_bandwidth_gb_per_s", v)} />
           <Field label={t("power")} path={`cluster.devices.${name}.power_w`} value={d.power_w} unit="W" set={(v) => put(name, "power_w", v)} />

@@ -25,7 +25,7 @@ export function Front(): JSX.Element {
       const found = await get(`/fronts/${job}`, stop.signal);
       setData(found);
       if (!running(found)) return;
-      await follow(job, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now })));
+      await follow(`/jobs/${job}`, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now })));
       setData(await get(`/fronts/${job}`, stop.signal));
       await loadJobs();
     };

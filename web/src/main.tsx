@@ -24,8 +24,9 @@ const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
   compare: lazy(() => import("./compare").then((m) => m.Compare)),
   front: lazy(() => import("./front").then((m) => m.Front)),
   deploy: lazy(() => import("./deploy").then((m) => m.Deploy)),
+  runs: lazy(() => import("./runs").then((m) => m.RunsPane)),
 };
-const WITHOUT_PLAN: View[] = ["overview", "cluster", "front"];
+const WITHOUT_PLAN: View[] = ["overview", "cluster", "front", "runs"];
 
 function App(): JSX.Element {
   useEffect(() => { addEventListener("keydown", keys); return () => removeEventListener("keydown", keys); }, []);
@@ -63,6 +64,11 @@ function Views(): JSX.Element {
     open(VIEWS[(to + VIEWS.length) % VIEWS.length]);
     queueMicrotask(() => document.getElementById(`tab-${view.value}`)?.focus());
   };
+  // On a narrow screen the open one may lie beyond the edge of the list.
+  useEffect(() => {
+    const chosen = document.getElementById(`tab-${view.value}`), list = chosen?.parentElement;
+    if (chosen && list) list.scrollLeft = chosen.offsetLeft - list.offsetLeft - (list.clientWidth - chosen.offsetWidth) / 2;
+  }, [view.value, shown.value !== null, tab.value]);
   return (
     <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walk}>{VIEWS.map((name) => (
       <button type="button" role="tab" key={name} id={`tab-${name}`} aria-controls="view" aria-selected={name === view.value} tabIndex={name === view.value ? 0 : -1} onClick={() => open(name)}>{t(`view_${name}` as Key)}</button>))}</div>

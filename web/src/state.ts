@@ -6,7 +6,7 @@ import { changed, isNew, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { t } from "./strings";
 
-export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy"] as const;
+export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
 export type View = (typeof VIEWS)[number];
 export type Tab = "limits" | "whatif" | "whynot" | "assumed";
 
@@ -15,6 +15,7 @@ export const view = signal<View>("overview");
 export const planId = signal("");
 export const beside = signal<string[]>([]);
 export const jobId = signal("");
+export const runName = signal("");
 export const tab = signal<Tab | "">(innerWidth > 1180 ? "limits" : "");
 export const changes = signal<Record<string, unknown>>({});
 
@@ -41,6 +42,7 @@ function address(): string {
   parts.set("view", view.value);
   if (jobId.value) parts.set("job", jobId.value);
   if (tried.value) parts.set("what", JSON.stringify(changes.value));
+  if (runName.value) parts.set("run", runName.value);
   if (beside.value.length) parts.set("with", beside.value.join(","));
   return `#${parts}`;
 }
@@ -51,6 +53,7 @@ function read(): void {
     view.value = VIEWS.includes(wanted) ? wanted : "overview";
     beside.value = (parts.get("with") ?? "").split(",").filter(Boolean);
     jobId.value = parts.get("job") ?? "";
+    runName.value = parts.get("run") ?? "";
     try {
       changes.value = JSON.parse(parts.get("what") ?? "{}");
     } catch {
@@ -193,17 +196,17 @@ export async function search(): Promise<void> {
 }
 export const running = (it: Data): boolean => it?.state === "queued" || it?.state === "running";
 
-/** Tell of a job until it has ended; a server that ends begins its jobs again when it is back. */
-export async function follow(id: string, stop: AbortSignal, tell: (row: Data) => void): Promise<Data> {
+/** Tell of a job or a run until it has ended; a server that ends begins its jobs again when it is back. */
+export async function follow(path: string, stop: AbortSignal, tell: (row: Data) => void, goesOn = running): Promise<Data> {
   let last: Data = null;
   for (;;) {
     try {
-      await events(`/jobs/${id}/events`, stop, (data) => tell((last = data)));
-      if (last && !running(last)) return last;
+      await events(`${path}/events`, stop, (data) => tell((last = data)));
+      if (last && !goesOn(last)) return last;
     } catch (error) {
       if (stop.aborted || !(error instanceof TypeError)) throw error;
     }
-    tell({ ...(last ?? { id, state: "running", progress: 0 }), note: t("unreachable") });
+    tell({ ...(last ?? { id: path.split("/").pop(), state: "running", progress: 0 }), note: t("unreachable") });
     await new Promise((resolve) => setTimeout(resolve, 1000));
     if (stop.aborted) throw new DOMException("", "AbortError");
   }
@@ -218,7 +221,7 @@ async function followSearch(id: string): Promise<void> {
     progress.value = { ...it, left_s: it.progress > 0.05 ? (spent_s / it.progress) * (1 - it.progress) : null };
   };
   try {
-    const ended = await follow(id, gone, tell);
+    const ended = await follow(`/jobs/${id}`, gone, tell);
     batch(() => {
       progress.value = null;
       if (ended.has_plan) {
@@ -262,4 +265,14 @@ export async function begin(): Promise<void> {
   });
   effect(() => void followSearch(jobId.value));
   void loadJobs().catch(say);
+}
+
+// Runs
+
+/** Keep logs or traces of a run beside the open plan, and show them. */
+export async function openRun(files: Record<string, string>): Promise<void> {
+  const first = Object.keys(files).find((name) => !/^(rank-\d+|plan)\./.test(name)) ?? "run";
+  const name = first.replace(/\.\w+$/, "").toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 30) || "run";
+  const made = await post("/runs", { name, plan: planId.value, files });
+  go(() => { view.value = "runs"; runName.value = made.name; });
 }

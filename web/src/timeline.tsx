@@ -5,14 +5,14 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { download, get, post, type Data } from "./api";
 import { dark, ink, kindColors, regionColor } from "./colors";
 import { percent, roundSeconds, seconds } from "./format";
-import { attempt, changes, planId, pointed, shown } from "./state";
+import { attempt, changes, openRun, planId, pointed, shown } from "./state";
 import { maybe, t } from "./strings";
 import { Menu, Skeleton, Table, Upload } from "./ui";
 
 const ROW = 26, AXIS = 22, LABEL = 168;
 const SPOKEN: Record<string, string> = { F: "forward", B: "backward", exposed: "exposed", update: "update", reduce: "reduce", send: "send", idle: "bubble" };
 
-interface Window { from: number; to: number }
+export interface Window { from: number; to: number }
 
 export function Timeline(): JSX.Element {
   const [data, setData] = useState<Data>(null);
@@ -20,7 +20,6 @@ export function Timeline(): JSX.Element {
   const [opened, setOpened] = useState<number[]>([]);
   const [sends, setSends] = useState(false);
   const [error, setError] = useState("");
-  const [measured, setMeasured] = useState<Data>(null);
   const step_s = shown.value.estimate.step_s;
   const what = JSON.stringify(changes.value);
   useEffect(() => setWindow(null), [planId.value, step_s]);
@@ -48,20 +47,18 @@ export function Timeline(): JSX.Element {
         <Menu label="⋯" id="timeline-menu">{() => <>
           <label class="check"><input type="checkbox" id="sends" checked={sends} onChange={(e) => setSends(e.currentTarget.checked)} />{t("showSends")}</label>
           <button type="button" onClick={() => void attempt(async () => download("predicted-trace.json", JSON.stringify(await get(`/plans/${planId.value}/trace`)), "application/json"))}>{t("perfetto")}</button>
-          <Upload label={t("loadTrace")} id="measured-file" take={(text) => { const found = readTrace(text); if (typeof found === "string") setError(found); else { setError(""); setMeasured(found); } }} />
+          <Upload label={t("openRun")} id="measured-file" many take={(texts) => void attempt(() => openRun(texts))} />
         </>}</Menu>
       </div>
       {error && <p class="error" role="alert" id="trace-error">{error}</p>}
       {data ? <Rows name="gantt" label={t("gantt")} rows={data.rows} kinds={data.kinds} window={now} whole={step_s} opened={opened} toggle={toggle} setWindow={setWindow} /> : <Skeleton lines={5} />}
       {data && <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("workersTable")} head={[t("stage"), t("workers"), t("devices"), t("computeTime"), t("busy")]} numeric={[3, 4]}
         rows={data.rows.map((r: Data) => [String(r.stage), `${r.worker + 1} / ${r.width}`, `${r.device}${r.tp > 1 ? ` × ${r.tp}` : ""} · ${r.region}`, seconds(r.busy_s), percent(r.busy_s / data.step_s)])} /></details>}
-      {measured && <div id="measured"><div class="section-head"><h3>{t("measured")}</h3><span class="soft">{seconds(measured.whole)}</span></div>
-        <Rows name="measured" label={t("measured")} rows={measured.rows} kinds={measured.kinds} window={{ from: 0, to: measured.whole }} whole={measured.whole} opened={[]} setWindow={() => undefined} /></div>}
     </section>
   );
 }
 
-function Legend({ sends }: { sends: boolean }): JSX.Element {
+export function Legend({ sends }: { sends: boolean }): JSX.Element {
   const colors = kindColors();
   const kinds = ["F", "B", "idle", "exposed", "reduce", "update", ...(sends ? ["send"] : [])];
   return <span class="legend">{kinds.map((kind) => <span key={kind}><i class="swatch" style={{ background: colors[kind], boxShadow: kind === "idle" ? `inset 0 0 0 1px ${ink().line}` : undefined }} />{maybe(SPOKEN[kind])}</span>)}</span>;
@@ -78,7 +75,7 @@ interface RowsProps {
   toggle?: (stage: number) => void;
   setWindow: (window: Window | null) => void;
 }
-function Rows({ name, label, rows, kinds, window: now, whole, opened, toggle, setWindow }: RowsProps): JSX.Element {
+export function Rows({ name, label, rows, kinds, window: now, whole, opened, toggle, setWindow }: RowsProps): JSX.Element {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [width, setWidth] = useState(600);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
@@ -207,27 +204,4 @@ function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Da
 function nice(value: number): number {
   const scale = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((x) => x * scale).find((x) => x >= value)!;
-}
-
-// A measured trace in the same rows; a sentence where it is none.
-function readTrace(text: string): Data | string {
-  try {
-    const kinds = ["F", "B", "exposed", "update", "reduce", "send"];
-    const all: Data[] = JSON.parse(text)?.traceEvents ?? [];
-    const kindOf = (e: Data): number => (e.cat === "compute" ? kinds.indexOf(e.name[0]) : kinds.indexOf(e.cat));
-    const events = Array.isArray(all) ? all.filter((e) => e.ph === "X" && kindOf(e) >= 0) : [];
-    if (!events.length) return t("noEvents");
-    const start = Math.min(...events.map((e) => e.ts));
-    const rows = new Map<string, Data>();
-    for (const e of events) {
-      const worker = Math.floor(e.tid / 4), id = `${e.pid}/${worker}`;
-      if (!rows.has(id)) rows.set(id, { stage: e.pid, worker, region: "", device: `${t("workers")} ${worker}`, width: 1, bars: [], bands: [] });
-      const micro = Number(/\d+/.exec(e.name)?.[0] ?? -1);
-      rows.get(id)!.bars.push([kindOf(e), micro, (e.ts - start) / 1e6, (e.ts + e.dur - start) / 1e6]);
-    }
-    const sorted = [...rows.values()].sort((a, b) => a.stage - b.stage || a.worker - b.worker);
-    return { rows: sorted, kinds, whole: Math.max(...events.map((e) => (e.ts + e.dur - start) / 1e6)) };
-  } catch (error) {
-    return t("notJson", { why: (error as Error).message });
-  }
 }

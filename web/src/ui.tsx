@@ -84,13 +84,18 @@ export function Chips({ label, path, options, chosen, set }: { label: string; pa
     ))}</div></fieldset>
   );
 }
-export function Upload({ label, id, take }: { label: string; id: string; take: (text: string, name: string) => void }): JSX.Element {
+interface UploadProps { label: string; id: string }
+/** A button that opens a file, or several (`many`, by their names). */
+export function Upload(props: UploadProps & ({ many?: false; take: (text: string, name: string) => void } | { many: true; take: (texts: Record<string, string>) => void })): JSX.Element {
   const read = async (input: HTMLInputElement): Promise<void> => {
-    const file = input.files?.[0];
-    if (file) take(await file.text(), file.name.replace(/\.\w+$/, "") || "upload");
+    const files = [...(input.files ?? [])];
+    if (props.many) {
+      const texts = await Promise.all(files.map(async (file) => [file.name, await file.text()] as const));
+      if (texts.length) props.take(Object.fromEntries(texts));
+    } else if (files[0]) props.take(await files[0].text(), files[0].name.replace(/\.\w+$/, "") || "upload");
     input.value = "";
   };
-  return <label class="button upload"><input type="file" id={id} onChange={(e) => void read(e.currentTarget)} />{label}</label>;
+  return <label class="button upload"><input type="file" id={props.id} multiple={props.many} onChange={(e) => void read(e.currentTarget)} />{props.label}</label>;
 }
 export function Menu({ label, id, children }: { label: Child; id?: string; children: (close: () => void) => Child }): JSX.Element {
   const [open, set] = useState(false);

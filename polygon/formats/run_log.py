@@ -1,0 +1,82 @@
+"""What ranks write while they train: `rank-N.jsonl`, a JSON object a line, followed while it grows.
+
+Types of line: `run` (once, the first), `step`, `order`, `event` (an interval of a traced step), `note`, `end`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from polygon.domain.errors import fault
+
+EVENT = b'{"type": "event"'
+"""How the lines begin of which there are most."""
+
+HEAD_BYTES = 400
+"""By which a log is told from another one in its place: its first line says when it began."""
+
+
+def rank_log(directory: Path, rank: int) -> Path:
+    """Where a rank writes."""
+    return directory / f"rank-{rank}.jsonl"
+
+
+class LogFollower:
+    """Reads a log as far as it goes, and goes on from there when asked again.
+
+    Parameters
+    ----------
+    path : Path
+        Need not be there yet.
+    events : bool
+        Whether lines of type `event` are wanted, which are most of a traced run.
+    """
+
+    def __init__(self, path: Path, *, events: bool = True) -> None:
+        self.path = path
+        self._events = events
+        self._offset = 0
+        self._head = b""
+        self.skipped = 0
+        """Lines of type `event` that were not wanted."""
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Lines that came since; a last one that is not whole yet (or was cut short by a kill) is left for later.
+
+        A file that begins otherwise than before, or has become shorter, was begun anew and is read from its start.
+
+        Raises
+        ------
+        InputError
+            For a line that is no JSON object with a type.
+        """
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            if file.read(len(self._head)) != self._head or self.path.stat().st_size < self._offset:
+                self._offset = 0
+            file.seek(0)
+            self._head = file.read(HEAD_BYTES)
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                if not self._events and line.startswith(EVENT):
+                    self.skipped += 1
+                    continue
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    entry = None
+                if not isinstance(entry, dict) or "type" not in entry:
+                    raise fault(self.path.name, line[:60].decode(errors="replace").strip(), "lines of a run's log")
+                yield entry
+
+
+def log_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """All that a rank wrote, events too."""
+    return LogFollower(rank_log(directory, rank)).new()
