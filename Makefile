@@ -1,5 +1,6 @@
 # make demo   installs polygon and runs its main job: cluster -> groups -> plan -> a short real training
 # make test   installs polygon and runs all tests
+# make gpu-check   measures all that needs a GPU on this machine's, into out/gpu-check.json
 # Other targets: lint, validate, bench, mutants, clean.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread a process: ranks and test workers share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint validate bench mutants clean
+.PHONY: demo test lint validate bench gpu-check mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +55,9 @@ validate: $(VENV)/test.installed
 bench: $(VENV)/test.installed
 	$(BIN)/python benchmarks/schedule_kernel.py
 	$(BIN)/python benchmarks/one_model.py
+
+gpu-check: $(VENV)/test.installed
+	$(BIN)/python -m benchmarks.gpu_check -o out/gpu-check.json
 
 mutants: $(VENV)/test.installed
 	$(BIN)/python benchmarks/mutants.py --jobs 2
