@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint validate bench mutants wheel site pages clean
+.PHONY: help demo test lint validate bench gpu-check mutants wheel site pages clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ validate: $(VENV)/test.installed ## hold the predictions against published runs;
 bench: $(VENV)/test.installed ## time the schedule kernel and compare the models of a step
 	$(BIN)/python benchmarks/schedule_kernel.py
 	$(BIN)/python benchmarks/one_model.py
+
+gpu-check: $(VENV)/test.installed ## measure all that needs a GPU on this machine's, into out/gpu-check.json
+	$(BIN)/python -m benchmarks.gpu_check -o out/gpu-check.json
 
 mutants: $(VENV)/test.installed ## put small faults into the code and list those that no test notices (hours)
 	$(BIN)/python benchmarks/mutants.py --jobs 2

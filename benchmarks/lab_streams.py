@@ -46,12 +46,13 @@ def plain_gloo(rank: int, address: str, port: int) -> float:
 def transport(rank: int, address: str, port: int, streams: int, bytes_per_s: float) -> float:
     """The runtime's own transport with so many streams, told what the link carries."""
     import torch
+    from polygon_comm.accelerator import Accelerator
     from polygon_comm.transport import Wires
     from torch.distributed import TCPStore
 
     store = TCPStore(address, port, 2, rank == 0, wait_for_workers=False)
     wires = Wires(
-        store, rank, {1 - rank: streams}, address=address, timeout_s=120, device=torch.device("cpu"),
+        store, rank, {1 - rank: streams}, address=address, timeout_s=120, accelerator=Accelerator(),
         bytes_per_s={1 - rank: bytes_per_s},
     )  # fmt: skip
     payload = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)

@@ -22,6 +22,7 @@ TOKENS, WARM_UPS = 128, 3
 def measure(rank: int, port: int, steps: int, rounds: int, end: Connection) -> None:
     """One of the two ranks."""
     import torch
+    from polygon_comm.accelerator import Accelerator
     from polygon_comm.tensor_group import TensorGroup
     from polygon_comm.transport import gloo_devices
     from torch import distributed, nn
@@ -37,7 +38,7 @@ def measure(rank: int, port: int, steps: int, rounds: int, end: Connection) -> N
     mesh = init_device_mesh("cpu", (2,))
     group = TensorGroup(
         distributed.PrefixStore("own", store), rank, 2, devices=gloo_devices(1, "127.0.0.1"), timeout_s=60.0,
-        device=torch.device("cpu"),
+        accelerator=Accelerator(),
     )  # fmt: skip
     model = make_problem()[0].model
     own = build_layer(model, 1, 0, tp=group)

@@ -286,11 +286,14 @@ def activation_codec(name: str, shape: Sequence[int]) -> Codec:
     return make_codec(name)
 
 
-def relative_error(codec: Codec, payload: torch.Tensor, tensor: torch.Tensor) -> float:
-    """Norm of what packing dropped from a tensor over the norm of the tensor; 0 for a zero tensor."""
-    said = float(tensor.detach().float().norm())
+def relative_error(codec: Codec, payload: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Norm of what packing dropped from a tensor over the norm of the tensor; 0 for a zero tensor.
+
+    A number on the tensor's device, which nobody has waited for.
+    """
+    said = tensor.detach().float().norm()
     restored = codec.decompress(payload, tensor.shape, torch.float32)
-    return float((tensor.detach().float() - restored).norm()) / said if said else 0.0
+    return torch.where(said > 0, (tensor.detach().float() - restored).norm() / said, 0.0)
 
 
 def make_codec(name: str, shapes: Sequence[Sequence[int]] = ()) -> Codec:

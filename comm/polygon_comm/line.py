@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from threading import Condition
 from typing import Any, TypeVar
 
+from polygon_comm.accelerator import Accelerator
+
 T = TypeVar("T")
 SUMS_UNDER_WAY = 4
 """So many sums may have begun and not ended, whatever their size."""
@@ -65,11 +67,18 @@ class Pending:
 
 
 class SumLine:
-    """The threads of one rank that sums pass through. Sums must be added in the same order on all members."""
+    """The threads of one rank that sums pass through. Sums must be added in the same order on all members.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    accelerator : Accelerator
+        Where the vectors are.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
         names = ("begin", "advance", "end", "advance-exchange", "end-exchange")
-        self._begin, *rest = [ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"sum-{name}") for name in names]
+        self._begin, *rest = [accelerator.threads(1, f"sum-{name}") for name in names]
+        self._finish = accelerator.finish
         self._sums, self._exchanges = (rest[0], rest[1]), (rest[2], rest[3])
         self._added: list[Future[None]] = []
         self._under_way, self._bytes = 0, 0
@@ -81,6 +90,7 @@ class SumLine:
 
         def end(pending: Pending) -> None:
             pending()
+            self._finish()
             ended.set_result(None)
 
         self._added.append(ended)
@@ -92,6 +102,7 @@ class SumLine:
 
         def end(pending: Pending) -> None:
             pending.arrive()
+            self._finish()
             arrived.set_result(pending)
 
         self._begin.submit(self._start, begin, n_bytes, self._exchanges, end, arrived)

@@ -19,7 +19,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, R
 
 from polygon_comm.compression import ErrorFeedback, make_codec
 from polygon_comm.line import MOST_UNDER_WAY, Pending
-from polygon_comm.transport import Receipt, Wires, gloo_group, nccl_group
+from polygon_comm.transport import Receipt, Wires
 
 TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
 """A group's rounds use so many tags in turn: two for each sum that is under way or expected."""
@@ -135,9 +135,7 @@ class SumGroup:
             return None
         wires, place, size = self._wires, self.near_place, self.near_size
         store = PrefixStore(f"sum/{self.members.name}/{self._mine[0]}/{purpose}", wires.store)
-        if wires.device.type == "cuda":
-            return nccl_group(store, place, size, wires.timeout_s)
-        return gloo_group(store, place, size, wires.devices[:1], wires.timeout_s)
+        return wires.accelerator.group(store, place, size, wires.devices, wires.timeout_s)
 
     def sum_(self, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
         """Replace the vector by its sum over the members; arguments as for `begin`."""

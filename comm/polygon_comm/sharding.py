@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +19,8 @@ from polygon_comm.transport import Receipt, Sending, Wires
 
 PARTS_AHEAD = 2
 """Parts that are on their way between two ranks, in one direction, at one time."""
+OWN_AHEAD = 4
+"""Parts of its own that a rank may have handed over before the device has made them; they are copies."""
 TAGS = 64
 """Messages of a pair use so many tags in turn."""
 
@@ -55,7 +57,10 @@ class PartExchange:
 
     def __init__(self, wires: Wires) -> None:
         self.rank, self._wires, self._plain = wires.rank, wires, Codec()
-        self._threads = ThreadPoolExecutor(max(1, len(wires.streams)), thread_name_prefix="parts")
+        self._threads = wires.accelerator.threads(max(1, len(wires.streams)), "parts")
+        self._accelerator = wires.accelerator
+        self._own = wires.accelerator.threads(1, "own") if wires.accelerator.later else None
+        self._taking: deque[Future[None]] = deque()
         self._jobs: list[Future[None]] = []
         self._sent = dict.fromkeys(wires.streams, 0)
         self._received = dict.fromkeys(wires.streams, 0)
@@ -90,9 +95,31 @@ class PartExchange:
         def job() -> None:
             posted = ((split, self.post(peer, split.length(self.rank), dtype)) for split in wanted)
             for split, arrive in _ahead(posted):
-                take(split, arrive())
+                part = arrive()
+                # Others wait for what is made of the part: nothing may be made of it before it is there.
+                self._accelerator.finish()
+                take(split, part)
 
         self._jobs.append(self._threads.submit(job))
+
+    def take(self, part: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
+        """Take a part of this rank's own, among those that are collected, once it is there.
+
+        Were it taken at once on a device that works later, the others would have to wait for this thread's stream,
+        which waits until parts have left, for peers whose own streams wait likewise.
+        """
+        if self._own is None:
+            take(part)
+            return
+        kept = part.clone()
+
+        def job() -> None:
+            self._accelerator.finish()
+            take(kept)
+
+        self._taking.append(self._own.submit(job))
+        if len(self._taking) > OWN_AHEAD:
+            self._taking.popleft().result()
 
     @property
     def jobs(self) -> list[Future[None]]:
@@ -101,13 +128,16 @@ class PartExchange:
 
     def finish(self) -> None:
         """Return when all is sent and taken; raises what went wrong."""
-        jobs, self._jobs = self._jobs, []
+        jobs, self._jobs = [*self._jobs, *self._taking], []
+        self._taking.clear()
         for job in jobs:
             job.result()
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
+        if self._own is not None:
+            self._own.shutdown()
 
 
 def _ahead(begun: Iterable[T]) -> Iterable[T]:

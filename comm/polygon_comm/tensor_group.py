@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Store
 
-from polygon_comm.transport import gloo_group, nccl_group
+from polygon_comm.accelerator import Accelerator
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,17 +49,14 @@ class TensorGroup:
     devices : list
         gloo's network devices (see `polygon_comm.transport.gloo_devices`).
     timeout_s : float
-    device : torch.device
+    accelerator : Accelerator
     """
 
     def __init__(
-        self, store: Store, place: int, size: int, *, devices: list, timeout_s: float, device: torch.device
+        self, store: Store, place: int, size: int, *, devices: list, timeout_s: float, accelerator: Accelerator
     ) -> None:
         self.place, self.size = place, size
-        if device.type == "cuda":
-            self._group = nccl_group(store, place, size, timeout_s)
-        else:
-            self._group = gloo_group(store, place, size, devices[:1], timeout_s)
+        self._group = accelerator.group(store, place, size, devices, timeout_s)
 
     def total(self, x: torch.Tensor, operation: Any = ReduceOp.SUM) -> torch.Tensor:
         """The sum (or another operation) over the group, as a new tensor without gradient."""

@@ -5,8 +5,9 @@ gloo moves data only once the receive is posted, so a late receive costs a round
 A pair of ranks has a process group of its own with one gloo device per stream; a message is cut into as many chunks,
 chunk c with a tag that selects stream c. One stream carries about ``0.82 window / RTT``, whatever the link could do.
 
-On GPUs messages inside a region go by NCCL, which has no tags: a communicator per direction keeps the order in which
-both sides name their messages. Messages between regions are staged through host memory and go by gloo.
+On GPUs messages inside a region go by NCCL, which has no tags, and whose operations of one communicator wait for one
+another: every pair has a communicator for each direction in which it has messages, in an order that follows from the
+plan on both sides. Messages between regions go through pinned host memory and by gloo.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from polygon_comm.accelerator import Accelerator, gloo_group
 from polygon_comm.pacing import connections, listening_ports, open_descriptors, pace
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
@@ -56,24 +57,6 @@ def gloo_devices(count: int, address: str) -> list:
     return [ProcessGroupGloo.create_device(hostname=address) for _ in range(count)]
 
 
-def gloo_group(store: Store, rank: int, size: int, devices: list, timeout_s: float) -> Any:
-    """A gloo process group over the given devices (one connection per pair and device)."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = devices
-    options._threads = 2 * len(devices)
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL process group for the current GPU."""
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupNCCL(store, rank, size, options)
-
-
 class Sending:
     """A message on its way."""
 
@@ -103,18 +86,21 @@ class Sending:
 class Receipt:
     """A posted receive."""
 
-    def __init__(self, peer: int, buffer: torch.Tensor, works: list, device: torch.device) -> None:
-        self._peer, self._buffer, self._works, self._device = peer, buffer, works, device
+    def __init__(self, peer: int, buffer: torch.Tensor, works: list, accelerator: Accelerator | None) -> None:
+        self._peer, self._buffer, self._works, self._accelerator = peer, buffer, works, accelerator
 
     def wait(self) -> torch.Tensor:
-        """The bytes, on the rank's device, once they have arrived; `PeerLostError` if they cannot."""
+        """The bytes, on the rank's device, once they have arrived; `PeerLostError` if they cannot.
+
+        What a device receives itself is there for what this thread hands over to it afterwards.
+        """
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(self._peer, "receiving from", error) from error
         self._works = []
-        return self._buffer.to(self._device, non_blocking=False)
+        return self._buffer if self._accelerator is None else self._accelerator.from_host(self._buffer)
 
 
 class Wires:
@@ -131,10 +117,10 @@ class Wires:
         This machine's address as the peers reach it.
     timeout_s : float
         How long an operation may last before the peer counts as lost.
-    device : torch.device
+    accelerator : Accelerator
         Where payloads come from and go to.
     near : frozenset of int
-        Peers reached by NCCL when the device is a GPU.
+        Peers that an accelerator reaches by itself, where it works later than it is told to.
     shapes : mapping of peer to LinkShape
         Ways on which messages to a peer are made as late as a link would (see `polygon_comm.shaped`). Both sides must
         name the same peers.
@@ -153,14 +139,14 @@ class Wires:
         *,
         address: str,
         timeout_s: float,
-        device: torch.device,
+        accelerator: Accelerator,
         near: frozenset[int] = frozenset(),
         shapes: Mapping[int, LinkShape] | None = None,
         warm_bytes: Mapping[int, int] | None = None,
         bytes_per_s: Mapping[int, float] | None = None,
     ) -> None:
         self.rank = rank
-        self.device = device
+        self.accelerator, self.device = accelerator, accelerator.device
         self.streams = dict(streams)
         self.timeout_s = timeout_s
         self.store = store
@@ -171,10 +157,11 @@ class Wires:
         self._foreign_ports = listening_ports(open_descriptors())
         self.devices = gloo_devices(max([1, *streams.values()]), address)
         self._gloo: dict[int, Any] = {}
-        self._nccl: dict[tuple[int, int], Any] = {}
+        self._directed: dict[tuple[int, int], Any] = {}
+        """By source and target, groups of peers that the accelerator reaches by itself."""
         # Both sides open their pairs in the same order, so that opening never waits in a circle.
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
-            self._open(low, high, near=device.type == "cuda" and (high if low == rank else low) in near)
+            self._open(low, high, near=accelerator.later and (high if low == rank else low) in near)
         self._warm(warm_bytes or {})
         for peer, rate in (bytes_per_s or {}).items():
             pace(self.connections.get(peer, ()), rate)
@@ -190,11 +177,8 @@ class Wires:
             self._gloo[peer] = group if shape is None else ShapedGroup(group, {1 - place: shape})
             return
         for source, target in ((low, high), (high, low)):
-            store = PrefixStore(f"{prefix}/{source}", self.store)
-            group = self._nccl[source, target] = nccl_group(store, place, 2, self.timeout_s)
-            # The communicator is made by the first message; make it now, when nobody can wait for anything else.
-            token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            (group.send if self.rank == source else group.recv)([token], 1 - place, 0).wait()
+            store, at = PrefixStore(f"{prefix}/{source}", self.store), int(self.rank == target)
+            self._directed[source, target] = self.accelerator.direction(store, at, self.devices, self.timeout_s)
 
     def _warm(self, n_bytes: Mapping[int, int]) -> None:
         """Send zeros over all streams to all peers at once, and take theirs.
@@ -226,32 +210,40 @@ class Wires:
             for c, chunk in enumerate(payload.tensor_split(count))
         ]
 
+    def sends_itself(self, peer: int) -> bool:
+        """Whether the device sends to a peer, so that the thread need not wait until the payload is there."""
+        return (self.rank, peer) in self._directed
+
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Sending:
-        """Start sending bytes; they must not be written to, nor the result dropped, until its `wait` has returned."""
+        """Start sending bytes; they must not be written to, nor the result dropped, until its `wait` has returned.
+
+        Holds up the thread until the payload is there, where the device does not send itself.
+        """
         self.sent_bytes[peer] += payload.numel()
         place = int(peer > self.rank)
         try:
-            if (self.rank, peer) in self._nccl:
-                works = [self._nccl[self.rank, peer].send([payload], place, 0)]
+            if self.sends_itself(peer):
+                works = [self._directed[self.rank, peer].send([payload], 1, 0)]
             else:
-                payload = payload.to("cpu")
+                payload = self.accelerator.to_host(payload)
                 group = self._gloo[peer]
                 works = [group.send([chunk], place, t) for t, chunk in self._chunks(peer, tag, payload)]
         except RuntimeError as error:
             raise PeerLostError(peer, "sending to", error) from error
-        return Sending(peer, payload, works, on_device=(self.rank, peer) in self._nccl)
+        return Sending(peer, payload, works, on_device=self.sends_itself(peer))
 
     def post_receive(self, peer: int, tag: int, n_bytes: int) -> Receipt:
         """Announce that so many bytes are wanted from a peer under a tag."""
         place = int(peer > self.rank)
         try:
-            if (peer, self.rank) in self._nccl:
+            itself = (peer, self.rank) in self._directed
+            if itself:
                 buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
-                works = [self._nccl[peer, self.rank].recv([buffer], place, 0)]
+                works = [self._directed[peer, self.rank].recv([buffer], 0, 0)]
             else:
-                buffer = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                buffer = self.accelerator.host_buffer(n_bytes)
                 group = self._gloo[peer]
                 works = [group.recv([chunk], place, t) for t, chunk in self._chunks(peer, tag, buffer)]
         except RuntimeError as error:
             raise PeerLostError(peer, "receiving from", error) from error
-        return Receipt(peer, buffer, works, self.device)
+        return Receipt(peer, buffer, works, None if itself else self.accelerator)

@@ -455,7 +455,7 @@ class Plan:
             For an unknown target, for host names that are none, and where files cannot be written.
         """
         problem = self.problem.data
-        named = None if hosts is None else read_hosts(files.read_text(hosts), problem.cluster)
+        named = None if hosts is None else read_hosts(files.read_text(hosts), problem.cluster, self.data)
         made = export(problem, self.data, to, hosts=named, tables=self.problem.tables)
         if made is not None and folder is not None:
             files.write_folder(folder, made.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from runners.engine.worker import StageWorker
 
 NUMBERS = 4
 """How many are summed: loss, part of the samples, squared norm, wishes to stop."""
+LOSS, SQUARE = 0, 2
+"""Their places."""
 
 
 class Scalars(NamedTuple):
@@ -57,34 +60,38 @@ class Agreement:
         told: list[torch.Tensor] = []
 
         def begin() -> Pending:
-            values, pending = self._begin(0.0, near=alone)
+            values, pending = self._begin(None, near=alone)
             told.append(values)
             return pending
 
         # Everybody finds the norm in what it has: what ranks tell one another travels with the last gradients.
         reducer.line.add(begin)
         reducer.wait()
-        return self._read(told[0])._replace(norm=sum(self._square(bucket) for bucket in self.buckets) ** 0.5)
+        values = told[0]
+        values[SQUARE] = self._square(self.buckets)
+        return self._read(values)
 
     def meet(self, *, alone: bool) -> Scalars:
         """Of all ranks, once gradients are summed; `alone`: each region's by itself."""
         return self.worker.reducer.line.submit(lambda: self._sum(near=False, alone=alone)).result()
 
     def _sum(self, *, near: bool, alone: bool) -> Scalars:
-        squares = sum(self._square(bucket) for bucket in self.buckets if self._counts(bucket, alone=alone))
-        values, pending = self._begin(squares, near=near)
+        counted = [bucket for bucket in self.buckets if self._counts(bucket, alone=alone)]
+        values, pending = self._begin(self._square(counted), near=near)
         pending()
         return self._read(values)
 
-    def _begin(self, squares: float, *, near: bool) -> tuple[torch.Tensor, Pending]:
+    def _begin(self, square: torch.Tensor | None, *, near: bool) -> tuple[torch.Tensor, Pending]:
         """Start to sum, over all or those of this region."""
         worker = self.worker
         part = float(worker.is_last and worker.place == 0)
         parts = worker.layout.plan.micro_batches * worker.layout.worker_of(self.rank).cp
         fraction = part * worker.shares[-1] / parts
         stop = float(self._stop.is_set())
-        values = torch.tensor([part * worker.loss_sum.item(), fraction, squares, stop], dtype=torch.float64)
-        values = values.to(worker.wires.device)
+        values = worker.wires.accelerator.from_host(torch.tensor([part, fraction, 0.0, stop], dtype=torch.float64))
+        values[LOSS] *= worker.loss_sum
+        if square is not None:
+            values[SQUARE] = square
         return values, self._everyone.begin_near(values) if near else self._everyone.begin(values, "scalars")
 
     def _read(self, values: torch.Tensor) -> Scalars:
@@ -102,15 +109,19 @@ class Agreement:
         first = bucket.group.near_ranks[0] if alone else bucket.group.members.regions[0][0]
         return first in bucket.owners.near_ranks
 
-    def _square(self, bucket: Bucket) -> float:
-        """Squared norm of what this rank holds of a bucket's gradient, without what another of its worker counts."""
+    def _square(self, buckets: Sequence[Bucket]) -> torch.Tensor:
+        """Squared norm of what this rank holds of buckets' gradients, without what another of its worker counts."""
+        norms = [torch.linalg.vector_norm(part) for bucket in buckets for part in self._parts(bucket)]
+        device = self.worker.wires.device
+        return (
+            torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        )
+
+    def _parts(self, bucket: Bucket) -> Iterator[torch.Tensor]:
         # Slices add up; of what is whole on every device of a worker, the first counts.
         counted = [place[:2] for name, place in bucket.places.items() if name in bucket.dims]
         if self.worker.place == 0:
             counted = [(0, bucket.size)]
-        square = 0.0
         for a, b in counted:
             for start, end in bucket.owned_by(self.rank):
-                mine = bucket.gradient_of(max(a, start), max(a, start, min(b, end)))
-                square += torch.linalg.vector_norm(mine).item() ** 2
-        return square
+                yield bucket.gradient_of(max(a, start), max(a, start, min(b, end)))

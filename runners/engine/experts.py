@@ -43,7 +43,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         factor = ctx.balance.weight * ctx.balance.scale
-        return gradients[0], torch.tensor(factor, device=gradients[0].device), None
+        return gradients[0], torch.full((), factor, device=gradients[0].device), None
 
 
 def balance_loss(scores: torch.Tensor, chosen: torch.Tensor, group: ExchangeGroup | None = None) -> torch.Tensor:

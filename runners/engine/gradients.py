@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import BYTES_UNDER_WAY, MOST_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 from polygon_comm.parameter_server import Part, ServerGroup
 from polygon_comm.reduction import SumGroup
@@ -175,6 +176,8 @@ class Reducer:
         other stages share last.
     dtype : torch.dtype
         In which gradients travel.
+    accelerator : Accelerator
+        Where the buckets are.
     on_micro_batch : callable
         Called with a bucket when the gradient of any micro-batch is there.
     """
@@ -184,11 +187,12 @@ class Reducer:
         buckets: Sequence[Bucket],
         dtype: torch.dtype,
         log: RunLog,
+        accelerator: Accelerator,
         on_micro_batch: Callable[[Bucket], None] = lambda bucket: None,
     ) -> None:
         self._on_micro_batch = on_micro_batch
         self.buckets, self.dtype, self._log = list(buckets), dtype, log
-        self.line = SumLine()
+        self.line = SumLine(accelerator)
         self._to_expect: deque[Bucket] = deque()
         """Buckets whose sums are to be expected in this step, in their order, and those that are."""
         self._expected: deque[Bucket] = deque()

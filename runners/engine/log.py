@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
+
+from polygon_comm.accelerator import Accelerator, Instant
 
 from runners.engine.emulation import Pace
 
@@ -24,17 +25,26 @@ DIRECTIONS = {"F": "forward", "B": "backward"}
 class RunLog:
     """JSONL of one rank; usable from several threads."""
 
-    def __init__(self, path: Path | None, traced_steps: int = 8, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        traced_steps: int = 8,
+        pace: Pace | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self.pace = pace
+        self._accelerator = accelerator or Accelerator()
+        self._passing: list[tuple[str, str, Instant, Instant, int]] = []
+        """Intervals that the device need not have come to."""
         self.traced_steps = traced_steps
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         """What an interval runs in while a profiler records (`torch.profiler.record_function`)."""
         self.step = 0
         self.seconds: dict[str, float] = {}
         """Seconds spent by kind of interval since the last `take_seconds`."""
-        self.handed_s: dict[str, float] = {}
+        self.handed_s: dict[str, Instant] = {}
         """When messages were handed over in this step, by the action that they let start."""
-        self.waited_s: dict[str, tuple[float, float]] = {}
+        self.waited_s: dict[str, tuple[Instant, Instant]] = {}
         """From when to when actions of this step waited for their message."""
         self._lock = Lock()
         self._file: TextIO | None = None
@@ -63,13 +73,17 @@ class RunLog:
     @contextmanager
     def interval(self, kind: str, name: str) -> Iterator[None]:
         """Time what happens inside as an interval of a kind (compute, wait, reduce, update)."""
-        step, start_s = self.step, time.time()
+        step, start = self.step, self._accelerator.instant()
         pace = self.pace.hold(name) if self.pace is not None and kind in ("compute", "update") else nullcontext()
         try:
             with self.annotate(f"{kind}: {name}") if self.annotate is not None else nullcontext(), pace:
                 yield
         finally:
-            self.add(kind, name, start_s, time.time(), step)
+            end = self._accelerator.instant()
+            if self._accelerator.later:
+                self._passing.append((kind, name, start, end, step))
+            else:
+                self.add(kind, name, start(), end(), step)
 
     def add(self, kind: str, name: str, start_s: float, end_s: float, step: int) -> None:
         """Note an interval that has passed."""
@@ -80,7 +94,10 @@ class RunLog:
             self.write("event", kind=kind, name=name, start_s=start_s, end_s=end_s, step=step)
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by kind since the last call."""
+        """Seconds by kind since the last call; waits for a device that has not come to all of it."""
+        passing, self._passing = self._passing, []
+        for kind, name, start, end, step in passing:
+            self.add(kind, name, start(), end(), step)
         with self._lock:
             seconds, self.seconds = self.seconds, {}
         return seconds
@@ -90,8 +107,8 @@ class RunLog:
         handed, waited = self.handed_s, self.waited_s
         self.handed_s, self.waited_s = {}, {}
         return {
-            "handed_s": {action: round(at_s - start_s, 6) for action, at_s in handed.items()},
-            "waited_s": {action: [round(at_s - start_s, 6) for at_s in pair] for action, pair in waited.items()},
+            "handed_s": {action: round(at() - start_s, 6) for action, at in handed.items()},
+            "waited_s": {action: [round(at() - start_s, 6) for at in pair] for action, pair in waited.items()},
         }
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
 from torch.profiler import record_function
 
@@ -51,6 +52,7 @@ def train(
     listen_fd: int | None = None,
     samples: Samples | None = None,
     validation: Shuffled | None = None,
+    accelerator: Accelerator | None = None,
 ) -> bool:
     """Run a plan's rank to the end.
 
@@ -73,6 +75,8 @@ def train(
         What to train on; without it what `options.data` says.
     validation : Shuffled, optional
         What the model is held against every `options.validate_every` steps.
+    accelerator : Accelerator, optional
+        What to compute on; without it what `options.device` says.
 
     Returns
     -------
@@ -127,7 +131,9 @@ def train(
         )
         opened.enter_context(contextlib.closing(watch))
         try:
-            training = Training(layout, rank, store, address, options, watch, samples, trackers, own, validation)
+            training = Training(
+                layout, rank, store, address, options, watch, samples, trackers, own, validation, accelerator
+            )
             on_start(training)
             _run_steps(training, report)
             training.close()

@@ -8,7 +8,6 @@ tags, needs that.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,8 +61,10 @@ class StageMessages:
         """The next to be posted."""
         self._sent = ThreadPoolExecutor(1, thread_name_prefix="sent")
         """Waits until messages have left, so that they do not take memory until the end of the step."""
+        self._fetched = wires.accelerator.threads(1, "fetched") if wires.accelerator.later else None
+        """Fetches messages from a device and sends them, where the device does not send itself."""
         self._sendings: deque[tuple[int, Future[None] | Sending]] = deque()
-        self.packing_error: dict[str, float] = {}
+        self.packing_error: dict[str, torch.Tensor] = {}
         """Relative error of the step's first packed message of each kind."""
 
     def begin(self, actions: Sequence[Action], steps: Iterable[int]) -> None:
@@ -110,19 +111,19 @@ class StageMessages:
         source = self._layout.source(self._rank, action)
         if source is None:
             return None
-        start_s, shape = time.time(), tuple(self._shape_of(action))
+        start, shape = self._wires.accelerator.instant(), tuple(self._shape_of(action))
         with self._log.interval("wait", f"recv {action}"):
             if self._talks:
                 self.post(1)
                 payload = self._posted.pop((step, action)).wait()
                 self._posted_bytes -= payload.numel()
-                self._log.waited_s[str(action)] = start_s, time.time()
+                self._log.waited_s[str(action)] = start, self._wires.accelerator.instant()
                 received = self._codec(source, self._rank, action.kind, shape).decompress(payload, shape, self._dtype)
             else:
                 received = torch.empty(shape, dtype=self._dtype, device=self._wires.device)
             if self._tp is not None:
                 self._tp.broadcast_(received)
-                self._log.waited_s[str(action)] = start_s, time.time()
+                self._log.waited_s[str(action)] = start, self._wires.accelerator.instant()
         group = self._split_over(self._layout.stage_of(self._rank, action))
         return received if group is None else group.part(received, TOKENS).clone()
 
@@ -140,15 +141,22 @@ class StageMessages:
         with self._log.interval("send", f"send {action}"):
             codec = self._codec(self._rank, peer, needs.kind, tensor.shape)
             payload = codec.compress(tensor)
-            self._log.handed_s[str(needs)] = time.time()
+            self._log.handed_s[str(needs)] = self._wires.accelerator.instant()
             while self._sendings and self._sendings[0][1].done():
                 self._sendings.popleft()[1].result()
-            sending = self._wires.send(peer, self._layout.tag(step, needs), payload)
-            self._sendings.append((step, sending if sending.on_device else self._sent.submit(sending.wait)))
+            self._sendings.append((step, self._start(peer, self._layout.tag(step, needs), payload)))
             what = "activation_gradients" if action.kind == "B" else "activations"
             # One message of a kind a step is measured: unpacking all of them again would cost as much as packing.
             if codec.name != "none" and what not in self.packing_error:
                 self.packing_error[what] = relative_error(codec, payload, tensor)
+
+    def _start(self, peer: int, tag: int, payload: torch.Tensor) -> Future[None] | Sending:
+        """Start sending; what is returned has ended when the message has left."""
+        if self._fetched is None or self._wires.sends_itself(peer):
+            sending = self._wires.send(peer, tag, payload)
+            return sending if sending.on_device else self._sent.submit(sending.wait)
+        begun = self._fetched.submit(self._wires.send, peer, tag, payload)
+        return self._sent.submit(lambda: begun.result().wait())
 
     def finish_sends(self, before_step: float = math.inf) -> None:
         """Wait for the messages of earlier steps.
@@ -159,5 +167,7 @@ class StageMessages:
             self._sendings.popleft()[1].result()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        if self._fetched is not None:
+            self._fetched.shutdown()
         self._sent.shutdown()

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
@@ -22,7 +23,7 @@ from runners.data.samples import Samples, Shuffled, count_targets, digest_of
 from runners.engine.agreement import Agreement, Scalars
 from runners.engine.checkpoint import Checkpoints, SavedProgress, UnsavedError, canonical, file_of, region_file
 from runners.engine.collector import Collector
-from runners.engine.device import choose_device, device_memory, memory_bytes
+from runners.engine.device import accelerator_of, choose_device, device_memory, memory_bytes
 from runners.engine.emulation import Pace, backward_shares, kind_of, least_seconds
 from runners.engine.failure_detector import Watch
 from runners.engine.gradients import Bucket
@@ -55,6 +56,7 @@ class Training:
         trackers: Trackers | None = None,
         own: OwnModel | None = None,
         validation: Shuffled | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         problem, plan = layout.problem, layout.plan
         self._watch, self._validation, self._built_in = watch, validation, own is None
@@ -62,7 +64,10 @@ class Training:
         stage, worker, _ = plan.rank_places[rank]
         pool = problem.cluster.pools[layout.worker_of(rank).pool]
         device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
-        device = choose_device(options, (device_number - pool.first_device) % pool.devices_per_node)
+        if accelerator is None:
+            local_rank = (device_number - pool.first_device) % pool.devices_per_node
+            accelerator = accelerator_of(choose_device(options, local_rank))
+        device, self._accelerator = accelerator.device, accelerator
         here = layout.region_of[rank]
         self._address, links = address, layout.link_shapes(rank)
         self.wires = Wires(
@@ -71,7 +76,7 @@ class Training:
             layout.streams(rank),
             address=address,
             timeout_s=options.timeout_s,
-            device=device,
+            accelerator=accelerator,
             near=frozenset(r for r, region in layout.region_of.items() if region == here),
             shapes=links if options.emulate_links else None,
             warm_bytes=layout.warm_bytes(rank),
@@ -101,7 +106,7 @@ class Training:
                 for chunk in range(plan.chunks)
             }
             pace = Pace(seconds, shares)
-        self.log = RunLog(path, options.traced_steps, pace)
+        self.log = RunLog(path, options.traced_steps, pace, accelerator)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         parts = (self._part_exchange("gradients"), self._part_exchange("weights")) if layout.owners(rank) else None
         self.worker = StageWorker(
@@ -163,7 +168,7 @@ class Training:
             len(ranks),
             devices=self.wires.devices,
             timeout_s=self.options.timeout_s,
-            device=self.wires.device,
+            accelerator=self._accelerator,
         )
 
     def _expert_groups(self) -> dict[int, ExchangeGroup]:
@@ -189,7 +194,7 @@ class Training:
                 dict.fromkeys(sorted(owners), 1),
                 address=self._address,
                 timeout_s=self.options.timeout_s,
-                device=self.wires.device,
+                accelerator=self._accelerator,
                 near=frozenset(owners),
             )
         )
@@ -295,6 +300,8 @@ class Training:
         met_s = time.time()
         worker.messages.finish_sends(step)
         self.progress = replace(self.progress, step=step + 1, samples=self.progress.samples + worker.global_batch)
+        # The host has waited for the device once before, to know the gradient's norm; here it does for the figures.
+        self._accelerator.finish()
         seconds, tokens = time.time() - start_s, self.layout.problem.batch.tokens
         by_kind = self.log.take_seconds()
         working = by_kind.get("compute", 0.0) + by_kind.get("update", 0.0)
@@ -313,6 +320,7 @@ class Training:
             "exchanged_bytes": worker.take_exchanged_bytes(), "tokens_here": worker.tokens,
         }  # fmt: skip
         self.wires.sent_bytes.clear()
+        self._accelerator.set_clock()
         if together and validate:
             result |= self._validate()
         self.log.write("step", **result)
@@ -350,7 +358,8 @@ class Training:
         """
         groups = {id(bucket.group): bucket.group for bucket in self.buckets if bucket.group is not None}
         errors = {"weight_gradients": max((group.packing_error for group in groups.values()), default=0.0)}
-        return {kind: error for kind, error in (errors | self.worker.messages.packing_error).items() if error}
+        errors |= {kind: float(error) for kind, error in self.worker.messages.packing_error.items()}
+        return {kind: error for kind, error in errors.items() if error}
 
     def _clock_offset_s(self) -> float:
         return 0.0 if self._watch is None else self._watch.clock_offset_s

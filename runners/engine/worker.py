@@ -132,7 +132,7 @@ class StageWorker:
         self._first_sample = 0
         self._lookahead = options.lookahead
         buckets, dtype = self._buckets(sums), _gradient_dtype(batch.gradient_precision)
-        self.reducer = Reducer(buckets, dtype, log, self._pass_gradient)
+        self.reducer = Reducer(buckets, dtype, log, wires.accelerator, self._pass_gradient)
         sharded = [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
         self._sharding: Sharding | None = None
         if sharded and parts is not None:
@@ -221,6 +221,7 @@ class StageWorker:
             bucket = ShardedBucket(
                 *(name, parameters, sum_group, self._tp_sums, dims),
                 device=self.wires.device,
+                accelerator=self.wires.accelerator,
                 rank=self.rank,
                 zero=zero,
                 owners=owners,
@@ -289,19 +290,19 @@ class StageWorker:
         self, chunk: int, inputs: torch.Tensor | None, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
         """A stage's layers on what came from the stage before, or on samples; the last stage adds up the loss."""
-        device, stage = self.wires.device, self.stages[chunk]
+        accelerator, stage = self.wires.accelerator, self.stages[chunk]
         has_loss = stage.last_layer == self.layout.problem.model.layers
         with self._precision():
             targets: torch.Tensor | None = None
             if inputs is None or has_loss:
                 drawn, targets = map(self._part, draw())
-            x = drawn.to(device) if inputs is None else inputs
+            x = accelerator.from_host(drawn) if inputs is None else inputs
             for layer in range(stage.first_layer, stage.last_layer):
                 module = self.layers[str(layer)]
                 if self._sharding is not None:
                     self._sharding.enter(layer)
                 if layer == self.layout.problem.model.layers - 1 and targets is not None:
-                    x = module(x, targets.to(device))
+                    x = module(x, accelerator.from_host(targets))
                 elif stage.recompute == "full" and layer < stage.recomputed_until and x.requires_grad:
                     x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
                 else:

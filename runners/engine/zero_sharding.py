@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import Pending
 from polygon_comm.reduction import SumGroup
 from polygon_comm.sharding import PartExchange, Split
@@ -44,6 +45,7 @@ class ShardedBucket(Bucket):
     def __init__(
         self,
         *args: Any,
+        accelerator: Accelerator,
         rank: int,
         zero: int,
         owners: SumGroup,
@@ -54,6 +56,7 @@ class ShardedBucket(Bucket):
         super().__init__(*args, **more)
         assert self.group is not None
         self.zero, self.owners, self.copies = zero, owners, copies
+        self._accelerator = accelerator
         self.split = Split(self.name, owners.near_ranks, self.size)
         own = self.split.part(rank)
         self.whole_weights = self.weights
@@ -87,12 +90,12 @@ class ShardedBucket(Bucket):
 
     def drop(self) -> None:
         """Give back the memory of the whole weights."""
-        self.whole_weights.untyped_storage().resize_(0)
+        self._accelerator.free(self.whole_weights)
 
     def fill(self, parts: Iterable[tuple[slice, torch.Tensor]]) -> None:
         """Put the whole weights together from this rank's and the others' parts."""
         whole = self.whole_weights
-        whole.untyped_storage().resize_(self.size * whole.element_size())
+        self._accelerator.fill_again(whole)
         whole[self._own] = self.weights
         for part, values in parts:
             whole[part] = values
@@ -110,9 +113,11 @@ class ShardedBucket(Bucket):
                 self._complete.set_exception(error)
 
     def add(self, part: torch.Tensor) -> None:
-        """Add somebody's gradient of a micro-batch to this rank's part."""
+        """Add somebody's gradient of a micro-batch to this rank's part; it must be there (see `PartExchange.take`)."""
         with self._lock:
             self.vector += part
+            # Another thread's stream adds next.
+            self._accelerator.finish()
             self._missing_parts -= 1
             if not self._missing_parts and not self._complete.done():
                 self._complete.set_result(None)
@@ -363,7 +368,7 @@ class Sharding:
             for owner in bucket.split.owners
             if owner != self._rank
         ]
-        bucket.add(gradient[bucket.split.part(self._rank)])
+        self._gradients.take(gradient[bucket.split.part(self._rank)], bucket.add)
         self._sent = gradient, sendings
 
     def _wait_sent(self) -> None:

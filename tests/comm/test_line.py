@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from polygon_comm import line as sums
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import BYTES_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
 
 from tests.patience import PATIENCE_S, eventually
@@ -12,7 +13,7 @@ from tests.patience import PATIENCE_S, eventually
 @pytest.fixture
 def line():
     """A line whose threads are ended."""
-    made = SumLine()
+    made = SumLine(Accelerator())
     yield made
     made.close()
 
@@ -57,7 +58,7 @@ def test_large_sums_wait_until_there_is_room(monkeypatch):
             return super().wait(timeout)
 
     monkeypatch.setattr(sums, "Condition", Telling)
-    line = SumLine()
+    line = SumLine(Accelerator())
     for number in range(SUMS_UNDER_WAY):
         line.add(noting(notes, number, lambda: arrived.wait(PATIENCE_S)), BYTES_UNDER_WAY)
     begun = threading.Event()
@@ -107,7 +108,7 @@ def test_an_exchange_that_has_not_arrived_holds_no_other_up(line):
 def test_as_many_small_sums_may_be_under_way_as_there_are_tags_for(monkeypatch):
     """However small; and the bytes of those that have ended make room for others."""
     monkeypatch.setattr(sums, "MOST_UNDER_WAY", SUMS_UNDER_WAY + 2)
-    line, arrived, begun = SumLine(), threading.Event(), []
+    line, arrived, begun = SumLine(Accelerator()), threading.Event(), []
     for number in range(SUMS_UNDER_WAY + 3):
         line.add(lambda number=number: begun.append(number) or Pending(lambda: arrived.wait(PATIENCE_S)), 1)
     assert eventually(lambda: len(begun) >= SUMS_UNDER_WAY + 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.local_updates import OuterUpdate
 from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
@@ -13,7 +14,7 @@ from tests.real_ranks import run_ranks
 
 def test_outer_update_is_nesterov_on_the_differences():
     """For one region, the outer step is torch's SGD(nesterov=True) with the difference as gradient."""
-    wires = Wires(HashStore(), 0, {}, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(HashStore(), 0, {}, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = SumGroup(members_of("one", [0], {0: 0}), wires)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)
@@ -31,7 +32,7 @@ def test_outer_update_is_nesterov_on_the_differences():
 
 def test_what_a_region_did_during_an_exchange_is_added_to_its_result():
     """The end of an exchange replaces the weights sent by the new common ones and keeps what came after them."""
-    wires = Wires(HashStore(), 0, {}, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(HashStore(), 0, {}, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = SumGroup(members_of("one", [0], {0: 0}), wires)
     weights = torch.zeros(3)
     outer = OuterUpdate("x", weights, group, 1.0, [(3,)], rate=0.5, momentum=0.0)
@@ -47,7 +48,7 @@ def quadratic_descent(rank, port, steps):
     """Weights after local SGD with an exchange every step (H = 1), and what the synchronous one would give."""
     store = TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
     members = members_of("pair", [0, 1], {0: 0, 1: 1})
-    wires = Wires(store, rank, {1 - rank: 1}, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(store, rank, {1 - rank: 1}, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     goals = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
     fractions = (0.25, 0.75)
     local, common = torch.nn.Parameter(torch.zeros(40)), torch.nn.Parameter(torch.zeros(40))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import members_of
 from polygon_comm.transport import Wires
@@ -24,7 +25,7 @@ def rank_with_owners(rank, port, region_of, node_of, codec, central):
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
     members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of, codec)
     peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
-    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = ServerGroup(members, wires)
     parts = group.parts(ELEMENTS, central=central)
     held = []

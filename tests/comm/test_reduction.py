@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import SUMS_UNDER_WAY
 from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
@@ -26,7 +27,7 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
     members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of, codec)
     peers = {b if a == rank else a: streams for a, b in members.leader_pairs() if rank in (a, b)}
-    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = SumGroup(members, wires)
     sums = []
     for step in range(STEPS):
@@ -84,7 +85,7 @@ def overlapped_on_rank(rank, port, ranks, sums):
     store = TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
     members = members_of("test", range(ranks), {r: r for r in range(ranks)})
     peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
-    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = SumGroup(members, wires)
     vectors, under_way = [contribution(rank, step) for step in range(sums)], deque()
     for step, vector in enumerate(vectors):

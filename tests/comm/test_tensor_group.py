@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.sharding import PARTS_AHEAD, TAGS, PartExchange, Split
 from polygon_comm.tensor_group import TensorGroup
@@ -12,7 +13,6 @@ from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 
 SIZE = 3
-CPU = torch.device("cpu")
 
 
 def draws(rank):
@@ -30,7 +30,7 @@ def with_gradient(function, x):
 def rank_of_worker(rank, port):
     """Results and gradients of every operation of a group."""
     store = TCPStore("127.0.0.1", port, SIZE, rank == 0, wait_for_workers=False)
-    options = {"devices": gloo_devices(1, "127.0.0.1"), "timeout_s": PATIENCE_S, "device": CPU}
+    options = {"devices": gloo_devices(1, "127.0.0.1"), "timeout_s": PATIENCE_S, "accelerator": Accelerator()}
     group = TensorGroup(store, rank, SIZE, **options)
     x, named = draws(rank), {}
     for name in ("copy", "sum"):
@@ -79,7 +79,9 @@ COUNTS = [[1, 2, 0], [3, 0, 1], [0, 2, 2]]
 def rank_that_moves(rank, port):
     """Rows that arrived, the gradient of those sent, bytes sent to others."""
     store = TCPStore("127.0.0.1", port, SIZE, rank == 0, wait_for_workers=False)
-    group = ExchangeGroup(store, rank, SIZE, devices=gloo_devices(1, "127.0.0.1"), timeout_s=PATIENCE_S, device=CPU)
+    group = ExchangeGroup(
+        store, rank, SIZE, devices=gloo_devices(1, "127.0.0.1"), timeout_s=PATIENCE_S, accelerator=Accelerator()
+    )
     sent, received = COUNTS[rank], [row[rank] for row in COUNTS]
     rows = torch.tensor([[10.0 * rank + to, 0.5] for to in range(SIZE) for _ in range(sent[to])]).view(-1, 2)
     arrived, gradient = with_gradient(lambda x: group.exchange(x, sent, received), rows)
@@ -108,7 +110,7 @@ def test_rows_change_places_and_their_gradients_go_back():
 def rank_with_parts(rank, port):
     """Rank 0 serves its peer's parts of many vectors; what that has collected, in its order."""
     store = TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
-    wires = Wires(store, rank, {1 - rank: 1}, address="127.0.0.1", timeout_s=PATIENCE_S, device=CPU)
+    wires = Wires(store, rank, {1 - rank: 1}, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     exchange = PartExchange(wires)
     splits = [Split(str(number), (0, 1), 5 + number % 3) for number in range(TAGS + 3)]
     vectors = [torch.arange(split.elements) + 100.0 * number for number, split in enumerate(splits)]

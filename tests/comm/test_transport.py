@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
@@ -27,7 +28,7 @@ def talking_rank(rank, port, warm_bytes):
     streams = {peer: 1 + (peer + rank) % 3 for peer in others}
     warm = {peer: warm_bytes for peer in others if peer + rank != 2}
     wires = Wires(
-        store, rank, streams, address="127.0.0.1", timeout_s=PATIENCE_S, device=torch.device("cpu"), warm_bytes=warm
+        store, rank, streams, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator(), warm_bytes=warm
     )
     before = sum(wires.sent_bytes.values())
     sizes = [1 << (8 + m) for m in range(MESSAGES)]
@@ -56,7 +57,7 @@ def paced_rank(rank, port):
     store = TCPStore("127.0.0.1", port, RANKS, rank == 0, wait_for_workers=False)
     streams = {peer: peer + rank for peer in range(RANKS) if peer != rank}
     wires = Wires(
-        *(store, rank, streams), address=f"127.0.0.{10 + rank}", timeout_s=PATIENCE_S, device=torch.device("cpu"),
+        *(store, rank, streams), address=f"127.0.0.{10 + rank}", timeout_s=PATIENCE_S, accelerator=Accelerator(),
         bytes_per_s=dict.fromkeys(streams, 1e12),
     )  # fmt: skip
     most = {}

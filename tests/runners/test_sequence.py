@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from polygon_comm.accelerator import Accelerator
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import gloo_devices
 from torch import distributed
@@ -40,7 +41,7 @@ def forward(layers, model, ids, targets):
 def tensor_group(rank, port):
     store = distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
     devices = gloo_devices(1, "127.0.0.1")
-    return TensorGroup(store, rank, 2, devices=devices, timeout_s=PATIENCE_S, device=torch.device("cpu"))
+    return TensorGroup(store, rank, 2, devices=devices, timeout_s=PATIENCE_S, accelerator=Accelerator())
 
 
 def differences(rank, port, precision):

@@ -1,0 +1,25 @@
+"""Laws of the check for machines with a GPU."""
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import CommandError, main, output_of, streams_and_nccl
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
+    """Nothing is written, and the exit code tells."""
+    assert main(["-o", str(tmp_path / "found.json")]) == 2
+    assert capsys.readouterr().err == "gpu-check: torch sees no GPU here: nothing was checked\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_sums_of_one_rank_with_itself_are_right():
+    """The part that checks streams and communicators does, on what is there (here a core)."""
+    assert streams_and_nccl("cpu")["sums"] == [((1 << 20) - 1.0) * times for times in range(1, 5)]
+
+
+def test_what_a_part_said_last_is_kept():
+    """A command that ends badly is told with its exit code and its last line."""
+    with pytest.raises(CommandError, match=r"polygon\.search --cluster missing\.yaml .*: exit 2: .*missing\.yaml"):
+        output_of("polygon.search", "--cluster", "missing.yaml", "--model", "gpt-tiny", "--global-batch", "4")
