@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 _SO_MAX_PACING_RATE = 47
@@ -24,15 +24,20 @@ HEADROOM = 1.2
 """Over the link's rate: headers, and what it may be wrong by. A sixth of a burst waits in the router's queue."""
 
 
-def open_descriptors() -> set[int]:
-    """File descriptors of this process; none where the system does not list them."""
-    found: set[int] = set()
+def open_descriptors() -> dict[int, int]:
+    """File descriptors of this process and the inode behind each, by which one that is used again is told from the one
+    before; none where the system does not list them."""
+    found: dict[int, int] = {}
     folder = Path("/proc/self/fd")
     for descriptor in [int(path.name) for path in folder.iterdir()] if folder.exists() else []:
         with contextlib.suppress(OSError):  # the one by which they were listed is no longer there
-            os.fstat(descriptor)
-            found.add(descriptor)
+            found[descriptor] = os.fstat(descriptor).st_ino
     return found
+
+
+def opened_since(before: Mapping[int, int]) -> set[int]:
+    """File descriptors that are not what they were in an earlier list."""
+    return {descriptor for descriptor, inode in open_descriptors().items() if before.get(descriptor) != inode}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from polygon_comm.accelerator import Accelerator, gloo_group
-from polygon_comm.pacing import connections, listening_ports, open_descriptors, pace
+from polygon_comm.pacing import connections, listening_ports, open_descriptors, opened_since, pace
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
 MIN_CHUNK_BYTES = 1 << 14
@@ -172,7 +172,7 @@ class Wires:
         if not near:
             devices, before = self.devices[: self.streams[peer]], open_descriptors()
             group = gloo_group(PrefixStore(prefix, self.store), place, 2, devices, self.timeout_s)
-            self.connections[peer] = connections(open_descriptors() - before, self._foreign_ports)
+            self.connections[peer] = connections(opened_since(before), self._foreign_ports)
             shape = self._shapes.get(peer)
             self._gloo[peer] = group if shape is None else ShapedGroup(group, {1 - place: shape})
             return

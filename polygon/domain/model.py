@@ -19,6 +19,7 @@ FAMILIES = ("gpt", "llama", "vit", "other")
 SPECIAL = (
     "expert_every",
     "expert_groups",
+    "groups_per_token",
     "norms",
     "norm_bias",
     "query_key_norm",

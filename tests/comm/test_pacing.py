@@ -10,7 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from polygon_comm.pacing import HEADROOM, connections, listening_ports, open_descriptors, pace, seen_bytes_per_s
+from polygon_comm.pacing import (
+    HEADROOM,
+    connections,
+    listening_ports,
+    open_descriptors,
+    opened_since,
+    pace,
+    seen_bytes_per_s,
+)
 
 from tests.patience import eventually
 
@@ -70,10 +78,21 @@ def test_only_connections_to_other_machines_are_found(pair):
     ours, theirs = pair
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as inside:
         everything = open_descriptors()
-        assert {ours.fileno(), theirs.fileno(), server.fileno(), inside.fileno(), 0} <= everything
+        assert {ours.fileno(), theirs.fileno(), server.fileno(), inside.fileno(), 0} <= everything.keys()
         assert server.getsockname()[1] in listening_ports(everything)
         mine = [ours.fileno(), theirs.fileno(), server.fileno(), inside.fileno(), 0]
         assert connections(mine) == sorted([ours.fileno(), theirs.fileno()])
         assert connections(mine, {theirs.getsockname()[1]}) == [ours.fileno()]
         listening_ports(everything), connections(everything), pace(everything, 1e12)
         assert open_descriptors() == everything, "looking at descriptors leaves none open"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system lists no descriptors")
+def test_a_descriptor_used_again_is_a_new_one():
+    """A connection may get the number of one that was closed since: it is another, and is found."""
+    first = socket.socket()
+    number, before = first.fileno(), open_descriptors()
+    first.close()
+    with socket.socket() as second:
+        assert second.fileno() == number
+        assert number in opened_since(before) and opened_since(open_descriptors()) == set()

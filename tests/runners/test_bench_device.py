@@ -112,5 +112,5 @@ def test_without_torch_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("polygon.commands.bench_device.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["polygon", "bench-device"])
     assert program() == 2
-    message = "bench-device: found no torch, expected it installed: pip install 'polygon[train]'\n"
+    message = "bench-device: found no torch, expected it installed: pip install 'polygon-train[train]'\n"
     assert capsys.readouterr().err == message
