@@ -126,11 +126,12 @@ def test_unknown_command_names_the_nearest(capsys):
     assert "found command 'generat', expected 'generate' (nearest)" in capsys.readouterr().err
 
 
-def test_every_offered_command_exists_and_explains_itself(capsys):
+def test_every_offered_command_exists_and_explains_itself(capsys, monkeypatch):
     """Each listed command answers --help under its own name, or a program of the runtime under the one it has."""
     offered = {command: module for command in COMMANDS if (module := module_of(command))}
     assert offered
     for command, module in offered.items():
+        monkeypatch.delitem(sys.modules, module, raising=False)  # another test may have imported it
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0

@@ -664,7 +664,7 @@ PROPER = frozenset({
     "polygon", "DeepSpeed", "Megatron", "SkyPilot", "torchtitan", "torchrun", "dist_runner", "dist", "runner",
     "Perfetto", "AdamW", "SGD", "ZeRO", "YAML", "JSON", "PTAFM", "hostfile", "config", "plan", "json", "deployments",
     "token", "exact", "safe", "known", "any", "none", "topk", "powersgd", "int", "run", "small", "Ctrl", "MFU",
-    "GPipe", "kWh", "GiB", "MiB", "Gbit", "Mbit", "Tbit", "USD",
+    "Slurm", "Kubernetes", "GPipe", "kWh", "GiB", "MiB", "Gbit", "Mbit", "Tbit", "USD",
     "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard",
     "CPU", "start", "IPv", "all", "top", "train", "full", "selective",
 })  # fmt: skip
