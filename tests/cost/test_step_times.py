@@ -152,7 +152,7 @@ def test_a_region_s_capacity_bounds_what_its_links_carry_together(limit):
 
 
 def test_a_central_servers_gradients_pass_the_ring_whole():
-    """One region of k accelerators: n bytes to the server and as many back, where a sum sends (k - 1) / k of it twice."""
+    """One region of k accelerators: n bytes to the server and as many back; a sum sends (k - 1) / k of them twice."""
     cluster = cluster_of([[("t4", 4, 1)]])
     batch = Batch(global_batch=12, seq_len=256, precision="fp32")
     problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
