@@ -320,10 +320,10 @@ def stage_reduction(
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
     """
+    if plan.stages[stage].width == 1 and place.cp[stage] == 1:
+        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     pools, nodes, members = stage_devices(place, stage, links)
     degrees = place.degrees[stage]
-    if int(nodes.sum()) == 1 and int(members[0]) == 1:
-        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values(model))
     regions = np.unique(links.region[pools])
     mode = group_packing(plan, regions)

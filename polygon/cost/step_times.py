@@ -118,6 +118,8 @@ class StepTimes:
 def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Different rows of some integer columns, and for every place the number of its row."""
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    if len(rows) == 1:
+        return rows, np.zeros(1, dtype=np.int64)
     number = {row: k for k, row in enumerate(dict.fromkeys(rows))}
     return list(number), np.array([number[row] for row in rows])
 
