@@ -178,6 +178,17 @@ def test_run_all_writes_tables_and_plots(tmp_path, capsys):
     assert len(cells) == 36
 
 
+@pytest.mark.parametrize("parameters", ["124e6", "7e9", "70e9", "600e9"])
+@pytest.mark.parametrize("given", ["", "--num-layers 24"])
+def test_more_sharding_never_takes_more_memory(capsys, parameters, given):
+    """A layer at a time is gathered, not the whole model; layers not given are assumed."""
+    assert main([*f"analysis --num-gpus 8 --dp 8 --params {parameters} --json {given}".split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    totals = [found["memory_by_zero"][str(zero)]["total_bytes"] for zero in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    assert (found["assumed_layers"] is None) == bool(given)
+
+
 def test_does_not_fit_is_a_result_with_its_reason(capsys):
     """The report is printed, stderr says why, exit 3."""
     code, out, err = run(capsys, "analysis --num-gpus 8 --dp 8 --model llama2-7b --gpu a100-80gb")
