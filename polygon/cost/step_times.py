@@ -229,7 +229,7 @@ def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
     return present.T @ present
 
 
-KEPT_PLANS = 64
+KEPT_PLANS = 16
 """Plans whose terms tables keep; a search prices each a few times, with other spans."""
 
 

@@ -165,3 +165,16 @@ def test_a_central_servers_gradients_pass_the_ring_whole():
     }
     assert found["sharded-server"] == found["all-reduce"]
     assert found["central-server"] == pytest.approx(4 / 3 * found["all-reduce"])
+
+
+def test_kept_terms_are_those_of_a_plan_priced_anew():
+    """Other spans, links, routes (changed in place, too) and reductions cost with used tables what they do with new."""
+    problem = far_problem(2)
+    tables, plan = CostTables(problem), in_two(replicas(problem), problem)
+    routes = replicas(problem).routes.copy()
+    whole = replace(replicas(problem), routes=routes)
+    for changed in (plan, replace(plan, spans=((5,), (3,))), packed(plan, 2, "int8"), whole, packed(whole, 2, "int8")):
+        for _ in range(2):
+            assert step_times(changed, tables).step_s == step_times(changed, CostTables(problem)).step_s
+    routes[:] = 0
+    assert step_times(whole, tables).step_s == step_times(whole, CostTables(problem)).step_s
