@@ -53,13 +53,17 @@ def idle_s(server: Server, plan: str, count: int = 40) -> float:
     return statistics.median(waits)
 
 
-def users(server: Server, plan: str, count: int, *, alike: bool) -> list[float]:
-    """Seconds of every what-if of as many users at once, three each."""
+def users(server: Server, plan: str, count: int, *, alike: bool, pause_s: float = 0.0) -> list[float]:
+    """Seconds of every what-if of as many users at once, three each: one after another, or one every `pause_s`."""
+    start_s = time.perf_counter()
 
     def one(user: int) -> list[float]:
         seconds = []
         for step in range(3):
-            changes = {"bandwidth_factor": 1 + (0 if alike else user / 100) + step + alike / 7}
+            if pause_s:  # users begin one after another, as people do
+                due_s = start_s + (user / count + step) * pause_s
+                time.sleep(max(0.0, due_s - time.perf_counter()))
+            changes = {"bandwidth_factor": 1 + pause_s / 900 + (0 if alike else user / 100) + step + alike / 7}
             begin = time.perf_counter()
             status, _, _ = server.request("POST", f"/api/v1/plans/{plan}/view", changes)
             assert status == 200
@@ -161,12 +165,12 @@ def main() -> int:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
                 plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
                 alone_s = idle_s(server, plan)
-                for alike in (False, True):
+                for alike, pause_s in ((False, 0.0), (True, 0.0), (False, 1.0)):
                     before_s = cpu_s(server)
-                    waits = sorted(users(server, plan, args.users, alike=alike))
+                    waits = sorted(users(server, plan, args.users, alike=alike, pause_s=pause_s))
                     each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
-                    print(f"{name}: {args.users} users, {len(waits)} {'equal' if alike else 'different'} what-ifs, no "
-                          f"error: median {statistics.median(waits):.2f} s, p95 {waits[int(0.95 * len(waits))]:.2f} s, "
+                    print(f"{name}: {args.users} users, {len(waits)} {'equal' if alike else 'different'} what-ifs"
+                          f"{', one a second each' if pause_s else ''}, no error: median {statistics.median(waits):.2f} s, p95 {waits[int(0.95 * len(waits))]:.2f} s, "
                           f"{waits[int(0.95 * len(waits))] / alone_s:.0f} times one user's {alone_s * 1e3:.0f} ms; "
                           f"CPU of the server {each_ms:.1f} ms each")  # fmt: skip
             long_timeline(server, plan)
