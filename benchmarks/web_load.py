@@ -169,10 +169,11 @@ def main() -> int:
                     before_s = cpu_s(server)
                     waits = sorted(users(server, plan, args.users, alike=alike, pause_s=pause_s))
                     each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
-                    print(f"{name}: {args.users} users, {len(waits)} {'equal' if alike else 'different'} what-ifs"
-                          f"{', one a second each' if pause_s else ''}, no error: median {statistics.median(waits):.2f} s, p95 {waits[int(0.95 * len(waits))]:.2f} s, "
-                          f"{waits[int(0.95 * len(waits))] / alone_s:.0f} times one user's {alone_s * 1e3:.0f} ms; "
-                          f"CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+                    p95_s = waits[int(0.95 * len(waits))]
+                    kind = f"{'equal' if alike else 'different'} what-ifs{', one a second each' if pause_s else ''}"
+                    print(f"{name}: {args.users} users, {len(waits)} {kind}, no error: median "
+                          f"{statistics.median(waits):.2f} s, p95 {p95_s:.2f} s, {p95_s / alone_s:.0f} times "
+                          f"one user's {alone_s * 1e3:.0f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
             long_timeline(server, plan)
             many = ten_thousand(server)
             if shutil.which("chromium"):
