@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,7 @@ def drawn_uniform(problem: Problem, rng: np.random.Generator, **fixed: int) -> P
 
 
 def packed(problem: Problem, plan: Plan, rng: np.random.Generator) -> Plan:
-    """The plan with packings drawn from those that are allowed, the same on all links between regions."""
+    """The plan with packings drawn from those that are allowed, the same on all links."""
     may, cluster = allowed(problem), problem.cluster
     kinds = {
         "activations": str(rng.choice(may.activations)),
@@ -92,8 +92,11 @@ def packed(problem: Problem, plan: Plan, rng: np.random.Generator) -> Plan:
         "weight_gradients": str(rng.choice(may.weight_gradients)),
     }
     regions = sorted(plan.regions(cluster))
+    inside = {**kinds, "weight_gradients": "none"}
     links = tuple(
-        LinkUse(source=a, target=b, streams=16, **kinds) for a, b in permutations(regions, 2) if cluster.connected(a, b)
+        LinkUse(source=a, target=b, streams=16, **(kinds if a != b else inside))
+        for a, b in product(regions, repeat=2)
+        if a == b or cluster.connected(a, b)
     )
     return replace(plan, links=links)
 
