@@ -144,7 +144,7 @@ def variant(plan: Plan) -> Message:
     for mode in ("full", "selective"):
         if any(stage.recompute == mode for stage in stages):
             whole = all(stage.recompute == mode and stage.recompute_blocks is None for stage in stages)
-            parts.append(Message(f"variant.{mode}" if whole else f"variant.{mode}_partly"))
+            parts.append(Message("variant.recompute" if whole else "variant.recompute_partly", mode=mode))
     parts.append(Message("variant.micro_batch", size=plan.micro_batch_size))
     packed = {getattr(use, name) for use in plan.links for name in plan.packings} - {"none"}
     if packed:

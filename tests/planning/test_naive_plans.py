@@ -74,7 +74,7 @@ def test_memory_variants_and_their_words():
     other = replace(
         plan, links=(link,), stages=tuple(replace(s, recompute="full", recompute_blocks=2) for s in plan.stages)
     )
-    assert str(variant(other)) == "tp 2, ZeRO-1, some blocks recomputed, micro-batches of 2, int8 on links"
+    assert str(variant(other)) == "tp 2, ZeRO-1, full recomputation of some blocks, micro-batches of 2, int8 on links"
     said = Message("idea.at_best", idea=Message("idea.data_parallel"), variant=variant(plan))
     assert str(said) == "data parallelism over all devices, shares by speed: at best tp 2, ZeRO-1, micro-batches of 2"
     assert "微批大小 2" in say(said, "zh")
