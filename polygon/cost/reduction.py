@@ -216,6 +216,8 @@ def levels_s(
                 ra, rb = links.region[pa], links.region[pb]
                 rate = min(
                     links.bytes_per_s[pa, pb] * parallel,
+                    # A card sends to all the other regions at once.
+                    links.card_bytes_per_s[pa] * parallel / (found - 1),
                     links.capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]),
                 )
                 far_s = max(far_s, rounds * links.latency_s[pa, pb])

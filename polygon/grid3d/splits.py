@@ -68,7 +68,7 @@ def split_fault(split: GridSplit, model: Model, batch: Batch, devices_per_node: 
         return f"tp {tp} does not divide the {model.heads} heads"
     if model.ffn_size % tp:
         return f"tp {tp} does not divide the MLP's width {model.ffn_size}"
-    if pp > model.blocks:
+    if pp > model.blocks and (pp > model.layers or model.layers % pp):  # embedding and head as stages of their own
         return f"pp {pp} is more than the {model.blocks} blocks"
     if batch.seq_len % cp:
         return f"cp {cp} does not divide the {batch.seq_len} tokens of a sequence"

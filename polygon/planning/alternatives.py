@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 
 import numpy as np
 
@@ -20,7 +21,19 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem, Stage
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.nearby import Outcome, allocation_of, best_of, carried_over, checked, search_around, with_idle
+from polygon.planning.initial_solutions import region_walks
+from polygon.planning.naive_plans import NaivePlans, memory_variants, variant
+from polygon.planning.nearby import (
+    Outcome,
+    allocation_of,
+    best_of,
+    carried_over,
+    checked,
+    faster_of,
+    search_around,
+    with_idle,
+)
+from polygon.planning.polish import fitted, with_wide_spans
 from polygon.planning.search_engine import Effort, find_plan, most_stages
 
 SHORT = Effort(fluid_evaluations=1_000, exact_evaluations=20, patience=400)
@@ -30,6 +43,23 @@ MOST_REGIONS = 8
 """Regions that are tried alone and left out, those with most compute first."""
 MOST_POOLS = 12
 """Pools with idle devices that are tried."""
+MOST_ORDERED = 4
+"""Regions whose every order is tried as a chain of stages."""
+VARIED = frozenset(
+    f"idea.{name}"
+    for name in (
+        "plain_3d",
+        "data_parallel",
+        "tensor_parallel",
+        "pipeline",
+        "stage_per_region",
+        "gpipe",
+        "one_f_one_b",
+        "no_recomputation",
+        "no_sharding",
+    )
+)
+"""Ideas that leave much open: the variant taken, the best of many, is said with them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +100,7 @@ class Explainer:
         self.tables = tables or CostTables(problem)
         self.decoder = Decoder(problem, tables=self.tables)
         self.bill = self.decoder.bill(plan)
+        self.naive = NaivePlans(self.decoder)
         self.seed = seed
         found = allocation_of(self.decoder, plan)
         self.allocation = carried_over(found, self.decoder, self.decoder)
@@ -97,6 +128,8 @@ class Explainer:
                 continue
             tell(idea, i / (len(ideas) + 1))
             outcome = work()
+            if idea.kind in VARIED and outcome.plan is not None:
+                idea = Message("idea.at_best", idea=idea, variant=variant(outcome.plan))
             alternatives.append(
                 Alternative(idea=idea, naive=naive, bill=outcome.bill, reason=outcome.reason, plan=outcome.plan)
             )
@@ -168,24 +201,43 @@ class Explainer:
     # -- what one would do without a planner ---------------------------------------------------------------------------
 
     def _naive(self) -> Iterator[Idea]:
-        yield Message("idea.plain_3d"), True, self._uniform
-        single = (x for size in self._sizes() for x in self._everything_in_one_stage(size))
-        yield Message("idea.data_parallel"), True, partial(self._best, single)
-        if len(self.problem.cluster.regions) > 1:
-            staged = (x for size in self._sizes() for x in self._stage_per_region(size))
-            yield Message("idea.stage_per_region"), True, partial(self._best, staged)
+        cluster = self.problem.cluster
+        widest = max(pool.devices_per_node for pool in cluster.pools)
+        yield Message("idea.plain_3d"), True, partial(self._uniform, widest)
+        yield Message("idea.data_parallel"), True, self._data_parallel
+        if widest > 1:
+            yield Message("idea.tensor_parallel"), True, partial(self._whole_nodes, widest)
+        if cluster.devices > 1:
+            yield Message("idea.pipeline"), True, self._pipeline
+        if len(cluster.regions) > 1:
+            in_order = (x for size in self._sizes() for x in self._stage_per_region(size))
+            yield Message("idea.stage_per_region"), True, partial(self._best, in_order)
         yield Message("idea.random"), True, self._random
 
     def _sizes(self) -> tuple[int, ...]:
         return self.tables.micro_batch_sizes
 
-    def _uniform(self) -> Outcome:
-        from polygon.planning.grid_plans import find_grid_plan
+    def _data_parallel(self) -> Outcome:
+        """All devices in one stage: shares by speed, or equal ones."""
+        batch = self.problem.batch.global_batch
+        by_speed = self._best(
+            replace(x, workers=self._at_most(x.workers[0], batch // size) * (np.arange(len(x.workers)) == 0)[:, None])
+            for size in self._sizes()
+            for x in self._everything_in_one_stage(size)
+        )
+        return faster_of(by_speed, self.naive.best("one stage", lambda row: row["pp"] == 1))
 
-        found = find_grid_plan(self.problem, tables=self.tables, tries=4, jobs=1)
-        if found.plan is None:
-            return Outcome(reason=found.reason)
-        return checked(self.problem, found.plan, self.tables, self.decoder)
+    def _whole_nodes(self, widest: int) -> Outcome:
+        return self.naive.best("whole nodes", lambda row: row["tp"] == widest and row["pp"] == 1)
+
+    def _pipeline(self) -> Outcome:
+        return self.naive.best("pipeline", lambda row: row["tp"] == 1 and row["pp"] > 1)
+
+    def _uniform(self, widest: int) -> Outcome:
+        """Any uniform split: those of the narrower ideas are among them."""
+        best = faster_of(self.naive.best("any", lambda row: True), self._pipeline())
+        equal = len(self.problem.cluster.pools) == 1
+        return faster_of(best, self._data_parallel() if equal else self._whole_nodes(widest))
 
     def _columns(self, tp: int) -> dict[int, int]:
         """For every pool its class of the largest degree up to `tp`."""
@@ -204,14 +256,29 @@ class Explainer:
             yield Allocation(workers=workers, micro_batch_size=size)
 
     def _stage_per_region(self, size: int) -> Iterator[Allocation]:
+        """In every order of few regions, else along walks through close ones."""
         pools = self.problem.cluster.pools
+        regions = sorted({pools[p].region for p, _ in self.decoder.classes})
+        orders: Iterable[Sequence[int]] = permutations(regions)
+        if len(regions) > MOST_ORDERED:
+            walks = ([r for r in walk if r in regions] for walk in region_walks(self.decoder))
+            orders = [order for walk in walks for order in (walk, walk[::-1])]
+        orders = list(orders)
         for x in self._everything_in_one_stage(size):
-            regions = sorted({pools[p].region for p, _ in self.decoder.classes})[: len(x.workers)]
-            workers = np.zeros_like(x.workers)
-            for s, r in enumerate(regions):
-                here = np.array([pools[p].region == r for p, _ in self.decoder.classes])
-                workers[s] = np.where(here, x.workers[0], 0)
-            yield replace(x, workers=workers)
+            for order in orders:
+                workers = np.zeros_like(x.workers)
+                for s, r in enumerate(order[: len(workers)]):
+                    here = np.array([pools[p].region == r for p, _ in self.decoder.classes])
+                    workers[s] = self._at_most(np.where(here, x.workers[0], 0), self.problem.batch.global_batch // size)
+                yield replace(x, workers=workers)
+
+    def _at_most(self, row: np.ndarray, micro_batches: int) -> np.ndarray:
+        """No more workers of a stage than there are micro-batches: those of the largest pools."""
+        left, kept = micro_batches, np.zeros_like(row)
+        for c in np.argsort(-row, kind="stable").tolist():
+            kept[c] = min(row[c], left)
+            left -= kept[c]
+        return kept
 
     def _random(self) -> Outcome:
         """The median of random allocations that can be run."""
@@ -292,16 +359,16 @@ class Explainer:
             every = plan.micro_batches
             if any(span < every for row in plan.spans for span in row):
                 gpipe = tuple((every,) * len(row) for row in plan.spans)
-                yield Message("idea.gpipe"), True, self._changed(spans=gpipe)
+                yield Message("idea.gpipe"), True, self._best_memory(spans=gpipe)
             plain = tuple((stage.width,) * stage.width for stage in plan.stages)
             if plain != plan.spans:
-                yield Message("idea.one_f_one_b"), True, self._changed(spans=plain)
+                yield Message("idea.one_f_one_b"), True, self._best_memory(spans=plain)
         if any(stage.recompute != "none" for stage in plan.stages):
-            keeps: tuple[Stage, ...] = tuple(replace(stage, recompute="none") for stage in plan.stages)
-            yield Message("idea.no_recomputation"), False, self._changed(stages=keeps)
+            keeps = lambda stage: stage.recompute == "none"  # noqa: E731
+            yield Message("idea.no_recomputation"), False, self._best_memory(keeps)
         if any(stage.zero for stage in plan.stages):
-            whole = tuple(replace(stage, zero=0) for stage in plan.stages)
-            yield Message("idea.no_sharding"), False, self._changed(stages=whole)
+            whole = lambda stage: stage.zero == 0  # noqa: E731
+            yield Message("idea.no_sharding"), False, self._best_memory(whole)
 
     def _with_parity(self, level: str) -> Outcome:
         """The plan's allocation under another level of parity: what it would save, and that it is not allowed."""
@@ -319,6 +386,26 @@ class Explainer:
     def _changed(self, **fields: object) -> Callable[[], Outcome]:
         changed = replace(self.plan, **fields)  # type: ignore[arg-type]
         return lambda: checked(self.problem, changed, self.tables, self.decoder)
+
+    def _best_memory(
+        self, wanted: Callable[[Stage], bool] = lambda stage: True, **fields: object
+    ) -> Callable[[], Outcome]:
+        """The changed plan under the best of the memory options whose stages are all as wanted."""
+        changed = replace(self.plan, **fields)  # type: ignore[arg-type]
+
+        def work() -> Outcome:
+            best = Outcome(reason=Message("reason.no_such_plan"))
+            reason: Message | None = None
+            for plan in memory_variants(changed):
+                if all(wanted(stage) for stage in plan.stages):
+                    if "spans" not in fields:
+                        plan = fitted(with_wide_spans(plan), self.tables) or plan
+                    outcome = checked(self.problem, plan, self.tables, self.decoder)
+                    reason = reason or outcome.reason
+                    best = faster_of(best, outcome)
+            return best if best.bill is not None or reason is None else Outcome(reason=reason)
+
+        return work
 
     def _searched(self, **limits: object) -> Callable[[], Outcome]:
         """A short search under further constraints."""

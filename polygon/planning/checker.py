@@ -214,7 +214,7 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:
                 found.append(Violation("plan.compression", **ends, traffic=field, mode=mode))
-            elif use.source != use.target and mode not in getattr(may, field) and not _unseen(problem, field, mode):
+            elif mode not in getattr(may, field) and not _unseen(problem, field, mode):
                 why = _not_allowed(problem, field, mode)
                 found.append(Violation("plan.compression_not_allowed", **ends, traffic=field, mode=mode, why=why))
         if use.streams < 1:

@@ -174,14 +174,26 @@ class Decoder:
         for may in self._chain:
             plan = self._decode(allocation, may)
             if isinstance(plan, Plan):
-                plan = settled(self.problem, plan, may, self.plan_value)
-                plan = self._with_local_steps(replace(plan, local_steps=1), may)
+                plan = self._settled(plan, may)
                 found = self.plan_value(plan)
                 if found < value:
                     best, value = plan, found
             elif not isinstance(best, Plan):
                 best = plan
         return best
+
+    def settled(self, plan: Plan) -> Plan:
+        """A plan, from wherever, with the allowed packings and local steps that make its value least."""
+        options = [plan]
+        for may in self._chain:
+            options.append(
+                self._settled(replace(plan, links=self._links(list(plan.stages), plan.micro_batch_size, may)), may)
+            )
+        return min(options, key=self.plan_value)
+
+    def _settled(self, plan: Plan, may: Allowed) -> Plan:
+        plan = settled(self.problem, plan, may, self.plan_value)
+        return self._with_local_steps(replace(plan, local_steps=1), may)
 
     def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""

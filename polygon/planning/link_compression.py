@@ -2,8 +2,9 @@
 
 A draft takes for each pair of regions what is quickest for a message that is alone on the link. A routed plan is then
 settled by exact simulation: where another kind makes its value better, or a gentler one leaves it as it is, it takes
-the place. Weight gradients of regions that add up together are packed alike, because every leader must add up the same
-numbers.
+the place. Messages inside a region and inside a node are packed where that pays (`PAYS`). Weight gradients of regions
+that add up together are packed alike, because every leader must add up the same numbers; inside a region they are sums
+of NCCL or gloo, which nothing packs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from polygon.domain.plan import LinkUse, Plan, Problem
 
 MOST_PAIRS = 6
 """Pairs of regions whose packing of activations is settled one by one, those that carry most first."""
+
+PAYS = 1e-3
+"""Part by which packing inside a region has to make the value better: for less nothing lossy is done there."""
 
 Pair = tuple[int, int]
 
@@ -78,10 +82,11 @@ def settled(problem: Problem, plan: Plan, may: Allowed, value: Callable[[Plan], 
 
     One class of messages after another, on all links together; activations then on the busiest links one by one.
     """
+    plan, inside = _with_inside(problem, plan)
     if not plan.links:
         return plan
     batch = problem.batch
-    pairs: list[Pair] = [(use.source, use.target) for use in plan.links]
+    pairs: list[Pair] = [(use.source, use.target) for use in plan.links if use.source != use.target]
     busiest = _busiest(problem, plan)[:MOST_PAIRS]
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     weights = 4 * matrix_values(problem.model)
@@ -95,16 +100,37 @@ def settled(problem: Problem, plan: Plan, may: Allowed, value: Callable[[Plan], 
         if field == "weight_gradients":
             scopes = _adding_up(problem, plan, pairs)
         else:
-            scopes = [pairs, *([pair] for pair in busiest if len(busiest) > 1)]
+            scopes = [pairs, *([pair] for pair in busiest if len(busiest) > 1)] if pairs else []
         for scope in scopes:
             plan, best = _best_mode(plan, best, field, scope, modes, value)
-    return plan
+        if field != "weight_gradients" and inside:
+            plan, best = _best_mode(plan, best, field, inside, modes, value, gain=PAYS)
+    unused = {pair for pair in inside if plan.link_use(*pair) == LinkUse(source=pair[0], target=pair[1])}
+    return replace(plan, links=tuple(use for use in plan.links if (use.source, use.target) not in unused))
+
+
+def _with_inside(problem: Problem, plan: Plan) -> tuple[Plan, list[Pair]]:
+    """The plan with an entry for every region inside which micro-batches travel, and these regions as pairs."""
+    pools, inside = problem.cluster.pools, set[Pair]()
+    places = [np.array([pools[worker.pool].region for worker in stage.workers]) for stage in plan.stages]
+    for s in range(len(plan.stages) - 1):
+        here, there = (places[t][plan.routes[:, t]] for t in (s, s + 1))
+        inside |= {(r, r) for r in np.unique(here[here == there]).tolist()}
+    known = {(use.source, use.target) for use in plan.links}
+    added = tuple(LinkUse(source=r, target=r) for r, _ in sorted(inside - known))
+    return replace(plan, links=(*plan.links, *added)), sorted(inside)
 
 
 def _best_mode(
-    plan: Plan, best: float, field: str, scope: list[Pair], modes: Sequence[str], value: Callable[[Plan], float]
+    plan: Plan,
+    best: float,
+    field: str,
+    scope: list[Pair],
+    modes: Sequence[str],
+    value: Callable[[Plan], float],
+    gain: float = 1e-9,
 ) -> tuple[Plan, float]:
-    """The plan with the best packing of one class on some links, and its value."""
+    """The plan with the best packing of one class on some links, and its value; `gain`: part that it has to win."""
     now = {getattr(plan.link_use(*pair), field) for pair in scope}
     chosen, where = plan, max((modes.index(mode) if mode in modes else len(modes) for mode in now), default=0)
     for place, mode in enumerate(modes):
@@ -112,7 +138,7 @@ def _best_mode(
             continue
         candidate = replace(plan, links=_repacked(plan.links, field, scope, mode))
         found = value(candidate)
-        if found < best * (1 - 1e-9) or (place < where and found <= best * (1 + 1e-9)):
+        if found < best * (1 - gain) or (place < where and found <= best * (1 + 1e-9)):
             chosen, best, where = candidate, min(best, found), place
     return chosen, best
 

@@ -84,6 +84,13 @@ def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decod
     return Outcome(plan=plan, bill=decoder.bill(plan))
 
 
+def faster_of(a: Outcome, b: Outcome) -> Outcome:
+    """The outcome whose step is shorter; one that can be run before one that cannot."""
+    if b.bill is None:
+        return a
+    return b if a.bill is None or b.bill.step_s < a.bill.step_s else a
+
+
 def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int = 3) -> Outcome:
     """The fastest of several allocations: the best few by the fluid step time are simulated exactly."""
     if not allocations:
@@ -97,10 +104,10 @@ def best_of(decoder: Decoder, allocations: Sequence[Allocation], *, tries: int =
             reason = reason or outcome.reason
         elif best.bill is None or outcome.bill.step_s < best.bill.step_s:
             best = Outcome(plan=outcome.plan, bill=outcome.bill, allocation=x)
-    return _polished(decoder, best) if best.bill is not None else Outcome(reason=reason)
+    return polished_outcome(decoder, best) if best.bill is not None else Outcome(reason=reason)
 
 
-def _polished(decoder: Decoder, outcome: Outcome) -> Outcome:
+def polished_outcome(decoder: Decoder, outcome: Outcome) -> Outcome:
     """The outcome with its plan polished a little, as that of a search is."""
     if outcome.plan is None:
         return outcome
@@ -124,4 +131,4 @@ def search_around(decoder: Decoder, starts: Sequence[Allocation], *, evaluations
         return Outcome(reason=outcome.reason if isinstance(outcome, Infeasible) else Message("reason.none_near"))
     plan = decoder.decode(result.solution, relax=False)
     found = checked(decoder.problem, plan, decoder.tables, decoder)
-    return _polished(decoder, replace(found, allocation=result.solution))
+    return polished_outcome(decoder, replace(found, allocation=result.solution))

@@ -98,9 +98,15 @@ def changes(plan: Plan, tables: CostTables) -> Iterator[Plan]:
 
 
 def _with(plan: Plan, stages: list[Stage]) -> Plan:
-    """The plan with other stages, and spans that let everything pass: `fitted` finds those that memory holds."""
-    spans = tuple((plan.micro_batches,) * stage.width for stage in stages) if plan.chunks == 1 else plan.spans
-    return replace(plan, stages=tuple(stages), spans=spans)
+    """The plan with other stages, and spans as wide as can be."""
+    return with_wide_spans(replace(plan, stages=tuple(stages)))
+
+
+def with_wide_spans(plan: Plan) -> Plan:
+    """The plan with spans that let everything pass, for `fitted` to find those that memory holds."""
+    if plan.chunks > 1:
+        return plan
+    return replace(plan, spans=tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
 
 
 def _stage_changes(plan: Plan, tables: CostTables) -> Iterator[Changed]:

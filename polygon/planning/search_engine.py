@@ -22,6 +22,7 @@ from polygon.planning.initial_solutions import grown_starts, kind_sequences, rep
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
+from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Restarts
@@ -235,6 +236,7 @@ def find_plan(
 
     interrupted = False
     ranked: list[tuple[float, int]] = []
+    uniform: list[tuple[float, Plan, Allocation]] = []
     starts = list(known)
     try:
         value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
@@ -252,6 +254,12 @@ def find_plan(
             ranked.append((value, i))
             if seconds_left(0.4) <= 0 and math.isfinite(min(ranked)[0]):
                 break
+        uniform = uniform_starts(
+            decoder,
+            candidates.space.groups,
+            most_rows=effort.fluid_evaluations // 3,
+            seconds_left=lambda: seconds_left(0.5),
+        )
     except KeyboardInterrupt:
         interrupted = True
     ranked.sort(key=lambda pair: pair[0])
@@ -273,7 +281,7 @@ def find_plan(
     )
     evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
     interrupted = interrupted or fluid.stopped_by == "interrupt"
-    if not candidates.elite:
+    if not candidates.elite and not uniform:
         return Found(
             plan=None,
             value_s=math.inf,
@@ -289,7 +297,7 @@ def find_plan(
         exact,
         rng,
         _limit(count, count, left_s),
-        start=[*known, *candidates.elite[: max(1, count // 3)]],
+        start=[*known, *(x for _, _, x in uniform[:2]), *candidates.elite[: max(1, count // 3)]],
         callback=told(Message("phase.exact"), effort.exact_evaluations),
     )
     # Exact candidates have the packings that suit a message alone; only here are others tried as well.
@@ -298,20 +306,27 @@ def find_plan(
         outcome = decoder.decode(x)
         if isinstance(outcome, Plan) and (found := decoder.plan_value(outcome)) < value:
             value, plan, chosen = found, outcome, x
+    # What a uniform split says beside its allocation (chunks, say) may be what makes it the best.
+    near = [entry for entry in uniform[:2] if entry[0] <= (1 + RUNNER_UP) * value]
+    if near and near[0][0] < value:
+        value, plan, chosen = near[0]
     if plan is None or chosen is None:
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
     if not interrupted:
-        near = _runners_up(exact, chosen, value) if effort.exact_evaluations >= FEWEST_FOR_SEVERAL else []
-        for x in [chosen, *near]:
-            draft = plan if x is chosen else decoder.decode(x)
+        several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
+        drafts: list[tuple[Allocation, Plan | Infeasible]] = [(chosen, plan)]
+        drafts += [(x, split) for _, split, x in near if x is not chosen and several]
+        drafts += [(x, decoder.decode(x)) for x in _runners_up(exact, chosen, value) if several]
+        first_choice = chosen
+        for x, draft in drafts:
             if not isinstance(draft, Plan):
                 continue
             better = polished(
                 draft,
                 decoder.tables,
                 decoder.plan_value,
-                evaluations=effort.polish_evaluations // (1 if x is chosen else 3),
+                evaluations=effort.polish_evaluations // (1 if x is first_choice else 3),
                 expired=lambda: seconds_left(1.0) <= 0,
             )
             if (found := decoder.plan_value(better)) < value:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
@@ -18,8 +19,9 @@ LATENCY_S = 0.05
 
 
 def far_problem(regions, bytes_per_s=1e8):
-    """So many regions with two T4, one a node, and no tied embeddings."""
-    cluster = cluster_of([[("t4", 2, 1)]] * regions, latency_s=LATENCY_S, bytes_per_s=bytes_per_s)
+    """So many regions with two T4, one a node whose card is never in the way, and no tied embeddings."""
+    groups, card = [[("t4", 2, 1)]] * regions, Link(latency_s=5e-5, bytes_per_s=max(1e9, regions * bytes_per_s))
+    cluster = cluster_of(groups, latency_s=LATENCY_S, bytes_per_s=bytes_per_s, between=card)
     batch = Batch(global_batch=12, seq_len=256, precision="fp32")
     return Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
 
@@ -81,6 +83,24 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
         parameters = sum(problem.model.layer_parameters(layer) for layer in range(problem.model.layers))
         assert sent.pop() == pytest.approx(2 * 4 * parameters / regions)
         assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
+
+
+@pytest.mark.parametrize("regions", [2, 3, 4])
+def test_a_card_sends_to_all_other_regions_at_once(regions):
+    """Where links between regions are as wide as cards, an exchange takes what a ring over the same nodes does."""
+    rate = 1e8
+    card = Link(latency_s=5e-5, bytes_per_s=rate)
+    cluster = cluster_of([[("t4", 1, 1)]] * regions, latency_s=0.0, bytes_per_s=rate, between=card)
+    problem = replace(far_problem(regions), cluster=cluster)
+    workers = tuple(Worker(pool=r, devices=(r,)) for r in range(regions))
+    whole = Stage(first_layer=0, last_layer=problem.model.layers, workers=workers)
+    routes = np.arange(12)[:, None] % regions
+    plan = Plan(stages=(whole,), routes=routes, micro_batch_size=1, spans=((12,) * regions,))
+    tables = CostTables(problem)
+    n_bytes = 4 * problem.model.parameters
+    assert step_times(plan, tables).reductions[0].across_s == pytest.approx(
+        2 * (regions - 1) * n_bytes / regions / tables.links.card_bytes_per_s[0], rel=1e-6
+    )
 
 
 @settings(deadline=None, max_examples=15)

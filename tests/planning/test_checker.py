@@ -261,3 +261,14 @@ def test_every_rule_has_a_row():
     rules = {call.args[0].value for call in calls if getattr(call.func, "id", "") == "Violation"}
     assert rules == {*BROKEN, "plan.no_workers", "plan.limit"}
     assert rules > PRICEABLE
+
+
+def test_packing_obeys_one_rule_inside_a_region_and_between():
+    """What parity does not allow is refused on every link; what it allows, or does not know, is not."""
+    inside = replace(SOUND, links=(LinkUse(source=0, target=0, activations="int4"),))
+    (found,) = violations(problem_of(), inside)
+    assert found.kind == "plan.compression_not_allowed"
+    assert violations(problem_of(parity="any"), inside) == []
+    gentle = replace(SOUND, links=(LinkUse(source=0, target=0, activations="int8"),))
+    assert violations(problem_of(), gentle) == []
+    assert [wrong.kind for wrong in violations(problem_of(parity="exact"), gentle)] == ["plan.compression_not_allowed"]

@@ -13,6 +13,7 @@ from polygon.cost.estimate import estimate, worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
+from polygon.domain.cluster import Link
 from polygon.domain.message import Message, Violation
 from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
@@ -126,6 +127,29 @@ def test_packing_takes_the_devices_time():
     rate = problem.cluster.catalogue["t4"].memory_bytes_per_s
     more = step_times(packed, tables).schedule.forward_s - step_times(bare, tables).schedule.forward_s
     assert more == pytest.approx([values * 105 / rate, values * 21 / rate])
+
+
+@pytest.mark.parametrize(("bytes_per_s", "packed"), [(1e8, True), (1e12, False)])
+def test_links_inside_a_region_are_packed_where_that_pays(bytes_per_s, packed):
+    """Two nodes of one region as two stages: a thin link between them is packed as if they were two regions."""
+    thin = Link(latency_s=1e-4, bytes_per_s=bytes_per_s)
+    cluster = cluster_of(([("a100-40gb", 2, 1)],), between=thin)
+    model = replace(MODEL, tied_embeddings=False)  # sums of embeddings are packed between regions alone
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=32, seq_len=512))
+    chain = np.zeros((2, 1), dtype=np.int64) + 1
+    plan = Decoder(problem).decode(Allocation(workers=chain, micro_batch_size=2))
+    assert {(use.source, use.target, use.activations, use.weight_gradients) for use in plan.links} == (
+        {(0, 0, "int8", "none")} if packed else set()
+    )
+    assert violations(problem, plan) == []
+    exact = Decoder(at(problem, "exact")).decode(Allocation(workers=chain, micro_batch_size=2))
+    assert exact.links == ()
+    assert estimate(problem, plan).step_s <= estimate(problem, exact).step_s
+    regions = cluster_of(([("a100-40gb", 1, 1)],) * 2, latency_s=1e-4, bytes_per_s=bytes_per_s, between=thin)
+    apart = replace(problem, cluster=regions)
+    decoder = Decoder(apart)
+    twin = decoder.decode(Allocation(workers=np.eye(2, dtype=np.int64), micro_batch_size=2))
+    assert estimate(apart, twin).step_s == pytest.approx(estimate(problem, plan).step_s, rel=0.03)
 
 
 def test_local_steps_save_the_link_and_cost_memory():
