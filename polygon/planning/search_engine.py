@@ -52,7 +52,12 @@ class Effort:
     """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
     patience: int = 3_000
     """Fluid evaluations without improvement after which the first phase ends."""
+    rounds: int = 1
+    """Searches of which the best is taken, with a generator each (`find_in_rounds`); the other counts are of one."""
+    enough: float = -math.inf
+    """Of the objective: no other round begins once it is reached."""
     time_limit_s: float = math.inf
+    """Of all rounds together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,7 +201,7 @@ def find_plan(
     objective: Objective = STEP_TIME,
     known: Sequence[Allocation] = (),
 ) -> Found:
-    """Search for the plan with the least step time, or the best by another objective.
+    """One search for the plan with the least step time, or the best by another objective.
 
     First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
     of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
@@ -336,6 +341,58 @@ def find_plan(
         interrupted=interrupted or result.stopped_by == "interrupt",
         bills=tuple(bills),
     )
+
+
+def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None) -> Found:
+    """The best of several searches: more rounds are never worse than fewer, as they begin with the same ones.
+
+    Parameters
+    ----------
+    search : callable
+        Of the number of the round, its effort, and whom to tell. Rounds know nothing of one another.
+    effort : Effort
+        Each round gets what is left of its time.
+
+    Returns
+    -------
+    Found
+        The best, with the evaluations, seconds and bills of all.
+    """
+    began = time.perf_counter()
+    met: list[Found] = []
+    for i in range(effort.rounds):
+        left_s = effort.time_limit_s - (time.perf_counter() - began)
+        if met and (met[-1].interrupted or left_s <= 0 or min(found.value_s for found in met) <= effort.enough):
+            break
+        own = replace(effort, rounds=1, time_limit_s=left_s)
+        try:
+            met.append(search(i, own, of_round(tell, i, effort.rounds)))
+        except KeyboardInterrupt:
+            if not met:
+                raise
+            met.append(Found(plan=None, value_s=math.inf, interrupted=True))
+    best = min(met, key=lambda found: found.value_s)
+    return replace(
+        best,
+        evaluations=sum(found.evaluations for found in met),
+        seconds=sum(found.seconds for found in met),
+        interrupted=met[-1].interrupted,
+        bills=(*best.bills, *(pair for found in met if found is not best for pair in found.bills)),
+    )
+
+
+def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
+    """What tells of one of several rounds."""
+    if tell is None or rounds == 1:
+        return tell
+    told: Tell = tell
+
+    def of_one(phase: Message, part: float, best: float) -> None:
+        if phase.kind in ("phase.memetic", "phase.exact"):
+            part = 0.5 * (part + (phase.kind == "phase.exact"))
+        told(Message("phase.round", round=index + 1, phase=phase), (index + part) / rounds, best)
+
+    return of_one
 
 
 def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:
