@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s
 from polygon.domain.message import Message
@@ -176,6 +177,7 @@ def fluid_step_s(
     if n == 0 or n > layers:
         return np.inf, NO_STAGE
     merge_kinds(bank, stages, n)
+    stages.outer_bytes[0] = OUTER_BYTES if bank.local_steps > 1 and _may_meet_seldom(bank, stages, n) else 0.0
     window = 0
     for s in range(n - 1, -1, -1):
         width = 0
@@ -204,6 +206,31 @@ def fluid_step_s(
             return other, FITS
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
     return (value if cut == BETTER else np.inf), FITS
+
+
+@inner
+def _may_meet_seldom(bank: Bank, stages: Stages, n: int) -> bool:
+    """Whether n stages are in several regions that each hold a whole pipeline, with workers of one degree a stage."""
+    several = False
+    for s in range(n):
+        for i in range(stages.members[s]):
+            c = stages.classes[s, i]
+            if bank.tp[c] != bank.tp[stages.classes[s, 0]] or not _in_region(bank, stages, 0, bank.region[c]):
+                return False
+            several = several or bank.region[c] != bank.region[stages.classes[0, 0]]
+        for i in range(stages.members[0]):
+            if not _in_region(bank, stages, s, bank.region[stages.classes[0, i]]):
+                return False
+    return several
+
+
+@inner
+def _in_region(bank: Bank, stages: Stages, s: int, region: int) -> bool:
+    """Whether stage s has workers in a region."""
+    found = False
+    for i in range(stages.members[s]):
+        found = found or bank.region[stages.classes[s, i]] == region
+    return found
 
 
 @inner
@@ -431,7 +458,7 @@ def _with_reductions(
 
     `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
     itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
-    weights in a stage; the shorter of both counts.
+    weights in a stage (`_may_meet_seldom`, room for the outer optimizer is kept); the shorter of both counts.
 
     Parameters
     ----------
@@ -444,12 +471,8 @@ def _with_reductions(
     for s in range(n):
         if options[ZERO, s] == 3:
             local_steps = 1
-        for i in range(stages.members[s]):
-            if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
-                local_steps = 1
-        for r in range(nodes.shape[1]):
-            if (nodes[s, r] > 0) != (nodes[0, r] > 0):
-                local_steps = 1
+    if stages.outer_bytes[0] == 0:
+        local_steps = 1
     step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.

@@ -77,7 +77,7 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: i
     """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
     c = stages.kinds[s, i]
     shards = stages.kind_shards[s, i] if zero else 1
-    held = _held(bank, bank.parameters, c, first, last) * bank.held_bytes[zero]
+    held = _held(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
     return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
 
 

@@ -408,8 +408,13 @@ def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> lis
 
 
 def _gentler(problem: Problem) -> Problem | None:
-    """The problem at the next gentler level of parity, if its own is above the default one and it lists no packings."""
+    """What is searched first: without local steps where they are listed, else the next gentler level of parity.
+
+    None at the default level or below it, and where packings alone are listed.
+    """
     limits, level = problem.constraints, PARITY_LEVELS.index(problem.constraints.parity)
+    if max(limits.local_steps, default=1) > 1 and 1 in limits.local_steps:
+        return replace(problem, constraints=replace(limits, local_steps=(1,)))
     if limits.compressions or limits.local_steps or level <= PARITY_LEVELS.index(Constraints().parity):
         return None
     return at_parity(problem, PARITY_LEVELS[level - 1])
