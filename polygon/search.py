@@ -116,6 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         text += (
             f"\n\nsimpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
         )
+    gain = result.local_updates()
+    if gain is not None:
+        words = Message("plan.local_updates", times=gain.times, steps=gain.local_steps, evidence=gain.evidence)
+        data["local_updates"] = {**asdict(gain), "text": str(words)}
+        text += f"\n\nlocal steps   {words}"
     if idle:
         text += "\n\n" + describe_left_out(idle)
     if args.tokens:

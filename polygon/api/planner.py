@@ -47,6 +47,7 @@ from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
+from polygon.planning.local_updates import LocalUpdates, local_updates
 from polygon.planning.objectives import objective_named
 from polygon.planning.robust import simpler, surest
 from polygon.planning.search_engine import Effort, Found, Tell
@@ -594,6 +595,12 @@ class Result:
         problem = self.plan.problem
         other = simpler(problem.data, self.plan.data, self.met, problem.tables)
         return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
+
+    def local_updates(self) -> LocalUpdates | None:
+        """What the plan's regions would gain by training by themselves for some steps; None if they do, or little."""
+        if self.plan is None or self.plan.data.local_steps > 1:
+            return None
+        return local_updates(self.plan.problem.data, self.plan.data, self.plan.problem.tables)
 
     def _repr_html_(self) -> str:
         rows = [["status", self.status]]
