@@ -253,7 +253,10 @@ class Problem:
             limits = _effort(effort, time_limit_s)
             if until_gap is not None:
                 require(
-                    objective == "time" and method == "memetic", "until_gap", until_gap, "none but for time, memetic"
+                    objective == "time" and method == "memetic",
+                    "until_gap",
+                    until_gap,
+                    "the objective time and the method memetic",
                 )
                 require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
                 rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
