@@ -40,7 +40,7 @@ from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.objectives import objective_named
 from polygon.planning.polish import changes
 from polygon.planning.search_engine import Effort, find_plan
-from tests.drawn_problems import larger_problems, small_problem
+from tests.drawn_problems import larger_problems, packed_at_random, small_problem
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 EFFORT = Effort(fluid_evaluations=300, exact_evaluations=12, polish_evaluations=80, patience=200)
@@ -137,17 +137,8 @@ def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str
                 step_s = step_times(plan, tables).step_s
                 if step_s < best_s:
                     best, best_s = plan, step_s
-        may = allowed(problem)
-        links = tuple(
-            replace(
-                use,
-                activations=str(rng.choice(may.activations)),
-                activation_gradients=str(rng.choice(may.activation_gradients)),
-                weight_gradients=str(rng.choice(may.weight_gradients)),
-            )
-            for use in best.links
-        )
-        for steps in may.local_steps:
+        links = packed_at_random(problem, best.links, rng)
+        for steps in allowed(problem).local_steps:
             yield "packed", replace(best, links=links, local_steps=steps)
         for depth in (1, 2, best.micro_batches):
             yield "depth", replace(best, spans=tuple(tuple(depth for _ in row) for row in best.spans))

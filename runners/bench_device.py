@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -363,18 +363,17 @@ class Session:
         width = self._width(precisions)
         cases = self._cases(width, precisions)
         try:
-            for number in count(1):
-                for case in cases:
-                    with _tf32(case.tf32):
-                        for work in case.works:
-                            self._timer.visit(work)
-                    self._check_time(OPERATORS_PART if number > 1 else 1.0)
-                    show(min(1.0, self.spent_s / self.seconds), f"pass {number}: {case.group}")
-                self._note_clock()
-                if number == 1:
-                    tell(f"every operator measured once after {self.spent_s:.0f} s")
-        except OutOfTimeError:
-            pass
+            with suppress(OutOfTimeError):
+                for number in count(1):
+                    for case in cases:
+                        with _tf32(case.tf32):
+                            for work in case.works:
+                                self._timer.visit(work)
+                        self._check_time(OPERATORS_PART if number > 1 else 1.0)
+                        show(min(1.0, self.spent_s / self.seconds), f"pass {number}: {case.group}")
+                    self._note_clock()
+                    if number == 1:
+                        tell(f"every operator measured once after {self.spent_s:.0f} s")
         finally:
             self._keep([case for case in cases if case.measured], whole=all(case.measured for case in cases))
             cases.clear()

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from polygon.cost.convergence import allowed
 from polygon.domain.cluster import Cluster, NodeGroup, Region
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Problem
+from polygon.domain.plan import Constraints, LinkUse, Problem
 from polygon.formats import catalogue
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
@@ -47,6 +48,20 @@ def small_problem(seed: int) -> Problem:
     model = small_gpt(blocks=int(rng.integers(4, 17)), hidden_size=width, head_dim=width // 16, ffn_size=4 * width)
     batch = Batch(global_batch=int(rng.choice([16, 32, 64])), seq_len=512)
     return Problem(cluster=cluster, model=model, batch=batch, constraints=Constraints(most_stages=4))
+
+
+def packed_at_random(problem: Problem, links: tuple[LinkUse, ...], rng: np.random.Generator) -> tuple[LinkUse, ...]:
+    """The links, each packed in one of the ways that the problem allows."""
+    may = allowed(problem)
+    return tuple(
+        replace(
+            use,
+            activations=str(rng.choice(may.activations)),
+            activation_gradients=str(rng.choice(may.activation_gradients)),
+            weight_gradients=str(rng.choice(may.weight_gradients)),
+        )
+        for use in links
+    )
 
 
 def larger_problems(seed: int) -> tuple[Problem, dict[str, Problem]]:

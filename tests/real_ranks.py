@@ -46,6 +46,27 @@ def start_ranks(function, n_ranks, *args):
     return started
 
 
+def result_of(end, rank):
+    """What a rank returned, whose end of the pipe is ready; raises what it raised."""
+    try:
+        kind, value = end.recv()
+    except EOFError:
+        kind, value = "error", f"rank {rank} died"
+    if kind == "error":
+        raise RuntimeError(value)
+    return value
+
+
+def end_ranks(started, *, patient):
+    """End the processes, which may take a moment where all have returned, and close the pipes."""
+    for process, end in started:
+        process.join(2 if patient else 0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        end.close()
+
+
 def run_ranks(function, n_ranks, *args, timeout_s=PATIENCE_S):
     """What `function(rank, port, *args)` returns on every rank; raises what any of them raises."""
     started = start_ranks(function, n_ranks, *args)
@@ -58,18 +79,7 @@ def run_ranks(function, n_ranks, *args, timeout_s=PATIENCE_S):
                 raise TimeoutError(f"ranks {sorted(open_ends.values())} did not end within {timeout_s} s")
             for end in ready:
                 rank = open_ends.pop(end)
-                try:
-                    kind, value = end.recv()
-                except EOFError:
-                    kind, value = "error", f"rank {rank} died"
-                if kind == "error":
-                    raise RuntimeError(value)
-                results[rank] = value
+                results[rank] = result_of(end, rank)
     finally:
-        for process, end in started:
-            process.join(2 if len(results) == n_ranks else 0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            end.close()
+        end_ranks(started, patient=len(results) == n_ranks)
     return [results[rank] for rank in range(n_ranks)]

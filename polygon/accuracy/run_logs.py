@@ -7,7 +7,6 @@ is the measured one). Every third step is left out of the fit and judges it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from polygon.formats import files
+from polygon.formats.run_log import LogFollower, rank_log
 
 LEFT_OUT = 3
 """Every third step judges the fit."""
@@ -61,7 +61,7 @@ def read_run(directory: Path, plan_path: Path | None) -> Run:
     path = plan_path or directory / "plan.json"
     problem, plan, _ = files.read_plan(path)
     places = sorted((s, w, rank) for rank, (s, w, t) in plan.rank_places.items() if t == 0)
-    logs = [_steps(directory / f"rank-{rank}.jsonl") for _, _, rank in places]
+    logs = [_steps(rank_log(directory, rank)) for _, _, rank in places]
     shared = sorted(set.intersection(*(set(log) for log in logs)))[1:]
     if len(shared) < 2 * LEFT_OUT:
         raise InputError(f"{directory}: found {len(shared)} steps after the first, expected at least {2 * LEFT_OUT}")
@@ -85,14 +85,10 @@ KINDS = ("compute", "update")
 def _steps(path: Path) -> dict[int, dict[str, Any]]:
     """Step lines of a rank's log, by step."""
     steps = {}
-    for number, line in enumerate(files.read_text(path).splitlines(), 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that was killed may be cut short
-        if entry.get("type") == "step":
-            if "seconds" not in entry or "seconds_by_kind" not in entry:
-                raise InputError(f"{path}: line {number}: found {sorted(entry)}, expected seconds and seconds_by_kind")
+    for entry in LogFollower(path, events=False).new():
+        if entry["type"] == "step":
+            if not {"step", "seconds", "seconds_by_kind"} <= set(entry):
+                raise InputError(f"{path}: found a step of {sorted(entry)}, expected step, seconds and seconds_by_kind")
             steps[int(entry["step"])] = entry
     if not steps:
         raise InputError(f"{path}: found no step, expected lines of type step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints
 from polygon.domain.schedule import interleaved_units
 from polygon.domain.uniform import ParallelConfig, stage_bounds
+from polygon.formats import catalogue
 from polygon.overhead.dimensions import AxisTraffic, Degrees, Shape, traffic
 from polygon.overhead.topologies import Topology
 
@@ -128,14 +130,27 @@ def parallel_config(c: Configuration) -> ParallelConfig:
     )
 
 
+def nearest_in_size(parameters: float) -> Model:
+    """The dense model of the catalogue whose number of parameters is nearest, as a ratio."""
+    dense = [model for model in catalogue.models().values() if model.causal and not model.experts]
+    return min(dense, key=lambda model: abs(math.log(model.parameters / parameters)))
+
+
+def assumed_depth(c: Configuration) -> Model | None:
+    """Whose number of layers is assumed, where none is given: what ZeRO-3 gathers at a time depends on it."""
+    return nearest_in_size(c.shape.parameters) if c.model is None and c.shape.blocks is None else None
+
+
 def _layers(c: Configuration) -> tuple[LayerMemory, list[int]]:
     """Memory by layer on one device, and the first layers of the stages."""
     d, s = c.degrees, c.shape
     if c.model is None:
-        nothing = np.zeros(d.pp)
-        each = np.full(d.pp, s.parameters / d.tp / d.pp)
+        assumed = assumed_depth(c)
+        count = max(d.pp, s.blocks or 0 if assumed is None else assumed.blocks)
+        nothing = np.zeros(count)
+        each = np.full(count, s.parameters / d.tp / count)
         even = LayerMemory(parameters=each, activation_bytes=nothing, transient_bytes=nothing, tied_parameters=0.0)
-        return even, list(range(d.pp + 1))
+        return even, [stage * count // d.pp for stage in range(d.pp + 1)]
     layers = layer_memory(
         c.model,
         c.batch,

@@ -12,7 +12,7 @@ from polygon.cost.collectives import bus_bandwidth_factor
 from polygon.cost.memory import MemoryBreakdown
 from polygon.overhead.collective_algorithm import AlgorithmCost
 from polygon.overhead.collective_table import Cell
-from polygon.overhead.communication import TrafficAnalysis
+from polygon.overhead.communication import TrafficAnalysis, assumed_depth
 from polygon.overhead.dimensions import AxisTraffic
 from polygon.overhead.quantities import bytes_text, seconds_text
 
@@ -178,7 +178,7 @@ def analysis_data(analysis: TrafficAnalysis) -> dict[str, Any]:
     c = analysis.configuration
     d = c.degrees
     names = ("dp", "tp", "pp", "cp", "ep", "zero", "recompute", "sequence_parallel", "interleave", "cp_mode")
-    scheduled = analysis.scheduled_s
+    scheduled, assumed = analysis.scheduled_s, assumed_depth(c)
     return {
         "devices": d.devices,
         "topology": c.whole.kind,
@@ -195,6 +195,7 @@ def analysis_data(analysis: TrafficAnalysis) -> dict[str, Any]:
         "device_memory_bytes": c.device.memory_bytes if c.device else None,
         "usable_bytes": analysis.usable_bytes,
         "fits": analysis.fits,
+        "assumed_layers": None if assumed is None else assumed.blocks,
     }
 
 
@@ -255,6 +256,10 @@ def analysis_text(analysis: TrafficAnalysis, *, verbose: bool) -> str:
         values = [getattr(part, name) for name in MEMORY_PARTS] + [part.total_bytes]
         memory.append([f"{mark}ZeRO-{zero}", *map(bytes_text, values)])
     lines += ["", table(["  memory per GPU", *MEMORY_PARTS, "total"], memory), f"  {verdict(analysis)}"]
+    assumed = assumed_depth(c)
+    if assumed is not None:
+        depth = f"{assumed.blocks} layers assumed, as {assumed.name} has (--num-layers)"
+        lines.append(f"  {depth}; no activations: sizes are not known")
     if verbose:
         for t in analysis.traffic:
             lines += ["", f"  {t.dimension} {t.what}: {t.cell.op} of {bytes_text(t.cell.n_bytes)} on {where(t.cell)}"]

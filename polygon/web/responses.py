@@ -216,8 +216,8 @@ class Timeline(TypedDict):
 
 
 @closed
-class LimitRow(TypedDict):
-    """A resource and what more of it saves, as parts of the step."""
+class LimitedResource(TypedDict):
+    """Something of a cluster that could be better, and what it is now."""
 
     kind: str
     quality: str
@@ -227,6 +227,12 @@ class LimitRow(TypedDict):
     group: int
     now: float
     default: bool
+
+
+@closed
+class LimitRow(LimitedResource):
+    """A resource and what more of it saves, as parts of the step."""
+
     saves: float
     suggested: Number
     would_save: float
@@ -252,17 +258,9 @@ class Limits(TypedDict):
 
 
 @closed
-class Anew(TypedDict):
+class Anew(LimitedResource):
     """What more of a resource would bring with the cluster planned anew."""
 
-    kind: str
-    quality: str
-    region: str
-    other: str
-    device: str
-    group: int
-    now: float
-    default: bool
     value: float
     would_save: float
 

@@ -25,7 +25,6 @@ CREATE TABLE IF NOT EXISTS jobs (
 """
 VERSION = 1
 """Of the database: from 1 on notes and errors are JSON, texts or messages."""
-STATES = ("queued", "running", "done", "cancelled", "infeasible", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,10 @@ def orders_differ(plan: Plan, directory: Path) -> list[int]:
 
 
 def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
-    """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`."""
+    """Figures of a run that has ended; also writes one line a step, over all ranks, to `run.jsonl`.
+
+    Only `steps` and `log` where no step was left to train, as its checkpoint had them all.
+    """
     by_rank = [
         {line["step"]: line for line in log_lines(directory, rank) if line["type"] == "step"}
         for rank in range(plan.world_size)
@@ -67,6 +70,8 @@ def summarise(problem: Problem, plan: Plan, directory: Path) -> dict[str, Any]:
     ]
     path = directory / RUN_FILE
     path.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
+    if not steps:
+        return {"steps": 0, "log": str(path)}
     # The first step opens connections and warms caches.
     steady = steps[1:] or steps
     # Regions that only exchange gradients lead by turns, and steps alternate: two in a row are taken together.
@@ -113,6 +118,8 @@ def validated(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def format_summary(summary: dict[str, Any]) -> str:
     """The figures for people; runs of whole replicas have no schedule, and no bubble, but count samples and state."""
+    if not summary["steps"]:
+        return f"no step was left to train: the checkpoint has them all\nlog             {summary['log']}"
     step = f"{summary['median_step_s'] * 1e3:,.1f} ms (median), {summary['tokens_per_s']:,.0f} tokens/s"
     lines = [
         f"loss            {summary['first_loss']:.4f} -> {summary['last_loss']:.4f} (mean of the last steps) "

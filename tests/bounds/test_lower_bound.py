@@ -22,6 +22,7 @@ from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.polish import changes
+from tests.drawn_problems import packed_at_random
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
@@ -90,17 +91,9 @@ def random_plans(problem, rng, count=6):
             if not violations(problem, changed, decoder.tables):
                 yield changed
         spans = tuple(tuple(int(span) for span in rng.integers(1, 9, len(row))) for row in plan.spans)
-        may = allowed(problem)
-        links = tuple(
-            replace(
-                use,
-                activations=str(rng.choice(may.activations)),
-                activation_gradients=str(rng.choice(may.activation_gradients)),
-                weight_gradients=str(rng.choice(may.weight_gradients)),
-            )
-            for use in plan.links
-        )
-        yield replace(plan, spans=spans, links=links, local_steps=int(rng.integers(1, max(may.local_steps) + 1)))
+        most_steps = max(allowed(problem).local_steps)
+        links = packed_at_random(problem, plan.links, rng)
+        yield replace(plan, spans=spans, links=links, local_steps=int(rng.integers(1, most_steps + 1)))
 
 
 @settings(max_examples=25, deadline=None)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.patience import PATIENCE_S
-from tests.real_ranks import _CONTEXT, start_ranks
+from tests.real_ranks import _CONTEXT, end_ranks, result_of, start_ranks
 
 LOOK_S, LOOKS = 0.05, 40
 """All that is late is late by far less than so many looks take."""
@@ -502,23 +502,12 @@ def watched_ranks(function, n_ranks, *args):
                 raise TimeoutError(f"ranks {sorted(ends.values())} did not end")
             for end in wait(list(ends), timeout=LOOK_S):
                 rank = ends.pop(end)
-                try:
-                    kind, value = end.recv()
-                except EOFError:
-                    kind, value = "error", f"rank {rank} died"
-                if kind == "error":
-                    raise RuntimeError(value)
-                results[rank] = value
+                results[rank] = result_of(end, rank)
             now = tuple(board.moves)
             still = now == before and all(now) and all(board.sleeps(r, started[r][0].pid) for r in ends.values())
             asleep, before = asleep + 1 if still else 0, now
             if asleep >= LOOKS:
                 raise HangError(board.waiting())
     finally:
-        for process, end in started:
-            process.join(2 if len(results) == n_ranks else 0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            end.close()
+        end_ranks(started, patient=len(results) == n_ranks)
     return [results[rank] for rank in range(n_ranks)], board

@@ -16,7 +16,7 @@ from polygon.domain.schedule import worker_order
 from polygon.formats.files import read_plan, write_plan
 from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
-from runners.engine.summary import log_lines
+from runners.engine.summary import format_summary, log_lines, summarise
 from runners.engine.trackers import TRACKERS
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
@@ -78,6 +78,16 @@ def test_rehearsal_runs_the_plans_order_and_writes_logs_and_trace(plan_file, tmp
     computed = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["cat"] == "compute"}
     assert computed == {(s, f"{kind}{m}") for s in range(2) for kind in "FB" for m in range(8)}
     assert re.search(r"\[rank 0\] step +11 +loss", done.stderr)
+
+
+def test_a_run_with_no_step_left_says_so(tmp_path):
+    """Resumed when its checkpoint had all steps, as a job that is put back into its queue may be."""
+    problem, plan = routed_problem(2)
+    for rank in range(plan.world_size):
+        (tmp_path / f"rank-{rank}.jsonl").write_text('{"type": "run", "first_step": 8}\n{"type": "end"}\n')
+    summary = summarise(problem, plan, tmp_path)
+    assert summary["steps"] == 0
+    assert "no step was left" in format_summary(summary)
 
 
 def test_rehearsal_keeps_tensor_parallel_workers(tmp_path):

@@ -41,12 +41,28 @@ def run_rank(rank, port, problem, plan, options):
     return losses
 
 
+def plain_losses(layers, optimizer, problem, options, on_step=lambda: None):
+    """Losses of one process that takes whole batches."""
+    model, batch = problem.model, problem.batch
+    samples, losses = samples_for(model, batch.seq_len, options.seed), []
+    for step in range(options.steps):
+        x, targets = samples.batch(range(step * batch.global_batch, (step + 1) * batch.global_batch))
+        for layer in layers.values():
+            x = layer(x, targets) if layer is layers[str(model.layers - 1)] else layer(x)
+        loss = x / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), options.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_step()
+        losses.append(loss.item())
+    return losses
+
+
 def plain_loop(rank, port, problem, options):
     """The same training as one would write it without any plan: whole batches, torch's own AdamW and clipping."""
-    model, batch = problem.model, problem.batch
-    layers = build_layers(model, range(model.layers), options.seed)
-    samples = samples_for(model, batch.seq_len, options.seed)
-    parameters = list(dict.fromkeys(layers.parameters()))
+    layers = build_layers(problem.model, range(problem.model.layers), options.seed)
+    parameters = list(layers.parameters())
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
@@ -55,18 +71,7 @@ def plain_loop(rank, port, problem, options):
         lr=options.learning_rate,
         betas=(0.9, 0.95),
     )
-    losses = []
-    for step in range(options.steps):
-        x, targets = samples.batch(range(step * batch.global_batch, (step + 1) * batch.global_batch))
-        for layer in layers.values():
-            x = layer(x, targets) if layer is layers[str(model.layers - 1)] else layer(x)
-        loss = x / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, options.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return plain_losses(layers, optimizer, problem, options)
 
 
 @pytest.fixture(scope="module")

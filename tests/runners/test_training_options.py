@@ -7,7 +7,6 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from polygon.domain.errors import InputError
-from runners.data.sources import samples_for
 from runners.engine.checkpoint import step_directory
 from runners.engine.layers import build_layer, build_layers, layer_name
 from runners.engine.options import Options
@@ -15,7 +14,7 @@ from runners.engine.run import train
 from runners.engine.saved_weights import SavedWeights
 from runners.recipes.tensor_bytes import TensorBytes
 from tests.real_ranks import run_ranks
-from tests.runners.test_training import run_rank
+from tests.runners.test_training import plain_losses, run_rank
 from tests.small_problems import routed_problem, small_model
 
 STEPS = 6
@@ -24,23 +23,11 @@ OPTIONS = Options(steps=STEPS, learning_rate=3e-3, clip_norm=0.5, decay="all", a
 
 def plain_loop(problem, options):
     """torch alone: its AdamW with decay on everything, its average; losses and averaged weights."""
-    model, batch = problem.model, problem.batch
+    model = problem.model
     layers = build_layers(model, range(model.layers), options.seed)
-    samples = samples_for(model, batch.seq_len, options.seed)
     averaged = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(options.average))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    losses = []
-    for step in range(options.steps):
-        x, targets = samples.batch(range(step * batch.global_batch, (step + 1) * batch.global_batch))
-        for layer in layers.values():
-            x = layer(x, targets) if layer is layers[str(model.layers - 1)] else layer(x)
-        loss = x / targets.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(layers.parameters(), options.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        averaged.update_parameters(layers)
-        losses.append(loss.item())
+    losses = plain_losses(layers, optimizer, problem, options, lambda: averaged.update_parameters(layers))
     named = {
         f"{layer_name(model, int(number))}.{name}": parameter.detach()
         for number, layer in averaged.module.items()

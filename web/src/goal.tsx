@@ -5,8 +5,7 @@ import type { Data } from "./api";
 import { draft, edit } from "./draft";
 import { catalogue } from "./state";
 import { maybe, t } from "./strings";
-import { Chips, Choice, Field, number } from "./ui";
-import { Fold } from "./rail";
+import { Chips, Choice, Field, Fold, number } from "./ui";
 
 const OBJECTIVES = ["time", "money", "energy", "tokens-per-usd"];
 

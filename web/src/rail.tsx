@@ -4,12 +4,11 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
-import { fold, folds } from "./faults";
 import { digits, moment, percent, seconds } from "./format";
 import { Goal } from "./goal";
 import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view } from "./state";
 import { language, maybe, programName, t } from "./strings";
-import { Choice, Empty, Field, Menu, number, Skeleton, Upload } from "./ui";
+import { Choice, Empty, Field, Fold, Menu, number, Skeleton, Upload } from "./ui";
 
 export function Rail(): JSX.Element {
   return (
@@ -24,16 +23,6 @@ export function Rail(): JSX.Element {
         <Plan />
       </>}
     </aside>
-  );
-}
-
-export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: JSX.Element | JSX.Element[]; tools?: JSX.Element }): JSX.Element {
-  const isOpen = folds.value[id] === true;
-  return (
-    <section class={isOpen ? "fold open" : "fold"}>
-      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
-      {isOpen && <div class="fold-body">{children}</div>}
-    </section>
   );
 }
 

@@ -2,6 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
+import { fold, folds } from "./faults";
 import { t } from "./strings";
 
 export type Child = ComponentChildren;
@@ -11,6 +12,16 @@ export function Section({ title, id, note, children, tools }: { title: string; i
     <section id={id} class="section" aria-label={title}>
       <div class="section-head"><h2>{title}</h2>{note && <span class="soft">{note}</span>}<span class="grow" />{tools}</div>
       {children}
+    </section>
+  );
+}
+
+export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: JSX.Element | JSX.Element[]; tools?: JSX.Element }): JSX.Element {
+  const isOpen = folds.value[id] === true;
+  return (
+    <section class={isOpen ? "fold open" : "fold"}>
+      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
+      {isOpen && <div class="fold-body">{children}</div>}
     </section>
   );
 }
