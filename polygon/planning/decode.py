@@ -164,7 +164,9 @@ class Decoder:
         """What the search minimises, exactly."""
         return value_of(self.problem, self.objective, self.bill(plan))
 
-    def decode(self, allocation: Allocation, *, relax: bool = True) -> Plan | Infeasible:
+    def decode(
+        self, allocation: Allocation, *, relax: bool = True, cuts: tuple[int, ...] = (FIRST, SECOND)
+    ) -> Plan | Infeasible:
         """The plan of an allocation.
 
         Windows are first set so that messages can hide, and shrunk to what memory holds. Links get what is quickest for
@@ -175,16 +177,18 @@ class Decoder:
         relax : bool
             Whether to settle packings by exact simulation, and to try what gentler levels of parity allow too: then no
             plan is worse than under fewer packings and local steps.
+        cuts : tuple of int
+            Ways to cut the layers (`polygon.planning.fluid`), of which the better is taken when simulated.
         """
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if not relax:
-            return self._decode(allocation, self.may)
+            return self._decode(allocation, self.may, cuts)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
         value = math.inf
         for may in self._chain:
-            plan = self._decode(allocation, may)
+            plan = self._decode(allocation, may, cuts)
             if isinstance(plan, Plan):
                 plan = settled(self.problem, plan, may, self.plan_value)
                 plan = self._with_local_steps(replace(plan, local_steps=1), may)
@@ -195,18 +199,18 @@ class Decoder:
                 best = plan
         return best
 
-    def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
-        """The plan of a legal allocation with the packings that are quickest for a message alone.
-
-        Of the two ways to cut its layers (`polygon.planning.layer_split`) the one that is better when simulated.
-        """
-        best = self._decode_cut(allocation, may, FIRST)
-        if isinstance(best, Plan):
+    def _decode(self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...]) -> Plan | Infeasible:
+        """The plan of a legal allocation with the packings that are quickest for a message alone."""
+        best = self._decode_cut(allocation, may, cuts[0])
+        for cut in cuts[1:]:
+            if not isinstance(best, Plan):
+                break
             paced, value = self._paced, self.plan_value(best)
-            other = self._decode_cut(allocation, may, SECOND)
+            other = self._decode_cut(allocation, may, cut)
             if isinstance(other, Plan) and self.plan_value(other) < value:
-                return other
-            self._paced = paced
+                best = other
+            else:
+                self._paced = paced
         return best
 
     def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int) -> Plan | Infeasible:

@@ -18,6 +18,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.fluid import FIRST, SECOND
 from polygon.planning.initial_solutions import grown_starts, kind_sequences, replicated_starts, simple_starts
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
@@ -307,20 +308,24 @@ def find_plan(
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
     if not interrupted:
+        best, before = chosen, value
         near = _runners_up(exact, chosen, value) if effort.exact_evaluations >= FEWEST_FOR_SEVERAL else []
-        for x in [chosen, *near]:
-            draft = plan if x is chosen else decoder.decode(x)
-            if not isinstance(draft, Plan):
+        # Small changes can turn the two cuts of an allocation's layers too.
+        drafts: list[tuple[Plan | Infeasible, Allocation, int]] = [(plan, chosen, 1)]
+        drafts += [(decoder.decode(x, cuts=(cut,)), x, 3) for x in [chosen, *near] for cut in (FIRST, SECOND)]
+        for draft, x, part in drafts:
+            if not isinstance(draft, Plan) or (x is chosen and part > 1 and decoder.plan_value(draft) == before):
                 continue
             better = polished(
                 draft,
                 decoder.tables,
                 decoder.plan_value,
-                evaluations=effort.polish_evaluations // (1 if x is chosen else 3),
+                evaluations=effort.polish_evaluations // part,
                 expired=lambda: seconds_left(1.0) <= 0,
             )
             if (found := decoder.plan_value(better)) < value:
-                value, plan, chosen = found, better, x
+                value, plan, best = found, better, x
+        chosen = best
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
     if value >= OVER_LIMIT:
