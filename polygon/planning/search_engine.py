@@ -308,13 +308,13 @@ def find_plan(
         reason = _why_not(decoder, candidates.elite[:8])
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
     if not interrupted:
-        best, before = chosen, value
+        best, unpolished = chosen, value
         near = _runners_up(exact, chosen, value) if effort.exact_evaluations >= FEWEST_FOR_SEVERAL else []
         # Small changes can turn the two cuts of an allocation's layers too.
         drafts: list[tuple[Plan | Infeasible, Allocation, int]] = [(plan, chosen, 1)]
         drafts += [(decoder.decode(x, cuts=(cut,)), x, 3) for x in [chosen, *near] for cut in (FIRST, SECOND)]
         for draft, x, part in drafts:
-            if not isinstance(draft, Plan) or (x is chosen and part > 1 and decoder.plan_value(draft) == before):
+            if not isinstance(draft, Plan) or (x is chosen and part > 1 and decoder.plan_value(draft) == unpolished):
                 continue
             better = polished(
                 draft,
