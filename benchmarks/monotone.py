@@ -1,4 +1,6 @@
-"""How often, and by how much, the search finds a worse plan where more is offered: a node, a region, better links.
+"""How often, and by how much, the search finds a worse plan where more is offered.
+
+A node, a region, better links, or local steps that may be chosen.
 
     python benchmarks/monotone.py [--count 50] [--first 0]
 
@@ -11,6 +13,7 @@ import argparse
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +36,7 @@ def step_s(problem: Problem) -> float:
 def compare(seed: int, worse: dict[str, list[float]]) -> None:
     """Plan one problem and those that offer more; adds by how much each is worse."""
     problem, larger = larger_problems(seed)
+    larger["local steps"] = replace(problem, constraints=replace(problem.constraints, local_steps=(1, 10, 30, 100)))
     base_s = step_s(problem)
     for name, other in larger.items() if math.isfinite(base_s) else ():
         over = step_s(other) / base_s - 1
@@ -43,7 +47,7 @@ def compare(seed: int, worse: dict[str, list[float]]) -> None:
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--count", type=int, default=50, help="problems, each with four that offer more")
+    parser.add_argument("--count", type=int, default=50, help="problems, each with five that offer more")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     args = parser.parse_args()
     worse: dict[str, list[float]] = {}

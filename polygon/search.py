@@ -5,6 +5,7 @@
 
 A genetic algorithm with local search over who serves which stage; layers, shares, routes, memory options, schedule and
 packing of links follow by decoding. The same seed gives the same plan, unless --time-limit cuts the search short.
+--effort N takes the best of N such searches, --until-gap X searches again until the plan is near enough to the bound.
 
     python -m polygon.search --method grid3d --cluster FILE --model M --global-batch B --seq-len L -o plan.json
 
@@ -19,9 +20,11 @@ excluded by a time that it cannot beat.
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import get_args
 
-from polygon.api.choices import METHODS
+from polygon.api.choices import METHODS, EffortName
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.message import Message
@@ -45,6 +48,20 @@ def main(argv: list[str] | None = None) -> int:
         help="grid3d: where every configuration goes (default output.json)",
     )
     parser.add_argument("--robust", action="store_true", help="least upper end of the interval, then fewest parts")
+    parser.add_argument(
+        "--effort",
+        type=_effort,
+        default="thorough",
+        metavar="N",
+        help=f"best of N searches, never worse than fewer; or one of {', '.join(get_args(EffortName))} "
+        "(default %(default)s, the same as 1)",
+    )
+    parser.add_argument(
+        "--until-gap",
+        type=cli.number(at_least=0),
+        metavar="X",
+        help="search again until the step is at most this part above the bound (0.25: a quarter), N times at most",
+    )
     args = parser.parse_args(argv)
     problem, groups = cli.read_task(args, "search")
     problem = limited(problem, args)
@@ -64,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         result = cli.posed(problem, args).search(
             objective=args.objective,
             method=args.method,
+            effort=args.effort,
+            until_gap=args.until_gap,
             seed=args.seed,
             time_limit_s=args.time_limit,
             groups=groups,
@@ -97,6 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         text += (
             f"\n\nsimpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
         )
+    gain = result.local_updates()
+    if gain is not None:
+        words = Message("plan.local_updates", times=gain.times, steps=gain.local_steps, evidence=gain.evidence)
+        data["local_updates"] = {**asdict(gain), "text": str(words)}
+        text += f"\n\nlocal steps   {words}"
     if idle:
         text += "\n\n" + describe_left_out(idle)
     if args.tokens:
@@ -105,6 +129,18 @@ def main(argv: list[str] | None = None) -> int:
         text += "\n" + describe_run(run)
     cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
+
+
+def _effort(text: str) -> str | int:
+    """An effort by name, or a number of searches."""
+    if text in get_args(EffortName):
+        return text
+    try:
+        return cli.whole(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a whole number >= 1 or one of {', '.join(get_args(EffortName))}"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -43,10 +43,11 @@ from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describ
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation
-from polygon.planning.efforts import EFFORTS
+from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
+from polygon.planning.local_updates import LocalUpdates, local_updates
 from polygon.planning.objectives import objective_named
 from polygon.planning.robust import simpler, surest
 from polygon.planning.search_engine import Effort, Found, Tell
@@ -204,7 +205,8 @@ class Problem:
         *,
         objective: Objective = "time",
         method: Method = "memetic",
-        effort: EffortName | Effort = "thorough",
+        effort: EffortName | int | Effort = "thorough",
+        until_gap: float | None = None,
         seed: int = 0,
         time_limit_s: float | None = None,
         groups: Groups | None = None,
@@ -221,8 +223,12 @@ class Problem:
         method : {'memetic', 'grid3d', 'exhaustive'}
             A genetic algorithm with local search; every uniform split of all devices; or every allocation of a small
             problem, which proves the best (time only).
-        effort : {'quick', 'thorough', 'long'} or Effort
-            How long to search, in evaluations: the same seed and effort give the same plan. grid3d has its own end.
+        effort : {'quick', 'thorough', 'long'}, int or Effort
+            How long to search, in evaluations: the same seed and effort give the same plan. A number N is the best of N
+            thorough searches with generators of their own: never worse than a smaller one. grid3d has its own end.
+        until_gap : float, optional
+            Search again until the step is no more than this part above the bound (time only): N times at most, or 32
+            where the effort is a name.
         seed : int
         time_limit_s : float, optional
             Stop after so many seconds with the best so far; then a seed may give another plan another time.
@@ -255,6 +261,16 @@ class Problem:
             found = self._grid(objective, tell, configurations)
         else:
             limits = _effort(effort, time_limit_s)
+            if until_gap is not None:
+                require(
+                    objective == "time" and method == "memetic",
+                    "until_gap",
+                    until_gap,
+                    "the objective time and the method memetic",
+                )
+                require(until_gap >= 0, "until_gap", until_gap, "a part >= 0, as 0.25")
+                rounds = UNTIL_ROUNDS if isinstance(effort, str) else limits.rounds
+                limits = replace(limits, rounds=rounds, enough=self.bound().seconds * (1 + until_gap))
             if method == "exhaustive":
                 require(objective == "time", "objective", objective, "time with the method exhaustive")
                 rng = np.random.default_rng(seed)
@@ -273,7 +289,7 @@ class Problem:
         self,
         *,
         with_energy: bool = False,
-        effort: EffortName | Effort = "thorough",
+        effort: EffortName | int | Effort = "thorough",
         seed: int = 0,
         time_limit_s: float | None = None,
         groups: Groups | None = None,
@@ -609,6 +625,12 @@ class Result:
         other = simpler(problem.data, self.plan.data, self.met, problem.tables)
         return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
 
+    def local_updates(self) -> LocalUpdates | None:
+        """What the plan's regions would gain by training by themselves for some steps; None if they do, or little."""
+        if self.plan is None or self.plan.data.local_steps > 1:
+            return None
+        return local_updates(self.plan.problem.data, self.plan.data, self.plan.problem.tables)
+
     def _repr_html_(self) -> str:
         rows = [["status", self.status]]
         if self.plan is None:
@@ -624,8 +646,11 @@ class Result:
         return None if self.estimate is None or self.bound is None else gap(self.estimate.step_s, self.bound)
 
 
-def _effort(effort: EffortName | Effort, time_limit_s: float | None) -> Effort:
-    """An effort by name or spelt out, within a time limit."""
+def _effort(effort: EffortName | int | Effort, time_limit_s: float | None) -> Effort:
+    """An effort by name, number of rounds or spelt out, within a time limit."""
+    if isinstance(effort, int):
+        require(effort >= 1, "effort", effort, "a whole number >= 1")
+        effort = Effort(rounds=effort)
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]

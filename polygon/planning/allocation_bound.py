@@ -20,7 +20,7 @@ from polygon.cost.transfers import boundary_values, codec_s, matrix_values, pack
 from polygon.jit.compilation import general
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FluidWork, fluid_step_s, work_for
+from polygon.planning.fluid import FIRST, SECOND, FluidWork, fluid_step_s, work_for
 from polygon.planning.layer_split import passing_s, whole_makespan_s
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
 from polygon.planning.stage_lists import Stages
@@ -163,7 +163,7 @@ def reduction_floor_s(
 
 @general
 def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float:
-    """Seconds that no plan decoded from an allocation can beat; inf where it has none.
+    """Seconds that no plan decoded from an allocation can beat, by either cut of its layers; inf where it has none.
 
     Parameters
     ----------
@@ -172,9 +172,15 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float
     work : Work
         Of `work_for` the rows of x.
     """
+    return min(_cut_floor_s(bank, limits, x, work, FIRST), _cut_floor_s(bank, limits, x, work, SECOND))
+
+
+@general
+def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut: int) -> float:
+    """`floor_s` for one cut of the layers."""
     n, layers = x.shape[0], bank.parameters.shape[1] - 1
     bounds, options = np.zeros(n + 1, dtype=np.int64), np.zeros((3, n), dtype=np.int64)
-    value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64), work)
+    value, _ = fluid_step_s(bank, x, bounds, options, np.zeros(3, dtype=np.int64), work, cut)
     if not np.isfinite(value):
         return np.inf
     stages = work.stages

@@ -24,7 +24,19 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.device_assignment import deal_devices
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FITS, NEVER_ENDS, NO_LINK, NO_MEMORY, REASONS, FluidWork, fluid_step_s, work_for
+from polygon.planning.fluid import (
+    BETTER,
+    FIRST,
+    FITS,
+    NEVER_ENDS,
+    NO_LINK,
+    NO_MEMORY,
+    REASONS,
+    SECOND,
+    FluidWork,
+    fluid_step_s,
+    work_for,
+)
 from polygon.planning.link_compression import activation_modes, gradient_mode, settled
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
@@ -122,7 +134,7 @@ class Decoder:
         allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
         bank = self.bank(allocation.setting)
-        return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows))
+        return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows), BETTER)
 
     def legal(self, allocation: Allocation) -> Allocation:
         """The allocation without the workers that the constraints keep out of their stages."""
@@ -139,7 +151,7 @@ class Decoder:
         allocation = self.legal(allocation)
         bank = self.bank(allocation.setting)
         bounds, options, out = _out(allocation.workers.shape[0])
-        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
+        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1), BETTER)
         if not math.isfinite(step_s):
             return priced(self.problem, step_s, 0.0, 0.0, np.zeros(len(self.problem.cluster.regions)))
         return self._bills.bill(bank, allocation.workers, bounds, options, out, step_s)
@@ -152,7 +164,9 @@ class Decoder:
         """What the search minimises, exactly."""
         return value_of(self.problem, self.objective, self.bill(plan))
 
-    def decode(self, allocation: Allocation, *, relax: bool = True) -> Plan | Infeasible:
+    def decode(
+        self, allocation: Allocation, *, relax: bool = True, cuts: tuple[int, ...] = (FIRST, SECOND)
+    ) -> Plan | Infeasible:
         """The plan of an allocation.
 
         Windows are first set so that messages can hide, and shrunk to what memory holds. Links get what is quickest for
@@ -163,16 +177,18 @@ class Decoder:
         relax : bool
             Whether to settle packings by exact simulation, and to try what gentler levels of parity allow too: then no
             plan is worse than under fewer packings and local steps.
+        cuts : tuple of int
+            Ways to cut the layers (`polygon.planning.fluid`), of which the better is taken when simulated.
         """
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if not relax:
-            return self._decode(allocation, self.may)
+            return self._decode(allocation, self.may, cuts)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
         value = math.inf
         for may in self._chain:
-            plan = self._decode(allocation, may)
+            plan = self._decode(allocation, may, cuts)
             if isinstance(plan, Plan):
                 plan = self._settled(plan, may)
                 found = self.plan_value(plan)
@@ -195,11 +211,25 @@ class Decoder:
         plan = settled(self.problem, plan, may, self.plan_value)
         return self._with_local_steps(replace(plan, local_steps=1), may)
 
-    def _decode(self, allocation: Allocation, may: Allowed) -> Plan | Infeasible:
+    def _decode(self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...]) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
+        best = self._decode_cut(allocation, may, cuts[0])
+        for cut in cuts[1:]:
+            if not isinstance(best, Plan):
+                break
+            paced, value = self._paced, self.plan_value(best)
+            other = self._decode_cut(allocation, may, cut)
+            if isinstance(other, Plan) and self.plan_value(other) < value:
+                best = other
+            else:
+                self._paced = paced
+        return best
+
+    def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int) -> Plan | Infeasible:
+        """See `_decode`; the layers are cut as `polygon.planning.fluid` says."""
         bounds, options, out = _out(allocation.workers.shape[0])
         bank = self._bank(allocation.setting, may)
-        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1))
+        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1), cut)
         if why != FITS or not math.isfinite(value):
             return Infeasible(reason=REASONS.get(why, NEVER_ENDS))
         stages = self._stages(allocation, bounds, options, int(out[0]))

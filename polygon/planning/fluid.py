@@ -11,8 +11,9 @@ micro-batches in whole shares; the time in which a link carries all of its messa
 memory lets only a few micro-batches be in flight behind a stage.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
-stage with the fastest recomputation and ZeRO option that fits its memory. The exact simulation of the decoded plan
-(`polygon.cost.simulation`) decides between the best candidates.
+stage with the fastest recomputation and ZeRO option that fits its memory. Where memory then holds too few micro-batches
+for what messages take, layers are cut once more with room for these, and the better cut counts. The exact simulation of
+the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s
 from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
-from polygon.planning.layer_split import in_flight_estimate, kinds_makespan_s, room_in_flight, split_layers
+from polygon.planning.layer_split import (
+    in_flight_estimate,
+    kinds_makespan_s,
+    room_in_flight,
+    split_layers,
+    split_layers_under_way,
+)
 from polygon.planning.node_sharing import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
 from polygon.planning.problem_arrays import ZERO, Bank
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
@@ -39,6 +47,8 @@ REASONS = {
     TOO_FEW_MICRO_BATCHES: Message("reason.too_few_micro_batches"),
 }
 NEVER_ENDS = Message("reason.never_ends")
+FIRST, SECOND, BETTER = 0, 1, 2
+"""Which cut of the layers `fluid_step_s` prices."""
 
 
 class Reductions(NamedTuple):
@@ -71,11 +81,17 @@ class FluidWork(NamedTuple):
     hosts: Hosts
     trial: np.ndarray
     """(rows + 1,)."""
+    old: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """What the first cut of the layers has led to."""
     passing: np.ndarray
     mean: np.ndarray
     message: np.ndarray
     """(rows,) seconds of a stage's slowest worker, of the mean micro-batch there and back from the next stage, and of
     the slowest way to that, for a micro-batch."""
+    away_s: np.ndarray
+    limits_s: np.ndarray
+    """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
+    stage, there and back; (2, 2) those that all take at least, for stages and links, and for what memory holds."""
     reduction: Reductions
     pools: np.ndarray
     degrees: np.ndarray
@@ -112,9 +128,12 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         places=places_for(rows, regions),
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
+        old=(np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)),
         passing=np.zeros(rows),
         mean=np.zeros(rows),
         message=np.zeros(rows),
+        away_s=np.zeros((2, rows)),
+        limits_s=np.zeros((2, 2)),
         reduction=reductions_for(rows),
         pools=np.zeros(classes, dtype=np.int64),
         degrees=np.zeros(classes, dtype=np.int64),
@@ -126,7 +145,13 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
 
 @kernel
 def fluid_step_s(
-    bank: Bank, x: np.ndarray, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray, work: FluidWork
+    bank: Bank,
+    x: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    stages_out: np.ndarray,
+    work: FluidWork,
+    cut: int,
 ) -> tuple[float, int]:
     """Seconds per step of an allocation, and why not if it is inf.
 
@@ -141,6 +166,9 @@ def fluid_step_s(
         Out: number of stages, whether regions keep their share along the stages (`lock_shares`), and the local steps.
     work : Work
         Of `work_for` the rows of x.
+    cut : int
+        `FIRST`: layers are cut as if nothing were under way between stages. `SECOND`: once more, where memory then
+        holds too few micro-batches (inf where that changes nothing). `BETTER`: the better of both.
     """
     stages = work.stages
     n = gather_stages(x, stages, bank.cp)
@@ -149,6 +177,7 @@ def fluid_step_s(
     if n == 0 or n > layers:
         return np.inf, NO_STAGE
     merge_kinds(bank, stages, n)
+    stages.outer_bytes[0] = OUTER_BYTES if bank.local_steps > 1 and _may_meet_seldom(bank, stages, n) else 0.0
     window = 0
     for s in range(n - 1, -1, -1):
         width = 0
@@ -160,9 +189,76 @@ def fluid_step_s(
         if width > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
         window = min(bank.micro_batches, window + width)
-        in_flight_estimate(bank, stages, s, window)
+        in_flight_estimate(bank, stages, s, float(window))
     if split_layers(bank, stages, n, work.trial, bounds, options) == np.inf:
         return np.inf, NO_MEMORY
+    value = _value_s(bank, work, n, bounds, options, stages_out)
+    if value == np.inf:
+        return value, NO_LINK
+    if cut == FIRST:
+        return value, FITS
+    away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
+    old_bounds, old_options, old_out = work.old
+    _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+    if split_layers_under_way(bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options):
+        other = _value_s(bank, work, n, bounds, options, stages_out)
+        if other < value or cut == SECOND:
+            return other, FITS
+    _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
+    return (value if cut == BETTER else np.inf), FITS
+
+
+@inner
+def _may_meet_seldom(bank: Bank, stages: Stages, n: int) -> bool:
+    """Whether n stages are in several regions that each hold a whole pipeline, with workers of one degree a stage."""
+    several = False
+    for s in range(n):
+        for i in range(stages.members[s]):
+            c = stages.classes[s, i]
+            if bank.tp[c] != bank.tp[stages.classes[s, 0]] or not _in_region(bank, stages, 0, bank.region[c]):
+                return False
+            several = several or bank.region[c] != bank.region[stages.classes[0, 0]]
+        for i in range(stages.members[0]):
+            if not _in_region(bank, stages, s, bank.region[stages.classes[0, i]]):
+                return False
+    return several
+
+
+@inner
+def _in_region(bank: Bank, stages: Stages, s: int, region: int) -> bool:
+    """Whether stage s has workers in a region."""
+    found = False
+    for i in range(stages.members[s]):
+        found = found or bank.region[stages.classes[s, i]] == region
+    return found
+
+
+@inner
+def _copy(
+    n: int,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    stages_out: np.ndarray,
+    to_bounds: np.ndarray,
+    to_options: np.ndarray,
+    to_out: np.ndarray,
+) -> None:
+    """Copy a cut of the layers of n stages and what it led to."""
+    for s in range(n + 1):
+        to_bounds[s] = bounds[s]
+    for s in range(n):
+        for k in range(3):
+            to_options[k, s] = options[k, s]
+    for k in range(3):
+        to_out[k] = stages_out[k]
+
+
+@inner
+def _value_s(
+    bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray
+) -> float:
+    """Seconds per step of n stages whose layers are cut; inf where a link is missing."""
+    stages = work.stages
     ways = 1
     for s in range(n):
         for i in range(stages.members[s]):
@@ -176,7 +272,7 @@ def fluid_step_s(
     shared = find_hosts(bank, stages, n, work.places.nodes, work.hosts)
     norm = _price_reductions(bank, work, n, bounds, options)
     if norm == np.inf:
-        return np.inf, NO_LINK
+        return np.inf
     best = np.inf
     for way in range(ways):
         end = _pipeline_s(bank, work, n, bounds, options, way == 1, shared)
@@ -185,14 +281,16 @@ def fluid_step_s(
         if value < best or way == 0:
             best = value
             stages_out[1], stages_out[2] = way, steps
-    return best, FITS if best < np.inf else NO_LINK
+    return best
 
 
 @inner
 def _pipeline_s(
     bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray, locked: bool, shared: bool
 ) -> float:
-    """When stage 0 of n ends its last backward; inf where a link is missing. Fills `passing` and `message`.
+    """When stage 0 of n ends its last backward; inf where a link is missing.
+
+    Fills `passing`, `mean`, `message`, `away_s` and `limits_s`.
 
     Parameters
     ----------
@@ -202,11 +300,12 @@ def _pipeline_s(
         Whether any node serves several stages.
     """
     stages, places = work.stages, work.places
+    away_s, limits_s = work.away_s[int(locked)], work.limits_s[int(locked)]
     micro_batches = bank.micro_batches
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
-    bottleneck, link_bound, before = 0.0, 0.0, 0.0
+    bottleneck, link_bound, before, longest_s = 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         slowest, fastest = 0.0, np.inf
         makespan = kinds_makespan_s(bank, stages, s)
@@ -227,23 +326,29 @@ def _pipeline_s(
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
             before, message = message, 0.0
         bottleneck = max(bottleneck, makespan - fastest)
+        longest_s = max(longest_s, makespan)
         work.passing[s], work.message[s] = slowest, message
         width, rate = 0.0, 0.0
         for i in range(stages.kind_members[s]):
             width += stages.kind_counts[s, i]
             rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-        work.mean[s] = min(slowest, width / rate) + 2 * (sent if bank.overlap.p2p else 0.0)
+        away_s[s] = 2 * (sent if bank.overlap.p2p else 0.0)
+        work.mean[s] = min(slowest, width / rate) + away_s[s]
     if bank.overlap.p2p:
         link_bound = max(link_bound, cards_s(bank, places, n, shared))
-    fill, stay = 0.0, 0.0
+    fill, stay, away, held_s = 0.0, 0.0, 0.0, 0.0
     for s in range(n - 1, -1, -1):
         fill += work.passing[s] + 2 * work.message[s]
         stay += work.mean[s]
+        away += away_s[s]
+        away_s[s] = away
         room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options)
         if n > 1 and room < micro_batches:
             # Little's law: no more than `room` micro-batches are between their forward and backward of this stage,
             # where they stay for so long in the mean.
             bottleneck = max(bottleneck, (micro_batches - room) * stay / room)
+            held_s = max(held_s, micro_batches * stay / room)
+    limits_s[0], limits_s[1] = max(longest_s, link_bound), held_s
     return max(bottleneck, link_bound) + fill
 
 
@@ -353,7 +458,7 @@ def _with_reductions(
 
     `end` is when stage 0 ends its last backward. With more than one of `local_steps` also where every region reduces by
     itself and all meet once in so many steps, if each holds a whole pipeline with workers of one degree and whole
-    weights in a stage; the shorter of both counts.
+    weights in a stage (`_may_meet_seldom`, room for the outer optimizer is kept); the shorter of both counts.
 
     Parameters
     ----------
@@ -366,12 +471,8 @@ def _with_reductions(
     for s in range(n):
         if options[ZERO, s] == 3:
             local_steps = 1
-        for i in range(stages.members[s]):
-            if bank.tp[stages.classes[s, i]] != bank.tp[stages.classes[s, 0]]:
-                local_steps = 1
-        for r in range(nodes.shape[1]):
-            if (nodes[s, r] > 0) != (nodes[0, r] > 0):
-                local_steps = 1
+    if stages.outer_bytes[0] == 0:
+        local_steps = 1
     step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
         # Backward is about two thirds of passing a stage; layers are reduced while it runs.

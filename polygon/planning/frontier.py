@@ -33,7 +33,7 @@ from polygon.planning.objectives import (
     value_of,
     without_cost_limits,
 )
-from polygon.planning.search_engine import Effort, Found, Tell, find_plan
+from polygon.planning.search_engine import Effort, Found, Tell, find_in_rounds, find_plan, of_round
 
 T = TypeVar("T")
 
@@ -118,6 +118,18 @@ def collect(
     )
 
 
+def _joined(one: Collection, other: Collection) -> Collection:
+    """What either met."""
+    return replace(
+        one,
+        bills=one.bills + other.bills,
+        reason=None if one.bills or other.bills else one.reason or other.reason,
+        evaluations=one.evaluations + other.evaluations,
+        seconds=one.seconds + other.seconds,
+        interrupted=one.interrupted or other.interrupted,
+    )
+
+
 def _leaders(
     problem: Problem, bills: list[tuple[Bill, Allocation]], objectives: Sequence[Objective]
 ) -> list[tuple[Bill, Allocation]]:
@@ -162,15 +174,22 @@ def find_front(
     objectives = [STEP_TIME, MONEY, *([ENERGY] if with_energy else []), *map(mixture, TIME_WEIGHTS)]
     free = without_cost_limits(problem)
     tables = tables or CostTables(problem)
-    collection = collect(
-        free,
-        seed,
-        objectives=objectives,
-        groups=groups,
-        effort=effort,
-        tell=tell,
-        tables=tables.for_problem(free),
-    )
+    effort = effort or Effort()
+    one = replace(effort, time_limit_s=effort.time_limit_s / effort.rounds)
+    collection = Collection(bills=())
+    for i in range(effort.rounds):
+        of_one = collect(
+            free,
+            _seed_of(seed, i),
+            objectives=objectives,
+            groups=groups,
+            effort=one,
+            tell=of_round(tell, i, effort.rounds),
+            tables=tables.for_problem(free),
+        )
+        collection = _joined(collection, of_one)
+        if collection.interrupted:
+            break
     kept = [pair for pair in collection.bills if not excesses(problem, pair[0])]
     decoder = Decoder(problem, tables=tables, objective=MONEY)
     points = []
@@ -205,18 +224,40 @@ def find_within_limits(
     tell: Tell | None = None,
     tables: CostTables | None = None,
 ) -> Found:
-    """The best plan by an objective that keeps budgets, deadline and egress caps.
+    """The best plan by an objective that keeps budgets, deadline and egress caps; of all rounds of an effort.
 
-    Where nothing is limited and time is minimised this is `find_plan`. Limits that the best plan keeps without them
+    Where nothing is limited and time is minimised a round is `find_plan`. Limits that the best plan keeps without them
     change nothing. Else the best member of a collection is taken that knows no budget and no deadline, only the cap on
     egress.
     """
     tables = tables or CostTables(problem)
+
+    def search(index: int, own: Effort, told: Tell | None) -> Found:
+        return _within_limits(problem, _seed_of(seed, index), objective, groups, own, told, tables)
+
+    return find_in_rounds(search, effort or Effort(), tell)
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Seed of a round; the first one's is the seed itself."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
+
+
+def _within_limits(
+    problem: Problem,
+    seed: int,
+    objective: Objective,
+    groups: Groups | None,
+    effort: Effort,
+    tell: Tell | None,
+    tables: CostTables,
+) -> Found:
+    """One round of `find_within_limits`."""
     if objective is STEP_TIME and not problem.constraints.limits_cost:
         rng = np.random.default_rng(seed)
         return find_plan(problem, rng, groups=groups, effort=effort, tell=tell, tables=tables)
     free = without_cost_limits(problem)
-    if effort is not None and problem.constraints.limits_cost:
+    if problem.constraints.limits_cost:
         effort = replace(effort, time_limit_s=effort.time_limit_s / 2)
 
     def search(base: Problem, first_seed: int, objectives: Sequence[Objective]) -> Collection:
@@ -233,14 +274,7 @@ def find_within_limits(
     capped = replace(problem.constraints, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None)
     base = replace(problem, constraints=capped)
     wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)])
-    both = replace(
-        collection,
-        bills=collection.bills + wider.bills,
-        evaluations=collection.evaluations + wider.evaluations,
-        seconds=collection.seconds + wider.seconds,
-        interrupted=collection.interrupted or wider.interrupted,
-    )
-    return _decoded(problem, both, objective, tables)
+    return _decoded(problem, _joined(collection, wider), objective, tables)
 
 
 def _decoded(problem: Problem, collection: Collection, objective: Objective, tables: CostTables) -> Found:

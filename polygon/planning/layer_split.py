@@ -14,6 +14,9 @@ from polygon.jit.compilation import inner, kernel
 from polygon.planning.problem_arrays import Bank
 from polygon.planning.stage_lists import Stages
 
+SHORTER = 5e-3
+"""Part by which a step is to be shorter for the layers to be cut once more (`split_layers_under_way`)."""
+
 
 @kernel
 def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
@@ -74,7 +77,7 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: i
     """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
     c = stages.kinds[s, i]
     shards = stages.kind_shards[s, i] if zero else 1
-    held = _held(bank, bank.parameters, c, first, last) * bank.held_bytes[zero]
+    held = _held(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
     return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
 
 
@@ -205,7 +208,7 @@ def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> t
 
 
 @inner
-def in_flight_estimate(bank: Bank, stages: Stages, s: int, window: int) -> None:
+def in_flight_estimate(bank: Bank, stages: Stages, s: int, window: float) -> None:
     """Micro-batches in flight on a worker of each kind of stage s under a window, by speed: fills `held`."""
     layer = min(1, bank.parameters.shape[1] - 2)
     members = stages.kind_members[s]
@@ -247,13 +250,31 @@ def _extend(bank: Bank, stages: Stages, s: int, first: int, limit: int, goal_s: 
 
 
 @inner
+def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray) -> float:
+    """Cut the layers so that n stages take at most `goal_s` each: fills `trial`; the longest makespan, inf if none.
+
+    Stage by stage the longest run of layers that stays within the goal is taken (no other choice leaves less to the
+    stages after it, because time and memory never fall with more layers).
+    """
+    layers = bank.parameters.shape[1] - 1
+    trial[0] = 0
+    worst = 0.0
+    for s in range(n):
+        at = trial[s]
+        end = _extend(bank, stages, s, at, layers - (n - 1 - s), goal_s)
+        if end <= at or (s == n - 1 and end < layers):
+            return np.inf
+        stage_option(bank, stages, s, at, end)
+        worst = max(worst, kinds_makespan_s(bank, stages, s))
+        trial[s + 1] = end
+    return worst
+
+
+@inner
 def split_layers(
     bank: Bank, stages: Stages, n: int, trial: np.ndarray, bounds: np.ndarray, options: np.ndarray
 ) -> float:
-    """Cut the layers so that the slowest of n stages' makespans is least; inf if no cut fits.
-
-    Stage by stage the longest run of layers that stays within a goal is taken (no other choice leaves less to the
-    stages after it, because time and memory never fall with more layers), and the goal is bisected.
+    """Cut the layers so that the slowest of n stages' makespans is least, by bisection; inf if no cut fits.
 
     Parameters
     ----------
@@ -266,38 +287,75 @@ def split_layers(
     options : ndarray, shape (3, rows)
         Out: recomputation, ZeRO and blocks recomputed.
     """
-    layers = bank.parameters.shape[1] - 1
-    low, high, found = 0.0, np.inf, False
+    low, high = 0.0, np.inf
     for _ in range(26):
-        goal = 0.5 * (low + high) if found else np.inf
-        trial[0] = 0
-        worst = 0.0
-        ok = True
-        for s in range(n):
-            at = trial[s]
-            end = _extend(bank, stages, s, at, layers - (n - 1 - s), goal)
-            if end <= at or (s == n - 1 and end < layers):
-                ok = False
-                break
-            stage_option(bank, stages, s, at, end)
-            worst = max(worst, kinds_makespan_s(bank, stages, s))
-            trial[s + 1] = end
-        if ok:
+        worst = _cut_within(bank, stages, n, 0.5 * (low + high) if high < np.inf else np.inf, trial)
+        if worst < np.inf:
             high = worst
             for s in range(n + 1):
                 bounds[s] = trial[s]
-            if not found:
-                found = True
-                low = 0.0
-        elif not found:
+        elif high == np.inf:
             return np.inf
         else:
-            low = goal
-        if found and high - low <= 1e-4 * high:
+            low = 0.5 * (low + high)
+        if high - low <= 1e-4 * high:
             break
     for s in range(n):
         options[0, s], options[1, s], options[2, s] = stage_option(bank, stages, s, bounds[s], bounds[s + 1])
     return high
+
+
+@inner
+def split_layers_under_way(
+    bank: Bank,
+    stages: Stages,
+    n: int,
+    away_s: np.ndarray,
+    low: float,
+    high: float,
+    trial: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+) -> bool:
+    """Cut the layers again so that stages also hold the micro-batches that are under way between them.
+
+    By Little's law M micro-batches in G seconds of which each is under way for A behind a stage are M A / G there on
+    average, beside one per worker. Their activations take memory, so that less layers fit, or more is recomputed, the
+    shorter G is. The shortest G between two values is bisected.
+
+    Parameters
+    ----------
+    away_s : ndarray, shape (rows,)
+        Seconds that a micro-batch is under way behind each stage, there and back.
+    low, high : float
+        Seconds that no cut beats, and those of the cut that there is.
+    trial, bounds, options : ndarray
+        As of `split_layers`.
+
+    Returns
+    -------
+    bool
+        Whether there is another cut, of less than `high`; else `bounds` and `options` are as they were, but not what
+        `stages` says of seconds.
+    """
+    found = False
+    while high - low > SHORTER * high:
+        goal = 0.5 * (low + high)
+        window = 0.0
+        for s in range(n - 1, -1, -1):
+            for i in range(stages.kind_members[s]):
+                window += stages.kind_counts[s, i]
+            under_way = bank.micro_batches * away_s[s] / goal
+            in_flight_estimate(bank, stages, s, min(float(bank.micro_batches), window + under_way))
+        if _cut_within(bank, stages, n, goal, trial) < np.inf:
+            high, found = goal, True
+            for s in range(n + 1):
+                bounds[s] = trial[s]
+            for s in range(n):
+                options[0, s], options[1, s], options[2, s] = stage_option(bank, stages, s, trial[s], trial[s + 1])
+        else:
+            low = goal
+    return found
 
 
 @inner

@@ -18,6 +18,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.fluid import FIRST, SECOND
 from polygon.planning.initial_solutions import grown_starts, kind_sequences, replicated_starts, simple_starts
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
@@ -53,7 +54,12 @@ class Effort:
     """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
     patience: int = 3_000
     """Fluid evaluations without improvement after which the first phase ends."""
+    rounds: int = 1
+    """Searches of which the best is taken, with a generator each (`find_in_rounds`); the other counts are of one."""
+    enough: float = -math.inf
+    """Of the objective: no other round begins once it is reached."""
     time_limit_s: float = math.inf
+    """Of all rounds together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,7 +203,7 @@ def find_plan(
     objective: Objective = STEP_TIME,
     known: Sequence[Allocation] = (),
 ) -> Found:
-    """Search for the plan with the least step time, or the best by another objective.
+    """One search for the plan with the least step time, or the best by another objective.
 
     First a memetic search on the fluid objective from simple starts (and the groups, if given), then exact simulation
     of the best candidates and a short exact search around the winner. An interrupt keeps the best so far.
@@ -315,22 +321,29 @@ def find_plan(
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
     if not interrupted:
         several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
-        drafts: list[tuple[Allocation, Plan | Infeasible]] = [(chosen, plan)]
-        drafts += [(x, split) for _, split, x in near if x is not chosen and several]
-        drafts += [(x, decoder.decode(x)) for x in _runners_up(exact, chosen, value) if several]
-        first_choice = chosen
-        for x, draft in drafts:
+        best, drawn = chosen, {value}
+        drafts: list[tuple[Plan | Infeasible, Allocation, int]] = [(plan, chosen, 1)]
+        drafts += [(split, x, 3) for _, split, x in near if x is not chosen and several]
+        # Small changes can turn the two cuts of an allocation's layers too.
+        cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
+        drafts += [(decoder.decode(x, cuts=(cut,)), x, 3) for x in cut_anew for cut in (FIRST, SECOND)]
+        for draft, x, part in drafts:
             if not isinstance(draft, Plan):
                 continue
+            unpolished = decoder.plan_value(draft)
+            if part > 1 and unpolished in drawn:  # both cuts are often the same
+                continue
+            drawn.add(unpolished)
             better = polished(
                 draft,
                 decoder.tables,
                 decoder.plan_value,
-                evaluations=effort.polish_evaluations // (1 if x is first_choice else 3),
+                evaluations=effort.polish_evaluations // part,
                 expired=lambda: seconds_left(1.0) <= 0,
             )
             if (found := decoder.plan_value(better)) < value:
-                value, plan, chosen = found, better, x
+                value, plan, best = found, better, x
+        chosen = best
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
     if value >= OVER_LIMIT:
@@ -353,6 +366,58 @@ def find_plan(
     )
 
 
+def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None) -> Found:
+    """The best of several searches: more rounds are never worse than fewer, as they begin with the same ones.
+
+    Parameters
+    ----------
+    search : callable
+        Of the number of the round, its effort, and whom to tell. Rounds know nothing of one another.
+    effort : Effort
+        Each round gets what is left of its time.
+
+    Returns
+    -------
+    Found
+        The best, with the evaluations, seconds and bills of all.
+    """
+    began = time.perf_counter()
+    met: list[Found] = []
+    for i in range(effort.rounds):
+        left_s = effort.time_limit_s - (time.perf_counter() - began)
+        if met and (met[-1].interrupted or left_s <= 0 or min(found.value_s for found in met) <= effort.enough):
+            break
+        own = replace(effort, rounds=1, time_limit_s=left_s)
+        try:
+            met.append(search(i, own, of_round(tell, i, effort.rounds)))
+        except KeyboardInterrupt:
+            if not met:
+                raise
+            met.append(Found(plan=None, value_s=math.inf, interrupted=True))
+    best = min(met, key=lambda found: found.value_s)
+    return replace(
+        best,
+        evaluations=sum(found.evaluations for found in met),
+        seconds=sum(found.seconds for found in met),
+        interrupted=met[-1].interrupted,
+        bills=(*best.bills, *(pair for found in met if found is not best for pair in found.bills)),
+    )
+
+
+def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
+    """What tells of one of several rounds."""
+    if tell is None or rounds == 1:
+        return tell
+    told: Tell = tell
+
+    def of_one(phase: Message, part: float, best: float) -> None:
+        if phase.kind in ("phase.memetic", "phase.exact"):
+            part = 0.5 * (part + (phase.kind == "phase.exact"))
+        told(Message("phase.round", round=index + 1, phase=phase), (index + part) / rounds, best)
+
+    return of_one
+
+
 def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:
     """The best few allocations that differ from the chosen one in stages or setting and are nearly as good."""
     found: dict[tuple, tuple[float, Allocation]] = {}
@@ -366,8 +431,13 @@ def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> lis
 
 
 def _gentler(problem: Problem) -> Problem | None:
-    """The problem at the next gentler level of parity, if its own is above the default one and it lists no packings."""
+    """What is searched first: without local steps where they are listed, else the next gentler level of parity.
+
+    None at the default level or below it, and where packings alone are listed.
+    """
     limits, level = problem.constraints, PARITY_LEVELS.index(problem.constraints.parity)
+    if max(limits.local_steps, default=1) > 1 and 1 in limits.local_steps:
+        return replace(problem, constraints=replace(limits, local_steps=(1,)))
     if limits.compressions or limits.local_steps or level <= PARITY_LEVELS.index(Constraints().parity):
         return None
     return at_parity(problem, PARITY_LEVELS[level - 1])

@@ -32,6 +32,8 @@ class Stages(NamedTuple):
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
+    outer_bytes: np.ndarray
+    """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
 
 
 def stages_for(rows: int, classes: int) -> Stages:
@@ -49,6 +51,7 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_spread=np.zeros(shape, dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
+        outer_bytes=np.zeros(1),
     )
 
 

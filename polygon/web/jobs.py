@@ -165,7 +165,11 @@ class Jobs:
         def tell(phase: Message, part: float, best: float) -> None:
             value = seconds(best) if objective == "time" else f"{best:.4g}"
             # A plain search has two halves; a series of searches counts its own.
-            whole = part if phase.kind == "phase.of_objective" else 0.5 * (part + (phase.kind == "phase.exact"))
+            whole = (
+                part
+                if phase.kind in ("phase.of_objective", "phase.round")
+                else 0.5 * (part + (phase.kind == "phase.exact"))
+            )
             progress.tell(Message("phase.best", phase=phase, best=value), whole)
 
         result = planner.Problem.of(problem_of(request["problem"])).search(

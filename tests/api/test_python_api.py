@@ -1,5 +1,6 @@
 """Laws of the Python API: cheap to import, the same answers as the commands, and every outcome as a result."""
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -130,6 +131,19 @@ def test_words_of_a_search_are_those_of_the_planner():
     """Type, command line and planner agree on what may be asked for."""
     assert set(choices.OBJECTIVES) == set(OBJECTIVES)
     assert set(choices.get_args(choices.EffortName)) == set(EFFORTS)
+
+
+def test_effort_in_rounds_ends_at_the_gap_that_was_asked_for():
+    """A wide gap ends after the first round, none lets all run; the plan is no worse for more of them."""
+    problem = pair_problem()
+    effort = dataclasses.replace(SMALL, rounds=3)
+    one, all_of_them = (problem.search(effort=effort, until_gap=part) for part in (1e6, 0.0))
+    assert one.evaluations == problem.search(effort=SMALL).evaluations < all_of_them.evaluations
+    assert one.estimate.step_s >= all_of_them.estimate.step_s
+    with pytest.raises(polygon.InputError, match="until_gap"):
+        problem.search(objective="money", until_gap=0.1)
+    with pytest.raises(polygon.InputError, match="effort: found 0"):
+        problem.search(effort=0)
 
 
 def test_a_result_has_plan_estimate_bound_and_history(result):

@@ -20,12 +20,14 @@ from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder, Infeasible
+from polygon.planning.frontier import find_within_limits
+from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.search_engine import Effort, find_groups, find_plan, most_stages
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
 FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150)
-PATIENT = Effort(fluid_evaluations=24_000, exact_evaluations=250, patience=6_000)
-"""Twice the usual: two searches are held against each other, and chance must not decide."""
+PATIENT = Effort(fluid_evaluations=24_000, exact_evaluations=250, patience=6_000, rounds=2)
+"""Twice the usual, twice: two searches are held against each other, and chance must not decide."""
 LONGER = Effort(fluid_evaluations=2_000, exact_evaluations=40, patience=500)
 """Where how good a plan is counts."""
 
@@ -206,7 +208,7 @@ def test_more_devices_or_bandwidth_never_make_the_found_plan_worse(seed):
 
     def found_s(members, rate):
         problem = Problem(cluster=cluster_of(members, latency_s=latency_s, bytes_per_s=rate), model=model, batch=batch)
-        return find_plan(problem, np.random.default_rng(0), effort=PATIENT).value_s
+        return find_within_limits(problem, 0, effort=PATIENT).value_s
 
     larger = [list(members) for members in groups]
     region = int(rng.integers(len(groups)))
@@ -215,6 +217,37 @@ def test_more_devices_or_bandwidth_never_make_the_found_plan_worse(seed):
     base_s = found_s(groups, bytes_per_s)
     assert found_s(larger, bytes_per_s) <= base_s * 1.05
     assert found_s(groups, 3 * bytes_per_s) <= base_s * 1.05
+
+
+@pytest.mark.parametrize("objective", [STEP_TIME, MONEY])
+def test_more_rounds_are_never_worse_and_begin_with_the_same(objective):
+    """The best of N searches is the best of the first N: 1, 2, 4 rounds never get worse, and end where it is enough."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 2)], [("v100-16gb", 1, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+
+    def search(**fields):
+        effort = replace(FAST, fluid_evaluations=60, exact_evaluations=4, **fields)
+        return find_within_limits(problem, 7, objective=objective, effort=effort)
+
+    one, two, four = (search(rounds=rounds) for rounds in (1, 2, 4))
+    assert one.value_s >= two.value_s >= four.value_s
+    assert four.evaluations > two.evaluations > one.evaluations
+    assert search(rounds=4, enough=one.value_s).evaluations == one.evaluations
+    assert search(rounds=4, time_limit_s=1e-9).plan is not None
+
+
+def test_an_interrupt_in_a_later_round_keeps_the_best_so_far():
+    """Rounds before the interrupt count."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 2)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+
+    def interrupt(phase, part, best):
+        if phase["round"] == 2:
+            raise KeyboardInterrupt
+
+    found = find_within_limits(problem, 0, effort=replace(FAST, rounds=3), tell=interrupt)
+    assert found.interrupted
+    assert found.value_s <= find_within_limits(problem, 0, effort=FAST).value_s
 
 
 def test_a_time_limit_of_nothing_still_gives_a_plan():

@@ -1,0 +1,49 @@
+"""What local updates would bring to plans that meet in every step."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import Constraints, Problem
+from polygon.planning.checker import violations
+from polygon.planning.local_updates import LEAST_GAIN, local_updates
+from polygon.planning.search_engine import Effort, find_plan
+from tests.linked_regions import cluster_of, small_gpt
+
+FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150, polish_evaluations=20)
+
+
+def problem_of(bytes_per_s, latency_s=0.02, **limits):
+    """Four A100 in each of two regions."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)]] * 2, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    batch = Batch(global_batch=64, seq_len=512)
+    return Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=Constraints(**limits))
+
+
+def found_in(problem):
+    """The plan of a short search."""
+    return find_plan(problem, np.random.default_rng(0), effort=FAST).plan
+
+
+def test_slow_links_name_what_local_steps_bring_and_the_evidence():
+    """Over 100 MB/s two regions do more apart; a plan found with these steps does about what was said."""
+    problem = problem_of(1e8)
+    plan = found_in(problem)
+    gain = local_updates(problem, plan, CostTables(problem))
+    assert gain is not None and gain.times > LEAST_GAIN and gain.local_steps > 1
+    assert "local steps" in str(gain.evidence) and "arXiv" in str(gain.evidence)
+    allowed = replace(problem, constraints=Constraints(local_steps=(1, gain.local_steps)))
+    found = find_plan(allowed, np.random.default_rng(0), effort=FAST)
+    assert violations(allowed, found.plan) == []
+    assert found.value_s <= gain.step_s * 1.25
+
+
+def test_nothing_is_said_where_links_are_fast_or_local_steps_were_asked_about():
+    """Over 100 GB/s next door they bring little; a list of local steps, with or without any, is the user's word."""
+    fast = problem_of(1e11, 1e-5)
+    assert local_updates(fast, found_in(fast), CostTables(fast)) is None
+    for steps in ((1,), (1, 30)):
+        listed = problem_of(1e8, local_steps=steps)
+        assert local_updates(listed, found_in(listed), CostTables(listed)) is None
