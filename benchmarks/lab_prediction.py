@@ -117,9 +117,12 @@ NETWORKS = (
 )
 
 
+FACTORS = {"snail": 0.5, "slow": 1.0, "mid": 1.5, "fast": 2.0, "cpu-core": 25.0}
+
+
 def device(name: str) -> Device:
-    """A made-up accelerator: `slow` does 2 GFLOP/s, `fast` twice that."""
-    factor = {"slow": 1.0, "fast": 2.0, "cpu-core": 25.0}[name]
+    """A made-up accelerator: `slow` does 2 GFLOP/s, the others so many times that."""
+    factor = FACTORS[name]
     return Device(
         name=name, memory_bytes=2e9, flops={"fp32": 2e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
     )
@@ -147,7 +150,7 @@ def cluster_of(network: Network) -> Cluster:
         latency_s=np.array(network.latency_ms) * 1e-3,
         bytes_per_s=np.array(network.mbit_per_s) * 1e6 / 8,
         capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: device(name) for name in ("slow", "fast", "cpu-core")},
+        catalogue={name: device(name) for name in FACTORS},
     )
 
 
