@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from benchmarks.lab_prediction import BATCH, MODEL, Network, cluster_of, measured_cluster, plan_of, symmetric
+from benchmarks import lab_prediction
+from benchmarks.lab_prediction import MODEL, Network, cluster_of, measured_cluster, symmetric
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
@@ -38,6 +40,8 @@ from runners.lab_net.linux import TcpSettings
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import lab_network
 
+BATCH = replace(lab_prediction.BATCH, global_batch=12)
+plan_of = partial(lab_prediction.plan_of, global_batch=BATCH.global_batch)
 STEPS, LEFT_OUT = 10, 2
 COLLAPSED = 1.5
 """Times a run's median that no step should take."""
@@ -72,14 +76,16 @@ def plans_of(network: Network, cluster: Cluster) -> dict[str, Plan]:
         return plan if shares is None else replace(plan, routes=np.array(shares)[:, None])
 
     if network is FAR:
-        four, far = [0, 1, 2, 3], plan_of
+        four = [0, 1, 2, 3]
         cut, halves = [(0, 2), (2, 4), (4, 5), (5, 8)], [(0, 5), (5, 8)]
         return {
             "data parallel": data_parallel(four, "none"),
             "data parallel int8": data_parallel(four, "int8"),
             "data parallel int8, shares 2:1": data_parallel(four, "int8", [0, 2, 1, 0, 2, 3], size=2),
-            "pipeline of four, 3-0-1-2": far(cluster, cut, [[3], [0], [1], [2]], size=2, compression="none", spans=2),
-            "two wide stages int8": far(
+            "pipeline of four, 3-0-1-2": plan_of(
+                cluster, cut, [[3], [0], [1], [2]], size=2, compression="none", spans=2
+            ),
+            "two wide stages int8": plan_of(
                 cluster, [(0, 5), (5, 8)], [[0, 2], [1, 3]], size=1, compression="int8", spans=3
             ),
             "two near regions int8, shares 2:1": data_parallel([0, 1], "int8", [0, 1, 0, 0, 1, 0], size=2),
@@ -122,8 +128,7 @@ def run_network(network: Network, args: argparse.Namespace) -> list[dict[str, An
     """Train every plan on one network, all of them in turn, so that what changes meanwhile falls on all."""
     cluster = cluster_of(network)
     with Lab(lab_network(cluster), tcp=TcpSettings(congestion=args.congestion), backend="relay") as lab:
-        batch = replace(BATCH, global_batch=12)
-        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=batch)
+        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=BATCH)
         tables = CostTables(problem, [])
         plans = plans_of(network, problem.cluster)
         found = find_plan(problem, np.random.default_rng(0), effort=Effort(time_limit_s=8.0), tables=tables).plan

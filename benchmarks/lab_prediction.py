@@ -155,7 +155,14 @@ def cluster_of(network: Network) -> Cluster:
 
 
 def plan_of(
-    cluster: Cluster, layers: list[tuple[int, int]], stages: list[list[int]], *, size: int, compression: str, spans: int
+    cluster: Cluster,
+    layers: list[tuple[int, int]],
+    stages: list[list[int]],
+    *,
+    size: int,
+    compression: str,
+    spans: int,
+    global_batch: int = BATCH.global_batch,
 ) -> Plan:
     """A plan with micro-batches dealt in turn; each stage's span is its width, times `spans`."""
     pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
@@ -163,7 +170,7 @@ def plan_of(
         Stage(first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices))
         for (first, last), devices in zip(layers, stages, strict=True)
     )
-    n, micro_batches = len(cluster.regions), BATCH.global_batch // size
+    n, micro_batches = len(cluster.regions), global_batch // size
     routes = np.stack([np.arange(micro_batches) % stage.width for stage in built], axis=1)
     uses = tuple(
         LinkUse(
