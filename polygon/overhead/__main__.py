@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polygon.commands import cli
+from polygon.cost.network import fabric_of
 from polygon.domain.cluster import Device, Link
 from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError, located, require
@@ -174,11 +175,14 @@ def topology_of(args: argparse.Namespace, ranks: int, device: Device | None = No
             option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option}: found it with --topology {kind}, expected --topology mesh or torus")
     nx, ny = _grid(args, ranks)
+    link = _link(delay, rate, usual)
+    known = device is not None and kind in ("switch", "hierarchical") and not args.tree_algo
     return Topology(
         kind=kind,
         ranks=ranks,
-        link=_link(delay, rate, usual),
+        link=link,
         per_node=args.gpus_per_node or 1,
+        fabric=fabric_of(device, args.gpus_per_node or ranks, link) if known and device else None,
         inter=_link(args.inter_latency, args.inter_bandwidth, catalogue.link(INTER)),
         nx=nx,
         ny=ny,

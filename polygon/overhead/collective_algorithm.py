@@ -46,6 +46,7 @@ NCCL = "NCCL tuning model"
 MEGATRON = "Narayanan et al. 2021"
 PXN = "Rajbhandari et al. 2022 (DeepSpeed-MoE)"
 LOADS = "link loads"
+VTRAIN = "nccl-tests tables of vTrain, SimAI's between nodes"
 
 
 def entry(

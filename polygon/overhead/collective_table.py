@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from polygon.cost.network import SWITCH, Group, all_reduce_s, gather_s
 from polygon.domain.errors import require, require_number
-from polygon.overhead.collective_algorithm import AlgorithmCost, along_a_path
+from polygon.overhead.collective_algorithm import VTRAIN, AlgorithmCost, along_a_path, entry
 from polygon.overhead.collective_flat import on_ring, on_switch, on_tree
 from polygon.overhead.collective_grids import on_grid
 from polygon.overhead.collective_nodes import between_nodes, on_nodes
 from polygon.overhead.topologies import OPERATIONS, Bound, Topology, lower_bound
+
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations that the planner prices by measured tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,31 @@ class Cell:
         return Cell(op=self.op, topology=self.topology, n_bytes=self.n_bytes, algorithms=kept, bound=self.bound)
 
 
+def as_measured(op: str, topology: Topology, n_bytes: float) -> AlgorithmCost:
+    """What NCCL takes on such nodes, as the planner prices it: its ring's bytes at the rate that follows."""
+    inter = topology.inter or topology.link
+    per_node = topology.per_node if topology.kind == "hierarchical" else topology.ranks
+    node = replace(inter, bytes_per_s=inter.bytes_per_s * per_node)
+    group = Group(
+        members=topology.ranks,
+        per_node=per_node,
+        devices_per_node=per_node,
+        intra_node=topology.link,
+        inter_node=node,
+        fabric=SWITCH if topology.fabric is None else topology.fabric,
+    )
+    passes = 2 if op == "all_reduce" else 1
+    time_s = all_reduce_s(n_bytes, group) if passes == 2 else gather_s(n_bytes, group)
+    sent = passes * (topology.ranks - 1) / topology.ranks * n_bytes
+    formula = f"{passes} * (n - 1) / n * M / R" if n_bytes else "0"
+    numbers = {"n": topology.ranks, "M": n_bytes, "R": sent / time_s if time_s else 0.0}
+    steps = passes * (topology.ranks - 1)
+    return entry("nccl, measured", time_s, steps, sent, formula, numbers, VTRAIN, ranks=topology.ranks)
+
+
 def _algorithms(op: str, topology: Topology, n_bytes: float, hops: int, shards: int) -> list[AlgorithmCost]:
+    if topology.fabric is not None and topology.kind in ("switch", "hierarchical") and op in MEASURED:
+        return [as_measured(op, topology, n_bytes)]
     if topology.kind == "hierarchical":
         if op == "p2p":
             return between_nodes(topology, n_bytes, shards)

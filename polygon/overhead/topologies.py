@@ -49,6 +49,9 @@ class Topology:
     in_network: bool = False
     hop_latency_s: float = 0.0
     """What every further hop of a message that is not stored on its way adds [s]."""
+    fabric: int | None = None
+    """How the devices of a node are joined (`polygon.cost.network.fabric_of`), where it is known what they are: sums
+    and gathers (switch, hierarchical) then take what NCCL was measured to take instead of what formulas promise."""
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, "topology", self.kind, " or ".join(KINDS))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
 from string import Formatter
 
@@ -42,9 +43,15 @@ PARSERS = (
 """How faults begin that the parsers of JSON and YAML find."""
 
 
+@cache
+def nodes(module: Path) -> tuple[ast.AST, ...]:
+    """All of a module's syntax."""
+    return tuple(ast.walk(ast.parse(module.read_text("utf-8"))))
+
+
 def calls(module: Path) -> Iterator[tuple[str, ast.Call]]:
     """Every call of a module with the name of what is called."""
-    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.Call):
             yield getattr(node.func, "id", getattr(node.func, "attr", "")), node
 
@@ -91,8 +98,8 @@ def phrases(modules: list[Path]) -> set[str]:
 
 def texts(modules: list[Path]) -> set[str]:
     """Every text that stands in modules."""
-    nodes = (node for module in modules for node in ast.walk(ast.parse(module.read_text("utf-8"))))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    constants = (node for module in modules for node in nodes(module) if isinstance(node, ast.Constant))
+    return {constant.value for constant in constants if isinstance(constant.value, str)}
 
 
 def served() -> list[Path]:

@@ -18,6 +18,9 @@ from polygon.overhead.__main__ import main
 from polygon.overhead.quantities import BYTES, BYTES_PER_S, COUNT, SECONDS, quantity
 from polygon.overhead.topologies import KINDS, OPERATIONS
 
+MEASURED = Path(__file__).resolve().parents[2] / "instances" / "measured" / "allreduce_lut_fit.json"
+QUANTITIES = {"16MB": 16e6, "256MB": 256e6, "1GB": 1e9}
+
 EARLIER_TOOL = """\
 list-cmds
 collective --topology ring --N 8 --M 140e9
@@ -187,6 +190,21 @@ def test_more_sharding_never_takes_more_memory(capsys, parameters, given):
     totals = [found["memory_by_zero"][str(zero)]["total_bytes"] for zero in range(4)]
     assert totals == sorted(totals, reverse=True)
     assert (found["assumed_layers"] is None) == bool(given)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("size", ["16MB", "256MB", "1GB"])
+def test_a_named_gpu_takes_what_nccl_was_measured_to_take(capsys, gpus, size):
+    """A node of A100: the all-reduce of nccl-tests, not what the data sheet promises; scatter and gather half of it."""
+    parameters = QUANTITIES[size] / 2
+    command = f"analysis --topology switch --num-gpus {gpus} --dp {gpus} --params {parameters} --json --gpu a100-80gb"
+    assert main(command.split()) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traffic"]
+    measured = json.loads(MEASURED.read_text())[f"a100_{gpus}"][f"busbw_{size}"] * 1e9
+    assert found["time_s"] == pytest.approx(2 * (gpus - 1) / gpus * QUANTITIES[size] / measured, rel=1e-6)
+    assert main([*command.split(), "--zero", "1"]) == 0
+    halves = json.loads(capsys.readouterr().out)["traffic"]
+    assert sum(half["time_s"] for half in halves) == pytest.approx(found["time_s"])
 
 
 def test_does_not_fit_is_a_result_with_its_reason(capsys):
