@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint validate bench gpu-check mutants wheel site pages clean
+.PHONY: help demo test lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,8 +77,22 @@ wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and pla
 	@rm -rf out/wheel && mkdir -p out/wheel/empty
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv out/wheel/venv
-	out/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls -t dist/*.whl | head -1)[plots]"
+	env -u PYTHONPATH out/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls -t dist/*.whl | head -1)[plots]"
 	cd out/wheel/empty && env -u PYTHONPATH ../venv/bin/python ../../../docs/six_lines.py
+
+sbom: wheel ## list all that comes with the wheel into dist/sbom.cdx.json (CycloneDX)
+	$(PYTHON) -m venv out/wheel/tools
+	out/wheel/tools/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
+	env -u PYTHONPATH out/wheel/tools/bin/cyclonedx-py environment --validate --output-reproducible -o dist/sbom.cdx.json out/wheel/venv/bin/python
+
+images: ## build the planner's and the trainer's container, where a registry is at hand
+	docker build --file docker/planner.Dockerfile --tag polygon .
+	docker build --file docker/trainer.Dockerfile --tag polygon-train .
+
+release: lint test site pages sbom ## all that must hold before a release; the wheel and its bill of materials are in dist/
+
+coverage: $(VENV)/test.installed ## how much of the public names is documented, beside two other solvers
+	$(BIN)/python -m benchmarks.docstrings
 
 clean: ## remove the environment and what was built
 	rm -rf $(VENV) out build dist *.egg-info

@@ -49,15 +49,15 @@ def main() -> int:
     named: collections.Counter[str] = collections.Counter()
     wrong, worst, asked, begin_s = 0, 0.0, 0, time.process_time()
     for problem, plan, tables in drawn(args.plans, args.seed)[: args.plans]:
-        said = limits(problem, plan, tables)["limits"]
+        said = limits(problem, plan, tables).limits
         times = step_times(plan, tables)
         best = max(
             (saving(problem, plan, resource, float(times.step_s)), f"{resource.kind} {resource.quality}".strip())
             for resource in resources(problem, plan, times)
         )
         asked += 1
-        first = said[0]["saves"] if said else LEAST
-        named[f"{said[0]['kind']} {said[0]['quality']}".strip() if said else "nothing"] += 1
+        first = said[0].saves if said else LEAST
+        named[f"{said[0].resource.kind} {said[0].resource.quality}".strip() if said else "nothing"] += 1
         worst = max(worst, best[0] - first)
         if best[0] > first + 1e-9:
             wrong += 1

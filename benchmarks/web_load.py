@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
+import os
 import re
 import shutil
 import statistics
@@ -31,18 +33,37 @@ from tests.web.fuzzing import fuzz
 
 
 def cpu_s(server: Server) -> float:
-    """CPU seconds that the server has used (Linux)."""
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+    """CPU seconds that the server and its processes have used (Linux)."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has ended meanwhile
+            fields = stat.read_text("utf-8").rsplit(")", 1)[1].split()
+            if server.process.pid in (int(stat.parent.name), int(fields[1])):
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def users(server: Server, plan: str, count: int, *, alike: bool) -> list[float]:
-    """Seconds of every what-if of as many users at once, three each."""
+def idle_s(server: Server, plan: str, count: int = 40) -> float:
+    """Median seconds of a what-if of one user while nobody else asks."""
+    waits = []
+    for step in range(count):
+        begin = time.perf_counter()
+        server.request("POST", f"/api/v1/plans/{plan}/view", {"bandwidth_factor": 0.5 + step / 100})
+        waits.append(time.perf_counter() - begin)
+    return statistics.median(waits)
+
+
+def users(server: Server, plan: str, count: int, *, alike: bool, pause_s: float = 0.0) -> list[float]:
+    """Seconds of every what-if of as many users at once, three each: one after another, or one every `pause_s`."""
+    start_s = time.perf_counter()
 
     def one(user: int) -> list[float]:
         seconds = []
         for step in range(3):
-            changes = {"bandwidth_factor": 1 + (0 if alike else user / 100) + step + alike / 7}
+            if pause_s:  # users begin one after another, as people do
+                due_s = start_s + (user / count + step) * pause_s
+                time.sleep(max(0.0, due_s - time.perf_counter()))
+            changes = {"bandwidth_factor": 1 + pause_s / 900 + (0 if alike else user / 100) + step + alike / 7}
             begin = time.perf_counter()
             status, _, _ = server.request("POST", f"/api/v1/plans/{plan}/view", changes)
             assert status == 200
@@ -119,7 +140,7 @@ def longest_task_s(server: Server, plan: str) -> float:
         page.goto(f"{server.url}/#plan={plan}")
         page.locator("[data-chart=gantt] canvas").wait_for()
         page.evaluate(watch)
-        for place in ("[data-region]", ".strip > li"):
+        for place in ("[data-region] circle", ".strip > li"):
             for spot in page.locator(place).all()[:10]:
                 spot.hover()
         canvas = page.locator("[data-chart=gantt] canvas")
@@ -143,13 +164,16 @@ def main() -> int:
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
                 plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
-                for alike in (False, True):
+                alone_s = idle_s(server, plan)
+                for alike, pause_s in ((False, 0.0), (True, 0.0), (False, 1.0)):
                     before_s = cpu_s(server)
-                    waits = sorted(users(server, plan, args.users, alike=alike))
+                    waits = sorted(users(server, plan, args.users, alike=alike, pause_s=pause_s))
                     each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
-                    print(f"{name}: {args.users} users, {len(waits)} {'equal' if alike else 'different'} what-ifs, no "
-                          f"error: median {statistics.median(waits):.2f} s, p95 {waits[int(0.95 * len(waits))]:.2f} s, "
-                          f"CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+                    p95_s = waits[int(0.95 * len(waits))]
+                    kind = f"{'equal' if alike else 'different'} what-ifs{', one a second each' if pause_s else ''}"
+                    print(f"{name}: {args.users} users, {len(waits)} {kind}, no error: median "
+                          f"{statistics.median(waits):.2f} s, p95 {p95_s:.2f} s, {p95_s / alone_s:.0f} times "
+                          f"one user's {alone_s * 1e3:.0f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
             long_timeline(server, plan)
             many = ten_thousand(server)
             if shutil.which("chromium"):

@@ -4,21 +4,21 @@
     python -m runners.sweep ptafm --methods ants,genetic --json
     python -m runners.sweep regional --seeds 3 --evaluations 2000 -o results/regional
 
-Runs in parallel processes and writes one line per run to DIR/runs.jsonl as it ends, so that an interrupted sweep goes
-on where it stopped and a finished one does nothing but report. From these lines come DIR/runs.csv, DIR/table.md (also
-on standard output) and, with matplotlib, DIR/convergence.png. A run is known by instance, method, seed
-and limits; its generator is seeded with the seed alone. Times are wall time of the search itself, after a short run
-that compiles the kernels.
+Runs in parallel processes here, or on a Dask or Ray cluster (--backend), and writes one line per run to
+DIR/runs.jsonl as it ends, so that an interrupted sweep goes on where it stopped and a finished one does nothing but
+report. From these lines come DIR/runs.csv, DIR/table.md (also on standard output) and, with matplotlib,
+DIR/convergence.png. A run is known by instance, method, seed and limits; its generator is seeded with the seed alone.
+Times are wall time of the search itself, after a short run that compiles the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ import numpy as np
 from polygon.commands import cli
 from polygon.domain.errors import InputError
 from polygon.formats.files import write_text
+from polygon.grid3d.spread import BACKENDS, spread
 from runners.sweeps import sweep_summary as report
 from runners.sweeps.suites import SUITES, Suite, suite
 from solvers.problem import SearchProblem
@@ -36,6 +37,8 @@ from solvers.stop import MaxEvaluations, Target, TimeLimit
 
 BOUND = "bound"
 """Method name of the rows that hold an instance's lower bound."""
+LOT = 32
+"""Runs after which Ray hands over what it has: an interrupt costs no more than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +138,20 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, int, float | None]:
     return row["instance"], row["method"], row["seed"], row["evaluations"], row["time_limit_s"]
 
 
-def sweep(todo: list[Task], record: Path, workers: int, *, quiet: bool) -> list[dict[str, Any]]:
-    """Run what the record lacks, and return the rows of all tasks, in their order.
+def sweep(todo: list[Task], record: Path, *, quiet: bool, **where: Any) -> list[dict[str, Any]]:
+    """Run what the record lacks (`where`: as `spread` takes it), and return the rows of all tasks, in their order.
 
     An interrupt ends the sweep with the runs that are done.
     """
     done = {_key(row): row for row in _recorded(record)}
     missing = [task for task in todo if task.key not in done]
     record.parent.mkdir(parents=True, exist_ok=True)
-    pool = ProcessPoolExecutor(max_workers=workers)
     try:
         # The record may end in a torn line: begin a new one.
-        with record.open("a", encoding="utf-8") as lines:
+        with record.open("a", encoding="utf-8") as lines, contextlib.closing(spread(run, missing, **where)) as results:
             if record.stat().st_size and not record.read_text(encoding="utf-8").endswith("\n"):
                 lines.write("\n")
-            for count, future in enumerate(as_completed([pool.submit(run, task) for task in missing]), start=1):
-                row = future.result()
+            for count, row in enumerate(results, start=1):
                 done[_key(row)] = row
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
@@ -159,8 +160,6 @@ def sweep(todo: list[Task], record: Path, workers: int, *, quiet: bool) -> list[
                     print(f"\r{count}/{len(missing)} runs", end=end, file=sys.stderr, flush=True)  # noqa: T201
     except KeyboardInterrupt:
         print("\ninterrupted: the runs that ended are kept", file=sys.stderr)  # noqa: T201
-        pool.shutdown(wait=False, cancel_futures=True)
-    pool.shutdown()
     if missing and not quiet and sys.stderr.isatty():
         print(file=sys.stderr)  # noqa: T201
     return [done[task.key] for task in todo if task.key in done]
@@ -180,7 +179,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--instances", metavar="A,B", help="only these (default: all of the suite)")
     parser.add_argument("--evaluations", type=cli.whole(1), help="limit of a run (default: the suite's)")
     parser.add_argument("--time-limit", type=cli.number(above=0), metavar="SECONDS", help="limit of a run")
-    parser.add_argument("--workers", type=cli.whole(1), default=2, help="parallel processes (default %(default)s)")
+    parser.add_argument(
+        "--workers", type=cli.whole(1), help="parallel processes (default: all cores, or the cluster's)"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="of a Dask cluster (default: one of this machine)")
     parser.add_argument("--no-plots", action="store_true", help="no convergence plots")
     return parser
 
@@ -190,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     chosen = _suite(args.suite, tuple(args.files))
     out = Path(args.out or Path("sweeps") / args.suite)
-    rows = sweep(tasks(chosen, args), out / "runs.jsonl", args.workers, quiet=args.quiet)
+    where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
+    rows = sweep(tasks(chosen, args), out / "runs.jsonl", quiet=args.quiet, **where)
     summary = report.summary(rows, chosen.tolerance)
     write_text(out / "runs.csv", report.csv_text(rows))
     table = report.markdown(summary, chosen.about, chosen.unit)
@@ -202,4 +206,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    # Other processes import what they run by its name, which `__main__` is not.
+    from runners import sweep as program
+
+    sys.exit(cli.run(program.main))

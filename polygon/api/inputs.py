@@ -49,6 +49,10 @@ class Cluster:
     def from_yaml(cls, path: PathLike) -> Cluster:
         """The cluster of a file: polygon's YAML or JSON, PTAFM's text or a hostfile, told apart by content.
 
+        Parameters
+        ----------
+        path : path
+
         Raises
         ------
         InputError
@@ -59,6 +63,11 @@ class Cluster:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
         """The cluster of plain data, with the keys of a cluster file (docs/file-formats.md).
+
+        Parameters
+        ----------
+        data : mapping
+            In the units of files: ms, Gbit/s, GiB.
 
         Raises
         ------
@@ -71,6 +80,11 @@ class Cluster:
     @classmethod
     def from_hostfile(cls, path: PathLike) -> Cluster:
         """The cluster of a hostfile, lines ``HOST slots=N type=DEVICE``: one region with the usual links.
+
+        Parameters
+        ----------
+        path : path
+            Hosts with equally many devices of one type become one group of nodes.
 
         Raises
         ------
@@ -102,7 +116,17 @@ class Cluster:
         return convert.cluster_data(self.data)
 
     def save(self, path: PathLike) -> None:
-        """Write the cluster as YAML, or as JSON where the name ends so."""
+        """Write the cluster as YAML, or as JSON where the name ends so.
+
+        Parameters
+        ----------
+        path : path
+
+        Raises
+        ------
+        InputError
+            Where the file cannot be written.
+        """
         files.write_cluster(path, self.data)
 
     def plot_map(self) -> Figure:
@@ -147,6 +171,11 @@ class Model:
     def from_catalogue(cls, name: str) -> Model:
         """A model of the catalogue (``polygon show models``), by name or alias.
 
+        Parameters
+        ----------
+        name : str
+            Such as ``'llama2-7b'``.
+
         Raises
         ------
         InputError
@@ -182,6 +211,10 @@ class Model:
     @classmethod
     def from_yaml(cls, path: PathLike) -> Model:
         """The model that a file of polygon's own format spells out.
+
+        Parameters
+        ----------
+        path : path
 
         Raises
         ------

@@ -160,7 +160,17 @@ class Problem:
 
     @classmethod
     def from_file(cls, path: PathLike) -> Problem:
-        """The problem of a file (docs/file-formats.md); its cluster may be another file, its model a name."""
+        """The problem of a file (docs/file-formats.md); its cluster may be another file, its model a name.
+
+        Parameters
+        ----------
+        path : path
+
+        Raises
+        ------
+        InputError
+            With the file, the place in it, what was found and what is allowed.
+        """
         return cls.of(files.read_problem(path))
 
     @cached_property
@@ -490,7 +500,13 @@ class Plan:
         return tuple(predicted_intervals(times, drawn))
 
     def plot_timeline(self, most_workers: int = MOST_ROWS) -> Figure:
-        """Picture of `timeline` (needs matplotlib, and says so)."""
+        """Picture of `timeline` (needs matplotlib, and says so).
+
+        Parameters
+        ----------
+        most_workers : int
+            Rows; of larger plans so many workers, evenly spaced, are shown.
+        """
         from polygon.api.plots import plot_timeline
 
         return plot_timeline(self.timeline(most_workers), f"{self!r}: {seconds(self.evaluate().step_s)} a step")
@@ -508,7 +524,13 @@ class Plan:
         return plot_map(self.problem.cluster.data, self.evaluate())
 
     def whole_run(self, tokens: float) -> TrainingRun:
-        """Time, money and energy of training on so many tokens."""
+        """Time, money and energy of training on so many tokens.
+
+        Parameters
+        ----------
+        tokens : float
+            Of all steps together, as 1e9.
+        """
         times = step_times(self.data, self.problem.tables)
         return whole_run(step_bill(self.problem.data, self.data, times), tokens)
 
@@ -537,6 +559,10 @@ class Plan:
 
     def save(self, path: PathLike) -> None:
         """Write the plan with its problem and estimate (JSON), for the runner, `load` and every command.
+
+        Parameters
+        ----------
+        path : path
 
         Raises
         ------

@@ -42,10 +42,15 @@ SWITCH, MESH, PCIE = 0, 1, 2
 """How the devices of a node are joined."""
 PCIE_MOST_BYTES_PER_S = 64e9
 """Rate of PCIe 5 x16: what is no faster is taken for it."""
-PCIE_SHARE = 0.45
-"""Bus bandwidth of NCCL's all-reduce through host memory over the rate of PCIe, 2 to 8 devices without peer-to-peer
-copies, which only some boards may do: V100-PCIe 0.43 to 0.45, RTX 4090 0.46 to 0.57, RTX 5090 0.44 to 0.56 (nccl-tests
-in NVIDIA/nccl and NVIDIA/nccl-tests issues, 2019 to 2025); behind one shared uplink a quarter and less."""
+PCIE_RING, PCIE_STAGING = 0.53, 0.457
+"""An all-reduce of n bytes among k boards without peer-to-peer copies takes 2 (k - 1) / k n / (0.53 R) + n / (0.457 R)
+at rate R of PCIe. Tensor-parallel sums in Sailor's profiles of RTX 2080 and Titan RTX (a block on k devices less a k-th
+of the block on one), 64 of them among 2, 4 and 8 members, 8 to 537 MB, have a bus bandwidth of 0.24, 0.29 and 0.31 R,
+on both boards alike. nccl-tests alone on a machine show 0.43 to 0.57 (V100-PCIe, RTX 4090 and 5090; NVIDIA/nccl and
+NVIDIA/nccl-tests issues, 2019 to 2025); behind one shared uplink it is a quarter and less (RTX 3090 in the profiles:
+0.15 among 4, 0.05 among 8)."""
+PCIE_LONG_RING = 1 / (1 / PCIE_RING + 0.5 / PCIE_STAGING)
+"""The same of many members, of which some are on other nodes."""
 PCIE_MEMBER_S = 5e-6
 """Latency of a small all-reduce per member (the same tables: 9-12 us for two, 18-21 for four, 38-44 for eight)."""
 
@@ -158,9 +163,8 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
     if members < 2 or n_bytes <= 0:
         return 0.0
     if fabric == PCIE:
-        return 2 * (members - 1) / members * n_bytes / (PCIE_SHARE * bytes_per_s) + members * (
-            PCIE_MEMBER_S + latency_s
-        )
+        passes = 2 * (members - 1) / members / PCIE_RING + 1 / PCIE_STAGING
+        return passes * n_bytes / bytes_per_s + members * (PCIE_MEMBER_S + latency_s)
     rates, reference = _RATES[min(members, 8)], REFERENCE_BYTES_PER_S
     if fabric == MESH:
         rates, reference = _MESH[min(members, 8)], MESH_BYTES_PER_S
@@ -205,7 +209,7 @@ def ring_kernel(
         return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s, fabric)
     rate = node_bytes_per_s * per_node / devices_per_node * CARD_EFFICIENCY
     if per_node > 1:
-        rate = min(rate, (PCIE_SHARE if fabric == PCIE else FABRIC_EFFICIENCY) * fabric_bytes_per_s)
+        rate = min(rate, (PCIE_LONG_RING if fabric == PCIE else FABRIC_EFFICIENCY) * fabric_bytes_per_s)
     latency_s = passes * ((members - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + node_latency_s))
     if passes == 2:
         tree_s = 2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + node_latency_s)

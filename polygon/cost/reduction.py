@@ -320,10 +320,10 @@ def stage_reduction(
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
     """
+    if plan.stages[stage].width == 1 and place.cp[stage] == 1:
+        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     pools, nodes, members = stage_devices(place, stage, links)
     degrees = place.degrees[stage]
-    if int(nodes.sum()) == 1 and int(members[0]) == 1:
-        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values(model))
     regions = np.unique(links.region[pools])
     mode = group_packing(plan, regions)
@@ -366,6 +366,11 @@ def stage_reduction(
             gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
             node_s, region_s = (0.0, 0.0) if scattered else (0.5 * node_s, 0.5 * region_s)
             region_s += copies_s(float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, arrays)
+    workers = int((nodes * members).sum())
+    nccl = bool((arrays.collective[pools, 4] > 0).all())
+    if plan.reduction == "central-server" and len(regions) == 1 and workers > 1 and nccl:
+        # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
+        region_s *= workers / (workers - 1)
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
 from polygon.domain.plan import Plan
 from polygon.domain.schedule import windows
-from polygon.domain.uniform import uniform_config
+from polygon.domain.uniform import uniform_config, uniform_order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +30,9 @@ class StepTimes:
     place: Placement
     ends_s: np.ndarray
     reductions: tuple[ReductionCost, ...]
+    sums: np.ndarray
+    """Seconds of every stage's reduction, its part that is latency, of gathering weights, and with local steps of the
+    exchange between regions: shape (4, stages)."""
     tied_s: float
     norm_s: float
     """From the moment when the last rank knows its part of the gradient's norm until all know all of it."""
@@ -45,15 +49,9 @@ class StepTimes:
     """Seconds that each stage's reduction keeps links busy which others use too (`shared_links.busy_on_shared`)."""
 
     @cached_property
-    def sums(self) -> np.ndarray:
-        """Seconds of every stage's reduction, its part that is latency, and of gathering weights, shape (3, stages)."""
-        costs = self.reductions
-        return np.array([[c.total_s for c in costs], [c.latency_s for c in costs], [c.gather_s for c in costs]])
-
-    @cached_property
     def reduction_spans_s(self) -> np.ndarray:
         """When every stage begins [0] and ends [1] to sum its gradients, alone on its links: (2, stages)."""
-        whole_s, latency_s, _ = self.sums
+        whole_s, latency_s = self.sums[:2]
         return reduction_spans_s(
             self.ends_s,
             self.schedule.backward_s,
@@ -73,7 +71,7 @@ class StepTimes:
     @cached_property
     def outer_s(self) -> np.ndarray:
         """Seconds after the update, the mean per step, that each stage needs where regions take local steps, else 0."""
-        alone_s = np.array([cost.outer_s for cost in self.reductions])
+        alone_s = self.sums[3]
         if not alone_s.any():
             return alone_s
         return np.maximum(alone_s, last_end_s(np.zeros_like(alone_s), self.shared_pairs_s))
@@ -120,12 +118,23 @@ class StepTimes:
 def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Different rows of some integer columns, and for every place the number of its row."""
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    if len(rows) == 1:
+        return rows, np.zeros(1, dtype=np.int64)
     number = {row: k for k, row in enumerate(dict.fromkeys(rows))}
     return list(number), np.array([number[row] for row in rows])
 
 
 def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> tuple[ScheduleTimes, float]:
     """Durations of a plan's actions and messages, ready to simulate, and ZeRO's traffic that nothing hides [s]."""
+    durations, first_s = schedule_durations(plan, tables, place, messages)
+    order, first = backward_order(windows(plan))
+    return ScheduleTimes(order=order, first=first, chunks=plan.chunks, **durations), first_s
+
+
+def schedule_durations(
+    plan: Plan, tables: CostTables, place: Placement, messages: Messages
+) -> tuple[dict[str, Any], float]:
+    """The fields of `ScheduleTimes` that a plan's spans do not change, and ZeRO's traffic that nothing hides [s]."""
     forward, backward, first_s = np.empty(len(place.stage)), np.empty(len(place.stage)), 0.0
     for s in range(len(plan.stages)):
         mine = place.members(s)
@@ -139,27 +148,23 @@ def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: M
         forward[mine], backward[mine] = of_kind[:, kind]
     forward, backward = forward + messages.codec_s[0], backward + messages.codec_s[1]
     link, hold_s, latency_s, shared = messages.link, messages.hold_s, messages.latency_s, messages.shared
+    routes = plan.routes + place.offset[None, :]
     if not tables.problem.runtime.p2p_overlap and latency_s.size:
-        blocked = blocked_s(messages, plan.routes + place.offset[None, :], len(forward))
+        blocked = blocked_s(messages, routes, len(forward))
         forward, backward = forward + blocked[0], backward + blocked[1]
         missing = np.isinf(messages.busy_s)
         link, shared = messages.channel[..., None], False
         hold_s, latency_s = np.where(missing, np.inf, 0.0)[..., None], np.zeros_like(latency_s)
-    order, first = backward_order(windows(plan))
-    schedule = ScheduleTimes(
-        routes=plan.routes + place.offset[None, :],
-        order=order,
-        first=first,
-        forward_s=forward,
-        backward_s=backward,
-        link=link,
-        hold_s=hold_s,
-        latency_s=latency_s,
-        links=messages.links if shared else messages.channels,
-        shared=shared,
-        chunks=plan.chunks,
-    )
-    return schedule, first_s
+    return {
+        "routes": routes,
+        "forward_s": forward,
+        "backward_s": backward,
+        "link": link,
+        "hold_s": hold_s,
+        "latency_s": latency_s,
+        "links": messages.links if shared else messages.channels,
+        "shared": shared,
+    }, first_s
 
 
 def stage_seconds(
@@ -224,15 +229,48 @@ def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
     return present.T @ present
 
 
+KEPT_PLANS = 16
+"""Plans whose terms tables keep; a search prices each a few times, with other spans."""
+
+
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """Simulate a plan's schedule and price its reduction and update."""
+    durations, terms = plan_terms(plan, tables)
+    order, first = backward_order(windows(plan))
+    schedule = ScheduleTimes(order=order, first=first, chunks=plan.chunks, **durations)
+    return StepTimes(schedule=schedule, ends_s=schedule.simulate()[0], **terms)
+
+
+def plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `ScheduleTimes` and of `StepTimes` that do not follow from a plan's spans, kept for the next plan that
+    differs in these alone."""
+    # By identity, for to compare stages takes as long as to price them; what is kept keeps them alive.
+    key = (
+        id(plan.stages),
+        id(plan.links),
+        plan.micro_batch_size,
+        plan.reduction,
+        plan.local_steps,
+        plan.chunks,
+        uniform_order(plan),
+    )
+    known = tables.plan_terms.get(key)
+    if known is not None and np.array_equal(known[0].routes, plan.routes):
+        return known[1:]
+    made = _plan_terms(plan, tables)
+    if len(tables.plan_terms) >= KEPT_PLANS:
+        tables.plan_terms.clear()
+    tables.plan_terms[key] = (replace(plan, routes=plan.routes.copy()), *made)
+    return made
+
+
+def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
     problem = tables.problem
     place = tables.placement(plan)
     # Pipelines that are all alike send at the same time: each gets its part of what they share.
     uniform = uniform_config(plan) is not None
     messages = price_messages(plan, problem.model, problem.batch, tables.links, place, problem.runtime, in_step=uniform)
-    schedule, first_s = schedule_times(plan, tables, place, messages)
-    ends_s, _ = schedule.simulate()
+    durations, first_s = schedule_durations(plan, tables, place, messages)
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
     reductions, n_bytes = [], []
     updates = np.zeros(len(place.stage))
@@ -257,22 +295,21 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         for part in parts:
             updates[place.members(part)] = np.array(each)[kind]
     shared_cards_s, shared_pairs_s = busy_on_shared(plan, place, tables.links, reductions, n_bytes)
-    return StepTimes(
-        schedule=schedule,
-        messages=messages,
-        place=place,
-        ends_s=ends_s,
-        reductions=tuple(reductions),
-        tied_s=tied_embedding_s(plan, tables),
-        norm_s=gradient_norm_s(plan, tables, place),
-        update_s=updates,
-        layers=tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
-        overlaps=overlap_of(problem.runtime, problem.batch),
-        chunks=plan.chunks,
-        first_s=first_s,
-        shared_cards_s=shared_cards_s,
-        shared_pairs_s=shared_pairs_s,
-    )
+    return durations, {
+        "messages": messages,
+        "place": place,
+        "reductions": tuple(reductions),
+        "sums": np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy(),
+        "tied_s": tied_embedding_s(plan, tables),
+        "norm_s": gradient_norm_s(plan, tables, place),
+        "update_s": updates,
+        "layers": tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
+        "overlaps": overlap_of(problem.runtime, problem.batch),
+        "chunks": plan.chunks,
+        "first_s": first_s,
+        "shared_cards_s": shared_cards_s,
+        "shared_pairs_s": shared_pairs_s,
+    }
 
 
 def gradient_norm_s(plan: Plan, tables: CostTables, place: Placement) -> float:

@@ -83,6 +83,8 @@ class CostTables:
         """By micro-batch size and global batch: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
         """Peak memory of the workers of plans that were priced."""
+        self.plan_terms: dict[tuple[Any, ...], Any] = {}
+        """What `polygon.cost.step_times` works out of a plan and its spans do not change."""
         self._places: WeakKeyDictionary[Plan, Placement] = WeakKeyDictionary()
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])

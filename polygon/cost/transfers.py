@@ -26,6 +26,8 @@ from polygon.cost.network import (
     FABRIC_EFFICIENCY,
     FAR_MESSAGE_S,
     NEAR_MESSAGE_S,
+    PCIE,
+    PCIE_RING,
     TCP_LATENCY_S,
     fabric_of,
     socket_share,
@@ -161,7 +163,9 @@ class LinkTable:
         self.bytes_per_s = np.where(near, CARD_EFFICIENCY * self.ring_bytes_per_s, self.bytes_per_s)
         self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools]) + NEAR_MESSAGE_S * nccl
         fabric = np.array([pool.intra_node.bytes_per_s for pool in pools])
-        self.node_bytes_per_s = fabric * np.where(nccl, FABRIC_EFFICIENCY, 1.0)
+        joined = [fabric_of(pool.device, pool.devices_per_node, pool.intra_node) for pool in pools]
+        reached = np.where(np.array(joined) == PCIE, PCIE_RING, FABRIC_EFFICIENCY)
+        self.node_bytes_per_s = fabric * np.where(nccl, reached, 1.0)
         cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
         tcp = nccl & (np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S)
@@ -172,11 +176,11 @@ class LinkTable:
                     pool.devices_per_node,
                     pool.intra_node.bytes_per_s,
                     pool.intra_node.latency_s,
-                    fabric_of(pool.device, pool.devices_per_node, pool.intra_node),
+                    joined[i],
                     not pool.device.is_cpu,
                     factor,
                 )
-                for pool in pools
+                for i, pool in enumerate(pools)
             ],
             dtype=float,
         )

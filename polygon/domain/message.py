@@ -116,7 +116,9 @@ def say(message: Message | str, language: Language = "en") -> str:
     """
     if isinstance(message, str):
         return message
-    template = words()["messages"][message.kind][LANGUAGES.index(language)]
+    template: str = words()["messages"][message.kind][LANGUAGES.index(language)]
+    if "{" not in template and "}" not in template:
+        return template
     return _Words(language).vformat(template, (), message.arguments)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +61,9 @@ def stage_spans(stages: Sequence[Stage], spans: Sequence[int]) -> tuple[tuple[in
 
 def windows(plan: Plan) -> np.ndarray:
     """Window of every micro-batch in every stage, shape (micro_batches, stages)."""
-    columns = [np.asarray(row, dtype=np.int64)[plan.routes[:, s]] for s, row in enumerate(plan.spans)]
-    return np.ascontiguousarray(np.cumsum(np.stack(columns, axis=1)[:, ::-1], axis=1)[:, ::-1])
+    spans = np.array([span for row in plan.spans for span in row], dtype=np.int64)
+    first = [0, *accumulate(len(row) for row in plan.spans[:-1])]
+    return np.ascontiguousarray(spans[plan.routes + first][:, ::-1].cumsum(axis=1)[:, ::-1])
 
 
 def topological_order(plan: Plan) -> np.ndarray:

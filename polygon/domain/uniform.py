@@ -163,6 +163,14 @@ def _workers(problem: Problem, config: ParallelConfig) -> list[Worker]:
     return workers[:wanted]
 
 
+def uniform_order(plan: Plan) -> str | None:
+    """The schedule of a uniform split that a plan's spans are those of: `gpipe`, `1f1b` or none."""
+    spans = {span for row in plan.spans for span in row}
+    if spans == {plan.micro_batches}:
+        return "gpipe"
+    return "1f1b" if spans == {plan.stages[0].width} else None
+
+
 def uniform_config(plan: Plan) -> ParallelConfig | None:
     """The split that a plan is, if it is one: devices of one pool in order, all stages alike, micro-batches in turn."""
     stages, first = plan.stages, plan.stages[0]
@@ -174,9 +182,8 @@ def uniform_config(plan: Plan) -> ParallelConfig | None:
     alike = {(s.zero, s.shards, s.recompute, s.recompute_blocks, s.sequence_parallel, s.ep) for s in stages}
     if len(alike) > 1 or (plan.routes != (np.arange(plan.micro_batches) % dp)[:, None]).any():
         return None
-    spans = {span for row in plan.spans for span in row}
-    gpipe = spans == {plan.micro_batches}
-    if not gpipe and spans != {dp} and len(stages) > 1:
+    order = uniform_order(plan)
+    if order is None and len(stages) > 1:
         return None
     start = worker.devices[0]
     for s, stage in enumerate(stages):
@@ -199,6 +206,6 @@ def uniform_config(plan: Plan) -> ParallelConfig | None:
         recompute=first.recompute,
         recompute_blocks=first.recompute_blocks,
         sequence_parallel=first.sequence_parallel,
-        schedule="gpipe" if gpipe and groups > 1 and plan.micro_batches > dp else "1f1b",
+        schedule="gpipe" if order == "gpipe" and groups > 1 and plan.micro_batches > dp else "1f1b",
         stage_layers=tuple(stage.last_layer - stage.first_layer for stage in stages),
     )

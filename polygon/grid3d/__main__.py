@@ -22,10 +22,11 @@ from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE
 from polygon.domain.runtime import DP_OVERLAP
 from polygon.domain.uniform import SCHEDULES, ParallelConfig
-from polygon.grid3d.grid import BACKENDS, evaluate_all, parallel_config
+from polygon.grid3d.grid import evaluate_all, parallel_config
 from polygon.grid3d.grid_rows import FIELDS, Case, case_of
 from polygon.grid3d.searcher import Constants, SearcherCase, is_metadata, metadata_of, read_metadata
 from polygon.grid3d.splits import EVERYTHING, GridOptions, all_splits
+from polygon.grid3d.spread import BACKENDS
 
 COST_MODELS = ("polygon", "seed003")
 TRIED = ("cp", "ep", "micro_batch_size", "zero", "recompute", "schedule", "interleave", "sequence_parallel")

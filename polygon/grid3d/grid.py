@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.uniform import ParallelConfig
 from polygon.grid3d.grid_rows import FIELDS, KEYS, GridRow
 from polygon.grid3d.splits import GridSplit
-
-BACKENDS = ("loky", "dask", "ray", "serial")
+from polygon.grid3d.spread import spread
 
 
 class PricedSplits(Protocol):
@@ -95,11 +93,8 @@ def evaluate_all(
 
     Parameters
     ----------
-    jobs : int
-        Processes; -1: one a core (a cluster decides for itself).
-    backend : str
-        `loky` (processes here), `dask` (a distributed cluster: `scheduler` is its address; none: the client that
-        already exists, or one of this machine), `ray` (needs ray), `serial`.
+    jobs, backend, scheduler
+        Where, as `spread` takes it.
     progress : callable
         Told how many splits are done.
 
@@ -113,11 +108,10 @@ def evaluate_all(
     InputError
         For a backend whose package is missing, or a scheduler that does not answer.
     """
-    if backend not in BACKENDS:
-        raise InputError(f"backend: found {backend!r}, expected {' or '.join(BACKENDS)}")
     rows: list[GridRow] = []
     interrupted = False
-    with contextlib.closing(_results(case, splits, jobs, backend, scheduler)) as results:
+    priced = spread(case.rows, splits, jobs=jobs, backend=backend, scheduler=scheduler)
+    with contextlib.closing(priced) as results:
         try:
             for done, found in enumerate(results, start=1):
                 rows += found
@@ -125,76 +119,3 @@ def evaluate_all(
         except KeyboardInterrupt:
             interrupted = True
     return GridResult(sorted(rows), interrupted)
-
-
-def _results(
-    case: PricedSplits, splits: Sequence[GridSplit], jobs: int, backend: str, scheduler: str | None
-) -> Generator[list[GridRow], None, None]:
-    if backend == "serial" or jobs == 1:
-        yield from map(case.rows, splits)
-        return
-    import joblib
-
-    with _registered(backend, scheduler):
-        # Results come as they are ready (Ray's backend: all at the end); order is restored by sorting.
-        order = "list" if backend == "ray" else "generator_unordered"
-        parallel = joblib.Parallel(n_jobs=jobs, return_as=order, batch_size="auto")
-        yield from parallel(joblib.delayed(case.rows)(split) for split in splits)
-
-
-@contextlib.contextmanager
-def _registered(backend: str, scheduler: str | None) -> Iterator[None]:
-    """Joblib's backend of this name for as long as the context lasts."""
-    import joblib
-
-    if backend == "loky":
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-            yield
-    elif backend == "dask":
-        with _dask_client(scheduler), joblib.parallel_config(backend="dask"):
-            yield
-    else:
-        try:
-            from ray.util.joblib import register_ray
-        except ImportError:
-            raise InputError("backend ray: found no ray, expected it (pip install ray)") from None
-        register_ray()
-        with joblib.parallel_config(backend="ray"):
-            yield
-
-
-@contextlib.contextmanager
-def _dask_client(scheduler: str | None) -> Iterator[None]:
-    """A client of a Dask cluster: the one at an address, the current one, or one of this machine."""
-    try:
-        from distributed import Client, get_client
-    except ImportError:
-        raise InputError("backend dask: found no distributed, expected it (pip install distributed)") from None
-    try:
-        current = get_client() if scheduler is None else None
-    except ValueError:  # there is none
-        current = None
-    if current is not None:
-        yield
-        return
-    if scheduler is not None:
-        _check_answers(scheduler)
-    # Port 0: any free one for the dashboard, which nobody asked for.
-    client = Client(scheduler) if scheduler else Client(processes=True, dashboard_address=":0")
-    with client:
-        yield
-
-
-def _check_answers(scheduler: str) -> None:
-    """Raise at once for an address where nothing listens (distributed itself tries for half a minute)."""
-    import socket
-    from urllib.parse import urlsplit
-
-    address = scheduler if "://" in scheduler else f"tcp://{scheduler}"
-    try:
-        where = urlsplit(address)
-        socket.create_connection((where.hostname, where.port or 8786), timeout=10).close()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"scheduler: found nothing that answers at {scheduler!r}, expected a Dask scheduler"
-        ) from error

@@ -31,7 +31,8 @@ from polygon.formats.schema import Strict, fault_message
 from polygon.web.guard import Guard
 from polygon.web.jobs import RETRY_S, BusyError, Jobs
 from polygon.web.language import preferred
-from polygon.web.plan_routes import add_deployments, add_plans
+from polygon.web.plan_routes import add_deployments, add_plans, stored
+from polygon.web.pricing import Pricing
 from polygon.web.rehearsals import Rehearsals
 from polygon.web.run_routes import add_runs
 from polygon.web.runs import Runs
@@ -67,6 +68,7 @@ class Settings:
 def create_app(settings: Settings) -> FastAPI:
     """The application."""
     store = Store(settings.database)
+    pricing = Pricing(lambda job: stored(store, job))
     jobs = Jobs(store)
     runs = Runs(settings.runs, settings.deployments, settings.logs)
     rehearsals = Rehearsals(runs, allowed=settings.rehearsals)
@@ -78,6 +80,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         await run_in_threadpool(rehearsals.close)
         await run_in_threadpool(jobs.close)
+        await run_in_threadpool(pricing.close)
         store.close()
 
     app = FastAPI(
@@ -91,8 +94,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _say_bad_request)
     app.add_exception_handler(StarletteHTTPException, _say_http_error)
     add_catalogue(app, settings.instances)
-    add_jobs(app, store, jobs)
-    loaded = add_plans(app, store, jobs)
+    add_jobs(app, store, jobs, pricing)
+    loaded = add_plans(app, store, jobs, pricing)
     add_deployments(app, loaded, settings.deployments)
     add_runs(app, loaded, runs, rehearsals)
     _add_page(app)

@@ -9,7 +9,7 @@ money is looked for: the smallest of a ladder of usual rates that brings most of
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -101,14 +101,37 @@ def _same(cluster: Cluster, _: float) -> Cluster:
     return cluster
 
 
-def limits(problem: Problem, plan: Plan, tables: CostTables) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What limits a step, worst first."""
+
+    step_s: float
+    limits: tuple[Limit, ...]
+    whole: bool = False
+    """Whether all resources have been looked at."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"step_s": self.step_s, "limits": [limit.to_dict() for limit in self.limits], "whole": self.whole}
+
+
+def limits(problem: Problem, plan: Plan, tables: CostTables) -> Limits:
     """What limits the step, worst first."""
+    *_, whole = limits_as_found(problem, plan, tables)
+    return whole
+
+
+def limits_as_found(problem: Problem, plan: Plan, tables: CostTables) -> Iterator[Limits]:
+    """The same, whenever one more is found; the last has all, and the values suggested for the worst."""
     times = step_times(plan, tables)
-    found = [*_relaxed(problem, plan, tables, times)]
-    found = sorted((limit for limit in found if limit.saves > LEAST), key=lambda limit: -limit.saves)
+    found: list[Limit] = []
+    for limit in _relaxed(problem, plan, tables, times):
+        if limit.saves > LEAST:
+            insort(found, limit, key=lambda limit: -limit.saves)
+            yield Limits(step_s=times.step_s, limits=tuple(found))
     for i, limit in enumerate(found[:SUGGESTED]):
         found[i] = _suggestion(problem, plan, tables, times.step_s, limit)
-    return {"step_s": times.step_s, "limits": [limit.to_dict() for limit in found]}
+    yield Limits(step_s=times.step_s, limits=tuple(found), whole=True)
 
 
 def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, Any]]:
@@ -116,18 +139,12 @@ def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, 
     return [_assumed(assumption) for assumption in assumptions(problem, plan, tables)]
 
 
-def replanned(problem: Problem, plan: Plan, tables: CostTables, index: int) -> dict[str, Any] | None:
-    """What the limit of that number would bring if the cluster with more of it were planned anew; None: none such.
+def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) -> dict[str, Any]:
+    """What a limit would bring if the cluster with more of it were planned anew.
 
     A short search from the plan on the changed cluster, held against the same search on the cluster as it is. The
     value tried is the suggested one, else `BOLD` times as good.
     """
-    times = step_times(plan, tables)
-    found = [limit for limit in _relaxed(problem, plan, tables, times) if limit.saves > LEAST]
-    if index >= len(found):
-        return None
-    limit = sorted(found, key=lambda limit: -limit.saves)[index]
-    limit = _suggestion(problem, plan, tables, times.step_s, limit)
     resource = limit.resource
     lower = resource.quality == "latency"
     bold = BOLD[resource.quality]
@@ -146,10 +163,8 @@ def _assumed(assumption: Assumption) -> dict[str, Any]:
 
 
 def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Limit]:
-    every = list(resources(problem, plan, times))
-    if len(every) > MANY:
-        every = _worth_asking(problem, plan, tables, times.step_s, every)
-    for resource in every:
+    """Every resource relaxed; memory last, which takes another decoding."""
+    for resource in _worth_asking(problem, plan, tables, times):
         if resource.kind == "memory":
             saves = _with_memory(problem, plan, tables, times.step_s, resource)
         else:
@@ -157,22 +172,22 @@ def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes)
         yield Limit(resource=resource, saves=saves)
 
 
-def _worth_asking(
-    problem: Problem, plan: Plan, tables: CostTables, step_s: float, every: list[Resource]
-) -> list[Resource]:
-    """Of many resources those whose sort saves something if all of it is relaxed at once: one alone saves no more."""
+def _worth_asking(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Resource]:
+    """All resources; of many those whose sort saves something if all of it is relaxed at once: one alone saves no
+    more."""
+    every = sorted(resources(problem, plan, times), key=lambda resource: resource.kind == "memory")
     sorts: dict[tuple[str, str], list[Resource]] = {}
     for resource in every:
         sorts.setdefault((resource.kind, resource.quality), []).append(resource)
-    kept: list[Resource] = []
     for (kind, _), members in sorts.items():
-        cluster = problem.cluster
-        for member in members:
-            cluster = member.better(cluster, RELAXED)
-        other = tables.for_problem(replace(problem, cluster=cluster))
-        if kind == "memory" or 1 - step_times(plan, other).step_s / step_s > LEAST:
-            kept += members
-    return kept
+        if len(every) > MANY and len(members) > 1 and kind != "memory":
+            cluster = problem.cluster
+            for member in members:
+                cluster = member.better(cluster, RELAXED)
+            other = tables.for_problem(replace(problem, cluster=cluster))
+            if 1 - step_times(plan, other).step_s / times.step_s <= LEAST:
+                continue
+        yield from members
 
 
 def _step_s(problem: Problem, plan: Plan, tables: CostTables, resource: Resource, factor: float) -> float:

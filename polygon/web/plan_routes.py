@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from asyncio import Queue, create_task, get_running_loop
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from anyio import CapacityLimiter, Lock, to_thread
+from anyio import CapacityLimiter, Semaphore, to_thread
 from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from polygon.api import planner
@@ -17,35 +18,34 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
-from polygon.domain.plan import Plan, Problem
-from polygon.export.bundle import Export
 from polygon.export.launch_hosts import read_hosts
-from polygon.export.predicted import predicted_trace
-from polygon.export.targets import TARGETS, export
+from polygon.export.targets import TARGETS
 from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
 from polygon.planning.checker import violations
-from polygon.web import responses, views
-from polygon.web.answers import Answers, compact
+from polygon.web import responses
+from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs
 from polygon.web.language import Asked, in_language
-from polygon.web.limits import assumed, limits, replanned
+from polygon.web.pricing import Pricing, Question, Tell
+from polygon.web.questions import Loaded, exported, own_changes
+from polygon.web.questions import load as read_plan
 from polygon.web.search_routes import RESPONSES, JobId, answer, as_bytes
-from polygon.web.sliders import Changes, price, timed
+from polygon.web.sliders import Changes, timed
 from polygon.web.store import Store
-from polygon.web.strategies import compare
-from polygon.web.timeline import timeline
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
 assert set(TARGETS) == set(Target.__args__)  # type: ignore[attr-defined]
 DeployName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
-MOST_PLANS = 32
-"""Plans kept ready to be priced."""
+MOST_PLANS = 8
+"""Plans kept ready to be exported or kept as variants."""
 MOST_ANSWERS = 500
 """Kept, some 30 kB each."""
+MOST_ASKED = 100
+"""Questions that wait for their answers at the same time, each in a thread that does nothing else."""
 
 
 class DeployRequest(Strict):
@@ -80,45 +80,30 @@ class ExplainRequest(Strict):
     time_limit_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = USUAL_EXPLAIN_SECONDS
 
 
-BEYOND = ("algorithm", "chunk_mb", "overlap")
-"""Changes that reach beyond what a plan can say; a variant is priced with them, files of it go without."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A plan ready to be priced."""
-
-    problem: Problem
-    plan: Plan
-    tables: CostTables
-    beyond: dict[str, Any]
-    """Changes of a variant that its plan file cannot say (`BEYOND`)."""
-
-
 Load = Callable[[str], Loaded]
 
 
-def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
+def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     """Everything asked about a plan; returns what loads one."""
     plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
-    # What-ifs one after another: threads that compute only take the interpreter's lock from one another.
-    turn, pricing = Lock(), CapacityLimiter(1)
+    waiting = CapacityLimiter(MOST_ASKED)
+    # What-ifs one after another, the next ready when one is done: who takes a question back must still be able to.
+    turn = Semaphore(2)
 
     def load(job: str) -> Loaded:
-        return plans.get(job, lambda: _read(store, job))
+        return plans.get(job, lambda: read_plan(*stored(store, job)))
 
-    def kept(job: str, what: str, language: Asked, changes: Changes | None, work: Callable[..., Any]) -> Response:
+    def kept(question: Question, tell: Tell | None) -> bytes:
         """The answer to a question about a plan: worked out once, then kept."""
+        return bytes(answers.get(question, lambda: pricing.ask(question, tell)))
 
-        def text() -> bytes:
-            it = load(job)
-            if changes is None:
-                return compact(work(it), language)
-            asked = it.beyond | changes.model_dump(exclude_defaults=True)
-            return compact(work(it, Changes.model_validate(asked)), language)
-
-        asked = (job, what, language, "" if changes is None else changes.model_dump_json(exclude_defaults=True))
-        return Response(answers.get(asked, text), media_type="application/json")
+    async def answered(
+        job: str, what: str, language: Asked, changes: Changes | None = None, tell: Tell | None = None, **arguments: Any
+    ) -> Response:
+        own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
+        question = Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
+        text = await to_thread.run_sync(kept, question, tell, limiter=waiting)
+        return Response(text, media_type="application/json")
 
     @app.post("/api/v1/plans", status_code=201, responses=RESPONSES, response_model=responses.Job)
     def upload_plan(plan: Annotated[dict[str, Any], Body()], http: Request) -> Any:
@@ -129,6 +114,7 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
             raise InputError(Message("input.located", prefix="plan: ", fault=wrong[0]))
         name = f"{problem.model.name} · {problem.cluster.name}"[:120]
         step_s = float(step_times(read, CostTables(problem)).step_s)
+        pricing.start()
         job = store.add({"name": name, "user": http.state.user}, "done", format_json(plan), note=seconds(step_s))
         row = store.get(job)
         assert row is not None
@@ -145,53 +131,61 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
         """Everything shown of a plan, with changes applied."""
-
-        def work(it: Loaded, changes: Changes) -> Any:
-            return views.view(price(it.problem, it.plan, changes, it.tables))
-
         async with turn:
             if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
-            return await to_thread.run_sync(kept, job, "view", language, changes, work, limiter=pricing)
+            return await answered(job, "view", language, changes)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
-    def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
+    async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
         """Rows of the predicted step or of a part of it, with changes applied, in as much detail as a screen shows."""
-        opened = frozenset(window.open)
-
-        def work(it: Loaded, changes: Changes) -> Any:
-            priced = price(it.problem, it.plan, changes, it.tables)
-            return timeline(priced, opened=opened, from_s=window.from_s, to_s=window.to_s, messages=window.messages)
-
-        return kept(job, f"timeline {window.model_dump_json()}", language, changes, work)
+        return await answered(
+            job, "timeline", language, changes, opened=tuple(sorted(set(window.open))), from_s=window.from_s,
+            to_s=window.to_s, messages=window.messages,
+        )  # fmt: skip
 
     @app.get("/api/v1/plans/{job}/limits", responses=RESPONSES, response_model=responses.Limits)
-    def plan_limits(job: JobId, language: Asked) -> Any:
+    async def plan_limits(job: JobId, language: Asked) -> Any:
         """What limits the step, found by making every resource 10 % better."""
-        return kept(job, "limits", language, None, lambda it: limits(it.problem, it.plan, it.tables))
+        return await answered(job, "limits", language)
+
+    @app.get("/api/v1/plans/{job}/limits/events", responses=RESPONSES | as_bytes("text/event-stream"))
+    async def limits_events(job: JobId, language: Asked) -> StreamingResponse:
+        """The same as server-sent events, known so far, whenever one more limit is found."""
+        stored(store, job)
+        told: Queue[bytes] = Queue()
+        loop = get_running_loop()
+
+        async def events() -> AsyncIterator[bytes]:
+            def tell(part: bytes) -> None:
+                loop.call_soon_threadsafe(told.put_nowait, part)
+
+            whole = create_task(answered(job, "limits", language, tell=tell))
+            whole.add_done_callback(lambda _: told.put_nowait(b""))
+            while part := await told.get():
+                yield b"data: " + part + b"\n\n"
+            yield b"data: " + bytes((await whole).body) + b"\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     @app.get("/api/v1/plans/{job}/assumed", responses=RESPONSES, response_model=list[responses.AssumedLink])
-    def plan_assumed(job: JobId, language: Asked) -> Any:
+    async def plan_assumed(job: JobId, language: Asked) -> Any:
         """The links that nobody gave, by how much of the step depends on them."""
-        return kept(job, "assumed", language, None, lambda it: assumed(it.problem, it.plan, it.tables))
+        return await answered(job, "assumed", language)
 
     @app.get("/api/v1/plans/{job}/limits/{index}", responses=RESPONSES, response_model=responses.Anew)
-    def plan_limit(job: JobId, index: Annotated[int, PathParameter(ge=0, le=1000)], language: Asked) -> Any:
+    async def plan_limit(job: JobId, index: Annotated[int, PathParameter(ge=0, le=1000)], language: Asked) -> Any:
         """What more of one of these would bring if the cluster were planned anew."""
-
-        def work(it: Loaded) -> Any:
-            found = replanned(it.problem, it.plan, it.tables, index)
-            if found is None:
-                raise HTTPException(404, Message("missing.address"))
-            return found
-
-        return kept(job, f"limit {index}", language, None, work)
+        found = await answered(job, "limit", language, index=index)
+        if found.body == b"null":
+            raise HTTPException(404, Message("missing.address"))
+        return found
 
     @app.post("/api/v1/plans/{job}/variants", status_code=201, responses=RESPONSES, response_model=responses.Job)
     def keep_variant(job: JobId, request: VariantRequest, language: Asked, http: Request) -> Any:
         """Keep the plan with changes as a plan of its own, which can be opened, shared and deployed."""
         it = load(job)
-        changes = Changes.model_validate(it.beyond | request.changes.model_dump(exclude_defaults=True))
+        changes = own_changes(it, request.changes)
         problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
         own = planner.Plan(planner.Problem.of(problem), plan)
         said = changes.model_dump(exclude_defaults=True)
@@ -202,21 +196,19 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return in_language(row.to_dict(), language)
 
     @app.post("/api/v1/plans/{job}/advice", responses=RESPONSES, response_model=responses.Advice)
-    def plan_advice(job: JobId, changes: Changes, language: Asked) -> Any:
+    async def plan_advice(job: JobId, changes: Changes, language: Asked) -> Any:
         """How communication could be hidden, each measure with its computed effect."""
-        return kept(job, "advice", language, changes, lambda it, own: views.advice(it.problem, it.plan, own, it.tables))
+        return await answered(job, "advice", language, changes)
 
     @app.post("/api/v1/plans/{job}/sensitivities", responses=RESPONSES, response_model=list[responses.Saving])
-    def plan_sensitivities(job: JobId, changes: Changes, language: Asked) -> Any:
+    async def plan_sensitivities(job: JobId, changes: Changes, language: Asked) -> Any:
         """What better links would save."""
-        return kept(
-            job, "links", language, changes, lambda it, own: views.sensitivities(it.problem, it.plan, own, it.tables)
-        )
+        return await answered(job, "sensitivities", language, changes)
 
     @app.get("/api/v1/plans/{job}/alternatives", responses=RESPONSES, response_model=responses.Alternatives)
-    def plan_alternatives(job: JobId, language: Asked) -> Any:
+    async def plan_alternatives(job: JobId, language: Asked) -> Any:
         """The plan beside naive, uniform and one-region ones; time against money."""
-        return kept(job, "alternatives", language, None, lambda it: compare(it.problem, it.plan, it.tables))
+        return await answered(job, "alternatives", language)
 
     @app.post("/api/v1/plans/{job}/explanation", status_code=202, responses=RESPONSES, response_model=responses.Job)
     def start_explanation(job: JobId, request: ExplainRequest, language: Asked, http: Request) -> Any:
@@ -234,39 +226,26 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs) -> Load:
         return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
 
     @app.get("/api/v1/plans/{job}/trace", responses=RESPONSES, response_model=dict[str, Any])
-    def plan_trace(job: JobId, language: Asked) -> Any:
+    async def plan_trace(job: JobId, language: Asked) -> Any:
         """The predicted step as a Chrome trace (opens in Perfetto)."""
-        response = kept(job, "trace", language, None, lambda it: predicted_trace(it.problem, it.plan, it.tables))
+        response = await answered(job, "trace", language)
         response.headers["Content-Disposition"] = 'attachment; filename="predicted-trace.json"'
         return response
 
     @app.get("/api/v1/plans/{job}/exports/{target}", responses=RESPONSES, response_model=responses.ExportOut)
-    def plan_export(job: JobId, target: Target, language: Asked) -> Any:
+    async def plan_export(job: JobId, target: Target, language: Asked) -> Any:
         """Files for another system, and what it cannot express."""
-        return kept(job, target, language, None, lambda it: _exported(it, target).to_dict())
+        return await answered(job, "export", language, target=target)
 
     return load
 
 
-def _read(store: Store, job: str) -> Loaded:
+def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:
+    """The file of a plan, and the changes that made it where it is a variant."""
     text, row = store.result(job), store.get(job)
     if text is None or row is None or row.is_front:
         raise HTTPException(404, Message("missing.plan"))
-    problem, plan, _ = plan_from_spec(check(PlanSpec, parse_json(text)))
-    changes = row.request.get("changes", {})
-    beyond = {key: changes[key] for key in BEYOND if key in changes}
-    return Loaded(problem=problem, plan=plan, tables=CostTables(problem), beyond=beyond)
-
-
-def _exported(it: Loaded, target: Target, request: DeployRequest | None = None) -> Export:
-    hosts = None
-    if request is not None and request.hosts.strip():
-        hosts = read_hosts(request.hosts, it.problem.cluster, it.plan)
-    name = request.name if request is not None else ""
-    result = export(it.problem, it.plan, target, hosts=hosts, tables=it.tables, name=name)
-    if result is None:
-        raise InputError(Message("reason.not_expressible", target=target))
-    return result
+    return text, row.request.get("changes", {})
 
 
 def add_deployments(app: FastAPI, load: Load, folder: Path) -> None:
@@ -275,7 +254,9 @@ def add_deployments(app: FastAPI, load: Load, folder: Path) -> None:
     @app.post("/api/v1/plans/{job}/deploy", status_code=201, responses=RESPONSES, response_model=responses.Written)
     def deploy(job: JobId, request: DeployRequest, language: Asked) -> Any:
         """Write an export into deployments/NAME and check it without starting anything."""
-        result = _exported(load(job), request.target, request)
+        it = load(job)
+        hosts = read_hosts(request.hosts, it.problem.cluster, it.plan) if request.hosts.strip() else None
+        result = exported(it, request.target, hosts=hosts, name=request.name)
         written = write_deployment(folder, request.name, result)
         data: dict[str, Any] = {"name": request.name, "files": sorted(result.files), "checks": check_folder(written)}
         data["start"] = result.start

@@ -255,6 +255,8 @@ class Limits(TypedDict):
 
     step_s: float
     limits: list[LimitRow]
+    whole: bool
+    """Whether all resources have been looked at."""
 
 
 @closed

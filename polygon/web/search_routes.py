@@ -28,12 +28,13 @@ from polygon.formats import recognition as formats
 from polygon.formats.schema import ClusterSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
-from polygon.planning.search_engine import Effort, find_plan
 from polygon.web import responses, views
 from polygon.web.answers import Answers, compact
 from polygon.web.editing import default_link, lean, resolved, with_measured
 from polygon.web.jobs import MOST_SECONDS, Jobs, problem_of
 from polygon.web.language import Asked, in_language
+from polygon.web.pricing import Pricing
+from polygon.web.questions import small_plan
 from polygon.web.store import LABELS, Store, StoredJob
 
 MOST_VALUES = 50_000
@@ -192,12 +193,7 @@ def warm_up() -> None:
     What is loaded then stays, so the garbage collector need not look at it again and again.
     """
     known()
-    nodes = [{"device": "t4", "count": 1, "devices_per_node": 2}]
-    cluster = {"regions": [{"name": "a", "nodes": nodes}]}
-    problem = problem_of({"cluster": cluster, "model": "opt-350m", "batch": {"global_batch": 4, "seq_len": 128}})
-    found = find_plan(problem, np.random.default_rng(0), effort=Effort(fluid_evaluations=20, exact_evaluations=2))
-    if found.plan is not None:
-        views.warm_up(problem, found.plan)
+    small_plan()
     gc.collect()
     gc.freeze()
 
@@ -213,7 +209,7 @@ def asked_of(job: StoredJob, plan: str | None) -> dict[str, Any]:
     return {"problem": problem, **{key: kept.get(key, LABELS[key]) for key in ("objective", "effort", "seed")}}
 
 
-def add_jobs(app: FastAPI, store: Store, jobs: Jobs) -> None:
+def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
     """Searches: start, list, follow, stop."""
 
     def found(job: str, language: Asked) -> dict[str, Any]:
@@ -225,6 +221,7 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs) -> None:
     @app.post("/api/v1/jobs", status_code=202, responses=RESPONSES, response_model=responses.Job)
     def start_search(request: SearchRequest, language: Asked, http: Request) -> Any:
         """Start a search; its link is /#plan=ID."""
+        pricing.start()
         return found(jobs.start(request.model_dump() | {"user": http.state.user}), language)
 
     @app.post("/api/v1/fronts", status_code=202, responses=RESPONSES, response_model=responses.Job)

@@ -107,14 +107,14 @@ def test_promised_accuracy_on_the_third_collection(capsys):
 
 
 def test_promised_accuracy_on_plans_over_slow_links(capsys):
-    """A third too short in the mean, with the intervals as wide; yet the fastest plan is known."""
+    """A fifth too short in the mean, with the intervals as wide; yet the fastest plan is known."""
     found = report(capsys, str(MEASURED / "plan_runs.json"))
     assert {name: kinds["time"]["rows"] for name, kinds in found["datasets"].items()} == {
         "amp_t4x16": 47,
         "dtfm_wan_pp8": 35,
     }
-    assert found["datasets"]["amp_t4x16"]["time"]["mean_abs_pct"] <= 40
-    assert found["datasets"]["dtfm_wan_pp8"]["time"]["mean_abs_pct"] <= 25
+    assert found["datasets"]["amp_t4x16"]["time"]["mean_abs_pct"] <= 20
+    assert found["datasets"]["dtfm_wan_pp8"]["time"]["mean_abs_pct"] <= 21
     time = found["overall"]["time"]
     assert time["spearman"] >= 0.95 and time["regret_pct"] <= 1
 
@@ -360,7 +360,7 @@ def test_measured_plans_are_read_and_priced(capsys):
     """Every row of the file, by the planner's own path; a runtime that nobody knows is refused."""
     data = json.loads((MEASURED / "plan_runs.json").read_text())
     runs = plan_runs(data)
-    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2022"}
+    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2020"}
     assert [run.step_s for run in runs] == [entry["measured_step_s"] for entry in data["rows"]]
     found = report(capsys, str(MEASURED / "plan_runs.json"))
     assert found["overall"]["time"]["rows"] == 82 and not found["skipped"]

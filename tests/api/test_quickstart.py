@@ -23,14 +23,17 @@ def printed(cell):
 
 
 def test_there_are_notebooks():
-    """The first steps, and a comparison."""
-    assert {path.stem for path in NOTEBOOKS} >= {"quickstart", "compare-clusters"}
+    """The first steps, two comparisons, a calibration, a solver."""
+    named = {"quickstart", "compare-clusters", "calibrate-from-a-run", "write-a-solver", "sailor-comparison"}
+    assert {path.stem for path in NOTEBOOKS} >= named
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_runs_and_was_run(path, tmp_path, monkeypatch):
     """No cell raises; each that spoke when the notebook was written speaks again; the last one finds all well."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "comm"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     written = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(

@@ -101,8 +101,8 @@ def test_the_last_layer_passes_the_latency(regions, rate):
 
 def test_split_gradients_are_scattered_and_split_weights_gathered_for_every_micro_batch():
     """ZeRO-2 scatters every layer in backward; ZeRO-3 gathers the weights for either pass as well. Each hides
-    behind the compute of a layer; what is longer is seen. Over PCIe a pass of n bytes takes 3/4 n / (0.45 rate)
-    and 10 us a member for both passes of a sum."""
+    behind the compute of a layer; what is longer is seen. Over PCIe one of the two passes of a sum
+    takes 3/4 n / (0.53 rate) + n / 2 / (0.457 rate) and half of 10 us a member."""
     cluster = cluster_of([[("t4", 1, 4)]], node_bytes_per_s=1e9)
     batch = Batch(global_batch=12, seq_len=256, precision="fp32")
     problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
@@ -118,7 +118,8 @@ def test_split_gradients_are_scattered_and_split_weights_gathered_for_every_micr
         found[zero] = schedule.forward_s[0], schedule.backward_s[0]
     n_bytes = 4.0 * np.array([problem.model.layer_parameters(layer) for layer in range(layers)])
     latency_s = cluster.pools[0].intra_node.latency_s
-    once_s = 3 / 4 * n_bytes / (0.45 * cluster.pools[0].intra_node.bytes_per_s) + 4 / 2 * (5e-6 + latency_s)
+    wire = (3 / 4 / 0.53 + 1 / 2 / 0.457) / cluster.pools[0].intra_node.bytes_per_s
+    once_s = wire * n_bytes + 4 / 2 * (5e-6 + latency_s)
     times = CostTables(problem).times(0, 1, 1, "none").layers
     whole = CostTables(problem).times(0, 1, 1, "none", accumulates=False).layers
 
@@ -148,3 +149,32 @@ def test_a_region_s_capacity_bounds_what_its_links_carry_together(limit):
     staged = in_two(replicas(problem), problem)
     wide, slow = (step_times(staged, tables).messages for tables in (wide_tables, narrow_tables))
     assert slow.busy_s == pytest.approx(10 * wide.busy_s)
+
+
+def test_a_central_servers_gradients_pass_the_ring_whole():
+    """One region of k accelerators: n bytes to the server and as many back; a sum sends (k - 1) / k of them twice."""
+    cluster = cluster_of([[("t4", 4, 1)]])
+    batch = Batch(global_batch=12, seq_len=256, precision="fp32")
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
+    stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
+    plan = Plan(stages=stages, routes=np.arange(12)[:, None] % 4, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+    found = {
+        kind: step_times(replace(plan, reduction=kind), CostTables(problem)).reductions[0].total_s
+        for kind in ("all-reduce", "sharded-server", "central-server")
+    }
+    assert found["sharded-server"] == found["all-reduce"]
+    assert found["central-server"] == pytest.approx(4 / 3 * found["all-reduce"])
+
+
+def test_kept_terms_are_those_of_a_plan_priced_anew():
+    """Other spans, links, routes (changed in place, too) and reductions cost with used tables what they do with new."""
+    problem = far_problem(2)
+    tables, plan = CostTables(problem), in_two(replicas(problem), problem)
+    routes = replicas(problem).routes.copy()
+    whole = replace(replicas(problem), routes=routes)
+    for changed in (plan, replace(plan, spans=((5,), (3,))), packed(plan, 2, "int8"), whole, packed(whole, 2, "int8")):
+        for _ in range(2):
+            assert step_times(changed, tables).step_s == step_times(changed, CostTables(problem)).step_s
+    routes[:] = 0
+    assert step_times(whole, tables).step_s == step_times(whole, CostTables(problem)).step_s

@@ -14,7 +14,8 @@ from runners import sweep
 from runners.sweeps import suites
 from runners.sweeps import sweep_summary as report
 
-PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--no-plots", "--quiet"]
+PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--time-limit", "inf",
+         "--no-plots", "--quiet"]  # fmt: skip
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:

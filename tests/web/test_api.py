@@ -19,9 +19,9 @@ from polygon.formats.convert import cluster_data, cluster_from_spec, problem_dat
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
-from polygon.web import plan_routes
 from polygon.web.app import Settings, create_app
 from polygon.web.jobs import problem_of
+from polygon.web.pricing import Pricing
 from tests.exported_plans import INSTANCES, planned
 from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import ROOT, Server
@@ -158,13 +158,13 @@ def test_an_explanation_that_is_stopped_keeps_what_it_found(server, wide_plan):
 
 def test_what_ifs_that_nobody_waits_for_are_not_worked_out(tmp_path, monkeypatch):
     """Of a slider's questions only those are priced whose asker is still there when their turn comes."""
-    priced, price = [], plan_routes.price
+    priced, ask = [], Pricing.ask
 
-    def counted(problem, plan, changes, tables):
-        priced.append(changes.latency_factor)
-        return price(problem, plan, changes, tables)
+    def counted(self, question, tell=None):
+        priced.append(json.loads(question.changes)["latency_factor"])
+        return ask(self, question, tell)
 
-    monkeypatch.setattr(plan_routes, "price", counted)
+    monkeypatch.setattr(Pricing, "ask", counted)
     app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
     left = [2.0 + i / 1000 for i in range(8)]
     answers = asyncio.run(asked_at_once(app, plan_data(*planned()), [*left, 3.0, 3.5], left))

@@ -44,7 +44,7 @@ def test_limits_through_the_client_are_those_of_the_library(server):
     """Every field arrives as it was computed."""
     client, (problem, plan) = Client(server.url, timeout_s=PATIENCE_S), planned()
     job = client.upload(plan_data(problem, plan))
-    assert client.limits(job["id"]) == limits(problem, plan, CostTables(problem))
+    assert client.limits(job["id"]) == limits(problem, plan, CostTables(problem)).to_dict()
 
 
 def test_refusals_are_typed(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from polygon import Batch, Cluster, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.web.limits import RELAXED, limits, replanned, resources
+from polygon.web.limits import RELAXED, limits, limits_as_found, replanned, resources
 from tests.exported_plans import drawn, wide
 
 REGIONS = [
@@ -26,13 +26,13 @@ def test_the_named_limit_saves_at_least_as_much_as_any_other():
     for problem, plan, tables in drawn(10):
         said = limits(problem, plan, tables)
         step_s = step_times(plan, tables).step_s
-        assert said["step_s"] == step_s
-        best = said["limits"][0]["saves"] if said["limits"] else 0.0005
+        assert said.step_s == step_s
+        best = said.limits[0].saves if said.limits else 0.0005
         for resource in resources(problem, plan, step_times(plan, tables)):
             if resource.kind != "memory":
                 other = replace(problem, cluster=resource.better(problem.cluster, RELAXED))
                 assert 1 - step_times(plan, CostTables(other)).step_s / step_s <= best + 1e-9, resource
-        assert all(row["would_save"] >= 0.01 for row in said["limits"] if row["suggested"] is not None)
+        assert all(limit.would_save >= 0.01 for limit in said.limits if limit.suggested is not None)
 
 
 def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
@@ -41,18 +41,25 @@ def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
     problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048))
     plan = problem.search(effort="quick").plan
     said = limits(problem.data, plan.data, problem.tables)
-    first = said["limits"][0]
-    assert (first["kind"], first["region"], first["default"]) == ("intra_region", "frankfurt", True)
-    again = replanned(problem.data, plan.data, problem.tables, 0)
+    first = said.limits[0]
+    assert (first.resource.kind, first.resource.region, first.resource.default) == ("intra_region", "frankfurt", True)
+    again = replanned(problem.data, plan.data, problem.tables, first)
     assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
-    assert replanned(problem.data, plan.data, problem.tables, 1000) is None
+
+
+def test_what_is_known_so_far_grows_into_the_answer():
+    """Each telling has one limit more, worst first; the last is all."""
+    problem, plan = wide()
+    *parts, whole = limits_as_found(problem, plan, CostTables(problem))
+    assert [len(part.limits) for part in parts] == list(range(1, len(whole.limits) + 1))
+    assert whole.whole and not any(part.whole for part in parts)
+    for part in (*parts, whole):
+        assert list(part.limits) == sorted(part.limits, key=lambda limit: -limit.saves)
 
 
 def test_a_slow_link_that_everything_crosses_is_the_limit():
     """Between regions at less than a Gbit/s nothing else matters as much, and a faster rate is worth its name."""
     problem, plan = wide()
-    rows = limits(problem, plan, CostTables(problem))["limits"]
-    first = rows[0]
-    assert (first["kind"], first["quality"]) == ("pair", "rate")
-    assert first["suggested"] > first["now"] and first["would_save"] >= first["saves"] - 1e-9
-    assert [row["saves"] for row in rows] == sorted((row["saves"] for row in rows), reverse=True)
+    first = limits(problem, plan, CostTables(problem)).limits[0]
+    assert (first.resource.kind, first.resource.quality) == ("pair", "rate")
+    assert first.suggested > first.resource.now and first.would_save >= first.saves - 1e-9

@@ -34,7 +34,7 @@ export function Drawer(): JSX.Element | null {
 
 function Limits(): JSX.Element {
   const data = limits.value;
-  if (!data) return <Skeleton lines={6} />;
+  if (!data || (!data.whole && !data.limits.length)) return <Skeleton lines={6} />;
   if (!data.limits.length) return <Empty>{t("limitedByNothing")}</Empty>;
   const most = data.limits[0].saves;
   return (
@@ -45,9 +45,10 @@ function Limits(): JSX.Element {
           <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span>−{percent(l.saves)}</span></div>
           <div class="meter"><i style={{ width: `${(100 * l.saves) / most}%` }} /></div>
           <small class="soft">{l.kind === "compute" ? "" : t("nowIs", { value: amount(l, l.now) })}{l.suggested !== null ? ` · ${t("valueSaves", { value: amount(l, l.suggested), part: percent(l.would_save) })}` : ""}</small>
-          {i < 3 && <Replanned index={i} />}
+          {i < 3 && data.whole && <Replanned index={i} />}
           {(l.kind === "intra_region" || l.kind === "inter_node" || l.kind === "intra_node" || l.kind === "pair") && <button type="button" class="link" onClick={() => go(() => { selected.value = l.region; view.value = "cluster"; })}>{t("edit")}</button>}
         </li>))}</ol>
+      {!data.whole && <p class="soft waiting" role="status">{t("lookingFurther")}</p>}
     </>
   );
 }

@@ -127,11 +127,12 @@ async function load(id: string): Promise<void> {
   }
 }
 const MOST_ANEW = 3;
-// The limits at once; what planning anew would bring of the first comes after, one by one.
+// The limits as they are found; what planning anew would bring of the first comes after, one by one.
 async function loadLimits(id: string, gone: AbortSignal): Promise<void> {
-  const found = await get(`/plans/${id}/limits`, gone);
-  if (gone.aborted) return;
-  batch(() => { limits.value = found; anew.value = {}; });
+  anew.value = {};
+  await events(`/plans/${id}/limits/events`, gone, (now) => { if (!gone.aborted) limits.value = now; });
+  const found = limits.value;
+  if (gone.aborted || !found?.whole) return;
   for (let i = 0; i < Math.min(MOST_ANEW, found.limits.length); i++) {
     const answer = await get(`/plans/${id}/limits/${i}`, gone);
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };

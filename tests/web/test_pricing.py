@@ -1,0 +1,70 @@
+"""Plans are priced in a process of its own: the same answers, whatever becomes of the process."""
+
+import os
+import signal
+import threading
+
+import orjson
+import pytest
+
+from polygon.domain.errors import InputError
+from polygon.formats.convert_plan import plan_data
+from polygon.formats.serialization import format_json
+from polygon.web import questions
+from polygon.web.pricing import Pricing, Question
+from polygon.web.sliders import Changes
+from tests.exported_plans import planned
+from tests.patience import PATIENCE_S
+
+TEXT = format_json(plan_data(*planned()))
+
+
+@pytest.fixture(scope="module")
+def pricing():
+    own = Pricing(lambda _: (TEXT, {}))
+    yield own
+    own.close()
+
+
+def asked(pricing, what="view", changes="{}", tell=None, **arguments):
+    question = Question(job="a", what=what, changes=changes, arguments=tuple(arguments.items()))
+    return orjson.loads(pricing.ask(question, tell))
+
+
+def test_answers_are_those_of_this_process(pricing):
+    """A what-if, priced there and here."""
+    changes = Changes(bandwidth_factor=2.0)
+    here = questions.view(questions.load(TEXT, {}), changes)
+    there = asked(pricing, changes=changes.model_dump_json(exclude_defaults=True))
+    assert there["estimate"]["step_s"] == here["estimate"]["step_s"]
+
+
+def test_parts_come_before_the_whole(pricing):
+    """Limits are told as they are found."""
+    parts = []
+    whole = asked(pricing, "limits", tell=lambda part: parts.append(orjson.loads(part)))
+    assert [len(part["limits"]) for part in parts[:-1]] == list(range(1, len(whole["limits"]) + 1))
+    assert parts[-1] == whole
+    assert asked(pricing, "limit", index=1000) is None
+
+
+def test_errors_of_a_question_are_told_and_end_nothing(pricing):
+    """Bad input as such; a fault of ours without the process being lost."""
+    with pytest.raises(InputError, match="nowhere"):
+        asked(pricing, changes='{"links": [{"source": "nowhere", "target": "north"}]}')
+    with pytest.raises(RuntimeError, match="KeyError"):
+        asked(pricing, "no such question")
+    assert asked(pricing)["estimate"]["step_s"] > 0
+
+
+def test_a_lost_process_is_started_anew(pricing):
+    """Killed between two questions and in the middle of one, it answers the next."""
+    step_s = asked(pricing)["estimate"]["step_s"]
+    for signal_sent in (signal.SIGKILL, signal.SIGSTOP):
+        process = pricing._worker.process
+        os.kill(process.pid, signal_sent)
+        if signal_sent == signal.SIGSTOP:  # it cannot answer until it is killed
+            threading.Timer(0.1, process.kill).start()
+        assert asked(pricing)["estimate"]["step_s"] == step_s
+        process.join(PATIENCE_S)
+        assert pricing._worker.process.pid != process.pid
