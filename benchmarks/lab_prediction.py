@@ -117,9 +117,12 @@ NETWORKS = (
 )
 
 
+FACTORS = {"snail": 0.5, "slow": 1.0, "mid": 1.5, "fast": 2.0, "cpu-core": 25.0}
+
+
 def device(name: str) -> Device:
-    """A made-up accelerator: `slow` does 2 GFLOP/s, `fast` twice that."""
-    factor = {"slow": 1.0, "fast": 2.0, "cpu-core": 25.0}[name]
+    """A made-up accelerator: `slow` does 2 GFLOP/s, the others so many times that."""
+    factor = FACTORS[name]
     return Device(
         name=name, memory_bytes=2e9, flops={"fp32": 2e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
     )
@@ -147,12 +150,19 @@ def cluster_of(network: Network) -> Cluster:
         latency_s=np.array(network.latency_ms) * 1e-3,
         bytes_per_s=np.array(network.mbit_per_s) * 1e6 / 8,
         capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: device(name) for name in ("slow", "fast", "cpu-core")},
+        catalogue={name: device(name) for name in FACTORS},
     )
 
 
 def plan_of(
-    cluster: Cluster, layers: list[tuple[int, int]], stages: list[list[int]], *, size: int, compression: str, spans: int
+    cluster: Cluster,
+    layers: list[tuple[int, int]],
+    stages: list[list[int]],
+    *,
+    size: int,
+    compression: str,
+    spans: int,
+    global_batch: int = BATCH.global_batch,
 ) -> Plan:
     """A plan with micro-batches dealt in turn; each stage's span is its width, times `spans`."""
     pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
@@ -160,7 +170,7 @@ def plan_of(
         Stage(first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices))
         for (first, last), devices in zip(layers, stages, strict=True)
     )
-    n, micro_batches = len(cluster.regions), BATCH.global_batch // size
+    n, micro_batches = len(cluster.regions), global_batch // size
     routes = np.stack([np.arange(micro_batches) % stage.width for stage in built], axis=1)
     uses = tuple(
         LinkUse(

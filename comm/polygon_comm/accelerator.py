@@ -6,7 +6,9 @@ rules keep ranks from waiting for one another in a circle, and memory from being
 - Every thread that hands work over has a stream of its own (`Accelerator.threads`): what one waits for holds up none of
   the others' work. On one stream a wait for a peer's later work would also hold up what the peer waits for.
 - What a job finds was handed over before it was submitted, and is done first (an event).
-- A job ends when the device has done its work: whoever waits for its result finds it there.
+- A job ends when the device has done its work: whoever waits for its result finds it there. What a job was given it
+  holds until then, so that memory which another thread's stream owns is not used anew meanwhile (what `record_stream`
+  is for); what it makes for itself belongs to its own stream.
 - One thread issues the operations of a communicator, in an order that follows from the plan.
 
 References

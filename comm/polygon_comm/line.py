@@ -30,6 +30,10 @@ def _nothing() -> None:
 class Pending:
     """A sum that has begun; the call ends it.
 
+    It holds the tensors that it works on until it is dropped, which must not be before the device has done what
+    `arrive` and `finish` hand over: their memory belongs to the stream of the thread that began the sum, which would
+    use it anew.
+
     Parameters
     ----------
     arrive : callable
@@ -48,17 +52,20 @@ class Pending:
         finish: Callable[[], None] = _nothing,
     ) -> None:
         self._advance, self._arrive, self._finish = advance, arrive, finish
+        self._advanced, self._arrived = False, False
 
     def advance(self) -> None:
         """Send the second round, if there is one and it has not been sent."""
-        advance, self._advance = self._advance, _nothing
-        advance()
+        if not self._advanced:
+            self._advanced = True
+            self._advance()
 
     def arrive(self) -> None:
         """Return when the sum is there."""
         self.advance()
-        arrive, self._arrive = self._arrive, _nothing
-        arrive()
+        if not self._arrived:
+            self._arrived = True
+            self._arrive()
 
     def __call__(self) -> None:
         """Wait for the sum and do with it what is to be done."""
@@ -105,8 +112,13 @@ class SumLine:
             self._finish()
             arrived.set_result(pending)
 
+        def take() -> None:
+            pending = arrived.result()
+            pending()
+            self._finish()
+
         self._begin.submit(self._start, begin, n_bytes, self._exchanges, end, arrived)
-        return lambda: arrived.result()()
+        return take
 
     def _start(
         self,

@@ -5,6 +5,12 @@ sender often has nothing to send, which is what training does: a gradient that g
 router's queue, and after such a loss bbr takes the link for as slow as its last retransmissions were. At 75 ms and
 50 Mbit/s: 2.2 MB at 156 Mbit/s into a queue of 1.25 MB, after it 9 Mbit/s, and every step of the next ten seconds takes
 up to twice as long. gloo does not hand out its sockets, but they are this process's own file descriptors.
+
+Loss-based controls take every lost packet for a full queue (at 400 ms round trip and one loss in a thousand reno sends
+0.14 MB/s, whatever the link carries) and start slowly after every pause, so connections are given bbr where the host
+lets them have it. bbr in turn looks for the shortest round trip every ten seconds, with four packets under way for
+0.2 s and a round trip: on a long link half a step. Who is paced below what fills a queue needs no such look, and a
+control that begins anew has just had it (`restart`).
 """
 
 from __future__ import annotations
@@ -15,11 +21,17 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 _SO_MAX_PACING_RATE = 47
 """Of Linux, asm-generic/socket.h; Python has no name for it."""
-_DELIVERY_RATE = struct.Struct("=160xQ")
-"""Where `tcpi_delivery_rate` is in struct tcp_info (linux/tcp.h)."""
+_TCP_INFO = struct.Struct("=xB5xB16xI40xI8xI16xI16xQ16xII4xIQQQQ")
+"""The fields of struct tcp_info (linux/tcp.h) that `Seen` has, in the order of the latter."""
+_NAME_BYTES = 16
+"""TCP_CA_NAME_MAX (net/tcp.h)."""
+PREFERRED = "bbr"
+_BBR_LEAST_WINDOW = 4
+"""Segments under way while bbr looks for the shortest round trip (bbr_cwnd_min_target, net/ipv4/tcp_bbr.c)."""
 HEADROOM = 1.2
 """Over the link's rate: headers, and what it may be wrong by. A sixth of a burst waits in the router's queue."""
 
@@ -38,6 +50,45 @@ def open_descriptors() -> dict[int, int]:
 def opened_since(before: Mapping[int, int]) -> set[int]:
     """File descriptors that are not what they were in an earlier list."""
     return {descriptor for descriptor, inode in open_descriptors().items() if before.get(descriptor) != inode}
+
+
+class Seen(NamedTuple):
+    """What TCP says of a connection: counters since it was opened, and how things are now."""
+
+    recovering: bool
+    """Whether losses are suspected or being mended."""
+    little: bool
+    """Whether `bytes_per_s` is only what there was to send."""
+    unconfirmed: int
+    """Segments."""
+    round_trip_us: int
+    window: int
+    """Congestion window, in segments."""
+    resent: int
+    """Segments."""
+    bytes_confirmed: int
+    unsent_bytes: int
+    least_round_trip_us: int
+    segments: int
+    """That carried data."""
+    bytes_per_s: int
+    """How fast bytes arrive: lately, or the most where there was little to send since."""
+    busy_us: int
+    """How long something was under way."""
+    receiver_us: int
+    """Of that, how long the receiver's window was full."""
+    buffer_us: int
+    """Of that, how long the send buffer was."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self.unconfirmed and not self.unsent_bytes
+
+    @property
+    def whole_window(self) -> bool:
+        """Whether the window is what the control wants it to be, and not narrowed for a while by losses or a look."""
+        return not self.recovering and self.window > _BBR_LEAST_WINDOW
 
 
 @contextlib.contextmanager
@@ -85,13 +136,53 @@ def connections(descriptors: Iterable[int], foreign_ports: Collection[int] = ())
     return found
 
 
+def seen(descriptor: int) -> Seen | None:
+    """What TCP says of a connection; None where it is closed or the system does not say."""
+    with _tcp_socket(descriptor) as tcp:
+        if tcp is None or not hasattr(socket, "TCP_INFO"):
+            return None
+        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    if len(info) < _TCP_INFO.size:
+        return None
+    mending, flags, *rest = _TCP_INFO.unpack(info)
+    return Seen(mending != 0, bool(flags & 1), *rest)
+
+
 def seen_bytes_per_s(descriptor: int) -> float:
     """How fast a connection's bytes have arrived lately, by its own account; 0 where it does not say."""
+    found = seen(descriptor)
+    return 0.0 if found is None else float(found.bytes_per_s)
+
+
+def congestion_control(descriptor: int) -> str:
+    """Name of a connection's congestion control; empty where it is closed or the system does not say."""
     with _tcp_socket(descriptor) as tcp:
-        if tcp is None:
-            return 0.0
-        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _DELIVERY_RATE.size)
-    return float(_DELIVERY_RATE.unpack(info)[0]) if len(info) == _DELIVERY_RATE.size else 0.0
+        if tcp is None or not hasattr(socket, "TCP_CONGESTION"):
+            return ""
+        return tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
+
+
+def prefer(descriptors: Iterable[int]) -> None:
+    """Give connections the preferred congestion control, where the host lets this process have it."""
+    with contextlib.suppress(OSError):
+        if PREFERRED not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+            return  # asking for it would have root's kernel load it
+        for descriptor in descriptors:
+            with _tcp_socket(descriptor) as tcp:
+                if tcp is not None:
+                    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, PREFERRED.encode())
+
+
+def restart(descriptor: int) -> None:
+    """Let a connection with bbr begin anew, with the window that it has: it takes the round trips seen for fresh.
+
+    Not while the window is narrow (`Seen.whole_window`): bbr would forget what to widen it to.
+    """
+    if congestion_control(descriptor) == "bbr":
+        with _tcp_socket(descriptor) as tcp:
+            if tcp is not None:
+                for name in (b"reno", b"bbr"):  # the same one again would change nothing
+                    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
 
 
 def pace(descriptors: Collection[int], bytes_per_s: float) -> None:

@@ -231,10 +231,7 @@ class SumGroup:
 
     def restore_feedback(self, states: Mapping[tuple[str, int], Any], scale: float = 1.0) -> None:
         """Go on from what `feedback` gave."""
-        self._restored = {
-            slot: ({**state, "error": _moved(state["error"], self._wires.device)}, scale)
-            for slot, state in states.items()
-        }
+        self._restored = {slot: (state, scale) for slot, state in states.items()}
 
     @property
     def near_place(self) -> int:
@@ -273,7 +270,9 @@ class SumGroup:
         if slot not in self._feedback:
             self._feedback[slot] = ErrorFeedback(make_codec(self.members.codec, shapes))
             if slot in self._restored:
-                self._feedback[slot].restore(*self._restored.pop(slot))
+                # Moved by the thread that works with it: its memory then belongs to that thread's stream.
+                state, scale = self._restored.pop(slot)
+                self._feedback[slot].restore({**state, "error": _moved(state["error"], self._wires.device)}, scale)
         return self._feedback[slot]
 
     def _direct(self, leaders: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from polygon_comm.accelerator import Accelerator, gloo_group
-from polygon_comm.pacing import connections, listening_ports, open_descriptors, opened_since, pace
+from polygon_comm.pacing import connections, listening_ports, open_descriptors, opened_since, pace, prefer
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
 MIN_CHUNK_BYTES = 1 << 14
@@ -162,6 +162,8 @@ class Wires:
         # Both sides open their pairs in the same order, so that opening never waits in a circle.
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
             self._open(low, high, near=accelerator.later and (high if low == rank else low) in near)
+        for peer in bytes_per_s or {}:
+            prefer(self.connections.get(peer, ()))
         self._warm(warm_bytes or {})
         for peer, rate in (bytes_per_s or {}).items():
             pace(self.connections.get(peer, ()), rate)

@@ -15,6 +15,7 @@ Which operation is best by which of them on which network: `polygon.overhead.col
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -344,6 +345,41 @@ def hierarchical_pass_s(
     """
     across = circulant_pass_s if logarithmic else ring_pass_s
     return ring_pass_s(n_bytes, per_node, *intra) + across(n_bytes / per_node, nodes, *inter)
+
+
+def pipelined_levels_pass_s(
+    n_bytes: float, per_node: int, nodes: int, intra: tuple[float, float], inter: tuple[float, float]
+) -> tuple[float, int]:
+    r"""`hierarchical_pass_s` in k pieces: one is inside the nodes while the one before it is between them.
+
+    .. math:: T = \min(a, b) + k \max(a, b), \quad
+        a = L_g \alpha_1 + (g - 1) M / (k g B_1), \quad b = L \alpha_2 + (N - 1) M / (k g N B_2)
+
+    A flow shop of two machines and k equal jobs; each level in log2 rounds. Parameters are those of
+    `hierarchical_pass_s`, numbers only.
+
+    Returns
+    -------
+    tuple of float and int
+        T [s] with the best whole k, and k. The best real k is that of one of the two sums that T can be, where they
+        meet, or an end (one piece, a piece for each byte).
+    """
+
+    def pass_s(k: int) -> float:
+        near_s = circulant_pass_s(n_bytes / k, per_node, *intra)
+        far_s = circulant_pass_s(n_bytes / (k * per_node), nodes, *inter)
+        return float(min(near_s, far_s) + k * max(near_s, far_s))
+
+    near_fixed_s, far_fixed_s = log2_ceil(per_node) * intra[0], log2_ceil(nodes) * inter[0]
+    near_s = (per_node - 1) / per_node * n_bytes / intra[1]
+    far_s = (nodes - 1) / (nodes * per_node) * n_bytes / inter[1]
+    most = max(1, int(n_bytes))
+    roots = [0.0, most]
+    roots += [math.sqrt(near_s / far_fixed_s)] if far_fixed_s > 0 else []
+    roots += [math.sqrt(far_s / near_fixed_s)] if near_fixed_s > 0 else []
+    roots += [(near_s - far_s) / (far_fixed_s - near_fixed_s)] if far_fixed_s != near_fixed_s else []
+    tried = {min(max(1, int(root) + more), most) for root in roots for more in (0, 1)}
+    return min((pass_s(k), k) for k in tried)
 
 
 def flat_ring_bytes_per_s(per_node: int, nodes: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> float:

@@ -11,6 +11,7 @@ from polygon.overhead.collective_algorithm import (
     NCCL,
     PXN,
     THAKUR,
+    AlgorithmCost,
     Entries,
     entry,
     scatter_bytes,
@@ -53,11 +54,26 @@ def on_nodes(op: str, t: Topology, m: float) -> Entries:
     rate = c.flat_ring_bytes_per_s(g, nodes, intra[1], inter[1])
     flat = f"{lead}((n - N) * α1 + (N - 1) * α2 + (n - 1) * M / (n * Bf))"
     steps = times * (g - 1 + nodes - 1)
-    return [
+    entries = [
         entry("two-level-ring", ring_s, steps, sent, ring, numbers, BLUECONNECT, ranks=n),
         entry("two-level-log", log_s, times * (g - 1 + c.log2_ceil(nodes)), sent, log, numbers, BLUECONNECT, ranks=n),
         entry("flat-ring", flat_s, times * (n - 1), sent, flat, {**numbers, "Bf": rate}, NCCL, ranks=n),
     ]
+    return entries + ([_in_pieces(times, t, m)] if min(g, nodes) > 1 else [])
+
+
+def _in_pieces(times: int, t: Topology, m: float) -> AlgorithmCost:
+    """Both levels at once, each with another piece."""
+    n, g, nodes = t.ranks, t.per_node, t.nodes
+    intra, inter = _pair(t)
+    pass_s, k = c.pipelined_levels_pass_s(m, g, nodes, intra, inter)
+    near, far = "(Lg * α1 + (g - 1) * M / (k * g * B1))", "(L * α2 + (N - 1) * M / (k * n * B2))"
+    formula = f"{'2 * ' * (times == 2)}(min({near}, {far}) + k * max({near}, {far}))"
+    inside, between = int(c.log2_ceil(g)), int(c.log2_ceil(nodes))
+    inside_longer = c.circulant_pass_s(m / k, g, *intra) > c.circulant_pass_s(m / (k * g), nodes, *inter)
+    steps = inside + between + (k - 1) * (inside if inside_longer else between)
+    sent, numbers = times * (n - 1) / n * m, {**_two_level_numbers(t, m), "k": k}
+    return entry("two-level-pipelined", times * pass_s, times * steps, sent, formula, numbers, BLUECONNECT, ranks=n)
 
 
 def _hierarchical_broadcast(t: Topology, m: float) -> Entries:

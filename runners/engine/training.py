@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.exchange import ExchangeGroup
+from polygon_comm.link_watch import LinkWatch, WatchedLink
 from polygon_comm.parameter_server import ServerGroup
 from polygon_comm.reduction import SumGroup
 from polygon_comm.sharding import PartExchange
@@ -82,6 +83,11 @@ class Training:
             warm_bytes=layout.warm_bytes(rank),
             bytes_per_s={peer: link.bytes_per_s for peer, link in links.items()},
         )
+        watched = [
+            WatchedLink(layout.describe(peer), self.wires.connections[peer], link.bytes_per_s)
+            for peer, link in links.items()
+            if self.wires.connections.get(peer) and not options.emulate_links
+        ]
         groups = WorkerGroups(
             self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),
             self._group(TensorGroup, "sums", layout.tensor_ranks(rank)),
@@ -112,6 +118,7 @@ class Training:
         self.worker = StageWorker(
             *(layout, rank, self.wires, sums, groups, samples, options, self.log, parts, own, doing)
         )
+        self._link_watch = LinkWatch(watched, self._say)
         self.buckets = self.worker.reducer.buckets
         self.update = Update(
             self.buckets,
@@ -424,6 +431,7 @@ class Training:
     def close(self) -> None:
         """Wait for the last messages and files, and end the threads."""
         self.worker.messages.finish_sends()
+        self._link_watch.close()
         self.worker.close()
         if self.checkpoints is not None:
             self._note_write_errors()

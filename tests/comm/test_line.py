@@ -1,8 +1,10 @@
 """Sums on their way: the order of their parts, how many there may be, what happens to one that fails."""
 
 import threading
+import weakref
 
 import pytest
+import torch
 from polygon_comm import line as sums
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.line import BYTES_UNDER_WAY, SUMS_UNDER_WAY, Pending, SumLine
@@ -121,3 +123,33 @@ def test_as_many_small_sums_may_be_under_way_as_there_are_tags_for(monkeypatch):
     line.wait()
     assert line._under_way == line._bytes == 0
     line.close()
+
+
+class Remembering(Accelerator):
+    """Says at every end of work which tensors are still held."""
+
+    def __init__(self):
+        self.tensor, self.held = None, []
+
+    def finish(self):
+        self.held.append(self.tensor is not None and self.tensor() is not None)
+
+
+@pytest.mark.parametrize("way", ["add", "exchange"])
+def test_what_a_sum_works_on_is_held_until_the_device_has_done_it(way):
+    """Its memory belongs to the stream of the thread that began the sum: dropped before, it would be used anew."""
+    device = Remembering()
+    line = SumLine(device)
+
+    def begin():
+        tensor, received = torch.zeros(8), torch.ones(8)
+        device.tensor = weakref.ref(tensor)
+        inner = Pending(lambda: tensor.add_(received))
+        return Pending(inner.arrive, advance=inner.advance)
+
+    end = getattr(line, way)(begin)
+    line.wait() if way == "add" else end()
+    del end
+    line.close()
+    assert len(device.held) == (1 if way == "add" else 2) and all(device.held)
+    assert device.tensor() is None

@@ -33,6 +33,7 @@ from link_loads import (
 
 from polygon.cost import collectives as c
 from polygon.domain.cluster import Link
+from polygon.overhead.collective_table import collective_cell
 from polygon.overhead.topologies import Topology
 
 
@@ -216,3 +217,34 @@ def test_pipeline_uses_the_best_whole_number_of_pieces(hops, n_bytes):
 
     least = min(played(k) for k in range(1, min(int(n_bytes), 200) + 1))
     assert c.pipelined_s(hops, n_bytes, ALPHA, RATE) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("far", [(5e-6, 25e9), (0.0, 25e9), (5e-6, 3e12), (1e-3, 1e6)])
+@pytest.mark.parametrize(("per_node", "nodes"), [(1, 4), (4, 1), (4, 2), (8, 8), (3, 65)])
+@pytest.mark.parametrize("n_bytes", [1.0, 1e5, 1e9])
+def test_pieces_are_on_both_levels_at_once(n_bytes, per_node, nodes, far):
+    """No other number of pieces is better than the one taken, the longer level alone never is, and one piece never."""
+    near = (3e-6, 3e11)
+
+    def levels_s(k):
+        inside = c.circulant_pass_s(n_bytes / k, per_node, *near)
+        return inside, c.circulant_pass_s(n_bytes / k / per_node, nodes, *far)
+
+    def pass_s(k):
+        return min(levels_s(k)) + k * max(levels_s(k))
+
+    time_s, k = c.pipelined_levels_pass_s(n_bytes, per_node, nodes, near, far)
+    assert time_s == pytest.approx(pass_s(k))
+    assert max(levels_s(1)) * (1 - 1e-9) <= time_s <= sum(levels_s(1)) * (1 + 1e-9)
+    for other in [n for n in (1, k - 1, k + 1, 2 * k, 17, 4096) if 1 <= n <= n_bytes]:
+        assert time_s <= pass_s(other) * (1 + 1e-9)
+
+
+def test_large_sums_over_nodes_of_several_ranks_come_within_a_tenth_of_the_bound():
+    """140 GB on two nodes of four: a level after the other takes 1.5 times the bound, pieces on both hardly more."""
+    near, far = Link(latency_s=3e-6, bytes_per_s=3e11), Link(latency_s=5e-6, bytes_per_s=2.5e10)
+    topology = Topology(kind="hierarchical", ranks=8, per_node=4, link=near, inter=far)
+    cell = collective_cell("all_reduce", topology, 140e9)
+    assert cell.chosen.algorithm == "two-level-pipelined"
+    assert cell.chosen.time_s < 1.1 * cell.bound.time_s
+    assert entry("all_reduce", topology, "two-level-ring", 140e9).time_s > 1.49 * cell.bound.time_s
