@@ -43,7 +43,7 @@ demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -
 	@echo 'Predicted timeline: $(OUT)/predicted.json   measured: $(OUT)/run/trace.json   (open in ui.perfetto.dev)'
 
 test: $(VENV)/test.installed ## install polygon and run all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: $(VENV)/test.installed ## ruff, import-linter and mypy
 	$(BIN)/ruff check .
