@@ -21,6 +21,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.objectives import (
     ENERGY,
@@ -54,6 +55,8 @@ class Collection:
     """Everything that a series of searches simulated exactly."""
 
     bills: tuple[tuple[Bill, Allocation], ...]
+    plans: tuple[tuple[Bill, Plan], ...] = ()
+    """What every search ended with: more than decoding the allocation again gives."""
     reason: Message | None = None
     """Why it is empty."""
     evaluations: int = 0
@@ -87,6 +90,7 @@ def collect(
     effort = effort or Effort()
     share_s = effort.time_limit_s / (len(objectives) + 1)
     bills: list[tuple[Bill, Allocation]] = []
+    plans: list[tuple[Bill, Plan]] = []
     evaluations, seconds = 0, 0.0
     reason: Message | None = None
     interrupted = False
@@ -104,6 +108,8 @@ def collect(
             known=known,
         )
         bills += found.bills
+        if found.plan is not None:
+            plans.append((found.bills[0][0], found.plan))
         evaluations, seconds = evaluations + found.evaluations, seconds + found.seconds
         reason = reason or found.reason
         interrupted = found.interrupted
@@ -111,6 +117,7 @@ def collect(
             break
     return Collection(
         bills=tuple(bills),
+        plans=tuple(plans),
         reason=None if bills else reason,
         evaluations=evaluations,
         seconds=seconds,
@@ -123,6 +130,7 @@ def _joined(one: Collection, other: Collection) -> Collection:
     return replace(
         one,
         bills=one.bills + other.bills,
+        plans=one.plans + other.plans,
         reason=None if one.bills or other.bills else one.reason or other.reason,
         evaluations=one.evaluations + other.evaluations,
         seconds=one.seconds + other.seconds,
@@ -192,7 +200,7 @@ def find_front(
             break
     kept = [pair for pair in collection.bills if not excesses(problem, pair[0])]
     decoder = Decoder(problem, tables=tables, objective=MONEY)
-    points = []
+    points = [pair for pair in collection.plans if not excesses(problem, pair[0])]
     for _, allocation in _non_dominated(kept, with_energy):
         plan = decoder.decode(allocation)
         if isinstance(plan, Plan):
@@ -281,9 +289,12 @@ def _decoded(problem: Problem, collection: Collection, objective: Objective, tab
     """The best member as a plan, or why none keeps the limits."""
     bill, allocation = collection.best(problem, objective)
     decoder = Decoder(problem, tables=tables, objective=objective)
-    plan = decoder.decode(allocation)
-    value = decoder.plan_value(plan) if isinstance(plan, Plan) else math.inf
-    if not isinstance(plan, Plan) or value >= OVER_LIMIT:
+    options = [plan for _, plan in collection.plans if not violations(problem, plan, tables)]
+    decoded = decoder.decode(allocation)
+    options += [decoded] if isinstance(decoded, Plan) else []
+    plan = min(options, key=decoder.plan_value, default=None)
+    value = math.inf if plan is None else decoder.plan_value(plan)
+    if plan is None or value >= OVER_LIMIT:
         return Found(
             plan=None,
             value_s=math.inf,

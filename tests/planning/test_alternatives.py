@@ -12,6 +12,7 @@ from polygon.cost.estimate import estimate
 from polygon.cost.money import traffic_bytes
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.model import Batch
@@ -38,8 +39,9 @@ FAST = Effort(fluid_evaluations=200, exact_evaluations=8, patience=100)
 
 
 def problem_of(groups, bytes_per_s=1e9):
-    """A small model on linked regions given as lists of (type, nodes, devices per node)."""
-    cluster = cluster_of(groups, latency_s=0.005, bytes_per_s=bytes_per_s, egress_usd_per_gb=0.02)
+    """A small model on linked regions given as lists of (type, nodes, devices per node), with cards for their links."""
+    card = Link(latency_s=5e-5, bytes_per_s=bytes_per_s)
+    cluster = cluster_of(groups, latency_s=0.005, bytes_per_s=bytes_per_s, egress_usd_per_gb=0.02, between=card)
     return Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.estimate import estimate
 from polygon.cost.money import excesses, whole_run
+from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
@@ -194,7 +195,7 @@ def test_rules_that_leave_no_devices_say_so():
 
 def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():
     """Nothing may leave: one region; a cap that the free plan keeps changes nothing."""
-    free = problem_of((THREE[0], THREE[0]), bytes_per_s=1e11)
+    free = problem_of((THREE[0], THREE[0]), bytes_per_s=1e11, between=Link(latency_s=5e-5, bytes_per_s=1e11))
     fastest = find_within_limits(free, 0, effort=SHORT).plan
     sent = Decoder(free).bill(fastest).egress_bytes
     assert sent.max() > 0

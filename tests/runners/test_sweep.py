@@ -14,7 +14,7 @@ from runners import sweep
 from runners.sweeps import suites
 from runners.sweeps import sweep_summary as report
 
-PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--time-limit", "inf",
+PTAFM = ["ptafm", "--seeds", "2", "--methods", "ants,restarts", "--evaluations", "300", "--time-limit", "3600",
          "--no-plots", "--quiet"]  # fmt: skip
 
 

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from polygon import Batch, Cluster, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.web.limits import RELAXED, limits, limits_as_found, replanned, resources
 from tests.exported_plans import drawn, wide
+from tests.small_problems import routed_problem
 
 REGIONS = [
     {"name": "virginia", "nodes": [{"device": "a100-80gb", "count": 4, "devices_per_node": 8},
@@ -36,14 +40,14 @@ def test_the_named_limit_saves_at_least_as_much_as_any_other():
 
 
 def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
-    """Two nodes of the fastest devices on ten assumed Gbit/s: planned anew with more of it the step is shorter."""
-    cluster = Cluster.from_dict({"regions": REGIONS, "links": LINKS})
+    """Replicas on two fast nodes and ten assumed Gbit/s: planned anew with more the step is shorter."""
+    cluster = Cluster.from_dict({"regions": REGIONS[1:2]})
     problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048))
-    plan = problem.search(effort="quick").plan
-    said = limits(problem.data, plan.data, problem.tables)
+    plan = uniform_plan(problem.data, ParallelConfig(dp=16, zero=1, micro_batch_size=1, recompute="full"))
+    said = limits(problem.data, plan, problem.tables)
     first = said.limits[0]
     assert (first.resource.kind, first.resource.region, first.resource.default) == ("intra_region", "frankfurt", True)
-    again = replanned(problem.data, plan.data, problem.tables, first)
+    again = replanned(problem.data, plan, problem.tables, first)
     assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
 
 
@@ -59,7 +63,10 @@ def test_what_is_known_so_far_grows_into_the_answer():
 
 def test_a_slow_link_that_everything_crosses_is_the_limit():
     """Between regions at less than a Gbit/s nothing else matters as much, and a faster rate is worth its name."""
-    problem, plan = wide()
+    problem, plan = routed_problem(4)
+    problem = replace(
+        problem, cluster=replace(problem.cluster, bytes_per_s=np.minimum(problem.cluster.bytes_per_s, 1e5))
+    )
     first = limits(problem, plan, CostTables(problem)).limits[0]
     assert (first.resource.kind, first.resource.quality) == ("pair", "rate")
     assert first.suggested > first.resource.now and first.would_save >= first.saves - 1e-9

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning.checker import violations
@@ -17,7 +18,9 @@ FAST = Effort(fluid_evaluations=300, exact_evaluations=12, patience=150, polish_
 
 def problem_of(bytes_per_s, latency_s=0.02, **limits):
     """Four A100 in each of two regions."""
-    cluster = cluster_of([[("a100-40gb", 1, 4)]] * 2, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    groups, inside = [[("a100-40gb", 1, 4)]] * 2, Link(latency_s=5e-6, bytes_per_s=3e11)
+    card = Link(latency_s=5e-5, bytes_per_s=max(1e9, bytes_per_s))
+    cluster = cluster_of(groups, latency_s=latency_s, bytes_per_s=bytes_per_s, between=card, inside=inside)
     batch = Batch(global_batch=64, seq_len=512)
     return Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=Constraints(**limits))
 
@@ -41,8 +44,8 @@ def test_slow_links_name_what_local_steps_bring_and_the_evidence():
 
 
 def test_nothing_is_said_where_links_are_fast_or_local_steps_were_asked_about():
-    """Over 100 GB/s next door they bring little; a list of local steps, with or without any, is the user's word."""
-    fast = problem_of(1e11, 1e-5)
+    """Over 1 TB/s next door they bring little; a list of local steps, with or without any, is the user's word."""
+    fast = problem_of(1e12, 1e-5)
     assert local_updates(fast, found_in(fast), CostTables(fast)) is None
     for steps in ((1,), (1, 30)):
         listed = problem_of(1e8, local_steps=steps)
