@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
+.PHONY: help demo kernels test quick nightly lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,18 @@ demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -
 	$(BIN)/python -m runners.launch $(OUT)/plan.json --rehearse --max-ranks 8 --steps 60 --log-dir $(OUT)/run
 	@echo 'Predicted timeline: $(OUT)/predicted.json   measured: $(OUT)/run/trace.json   (open in ui.perfetto.dev)'
 
-test: $(VENV)/test.installed ## install polygon and run all tests
+# Once, where every worker of the tests would do it otherwise.
+kernels: $(VENV)/test.installed ## compile the planner's kernels
+	$(BIN)/python -m tests.kernels
+
+test: kernels ## install polygon and run all tests
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+quick: kernels ## tests that take little time, before a commit
+	$(BIN)/python -m pytest -n 3 --dist worksteal --quick
+
+nightly: kernels pages ## all tests with ten times as many cases, and with what is tried at night alone (hours)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --hypothesis-profile=nightly
 
 lint: $(VENV)/test.installed ## ruff, import-linter and mypy
 	$(BIN)/ruff check .

@@ -12,16 +12,36 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-# The same examples in every run: who changes nothing sees no new failure. `--hypothesis-profile=explore` draws others.
-settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("polygon", settings.get_profile("explore"), derandomize=True)
+# See tests/nightly.py.
+settings.register_profile("nightly", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+settings.register_profile("polygon", settings.get_profile("nightly"), derandomize=True, max_examples=100)
 # For benchmarks/mutants.py, which asks whether a law fails and not for the smallest example.
 settings.register_profile("unshrunk", settings.get_profile("polygon"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("polygon")
 
+SLOW = frozenset({
+    "accuracy", "api/test_quickstart.py", "commands/test_pareto.py", "docs", "export/test_deepspeed_run.py",
+    "export/test_managed_hosts.py", "export/test_started.py", "export/test_targets.py", "jit", "lab",
+    "planning/test_exact.py", "planning/test_monotone.py", "planning/test_objectives.py", "recipes", "rivals",
+    "runners/test_bench_device.py", "runners/test_checkpoint.py", "runners/test_every_dimension.py",
+    "runners/test_launch.py", "runners/test_streams.py", "runners/test_training.py", "test_environment.py",
+    "test_wheel.py", "web/test_api.py", "web/test_fuzz.py", "web/test_page.py", "web/test_runs.py",
+})  # fmt: skip
+"""Files and folders that `--quick` leaves out: browsers, notebooks, many ranks, long searches."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 VARIABLES = ("CUDA_", "LOCAL_", "MASTER_", "NUMBA_", "OMP_", "POLYGON_", "RANK", "WANDB_", "WORLD_")
 """How names of environment variables begin that we read or set, directly or through libraries."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick`, for `make quick`."""
+    parser.addoption("--quick", action="store_true", help="leave out files whose tests take long")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what takes long."""
+    path = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if config.getoption("--quick") and path in SLOW else None
 
 
 def process_state() -> dict[str, Any]:

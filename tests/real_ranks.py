@@ -12,16 +12,16 @@ from multiprocessing.connection import wait
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
 _PRELOADED = ["torch._dynamo", "runners.engine.run"]
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def preload(module):
     """Let the server import a module as well, for tests whose ranks all need it; to be called before any test runs."""
     _PRELOADED.append(module)
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def _enter(connection, function, rank, port, args):
@@ -38,8 +38,8 @@ def start_ranks(function, n_ranks, *args):
     """Start `function(rank, port, *args)` on every rank; processes and the ends of their pipes."""
     port, started = free_port(), []
     for rank in range(n_ranks):
-        mine, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_enter, args=(theirs, function, rank, port, args), daemon=True)
+        mine, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_enter, args=(theirs, function, rank, port, args), daemon=True)
         process.start()
         theirs.close()
         started.append((process, mine))

@@ -24,6 +24,7 @@ from polygon.planning.initial_solutions import simple_starts
 from polygon.planning.polish import changes
 from tests.drawn_problems import packed_at_random
 from tests.linked_regions import TYPES, cluster_of, small_gpt
+from tests.nightly import cases
 
 LAN = Link(latency_s=5e-5, bytes_per_s=1e9)
 BUS = Link(latency_s=1e-6, bytes_per_s=1e12)
@@ -96,7 +97,7 @@ def random_plans(problem, rng, count=6):
         yield replace(plan, spans=spans, links=links, local_steps=int(rng.integers(1, most_steps + 1)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_no_plan_beats_the_bound(problem, seed):
     """Whatever the cluster, model, packing and local steps: the exact step is no shorter than the bound."""
@@ -106,7 +107,7 @@ def test_no_plan_beats_the_bound(problem, seed):
         assert step_times(plan, tables).step_s >= bound.seconds * (1 - 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(12), deadline=None)
 @given(problem=problems(), factor=st.floats(1.0, 20.0))
 def test_better_links_and_more_freedom_never_raise_the_bound(problem, factor):
     """What can be bought or allowed does not make the bound worse, and each relaxation adds to those before."""
@@ -180,7 +181,7 @@ def test_nothing_allowed_has_no_bound():
     assert lower_bound(CostTables(problem)).seconds == np.inf
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=cases(10), deadline=None)
 @given(problem=problems(), slack=st.floats(1.0, 3.0))
 def test_kernel_is_its_python(problem, slack):
     """Compiled and interpreted dynamic programs agree."""

@@ -16,9 +16,10 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from tests.bounds.test_lower_bound import LAN, problem_of, problems, random_plans
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(12), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_no_plan_is_cheaper_or_more_frugal_than_the_bound(problem, seed):
     """Whatever the plan: its step costs and draws no less."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.region_sets import Ways, _enumerated, _neighbourhoods, region_sets
+from tests.nightly import cases
 
 LEAST_S = 0.5
 
@@ -29,7 +30,7 @@ def path_s(seconds, path):
     return sum(seconds[a, b] for a, b in itertools.pairwise(path))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(n=st.integers(1, 5), seed=st.integers(0, 9999), time_s=st.floats(LEAST_S, 5.0))
 def test_no_pair_of_sets_has_more_than_the_list_says(n, seed, time_s):
     """Regions of the first stage A and of all S: the list has as much compute in a time, waiting no longer.

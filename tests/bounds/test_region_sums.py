@@ -11,6 +11,7 @@ from polygon.bounds.region_sums import Hop, Links, _neighbourhoods, groups_by_ca
 from polygon.cost.network import CARD_EFFICIENCY
 from polygon.cost.reduction import levels_room, levels_s
 from polygon.cost.transfers import LinkArrays
+from tests.nightly import cases
 
 HOP = Hop(5e-5, 1e9, 1.0)
 
@@ -54,7 +55,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
     return sum(parts), far_s
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(
     n=st.integers(2, 5),
     seed=st.integers(0, 9999),

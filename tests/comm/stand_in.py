@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.patience import PATIENCE_S
-from tests.real_ranks import _CONTEXT, end_ranks, result_of, start_ranks
+from tests.real_ranks import CONTEXT, end_ranks, result_of, start_ranks
 
 LOOK_S, LOOKS = 0.05, 40
 """All that is late is late by far less than so many looks take."""
@@ -44,11 +44,11 @@ class Board:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.moves = _CONTEXT.RawArray("q", ranks)
-        self.most_running = _CONTEXT.RawArray("q", ranks)
-        self.host_waits = _CONTEXT.RawArray("q", ranks)
-        self._threads = _CONTEXT.RawArray("q", ranks * THREADS)
-        self._doing = _CONTEXT.RawArray("c", ranks * STREAMS * DOING_BYTES)
+        self.moves = CONTEXT.RawArray("q", ranks)
+        self.most_running = CONTEXT.RawArray("q", ranks)
+        self.host_waits = CONTEXT.RawArray("q", ranks)
+        self._threads = CONTEXT.RawArray("q", ranks * THREADS)
+        self._doing = CONTEXT.RawArray("c", ranks * STREAMS * DOING_BYTES)
 
     def write(self, rank, stream, text):
         at = (rank * STREAMS + stream) * DOING_BYTES

@@ -17,6 +17,7 @@ from polygon_comm.compression import (
 )
 
 from polygon.cost.transfers import packed_bytes
+from tests.nightly import cases
 
 ELEMENTWISE = ("none", "bf16", "int8", "int4", "topk")
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3)
@@ -27,7 +28,7 @@ def noise(shape, seed=0, scale=1.0):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(shape=shapes, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_payload_has_the_announced_size_and_restores_shape_and_dtype(name, shape, dtype):
     """A receive is posted before the message exists: its size must be known from the number of elements."""
@@ -41,7 +42,7 @@ def test_payload_has_the_announced_size_and_restores_shape_and_dtype(name, shape
 
 
 @pytest.mark.parametrize(("name", "block", "levels"), [("int8", INT8_BLOCK, 127), ("int4", INT4_BLOCK, 7)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(shape=shapes, exponent=st.integers(-20, 20), seed=st.integers(0, 99))
 def test_rounding_error_is_at_most_half_a_level_of_its_block(name, block, levels, shape, exponent, seed):
     """|x - D(C(x))| <= max|block| / (2 levels), whatever the magnitude."""

@@ -21,6 +21,7 @@ from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 from tests.uniform_splits import FABRIC, equal_nodes
 
 MODEL = small_gpt()
@@ -55,7 +56,7 @@ def assert_scaled(plan: Plan, problem: Problem) -> None:
             assert whole == pytest.approx(9 * a.communication_s.sum())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(
     shape=st.sampled_from([(4, 1, 4, 1), (2, 2, 4, 1), (2, 8, 1, 1), (1, 4, 2, 2), (16, 1, 1, 1), (1, 1, 8, 1)]),
     zero=st.integers(0, 3),

@@ -16,6 +16,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.runtime import Runtime
 from polygon.formats import catalogue
+from tests.nightly import cases
 
 A100 = Device(
     name="A100",
@@ -43,7 +44,7 @@ def gpt(blocks: int = 4, hidden: int = 1024, **changes: object) -> Model:
     return Model(**{**shape, **changes})  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(size=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]), recompute=st.sampled_from(["none", "full"]))
 def test_never_faster_than_the_peak(size: int, tp: int, recompute: str):
     """All layers together take at least the model's FLOP at the data sheet's peak."""
@@ -54,7 +55,7 @@ def test_never_faster_than_the_peak(size: int, tp: int, recompute: str):
     assert times.forward_s.sum() + times.backward_s.sum() > floor_s
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(gbps=st.floats(10, 1000), factor=st.floats(1, 10), tp=st.sampled_from([2, 4, 8]))
 def test_more_bandwidth_is_never_slower(gbps: float, factor: float, tp: int):
     """A faster link inside the node never makes a layer slower."""

@@ -25,6 +25,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
 from polygon.domain.runtime import DP_OVERLAP, POLYGON, Runtime
 from polygon.domain.uniform import ParallelConfig, stage_bounds, uniform_config, uniform_plan
+from tests.nightly import cases
 from tests.uniform_splits import FABRIC, equal_nodes, lane, with_links
 
 A100 = Device(
@@ -112,7 +113,7 @@ def splits(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
     return asked, config
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(config=configs, runtime=runtimes)
 def test_terms_add_up_and_respect_the_peak(config: ParallelConfig, runtime: Runtime):
     """The terms sum to the step, the interval holds it, and no step beats the data sheet."""
@@ -126,7 +127,7 @@ def test_terms_add_up_and_respect_the_peak(config: ParallelConfig, runtime: Runt
     assert len(found.memory) == config.pp
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=cases(150))
 @given(split=splits())
 def test_a_lane_is_what_its_plan_is(split: tuple[Problem, ParallelConfig]):
     """Time and memory of a lane are those of the whole plan, all of its pipelines simulated."""
@@ -149,7 +150,7 @@ def test_a_lane_is_what_its_plan_is(split: tuple[Problem, ParallelConfig]):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(config=configs, factor=st.floats(1, 10))
 def test_a_faster_network_is_never_slower(config: ParallelConfig, factor: float):
     """More bandwidth between nodes never lengthens the step."""
@@ -191,7 +192,7 @@ def test_more_pools_than_one_are_refused():
         Lanes(CostTables(replace(asked, cluster=two)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=cases(30))
 @given(many=st.lists(configs, min_size=1, max_size=6))
 def test_what_lanes_remember_changes_nothing(many: list[ParallelConfig]):
     """Many splits priced by one object get what each gets by itself."""
@@ -203,7 +204,7 @@ def test_what_lanes_remember_changes_nothing(many: list[ParallelConfig]):
         assert one.peak.total_bytes == pytest.approx(alone.peak.total_bytes, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(runtime=runtimes, whole_s=st.floats(0, 2), part=st.floats(0, 1), backward_s=st.floats(0, 1))
 def test_compiled_sums_equal_their_formula(runtime: Runtime, whole_s: float, part: float, backward_s: float):
     """Kernel and interpreter agree; sums end no sooner than their last part, nor later than all after backward."""
@@ -214,7 +215,7 @@ def test_compiled_sums_equal_their_formula(runtime: Runtime, whole_s: float, par
     assert begin_s <= 3.0 <= end_s <= 3.0 + whole_s * (1 + runtime.contention) + 1e-12
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(config=configs, pipeline=st.sampled_from([2, 4]))
 def test_pipeline_is_no_shorter_than_its_busiest_stage_or_one_micro_batch(config: ParallelConfig, pipeline: int):
     """Makespan >= busiest worker, and >= the way of one micro-batch through every stage."""
@@ -251,7 +252,7 @@ def test_sharding_inside_a_node_keeps_gathers_off_the_network():
         replace(whole, shards=7)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(
     shape=st.sampled_from([(1, 4, 4), (1, 8, 4), (2, 2, 4), (2, 4, 4), (2, 8, 4), (4, 2, 8), (4, 8, 1), (8, 8, 1)]),
     rate=st.sampled_from([10e9, 25e9, 200e9]),
@@ -336,7 +337,7 @@ def interleaved_ends(forward_s, backward_s, sent_s, latency_s, pp: int, chunks: 
     return free
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(
     pp=st.sampled_from([2, 3, 4]),
     chunks=st.sampled_from([2, 3]),

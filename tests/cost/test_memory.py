@@ -13,6 +13,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
+from tests.nightly import cases
 from tests.uniform_splits import equal_nodes, held_bytes, lane
 
 
@@ -34,7 +35,7 @@ def gpt(**changes: object) -> Model:
 BATCH = Batch(global_batch=64, seq_len=1024)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(size=st.integers(1, 8), in_flight=st.integers(1, 8), zero=st.integers(0, 3), shards=st.integers(1, 16))
 def test_memory_grows_with_the_micro_batch_and_falls_with_zero(size: int, in_flight: int, zero: int, shards: int):
     """Never less memory for a larger micro-batch or more in flight; never more for a higher ZeRO stage's states."""

@@ -22,6 +22,7 @@ from polygon.cost.network import (
     ring_kernel,
 )
 from polygon.domain.cluster import Link
+from tests.nightly import cases
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"
 
@@ -91,7 +92,7 @@ def test_many_nodes_are_as_inefficient_as_measured():
             assert ideal / ring == pytest.approx(measured, rel=0.2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=cases(30))
 @given(n_bytes=st.floats(1, 1e10), members=st.integers(1, 9), passes=st.sampled_from([1, 2]))
 def test_kernels_equal_their_python(n_bytes: float, members: int, passes: int):
     """Compiled and interpreted agree."""

@@ -21,6 +21,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
 from polygon.formats.catalogue import device
+from tests.nightly import cases
 from tests.small_problems import routed_problem
 
 MEASURED = Path(__file__).parents[2] / "instances" / "measured"
@@ -40,7 +41,7 @@ BATCH = Batch(global_batch=64, seq_len=2048, precision="tf32")
 NVLINK = Link(latency_s=2e-6, bytes_per_s=450e9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(
     size=st.integers(1, 60),
     tp=st.sampled_from([1, 2, 4]),

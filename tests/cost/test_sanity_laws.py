@@ -16,6 +16,7 @@ from polygon.domain.plan import Problem
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig
 from polygon.formats.catalogue import device, usual_link
+from tests.nightly import cases
 from tests.uniform_splits import equal_nodes, held_bytes, lane, with_device, with_links
 
 CARDS = (
@@ -119,7 +120,7 @@ def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
 Run = tuple[Problem, ParallelConfig]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(run=runs())
 def test_no_term_is_negative_and_no_step_beats_the_data_sheet(run: Run):
     """Terms >= 0; seconds >= FLOP over peak."""
@@ -132,7 +133,7 @@ def test_no_term_is_negative_and_no_step_beats_the_data_sheet(run: Run):
     assert found.peak.total_bytes > 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(run=runs(), factor=st.floats(1.5, 10))
 def test_slower_links_and_slower_chips_are_never_faster(run: Run, factor: float):
     """Less bandwidth, more latency, fewer FLOP/s or less memory bandwidth never shorten a step."""
@@ -152,7 +153,7 @@ def test_slower_links_and_slower_chips_are_never_faster(run: Run, factor: float)
         assert lane(other, config).step_s * (1 + 1e-3) >= step_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(run=runs())
 def test_more_work_is_never_faster(run: Run):
     """Longer sequences, more of them, more layers, wider ones and more words never shorten a step."""
@@ -169,7 +170,7 @@ def test_more_work_is_never_faster(run: Run):
         assert lane(replace(asked, batch=more), config).step_s * ROUNDING >= step_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(run=runs())
 def test_memory_grows_with_what_is_held(run: Run):
     """Never less for larger micro-batches, longer sequences or wider layers; never more with ZeRO 1 and 2."""
@@ -186,7 +187,7 @@ def test_memory_grows_with_what_is_held(run: Run):
     assert stages[2] <= stages[1] * ROUNDING and stages[1] <= stages[0] * ROUNDING
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(run=runs())
 def test_recomputation_trades_time_for_memory(run: Run):
     """None is fastest and holds most, full recomputation the reverse."""

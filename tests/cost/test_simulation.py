@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polygon.cost import simulation as kernels
 from polygon.cost.simulation import ScheduleTimes, backward_order, plain_step_s
 from polygon.domain.schedule import windows, worker_order
+from tests.nightly import cases
 from tests.routed_plans import plain_plan, routed_plans
 
 
@@ -101,7 +102,7 @@ def random_times(plan, seed, shared=False):
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=cases(150))
 @given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1), shared=st.booleans())
 def test_kernel_equals_event_driven_simulation(plan, seed, shared):
     """Every action starts when an independent simulator says so."""
@@ -116,7 +117,7 @@ def test_kernel_equals_event_driven_simulation(plan, seed, shared):
         assert np.isclose(ends_s[worker], max(mine, default=0.0), rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1), shared=st.booleans())
 def test_makespan_is_at_least_every_path_worker_and_link(plan, seed, shared):
     """No shorter than any micro-batch's way down and up, nor than any worker's work, nor what passes any link."""
@@ -132,7 +133,7 @@ def test_makespan_is_at_least_every_path_worker_and_link(plan, seed, shared):
     assert ends_s.max() >= passed.max() * (1 - 1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 @given(plan=routed_plans(), seed=st.integers(0, 2**32 - 1))
 def test_both_kernels_agree_where_nothing_is_shared(plan, seed):
     """A link for every channel: messages in order of time are messages in the order of their sender."""
@@ -143,7 +144,7 @@ def test_both_kernels_agree_where_nothing_is_shared(plan, seed):
 
 
 @given(stages=st.integers(1, 5), micro_batches=st.integers(1, 12), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=cases(60))
 def test_plain_kernel_equals_routed_kernel(stages, micro_batches, seed):
     """One worker a stage, messages that only have latency: both kernels agree."""
     plan = plain_plan(stages, 1, micro_batches, span=1)
@@ -165,7 +166,7 @@ def test_plain_1f1b_of_equal_stages_takes_the_textbook_time():
 
 
 @given(plan=routed_plans(), seed=st.integers(0, 1000), shared=st.booleans())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=cases(25))
 def test_compiled_kernels_equal_their_source(plan, seed, shared):
     """Numba's result is Python's."""
     times = random_times(plan, seed, shared)

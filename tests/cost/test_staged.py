@@ -17,6 +17,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from tests.linked_regions import cluster_of
+from tests.nightly import cases
 
 MODEL = Model(
     name="g",
@@ -61,7 +62,7 @@ def priced(*stages: str, micro_batches: int = 16, network: Link = NETWORK) -> Es
     return estimate(*case(*stages, micro_batches=micro_batches, network=network))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=cases(25))
 @given(
     widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     micro_batches=st.integers(4, 40),

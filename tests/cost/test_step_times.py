@@ -14,6 +14,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 LATENCY_S = 0.05
 
@@ -103,7 +104,7 @@ def test_a_card_sends_to_all_other_regions_at_once(regions):
     )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=cases(15))
 @given(regions=st.integers(2, 4), rate=st.sampled_from([1e7, 1e8, 1e9, 1e12]))
 def test_the_last_layer_passes_the_latency(regions, rate):
     """However fast the links, the last layer's sum takes its rounds; it never takes longer than all sums after one

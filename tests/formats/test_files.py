@@ -23,6 +23,7 @@ from polygon.domain.plan import COMPRESSIONS, RECOMPUTE, REDUCTIONS, Constraints
 from polygon.formats import catalogue, convert, convert_plan, files
 from polygon.formats.schema import ClusterSpec, GroupsSpec, PlanSpec, check
 from polygon.formats.serialization import MOST_YAML, format_json, format_yaml, parse_json, parse_yaml
+from tests.nightly import cases
 from tests.small_problems import small_cluster, small_model, small_plan
 
 positive = st.floats(1e-3, 1e14)
@@ -202,7 +203,7 @@ def reread(schema, convert_from, data, text_format, parse):
 
 @pytest.mark.parametrize(("text_format", "parse"), [(format_json, parse_json), (format_yaml, parse_yaml)])
 @given(cluster=clusters())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 def test_cluster_survives_its_file(text_format, parse, cluster):
     """Reading what was written gives the cluster; writing that again gives the same text (a fixed point)."""
     once = reread(ClusterSpec, convert.cluster_from_spec, convert.cluster_data(cluster), text_format, parse)
@@ -215,7 +216,7 @@ def test_cluster_survives_its_file(text_format, parse, cluster):
 
 
 @given(case=plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 def test_plan_survives_its_file(case):
     """Stages, routes, spans, links and options come back equal, and the text is a fixed point."""
     problem, plan = case
@@ -236,7 +237,7 @@ def test_plan_survives_its_file(case):
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 def test_groups_survive_their_file(problem, data):
     """The allocation comes back equal."""
     pools = problem.cluster.pools

@@ -15,6 +15,7 @@ from polygon.domain.errors import InputError
 from polygon.formats import catalogue, convert, convert_plan, files
 from polygon.formats.hugging_face import hugging_face_model
 from polygon.formats.schema import ClusterSpec, GroupsSpec, ModelSpec, PlanSpec, ProblemSpec, check
+from tests.nightly import cases
 
 PLAN = json.loads((Path("tests/bad") / "plan-layers.json").read_text("utf-8"))
 PLAN["stages"][1]["layers"] = [2, 4]
@@ -68,7 +69,7 @@ def places(data, path=()):
 
 @pytest.mark.parametrize("kind", READERS)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 def test_damaged_data(kind, data):
     """Whatever is put, added or left out anywhere in good data, the reader gives a result or a one-line error."""
     good, read = READERS[kind]
@@ -104,7 +105,7 @@ def test_damaged_data(kind, data):
 @example(text="{1: 2, [3]: 4}")
 @example(text="a: !!binary xx")
 @example(text="a: 2001-13-45")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 def test_any_text_as_a_cluster(text, tmp_path_factory):
     """Any text in a file gives a cluster or a one-line error that names the file."""
     file = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -116,7 +117,7 @@ def test_any_text_as_a_cluster(text, tmp_path_factory):
 
 
 @given(data=st.binary(max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 def test_any_bytes_as_a_plan(data, tmp_path_factory):
     """Any bytes in a file give a one-line error that names the file."""
     file = tmp_path_factory.getbasetemp() / "any.json"

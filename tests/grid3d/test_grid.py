@@ -22,6 +22,7 @@ from polygon.grid3d.__main__ import main
 from polygon.grid3d.grid import evaluate_all, parallel_config
 from polygon.grid3d.grid_rows import Case, GridRow, uniform_pool
 from polygon.grid3d.splits import EVERYTHING, GridOptions, GridSplit, all_splits, configurations
+from tests.nightly import cases
 
 MODEL = catalogue.model("gpt3-1.3b")
 BATCH = Batch(global_batch=64, seq_len=2048)
@@ -61,7 +62,7 @@ def test_every_factorisation_once(devices):
     assert len(splits) == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(split=st.sampled_from(list(all_splits(32, None))))
 def test_configurations_are_legal_and_differ(split):
     """No configuration twice, each with the split's degrees and a batch that divides."""

@@ -14,6 +14,7 @@ from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.overhead.collective_table import Cell, collective_cell
 from polygon.overhead.topologies import KINDS, OPERATIONS, Topology
+from tests.nightly import cases
 
 FUNCTIONS = {"min": min, "max": max, "floor": math.floor, "ceil": math.ceil, "sqrt": math.sqrt}
 
@@ -47,7 +48,7 @@ def cell_of(op: str, topology: Topology, n_bytes: float) -> Cell:
     return collective_cell(op, topology, n_bytes, shards=shards)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(op=st.sampled_from(OPERATIONS), topology=topologies(), n_bytes=st.sampled_from([0.0, 1.0, 4096.0, 1e6, 1.4e11]))
 def test_no_algorithm_beats_the_bound_and_the_printed_formula_gives_the_time(op, topology, n_bytes):
     """Every cell has an algorithm; every time is finite, at least the bound, and what its own formula evaluates to."""
@@ -62,7 +63,7 @@ def test_no_algorithm_beats_the_bound_and_the_printed_formula_gives_the_time(op,
 
 
 @given(op=st.sampled_from(OPERATIONS), topology=topologies(), n_bytes=st.floats(0, 1e12, allow_subnormal=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 def test_bytes_on_links_cover_what_is_sent(op, topology, n_bytes):
     """What the busiest rank sends is on some link, and links carry at least the bytes that must be delivered."""
     n = topology.ranks

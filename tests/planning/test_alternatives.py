@@ -34,6 +34,7 @@ from polygon.planning.what_ifs import (
     usual_changes,
 )
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 FAST = Effort(fluid_evaluations=200, exact_evaluations=8, patience=100)
 
@@ -65,7 +66,7 @@ def wide_plan():
     return plan_for(WIDE)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=cases(4), deadline=None)
 @given(
     bytes_per_s=st.sampled_from([1e8, 1e10]),
     groups=st.sampled_from(

@@ -26,6 +26,7 @@ from polygon.planning.link_compression import activation_modes, link_seconds
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 FAST = Effort(fluid_evaluations=400, exact_evaluations=16, patience=200)
 MODEL = small_gpt()
@@ -71,7 +72,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(12), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 9))
 def test_more_allowed_is_never_slower(problem, seed):
     """The plan of an allocation takes no longer at a level of parity than at any gentler one, and breaks no rule."""
@@ -89,7 +90,7 @@ def test_more_allowed_is_never_slower(problem, seed):
             before_s = step_s
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=cases(8), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 9))
 def test_exact_parity_gives_the_unpacked_plan(problem, seed):
     """With nothing lossy allowed nothing is packed and all reduce in every step; a list of `none` says the same."""
@@ -170,7 +171,7 @@ def test_local_steps_save_the_link_and_cost_memory():
     assert extra == pytest.approx(8 * MODEL.parameters)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=cases(20), deadline=None)
 @given(steps=st.integers(2, 500), bytes_per_s=st.sampled_from([1e7, 1e8, 1e9]))
 def test_a_step_is_its_own_work_and_its_part_of_the_meeting(steps, bytes_per_s):
     """T(H) = T(no link's time) + (whole reduction) / H: the more local steps the shorter, towards regions alone."""

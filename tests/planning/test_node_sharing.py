@@ -14,6 +14,7 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.fluid import FITS
 from polygon.planning.node_sharing import cards_free_s, pairs_free_s
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16gb", 2, 4)]]
 
@@ -33,7 +34,7 @@ def decoder():
     return Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     """Nodes by stage and region are those of the plan; whoever shares links ends as `last_end_s` has it."""

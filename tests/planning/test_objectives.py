@@ -20,6 +20,7 @@ from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.objectives import MONEY, OBJECTIVES, STEP_TIME, objective_named
 from polygon.planning.search_engine import Effort, find_groups, find_plan
 from tests.linked_regions import TYPES, cluster_of, small_gpt
+from tests.nightly import cases
 
 SHORT = Effort(fluid_evaluations=160, exact_evaluations=10, patience=80)
 FEW = Effort(fluid_evaluations=40, exact_evaluations=4, patience=20)
@@ -53,7 +54,7 @@ def regions_of(problem, plan, stage):
     return {problem.cluster.regions[problem.cluster.pools[w.pool].region].name for w in plan.stages[stage].workers}
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=cases(5), deadline=None)
 @given(problem=problems(), with_energy=st.booleans())
 def test_front_is_not_dominated_and_has_both_ends(problem, with_energy):
     """No point beats another; the first is the fastest, one is the cheapest of all that was simulated; all can run."""
@@ -74,7 +75,7 @@ def test_front_is_not_dominated_and_has_both_ends(problem, with_energy):
         assert np.isclose(estimate(problem, point.plan).cost_usd, point.bill.usd)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=cases(5), deadline=None)
 @given(problem=problems(), name=st.sampled_from(["money", "energy", "tokens-per-usd"]))
 def test_another_objective_is_no_worse_by_itself_than_the_fastest_plan(problem, name):
     """The cheapest plan costs no more than the fastest; so for energy and tokens per dollar."""
@@ -87,7 +88,7 @@ def test_another_objective_is_no_worse_by_itself_than_the_fastest_plan(problem, 
     assert violations(problem, best.plan) == []
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=cases(4), deadline=None)
 @given(problem=problems(), parts=st.lists(st.floats(0.5, 1.3), min_size=2, max_size=2))
 def test_a_tighter_budget_never_gives_a_faster_plan(problem, parts):
     """Budgets in parts of what the fastest plan costs; what the fastest keeps changes nothing."""
@@ -131,7 +132,7 @@ def test_money_under_a_deadline():
     assert result.cost_usd <= fastest.cost_usd * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(problem=problems(prices=(0.05,)), seed=st.integers(0, 50))
 def test_fluid_egress_is_near_the_plans(problem, seed):
     """Bytes that leave each region, by flow and by routes: whole micro-batches make the difference."""
@@ -149,7 +150,7 @@ def test_fluid_egress_is_near_the_plans(problem, seed):
                       / exact.step_s * fluid.step_s)  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=cases(10), deadline=None)
 @given(
     first=st.lists(st.sampled_from(["r0", "r1", "r2"]), max_size=2, unique=True),
     last=st.lists(st.sampled_from(["r0", "r1", "r2"]), max_size=2, unique=True),

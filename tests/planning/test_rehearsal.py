@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from polygon.domain.plan import Problem, Stage, Worker
 from polygon.planning.rehearsal import MAX_LAYERS, MAX_MICRO_BATCH_SIZE, rehearsal_problem
+from tests.nightly import cases
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 
@@ -36,7 +37,7 @@ def plans(draw):
     return Problem(cluster=cluster, model=model, batch=problem.batch), plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(problem_plan=plans(), max_ranks=st.none() | st.integers(1, 12))
 def test_rehearsal_keeps_the_shape_within_the_limits(problem_plan, max_ranks):
     """Stages (as far as ranks allow), layers covered, every stage with a layer, routes valid, nobody loses all work."""

@@ -11,6 +11,7 @@ from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.routing import apportion, build_routes, deal, deal_regions, region_flow, spread, whole_parts
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 seconds = st.lists(st.floats(0.1, 10), min_size=1, max_size=4).map(np.array)
 
@@ -78,7 +79,7 @@ def test_deal_regions_follows_the_flow(problem, seed):
     assert (plain == after).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=cases(50))
 @given(data=st.data())
 def test_routes_hold_every_stages_shares(data):
     """Each stage's workers get what apportion gives them; equal workers in one region are dealt in turn."""

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,27 +12,40 @@ from runners.recipes.needs import needs, stage_parameters
 from runners.recipes.recipe_schema import read_recipe
 from runners.recipes.replicas.zero import said_if_slow
 from runners.train import main
-from tests.patience import PATIENCE_S, eventually
+from tests.nightly import at_night
+from tests.patience import eventually
+from tests.real_programs import ran
 from tests.small_problems import small_model
 
 FOLDER = Path("instances/recipes")
 SMALL = sorted(FOLDER.glob("llm-*-tiny.yaml"))
 LARGE = sorted(set(FOLDER.glob("llm-*.yaml")) - set(SMALL))
+TRAINED = ("4d", "moe", "zero", *at_night("1d", "2d", "3d", "5d"))
+"""Every degree of parallelism above 1, and ZeRO."""
 
 
 def test_small_recipes_agree_with_one_process(tmp_path):
-    """Every small language recipe trains; losses are those of one process to 1e-5, peaks as predicted to 20 %."""
-    command = [sys.executable, "-m", "runners.train", "--table", *map(str, SMALL), "--json", "--steps", "2"]
-    done = subprocess.run(
-        [*command, "--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)],
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(done.stdout)
-    assert [row["recipe"] for row in rows] == [path.stem for path in SMALL] and len(rows) >= 7
+    """Small language recipes train; losses are those of one process to 1e-5, peaks as predicted to 20 %."""
+    recipes = [FOLDER / f"llm-{name}-tiny.yaml" for name in TRAINED]
+    words = ["--table", *recipes, "--json", "--steps", "2", "--set", f"data.cache={tmp_path / 'cache'}"]
+    code, out, said = ran(main, [*words, "-o", tmp_path], Path.cwd())
+    assert code == 0, said[-4000:]
+    rows = json.loads(out)
+    assert [row["recipe"] for row in rows] == [path.stem for path in recipes]
     for row in rows:
         assert row["steps"] == 2 and row["largest_difference"] < 1e-5
         assert row["measured_peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.2)
+
+
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+def test_small_recipes_fit_a_processor(path, capsys):
+    """All of them can be planned, with as many ranks as their degrees say."""
+    assert len(SMALL) >= 7
+    recipe = read_recipe(path)
+    rows = needs(*problem_and_plan(Job(recipe, FOLDER, Path())))
+    assert sum(row["ranks"] for row in rows) == recipe.parallel.world_size
+    assert main([str(path), "--check"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == recipe.parallel.pp
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
@@ -81,16 +92,15 @@ def test_a_table_marks_what_cannot_run_and_shows_the_rest(tmp_path):
     """Finished rows are not thrown away; the reason stands in the row and on stderr, and the exit code is not 0."""
     broken = tmp_path / "broken.yaml"
     broken.write_text(f"{SMALL[0].read_text()}\nbackend: plan\nplan: none.json\n")
-    command = [sys.executable, "-m", "runners.train", "--table", str(broken), str(SMALL[0]), "--steps", "2"]
-    command += ["--set", f"data.cache={tmp_path / 'cache'}", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 1, done.stderr[-4000:]
-    lines = done.stdout.splitlines()
+    words = ["--table", broken, SMALL[0], "--steps", "2", "--set", f"data.cache={tmp_path / 'cache'}", "-o", tmp_path]
+    code, out, said = ran(main, words, Path.cwd())
+    assert code == 1, said[-4000:]
+    lines = out.splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     assert lines[2].startswith("| broken | - | plan | cannot run: ") and "none.json" in lines[2]
     assert lines[3].startswith(f"| {SMALL[0].stem} | ") and "cannot run" not in lines[3]
-    assert re.search(r"^train: broken: .*none\.json", done.stderr, re.MULTILINE)
-    assert "Traceback" not in done.stderr
+    assert re.search(r"^train: broken: .*none\.json", said, re.MULTILINE)
+    assert "Traceback" not in said
 
 
 def test_a_start_that_takes_long_is_said(capfd):

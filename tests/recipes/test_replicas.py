@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +27,7 @@ from runners.recipes.table import on_one_process
 from runners.recipes.weights import load_weights
 from runners.train import be_rank, main
 from tests.deepspeed_parser import read_by_deepspeed
+from tests.real_programs import Program
 from tests.real_ranks import preload, run_ranks
 
 for module in ("sklearn.datasets", "peft", "deepspeed"):
@@ -145,15 +144,22 @@ def test_the_engine_goes_on_from_torchs_checkpoint(tmp_path, alone):
 def test_an_interrupted_run_saves_and_goes_on(tmp_path):
     """Ctrl-C ends all ranks after their step with a checkpoint and exit code 130; resumed, steps go on from it."""
     saved = f"checkpoint={{folder: {tmp_path}/saved, resume: true}}"
-    command = [sys.executable, "-m", "runners.train", f"{RECIPES}/vit-tiny-ddp.yaml", "--set", saved, "--device", "cpu"]
-    command += ["-o", str(tmp_path / "a"), "--steps", "100000"]
-    told = ""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
-        for line in started.stderr:
-            told += line
-            if "step     1" in line:
-                started.send_signal(signal.SIGINT)
-    assert started.returncode == 130, told
+    words = [
+        RECIPES / "vit-tiny-ddp.yaml",
+        "--set",
+        saved,
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "a",
+        "--steps",
+        "100000",
+    ]
+    with Program(main, words, Path.cwd()) as program:
+        assert any("step     1" in line for line in program.stderr)
+        program.send_signal(signal.SIGINT)
+        told = program.said()
+    assert program.returncode == 130, told
     [at] = (tmp_path / "saved").glob("step-*")
     done = int(at.name.removeprefix("step-"))
     _, steps = ran(job_of("vit-tiny-ddp", tmp_path / "b", saved, steps=done + 1))

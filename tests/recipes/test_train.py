@@ -13,26 +13,21 @@ from runners.analyze import main as analyze
 from runners.train import main
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
+from tests.real_programs import ran
 
 TINY = "instances/recipes/llm-1d-tiny.yaml"
 
 
-def train(*arguments, launcher=("-m", "runners.train")):
-    """The figures that the finished command printed."""
-    done = subprocess.run(
-        [sys.executable, *launcher, TINY, "--steps", "2", "--json", *map(str, arguments)],
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # DeepSpeed's launcher says things of its own on standard output.
-    return json.loads("{\n" + done.stdout.partition("{\n")[2].partition("\n}")[0] + "}")
+WORDS = (TINY, "--steps", "2", "--json", "-o")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Folder and figures of a run whose ranks the program starts itself."""
     out = tmp_path_factory.mktemp("alone")
-    return out, train("-o", out)
+    code, figures, said = ran(main, [*WORDS, out], Path.cwd())
+    assert code == 0, said
+    return out, json.loads(figures)
 
 
 def test_the_program_starts_its_ranks(alone):
@@ -57,7 +52,11 @@ def test_under_launchers_the_same_loss(alone, name, tmp_path):
     if name == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: its launcher is not tried")
     port = str(free_port())
-    under = train("-o", tmp_path, launcher=("-m", *(word.replace("{port}", port) for word in LAUNCHERS[name])))
+    command = [sys.executable, "-m", *(word.replace("{port}", port) for word in LAUNCHERS[name]), *WORDS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    # DeepSpeed's launcher says things of its own on standard output.
+    under = json.loads("{\n" + done.stdout.partition("{\n")[2].partition("\n}")[0] + "}")
     assert (under["steps"], under["ranks"]) == (2, 2)
     assert under["last_loss"] == pytest.approx(alone[1]["last_loss"], rel=1e-6)
 

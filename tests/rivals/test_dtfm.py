@@ -15,6 +15,7 @@ from benchmarks.rivals import dtfm_kernels as kernels
 from benchmarks.rivals.dtfm import DtfmProblem, PathAnnealing, Scenario, scenario_from_document
 from polygon.domain.errors import InputError
 from solvers.stop import MaxEvaluations, Target
+from tests.nightly import cases
 
 INSTANCES = Path(__file__).parents[2] / "instances" / "dtfm"
 OPTIMA_S = {"case1": 3.439799, "case2": 31.634160, "case3": 16.086840, "case4": 34.802041, "case5": 49.218380}
@@ -62,7 +63,7 @@ def random_document(rng: np.random.Generator, stages: int, width: int, cities: i
 
 
 @given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from([(2, 3), (3, 2), (4, 3), (3, 4)]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 def test_cost_is_the_formula(seed: int, shape: tuple[int, int]) -> None:
     """The kernels' cost of a random placement is the definition's, by brute force."""
     rng = np.random.default_rng(seed)

@@ -22,6 +22,7 @@ from benchmarks.rivals.sailor_search import MOST_STAGES, FoundForm, ScoreDecoder
 from benchmarks.rivals.sailor_variations import rival_forms, variations
 from polygon.planning.decode import Allocation, Infeasible
 from polygon.planning.initial_solutions import kind_sequences
+from tests.nightly import cases
 
 ROOT = Path(__file__).parents[2]
 BENCH = json.loads((ROOT / "instances" / "sailor" / "planner_bench.json").read_text())
@@ -57,7 +58,7 @@ def some_allocation(decoder: ScoreDecoder, seed: int) -> Allocation:
     return Allocation(workers=x, micro_batch_size=int(rng.choice(decoder.sizes)))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(name=st.sampled_from(sorted(SETUPS)), seed=st.integers(0, 10_000))
 def test_the_kernel_is_sailors_score_of_the_form(decoders, name, seed):
     """Score and memory of the exported plan are what the kernel said; all stages are equally wide."""
@@ -77,7 +78,7 @@ def test_the_kernel_is_sailors_score_of_the_form(decoders, name, seed):
     assert all(count <= SETUPS[name].devices[place] for place, count in used.items())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=cases(40))
 @given(seed=st.integers(0, 10_000))
 def test_the_layer_split_is_nearly_the_best_of_all(decoders, seed):
     """Over all ways to cut the layers for three stages at most, none scores better by more than 1 %."""
@@ -97,7 +98,7 @@ def test_the_layer_split_is_nearly_the_best_of_all(decoders, seed):
     assert value <= best * 1.01 or value == best
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=cases(5))
 @given(seed=st.integers(0, 10_000))
 def test_the_kernels_are_their_python_source(decoders, seed):
     """Compiled or not, the same numbers."""

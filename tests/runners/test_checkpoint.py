@@ -2,9 +2,8 @@
 
 import dataclasses
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,14 @@ from runners.engine.checkpoint import SUFFIX, DamagedError, read_file, step_dire
 from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.run import train
-from tests.patience import PATIENCE_S
+from runners.launch import main as launch
+from tests.real_programs import ran
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem, small_model
 
 STEPS = 8
-ROOT = Path(__file__).resolve().parents[2]
+LARGEST = 2**16
+"""Bytes of a file on a disk that is full."""
 
 
 def run_rank(rank, port, problem, plan, options):
@@ -108,32 +109,29 @@ def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
 
 
-def limited(blocks, *words):
-    """Run a program whose files may have so many blocks of 1024 bytes, as on a disk that is full."""
-    command = f'ulimit -f {blocks}; exec "$0" "$@"'
-    return subprocess.run(
-        ["bash", "-c", command, sys.executable, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False,
-    )  # fmt: skip
+def launch_on_a_full_disk(words):
+    """The launcher, with files of at most `LARGEST` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
+    return launch(words)
 
 
 def test_a_last_save_that_fails_ends_with_an_error_and_names_the_last_whole_one(whole_run, tmp_path):
     """Exit 1 of launcher and ranks, the reason, and the checkpoint before, from which a run goes on."""
     write_plan(tmp_path / "plan.json", *routed_problem(2))
     folder = tmp_path / "saved"
-    words = [ROOT / "runners" / "launch.py", tmp_path / "plan.json", "--learning-rate", "3e-3", "--device", "cpu"]
+    words = [tmp_path / "plan.json", "--learning-rate", "3e-3", "--device", "cpu"]
     words += ["--checkpoint-dir", folder, "--log-dir", tmp_path / "log", "--traced-steps", "0", "--resume"]
-    begun = limited("unlimited", *words, "--steps", "2")
-    assert begun.returncode == 0, begun.stderr
+    code, _, said = ran(launch, [*words, "--steps", "2"], tmp_path)
+    assert code == 0, said
     before = {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
-    assert max(map(len, before.values())) > 80_000
-    failed = limited(64, *words, "--steps", "4", "--keep", "1")
-    assert failed.returncode == 1, failed.stderr
-    said = re.findall(r"\[rank (\d)\] (checkpoint of step 4 not written on rank \d: .*)", failed.stderr)
-    assert sorted(rank for rank, _ in said) == ["0", "1"]
-    assert all(text.endswith(f"File too large; the last whole one is {folder}/step-00000002") for _, text in said)
-    assert re.search(r"^failed: rank \d \(.*\): exit 1: checkpoint of step 4", failed.stderr, re.MULTILINE)
-    assert "Traceback" not in failed.stderr
+    assert max(map(len, before.values())) > LARGEST
+    code, _, said = ran(launch_on_a_full_disk, [*words, "--steps", "4", "--keep", "1"], tmp_path)
+    assert code == 1, said
+    lines = re.findall(r"\[rank (\d)\] (checkpoint of step 4 not written on rank \d: .*)", said)
+    assert sorted(rank for rank, _ in lines) == ["0", "1"]
+    assert all(text.endswith(f"File too large; the last whole one is {folder}/step-00000002") for _, text in lines)
+    assert re.search(r"^failed: rank \d \(.*\): exit 1: checkpoint of step 4", said, re.MULTILINE)
+    assert "Traceback" not in said
     assert steps_in(folder) == [2]
     assert before == {path.name: path.read_bytes() for path in (folder / "step-00000002").iterdir()}
     assert not list(folder.glob("**/.*"))

@@ -18,8 +18,10 @@ from runners.dist_runner import main as dist_runner
 from runners.engine.checkpoint import steps_in
 from runners.engine.summary import format_summary, log_lines, summarise
 from runners.engine.trackers import TRACKERS
+from runners.launch import main as launch
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
+from tests.real_programs import Program, ran
 from tests.runners.test_training import tensor_parallel_plan
 from tests.small_problems import routed_problem, small_cluster
 
@@ -95,12 +97,9 @@ def test_rehearsal_keeps_tensor_parallel_workers(tmp_path):
     problem = replace(routed_problem(1)[0], cluster=small_cluster(4, 2))
     write_plan(tmp_path / "plan.json", problem, tensor_parallel_plan(problem.cluster, ((0, 1),), ((2, 3), (4, 5))))
     words = ["--rehearse", "--max-ranks", "4", "--steps", "6", "--log-dir", tmp_path / "log", "--json"]
-    done = subprocess.run(
-        [*COMMAND, tmp_path / "plan.json", *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    code, out, said = ran(launch, [tmp_path / "plan.json", *words], tmp_path)
+    assert code == 0, said
+    summary = json.loads(out)
     assert summary["last_loss"] < summary["first_loss"] and summary["order_differs_on_ranks"] == []
     plan = read_plan(tmp_path / "log" / "plan.json").plan
     assert [[worker.tp for worker in stage.workers] for stage in plan.stages] == [[2], [2]]
@@ -115,24 +114,11 @@ def ranks_of(pid):
 @pytest.fixture
 def long_run(plan_file, tmp_path):
     """A launched run in the middle of its steps."""
-    process = subprocess.Popen(
-        [
-            *(*COMMAND, plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"),
-            *("--checkpoint-dir", tmp_path / "checkpoints", "--dead-after", "10"),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "step    12" in line:
-            break
-    yield process
-    if process.poll() is None:
-        process.kill()
-    process.stderr.close()
-    process.wait()
+    words = [plan_file, "--rehearse", "--steps", "100000", "--log-dir", tmp_path / "log"]
+    words += ["--checkpoint-dir", tmp_path / "checkpoints", "--dead-after", "10"]
+    with Program(launch, words, tmp_path) as program:
+        assert any("step    12" in line for line in program.stderr)
+        yield program
 
 
 def gone(pids):
@@ -145,8 +131,8 @@ def test_killed_rank_stops_all_and_is_named(long_run):
     ranks = ranks_of(long_run.pid)
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
-    talk = long_run.stderr.read()
-    assert long_run.wait(PATIENCE_S) == 1
+    talk = long_run.said()
+    assert long_run.returncode == 1
     assert gone(ranks)
     assert re.search(
         r"failed: rank 2 \(stage 1, worker 1, region region-1\): killed by SIGKILL; all ranks stopped", talk
@@ -165,8 +151,8 @@ def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run, tmp_pa
     # Ranks tell one another every 1.25 s what they do: by then it is a step.
     assert eventually(lambda: has_run_for_s(tmp_path / "log", 1) > 3)
     os.kill(ranks[1], signal.SIGSTOP)
-    talk = long_run.stderr.read()
-    assert long_run.wait(PATIENCE_S) == 1
+    talk = long_run.said()
+    assert long_run.returncode == 1
     assert gone(ranks)
     assert re.search(
         r"lost rank 1 \(stage 1, worker 0, region region-0\): no sign of life for \d+\.\d s; "
@@ -179,8 +165,8 @@ def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path):
     """Ctrl-C ends the launcher and every rank after the step, with a checkpoint of it."""
     ranks = ranks_of(long_run.pid)
     long_run.send_signal(signal.SIGINT)
-    talk = long_run.stderr.read()
-    assert long_run.wait(PATIENCE_S) == 130
+    talk = long_run.said()
+    assert long_run.returncode == 130
     assert "interrupted" in talk
     assert gone(ranks)
     [step] = steps_in(tmp_path / "checkpoints")
@@ -191,7 +177,7 @@ def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path):
 def test_killed_launcher_leaves_no_orphans(long_run):
     """Ranks do not outlive a launcher that could not say goodbye."""
     ranks = ranks_of(long_run.pid)
-    long_run.kill()
+    long_run.send_signal(signal.SIGKILL)
     assert gone(ranks)
 
 
@@ -237,16 +223,9 @@ def test_what_this_machine_cannot_run_is_refused_before_it_starts(options, messa
     problem, plan = routed_problem(4)
     giant = replace(problem.model, hidden_size=80 * problem.model.hidden_size, ffn_size=5_000_000)
     write_plan(tmp_path / "plan.json", replace(problem, model=giant), plan)
-    done = subprocess.run(
-        [*COMMAND, "plan.json", "--device", "cpu", "--log-dir", "log", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    talk, error = done.stderr.splitlines()
-    assert done.returncode == 2 and "4 ranks" in talk and re.match(message, error)
+    code, _, said = ran(launch, ["plan.json", "--device", "cpu", "--log-dir", "log", *options], tmp_path)
+    talk, error = said.splitlines()
+    assert code == 2 and "4 ranks" in talk and re.match(message, error)
     assert not (tmp_path / "log").exists()
 
 

@@ -2,10 +2,7 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,11 +17,10 @@ from runners.dist_runner import end_process
 from runners.engine.learning_rate import SCHEDULES, LearningRate
 from runners.engine.options import Options
 from runners.engine.run import train
-from tests.patience import PATIENCE_S
+from runners.launch import main as launch
+from tests.real_programs import ran
 from tests.real_ranks import run_ranks
 from tests.small_problems import routed_problem
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchs_rates(schedule, warmup, steps, decay, final):
@@ -121,14 +117,13 @@ def test_a_schedule_goes_on_under_another_plan(tmp_path):
 def test_a_plan_validates_on_what_it_does_not_train_on(tmp_path):
     """Every two steps and after the last, with perplexity; in lines, log and summary; the loss falls."""
     write_plan(tmp_path / "plan.json", *routed_problem(2))
-    command = [sys.executable, ROOT / "runners" / "launch.py", tmp_path / "plan.json", "--steps", "5", "--json"]
-    command += ["--validate-every", "2", "--validation-samples", "7", "--learning-rate", "3e-3", "--device", "cpu"]
-    command += ["--log-dir", tmp_path / "log", "--schedule", "wsd"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["plan.json", "--steps", "5", "--json", "--log-dir", "log", "--schedule", "wsd", "--device", "cpu"]
+    words += ["--validate-every", "2", "--validation-samples", "7", "--learning-rate", "3e-3"]
+    code, out, said = ran(launch, words, tmp_path)
+    assert code == 0, said
     steps = [json.loads(line) for line in (tmp_path / "log" / "run.jsonl").read_text().splitlines()]
     found = {step["step"]: step["validation_loss"] for step in steps if "validation_loss" in step}
     assert list(found) == [1, 3, 4] and found[4] < found[1]
-    summary = json.loads(done.stdout)
+    summary = json.loads(out)
     assert summary["validation_perplexity"] == pytest.approx(math.exp(found[4]))
-    assert f"validation {found[4]:.4f} (perplexity {math.exp(found[4]):,.2f})" in done.stderr
+    assert f"validation {found[4]:.4f} (perplexity {math.exp(found[4]):,.2f})" in said

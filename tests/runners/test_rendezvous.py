@@ -2,10 +2,8 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,13 +11,13 @@ from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats.files import write_plan
+from runners.dist_runner import main as dist_runner
 from runners.engine import rendezvous as meeting
 from runners.engine.rendezvous import RunFailedError, open_store, own_address, unreachable
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
+from tests.real_programs import Program, ran
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -92,15 +90,13 @@ def test_a_rank_that_is_there_twice_is_named(world_size, tmp_path):
     """In one line and with exit 2: by the second, and by all where a rank is missing instead."""
     problem, plan = routed_problem(2) if world_size == 2 else three_ranks()
     write_plan(tmp_path / "plan.json", problem, plan)
-    command = [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", tmp_path / "plan.json", "--steps", "3"]
-    where = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", str(world_size)]
-    ranks = [
-        subprocess.Popen([*command, *where, "--rank", rank], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-        for rank in ("0", "1", "1")
-    ]
-    said = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    words = ["--plan", "plan.json", "--steps", "3", "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
+    words += ["--world-size", world_size]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Program(dist_runner, [*words, "--rank", rank], tmp_path)) for rank in (0, 1, 1)]
+        said = [rank.said() for rank in ranks]
+        codes = [rank.returncode for rank in ranks]
     line = "dist_runner: --rank: found 1 twice (again on 127.0.0.1), expected every rank once\n"
-    codes = [rank.returncode for rank in ranks]
     if world_size == 3:
         assert codes == [2, 2, 2] and said == [line] * 3
     else:
@@ -125,10 +121,8 @@ def three_ranks():
 def test_what_a_rank_cannot_use_is_one_line_and_exit_2(words, environment, message, tmp_path):
     """Before any step, without a traceback."""
     write_plan(tmp_path / "plan.json", *routed_problem(1))
-    command = [sys.executable, ROOT / "runners" / "dist_runner.py", "--plan", tmp_path / "plan.json", "--steps", "1"]
     place = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", "1", "--rank", "0"]
-    done = subprocess.run(
-        [*command, *place, *words], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"dist_runner: {message}")
+    options = ["--plan", "plan.json", "--steps", "1", *place, *words]
+    code, _, said = ran(dist_runner, options, tmp_path, os.environ | environment)
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"dist_runner: {message}")

@@ -19,6 +19,7 @@ from polygon.planning.checker import violations
 from polygon.planning.rehearsal import rehearsal_problem
 from runners.engine.layers import empty_layer
 from runners.engine.runnable import check_runnable, require_plain
+from tests.nightly import cases
 from tests.small_problems import routed_problem, small_cluster, small_model
 
 BUILT = {
@@ -118,7 +119,7 @@ def splits(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=50)
+@settings(max_examples=cases(50))
 @given(config=splits(), max_ranks=st.none() | st.integers(1, 16))
 def test_rehearsals_of_all_dimensions_are_runnable(config, max_ranks):
     """What a plan says of parallelism is kept as far as small models and few ranks allow; never what cannot be run."""
