@@ -66,6 +66,6 @@ def test_search_within_limits_or_exit_3(task, tmp_path, capsys):
 
 
 def test_pareto_of_what_cannot_be_is_exit_3(task, capsys):
-    """No plan before the deadline: the reason on stderr."""
-    assert pareto([*task, "--deadline", "1e-6"]) == 3
+    """No plan before the deadline, however long one searches: the reason on stderr."""
+    assert pareto([*task, "--deadline", "1e-6", "--time-limit", "0.5"]) == 3
     assert "are allowed" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Small problems solved exactly: no allocation is better, the floors hold, and the search finds nearly the same."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from polygon.planning.problem_arrays import Setting
 from polygon.planning.search_engine import Effort, find_plan, most_stages
 from tests.drawn_problems import small_problem
 from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 
 FEW = Effort(fluid_evaluations=50, exact_evaluations=4, patience=50)
 
@@ -31,7 +34,7 @@ def tiny(groups, compressions=("none",), local_steps=(1,), stages=2, **changes):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=cases(20), deadline=None)
 @given(seed=st.integers(0, 10_000), wild=st.booleans())
 def test_no_plan_beats_its_allocations_floor(seed, wild):
     """Whatever decode makes of an allocation, under any packings and local steps: no faster than the floor."""
@@ -81,9 +84,9 @@ def test_the_proved_plan_is_the_best_of_all(problem):
 
 
 def test_the_search_is_within_one_percent_of_the_proved_optimum():
-    """Eleven of twelve drawn problems (the benchmark small_instances.py counts two hundred)."""
-    solved, near = 0, 0
-    for seed in range(100):
+    """Nine of ten drawn problems, six by day (the benchmark small_instances.py counts two hundred)."""
+    wanted, solved, near = cases(6), 0, 0
+    for seed in itertools.count():
         problem = small_problem(seed)
         if AllAllocations(Decoder(problem), most_stages(problem)).count() > 3_000:
             continue
@@ -94,10 +97,9 @@ def test_the_search_is_within_one_percent_of_the_proved_optimum():
         assert optimum.proved
         assert optimum.value_s <= found.value_s * (1 + 1e-12)
         solved, near = solved + 1, near + (found.value_s <= 1.01 * optimum.value_s)
-        if solved == 12:
+        if solved == wanted:
             break
-    assert solved == 12
-    assert near >= 11
+    assert near >= int(0.9 * wanted)
 
 
 @pytest.mark.parametrize(
