@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from polygon.__main__ import main
+from polygon.commands import cli
 from polygon.formats import files
+from tests.real_programs import Program
 
 CLUSTER = """
 name: two-cores
@@ -74,15 +76,22 @@ def test_a_collective_of_two_processes_takes_time():
     assert row.n_bytes / row.seconds < 1e12
 
 
+def measure(words):
+    """The measuring program."""
+    from runners.bench_device import main as bench_device
+
+    return cli.run(bench_device, words)
+
+
 def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
     """Ctrl-C after a pass: a file that says it is not complete, exit 0."""
     path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "runners.bench_device", "--seconds", "60", "--dtype", "fp32", "--device", "cpu"]
-    process = subprocess.Popen([*command, "-o", str(path)], stderr=subprocess.PIPE, text=True)
-    assert process.stderr.readline().startswith("every operator measured once after ")
-    process.send_signal(signal.SIGINT)
-    talk = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, talk
+    words = ["--seconds", "60", "--dtype", "fp32", "--device", "cpu", "-o", path]
+    with Program(measure, words, tmp_path) as program:
+        assert program.stderr.readline().startswith("every operator measured once after ")
+        program.send_signal(signal.SIGINT)
+        talk = program.said()
+    assert program.returncode == 0, talk
     assert "not everything was measured" in talk
     assert not files.read_bench(path).complete
 

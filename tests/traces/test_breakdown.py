@@ -1,8 +1,6 @@
 """What traces add up to: hand-computed cases, HolisticTraceAnalysis, the bubble's formula, a real run."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +13,9 @@ from polygon.export.chrome_trace import Interval
 from runners.analyze import main
 from runners.traces.breakdown import bubbles, by_kind, compare_bubbles, temporal
 from runners.traces.kineto import RankTrace, kind_of, read_traces
+from runners.train import main as train
 from tests.kineto_traces import COMMUNICATION_STREAM, COMPUTE_STREAM, gpu_trace, two_ranks, write_traces
-from tests.patience import PATIENCE_S
+from tests.real_programs import ran
 from tests.routed_plans import plain_plan
 
 
@@ -152,7 +151,7 @@ def test_two_traces_of_one_rank_are_refused(tmp_path):
         read_traces([tmp_path])
 
 
-def test_a_profiled_pipeline_of_two_ranks(tmp_path):
+def test_a_profiled_pipeline_of_two_ranks(tmp_path, capsys):
     """A recipe's traces: both ranks, the asked steps, bytes sent, every stage's bubble beside the predicted."""
     recipe = tmp_path / "pipe.yaml"
     recipe.write_text(
@@ -161,14 +160,10 @@ def test_a_profiled_pipeline_of_two_ranks(tmp_path):
         "batch: {global_batch: 8, micro_batch: 2, seq_len: 32}\nparallel: {pp: 2}\nsteps: 4\n"
         "metrics: {profile_steps: 2}\n"
     )
-    command = [sys.executable, "-m", "runners.train", str(recipe), "-o", str(tmp_path / "run")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ran.returncode == 0, ran.stderr
-    command = [sys.executable, "-m", "runners.analyze", str(tmp_path / "run/profile"), "--json"]
-    command += ["--plan", str(tmp_path / "run/plan.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
+    code, _, said = ran(train, [recipe, "-o", "run"], tmp_path)
+    assert code == 0, said
+    assert main([str(tmp_path / "run/profile"), "--json", "--plan", str(tmp_path / "run/plan.json")]) == 0
+    said = json.loads(capsys.readouterr().out)
     assert (said["ranks"], said["steps"]) == (2, 2)
     assert "no GPU kernels" in said["notes"][0]
     sent = {row["kind"]: row for row in said["communication"]}
