@@ -5,6 +5,10 @@ was asked. On the networks named *emulated* the devices' speed is emulated (comp
 device model says), so what is tested there is schedule, transfers, reduction and overheads; on those named *real* the
 layers are profiled on this machine first and run as fast as they do. Plans: the planner's own choice, and what else one
 might take. Prints a table, the mean error, and how the plan predicted best did; writes out/lab_prediction.json.
+
+With `--drawn 20` the networks are drawn instead: two to four regions, devices of unequal speed, 5 to 200 ms and 20 to
+500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
+these two with micro-batches dealt by speed, so that shares are uneven.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,8 +169,9 @@ def plan_of(
     compression: str,
     spans: int,
     global_batch: int = BATCH.global_batch,
+    by_speed: bool = False,
 ) -> Plan:
-    """A plan with micro-batches dealt in turn; each stage's span is its width, times `spans`."""
+    """A plan with micro-batches dealt in turn, or by speed; each stage's span is its width, times `spans`."""
     pool_of = {d: p.index for p in cluster.pools for d in range(p.first_device, p.first_device + p.devices)}
     built = tuple(
         Stage(first_layer=first, last_layer=last, workers=tuple(Worker(pool=pool_of[d], devices=(d,)) for d in devices))
@@ -172,6 +179,8 @@ def plan_of(
     )
     n, micro_batches = len(cluster.regions), global_batch // size
     routes = np.stack([np.arange(micro_batches) % stage.width for stage in built], axis=1)
+    if by_speed:
+        routes = np.stack([dealt([speed_of(cluster, w) for w in s.workers], micro_batches) for s in built], axis=1)
     uses = tuple(
         LinkUse(
             source=a, target=b, activations=compression, activation_gradients=compression,
@@ -187,6 +196,56 @@ def plan_of(
         spans=stage_spans(built, [min(micro_batches, stage.width * spans) for stage in built]),
         links=uses,
     )
+
+
+def speed_of(cluster: Cluster, worker: Worker) -> float:
+    """FLOP/s of a worker's device."""
+    return float(cluster.pools[worker.pool].device.flops["fp32"])
+
+
+def dealt(speeds: Sequence[float], count: int) -> np.ndarray:
+    """Worker of each of `count` micro-batches: who would be done with it first, shape (count,)."""
+    taken, order = np.zeros(len(speeds)), []
+    for _ in range(count):
+        order.append(int(np.argmin((taken + 1) / np.array(speeds))))
+        taken[order[-1]] += 1
+    return np.array(order)
+
+
+def drawn_network(seed: int) -> Network:
+    """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed."""
+    rng = np.random.default_rng(seed)
+    regions = int(rng.integers(2, 5))
+    hosts: list[list[str]] = [[] for _ in range(regions)]
+    for place in [*range(regions), *rng.integers(0, regions, rng.integers(0, 6 - regions))]:
+        hosts[int(place)].append(str(rng.choice(["snail", "slow", "mid", "fast"])))
+
+    def drawn(low: float, high: float) -> tuple[tuple[float, ...], ...]:
+        values = np.exp(rng.uniform(np.log(low), np.log(high), (regions, regions))) * (1 - np.eye(regions))
+        return tuple(tuple(float(value) for value in row) for row in values.round(1))
+
+    return Network(
+        name=f"drawn {seed}",
+        hosts=tuple(tuple(sorted(of)) for of in hosts),
+        latency_ms=drawn(5, 200),
+        mbit_per_s=drawn(20, 500),
+    )
+
+
+def drawn_plans(problem: Problem, tables: CostTables) -> dict[str, Plan]:
+    """The planner's choice, data parallel and a pipeline of regions, with shares by speed; each in one packing."""
+    cluster, chosen = problem.cluster, plans_for(problem, tables)
+    by_region: list[list[int]] = [[] for _ in cluster.regions]
+    for pool in cluster.pools:
+        by_region[pool.region] += range(pool.first_device, pool.first_device + pool.devices)
+    borders = np.linspace(0, MODEL.layers, len(by_region) + 1).round().astype(int).tolist()
+    way = partial(plan_of, cluster, size=1, global_batch=problem.batch.global_batch, by_speed=True)
+    everyone = [[d for devices in by_region for d in devices]]
+    return {
+        **({"polygon": chosen["polygon"]} if "polygon" in chosen else {}),
+        "data parallel, by speed": way([(0, MODEL.layers)], everyone, compression="int8", spans=1),
+        "pipeline of regions, by speed": way(list(pairwise(borders)), by_region, compression="none", spans=2),
+    }
 
 
 def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
@@ -244,15 +303,16 @@ def measured_cluster(cluster: Cluster, lab: Lab) -> Cluster:
     return replace(cluster, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
 
-def run_network(network: Network, steps: int) -> list[dict[str, object]]:
+def run_network(network: Network, steps: int, *, drawn: bool = False) -> list[dict[str, object]]:
     """Measure and predict every plan on one network."""
     cluster = cluster_of(network)
     rows: list[dict[str, object]] = []
     profiles = {waits: [profiled(PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
     with Lab(lab_network(cluster)) as lab:
-        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=BATCH)
+        batch = replace(BATCH, global_batch=24) if drawn else BATCH  # the slowest of five takes some as well
+        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=batch)
         tables = {waits: CostTables(problem, found) for waits, found in profiles.items()}
-        for name, plan in plans_for(problem, tables[False]).items():
+        for name, plan in (drawn_plans if drawn else plans_for)(problem, tables[False]).items():
             # Ranks of a pipeline wait before their passes, others do not.
             predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
             with tempfile.TemporaryDirectory() as folder:
@@ -282,16 +342,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="networks whose name contains this")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
     args = parser.parse_args()
     TALK.parent.mkdir(exist_ok=True)
     TALK.write_text("")
     print(f"{'network':<26}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}")
     rows = []
-    for network in NETWORKS:
+    for network in [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS:
         if args.only in network.name:
-            rows += run_network(network, args.steps)
+            rows += run_network(network, args.steps, drawn=args.drawn > 0)
     errors = [abs(float(row["error"])) for row in rows]  # type: ignore[arg-type]
-    print(f"mean error {100 * np.mean(errors):.1f} %, largest {100 * max(errors):.1f} %, {len(rows)} runs")
+    tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
+    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} runs")
     for name in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == name]
         chosen = min(mine, key=lambda row: row["predicted_s"])  # type: ignore[arg-type,return-value]

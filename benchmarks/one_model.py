@@ -45,6 +45,8 @@ from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.initial_solutions import simple_starts
 from tests.drawn_problems import small_problem
 
+LEAST_PLANS = 10
+"""Of candidates that become a plan, for a rank correlation."""
 FUSED = Runtime(name="fused", dp_overlap="full", tp_overlap="backward", p2p_overlap=False)
 
 
@@ -141,6 +143,9 @@ def rank(count: int) -> None:
         problem = Problem(cluster=cluster, model=model, batch=batch)
         decoder = Decoder(problem)
         plans = drawn_plans(problem, decoder, rng, 60)
+        if len(plans) < LEAST_PLANS:
+            print(f"{devices:6} devices, {len(plans):3} plans: too few", flush=True)
+            continue
         exact_s = [step_times(plan, decoder.tables).step_s for _, plan in plans]
         values.append(float(spearmanr([fluid_s for fluid_s, _ in plans], exact_s).statistic))
         print(f"{devices:6} devices, {len(plans):3} plans: rank correlation {values[-1]:.3f}", flush=True)

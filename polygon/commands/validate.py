@@ -16,9 +16,11 @@ from polygon.accuracy.measured import MeasuredRun, plan_runs, published_run
 from polygon.accuracy.rows import BREAKDOWNS, Accuracy, Row, broken_down, predict, rows_of
 from polygon.accuracy.sailor_runs import sailor_runs
 from polygon.commands import cli
+from polygon.cost.estimate import host_error
 from polygon.cost.link_curves import LinkCurves, link_curves
 from polygon.cost.profiles import ModelProfile, model_profiles
-from polygon.cost.uncertainty import group_of_run, quantiles
+from polygon.cost.tables import CostTables
+from polygon.cost.uncertainty import beyond_host, group_of_run, quantiles
 from polygon.domain.errors import InputError, located
 from polygon.domain.runtime import Runtime
 from polygon.formats import files
@@ -79,7 +81,8 @@ def measured_errors(runs: Sequence[MeasuredRun], rows: Sequence[Row]) -> dict[st
             pools = run.problem.cluster.pools
             devices = [pools[worker.pool].device for worker in run.plan.workers]
             group = f"{group_of_run(run.model, run.plan, devices)}/{run.problem.runtime.name}"
-            scores.setdefault(group, []).append(abs(math.log(row.measured / row.predicted)))
+            error, tables = abs(math.log(row.measured / row.predicted)), CostTables(run.problem)
+            scores.setdefault(group, []).append(beyond_host(error, host_error(run.plan, tables)))
     return quantiles(scores)
 
 

@@ -99,7 +99,8 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         forward, backward = forward + cast_f, backward + cast_b
 
     hosted = 1.0 if split.hosted else 0.0
-    eager_f, eager_b = hosted * chip.efficiency.host_forward_s, hosted * chip.efficiency.host_backward_s
+    eager_f = hosted * chip.efficiency.host_forward_s * runtime.host_forward_factor
+    eager_b = hosted * chip.efficiency.host_backward_s
     host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
     idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
     forward, backward = forward + idle_f, backward + idle_b

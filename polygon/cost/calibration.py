@@ -44,6 +44,7 @@ class Calibration:
             communication_s=layers.communication_s * factor,
             source="calibrated run",
             relative_error=self.relative_error,
+            host_error=0.0,
         )
 
     def to_dict(self) -> dict[str, Any]:

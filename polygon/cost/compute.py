@@ -35,6 +35,8 @@ class LayerTimes:
     """`spec`, `profile` or `calibrated`."""
     relative_error: float
     """Half of a 90 % interval over the value."""
+    host_error: float = 0.0
+    """Of this, what a slower host adds (`polygon.cost.blocks.HOST_ERROR`)."""
 
 
 LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
@@ -125,6 +127,7 @@ def _layer_times(model: Model, chip: Silicon, split: LayerSplit) -> LayerTimes:
         communication_s=arrays[2],
         source=chip.efficiency.source,
         relative_error=math.hypot(chip.efficiency.relative_error, host_error),
+        host_error=host_error,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.compute import model_flops_per_step
+from polygon.cost.compute import LayerTimes, model_flops_per_step
 from polygon.cost.memory import MemoryBreakdown, breakdown, gradient_copies, stage_rows
 from polygon.cost.money import step_bill, traffic_bytes
 from polygon.cost.step_times import StepTimes, alike, step_times
@@ -190,7 +191,7 @@ def estimate(
     bill = step_bill(problem, plan, times)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
     sources, measured = _sources(plan, tables)
-    low_s, high_s = interval(step_s, _known(problem, plan, terms, step_s, measured))
+    low_s, high_s = interval(step_s, _known(tables, plan, terms, step_s, measured))
     return Estimate(
         step_s=step_s,
         low_s=low_s,
@@ -287,22 +288,31 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     )
 
 
+def _layers_used(plan: Plan, tables: CostTables) -> list[LayerTimes]:
+    """Layer times of every kind of worker of a plan."""
+    return [
+        tables.times(pool, tp, plan.micro_batch_size, s.recompute, cp, s.ep, s.sequence_parallel).layers
+        for s in plan.stages
+        for pool, tp, cp in {(w.pool, w.tp, w.cp) for w in s.workers}
+    ]
+
+
 def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float | None]:
     """Where the numbers are from, and the error of compute if all of it was measured on such devices."""
-    seen, error = set(), 0.0
-    for stage in plan.stages:
-        for pool, tp, cp in {(w.pool, w.tp, w.cp) for w in stage.workers}:
-            times = tables.times(
-                pool, tp, plan.micro_batch_size, stage.recompute, cp, stage.ep, stage.sequence_parallel
-            )
-            seen.add(times.source)
-            error = max(error, times.relative_error)
+    used = _layers_used(plan, tables)
+    seen = {times.source for times in used}
     sources = {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}
-    return sources, error if seen <= MEASURED else None
+    return sources, max(times.relative_error for times in used) if seen <= MEASURED else None
 
 
-def _known(problem: Problem, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None) -> Known:
+def host_error(plan: Plan, tables: CostTables) -> float:
+    """Half of a 90 % interval over the logarithm of a plan's compute, of what the host needs to launch kernels."""
+    return math.log1p(max(times.host_error for times in _layers_used(plan, tables)))
+
+
+def _known(tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None) -> Known:
     """What the prediction of a plan rests on."""
+    problem = tables.problem
     pools = problem.cluster.pools
     devices = {pools[worker.pool].device.name: pools[worker.pool].device for worker in plan.workers}
     links = (terms["transfer"] + terms["reduction"]) / step_s if 0 < step_s < np.inf else 0.0
@@ -314,6 +324,7 @@ def _known(problem: Problem, plan: Plan, terms: dict[str, float], step_s: float,
         near=0.0 if apart else links,
         far=links if apart else 0.0,
         program=program_error(problem.runtime),
+        host=host_error(plan, tables),
     )
 
 

@@ -23,7 +23,7 @@ from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.reduction import stage_reduction
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
-from polygon.cost.step_times import held_parameters, stage_seconds, tied_embedding_s
+from polygon.cost.step_times import held_parameters, stage_seconds, tied_embedding_s, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
 from polygon.domain.errors import require
@@ -47,7 +47,7 @@ class Round(NamedTuple):
     latency_s: np.ndarray
     """Shape (2, stages - 1): of the slowest lane's messages down [0] and up [1]; sent_s holds the channel."""
     waits_s: np.ndarray
-    """Shape (2, stages): in which a stage only sends or receives a micro-batch (`step_times.blocked_s`)."""
+    """Shape (2, stages): in which a stage only sends or receives a micro-batch (`step_times.waiting_s`)."""
     tied_s: float
     layers: np.ndarray
     """Of every stage, shape (stages,)."""
@@ -176,8 +176,7 @@ class Lanes:
             sent_s, latency_s = sent_s[:, slowest], latency_s[:, slowest]
             waits_s = np.zeros((2, len(plan.stages)))
             if not problem.runtime.p2p_overlap:
-                waits_s[:, :-1] = sent_s + latency_s
-                waits_s[:, 1:] = np.maximum(waits_s[:, 1:], sent_s + latency_s)
+                waits_s = waiting_s(sent_s + latency_s, apart=problem.runtime.exchanges_apart)
                 sent_s, latency_s = np.zeros_like(sent_s), np.zeros_like(latency_s)
             found = Round(
                 plan=plan,

@@ -30,6 +30,8 @@ class Overlap(NamedTuple):
     """Whether ZeRO-2 scatters gradients after every micro-batch."""
     p2p: bool
     """Whether stages send while they compute."""
+    apart: bool
+    """Whether their messages follow one another where they do not."""
     weight_bytes: float
     gradient_bytes: float
 
@@ -46,6 +48,7 @@ def overlap_of(runtime: Runtime, batch: Batch) -> Overlap:
         gather_hidden=1.0 if runtime.by_layer else HIDING[runtime.dp_overlap],
         scatters=bool(runtime.zero2_by_micro_batch),
         p2p=bool(runtime.p2p_overlap),
+        apart=bool(runtime.exchanges_apart),
         weight_bytes=float(weight_bytes),
         gradient_bytes=float(gradient_bytes),
     )

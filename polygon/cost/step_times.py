@@ -150,7 +150,9 @@ def schedule_durations(
     link, hold_s, latency_s, shared = messages.link, messages.hold_s, messages.latency_s, messages.shared
     routes = plan.routes + place.offset[None, :]
     if not tables.problem.runtime.p2p_overlap and latency_s.size:
-        blocked = blocked_s(messages, routes, len(forward))
+        sent_s = messages.busy_s + messages.latency_s
+        waits_s = waiting_s(sent_s, apart=tables.problem.runtime.exchanges_apart)
+        blocked = blocked_s(waits_s, routes, len(forward))
         forward, backward = forward + blocked[0], backward + blocked[1]
         missing = np.isinf(messages.busy_s)
         link, shared = messages.channel[..., None], False
@@ -196,18 +198,36 @@ def stage_seconds(
     return forward_s + traffic.forward_s, backward_s + traffic.backward_s, traffic.first_s
 
 
-def blocked_s(messages: Messages, routes: np.ndarray, workers: int) -> np.ndarray:
+def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
+    """Seconds in which every stage only sends and receives a micro-batch, of a runtime that does not compute meanwhile.
+
+    It sends one way while it receives from the other side, so that the longer of the two counts; if they are `apart`,
+    both do.
+
+    Parameters
+    ----------
+    sent_s : ndarray, shape (..., stages - 1)
+        Of the message between each stage and the next, in one direction.
+
+    Returns
+    -------
+    ndarray, shape (..., stages)
+    """
+    none = np.zeros((*sent_s.shape[:-1], 1))
+    below, above = np.concatenate([sent_s, none], axis=-1), np.concatenate([none, sent_s], axis=-1)
+    return below + above if apart else np.maximum(below, above)
+
+
+def blocked_s(waits_s: np.ndarray, routes: np.ndarray, workers: int) -> np.ndarray:
     """Seconds per micro-batch in which each worker only sends or receives: in forward and backward, shape (2, workers).
 
-    Of a runtime that does not compute beside: it sends one way while it receives from the other side, so that the
-    longer of the two counts.
+    Parameters
+    ----------
+    waits_s : ndarray, shape (2, micro_batches, stages)
+        Of `waiting_s`, down and up.
     """
-    sent_s = messages.busy_s + messages.latency_s
-    longest = np.zeros((2, *routes.shape))
-    longest[:, :, :-1] = sent_s
-    longest[:, :, 1:] = np.maximum(longest[:, :, 1:], sent_s)
     share = np.maximum(np.bincount(routes.ravel(), minlength=workers), 1)
-    return np.stack([np.bincount(routes.ravel(), weights=way.ravel(), minlength=workers) for way in longest]) / share
+    return np.stack([np.bincount(routes.ravel(), weights=way.ravel(), minlength=workers) for way in waits_s]) / share
 
 
 def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> float:

@@ -25,6 +25,9 @@ class Runtime:
     """Kernel: `flash` (the vendor's), `flash2`, `triton` (the first generation), `materialised` (scores written)."""
     fused: bool = True
     """Whether element-wise operations and the optimizer run as fused kernels."""
+    host_forward_factor: float = 1.0
+    """What the host needs to launch the forward of an eager block over what it needs for one in Sailor's profiles
+    (`polygon.cost.kernels.EAGER_HOST_S`)."""
     loss: str = "torch"
     """How the loss is computed from the logits (`polygon.cost.compute.LOSS_BYTES`)."""
     fused_accumulation: bool = True
@@ -65,6 +68,9 @@ class Runtime:
     --overlap-moe-expert-parallel-comm)."""
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
+    exchanges_apart: bool = False
+    """Whether the messages of a stage that does not compute meanwhile follow one another (DeepSpeed's instructions);
+    else it sends one way while it receives from the other side (Megatron-LM's batched sends and receives)."""
     scattered_sends: bool = True
     """Whether each tensor-parallel rank sends its part of a message between stages, and not the whole of it."""
     gathers_per_layer: int = 1
@@ -107,7 +113,7 @@ class Runtime:
             require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
         for name in ("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
-        for name in ("bucket_bytes", "reserved_factor"):
+        for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
             require_number(getattr(self, name), f"runtime.{name}", above=0)
         require(self.gathers_per_layer >= 1, "runtime.gathers_per_layer", self.gathers_per_layer, "a number >= 1")
 

@@ -322,7 +322,7 @@ def _pipeline_s(
             message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
             link_bound = max(link_bound, fullest)
         if not bank.overlap.p2p:  # workers wait for what they send and receive
-            longest = max(message, before)
+            longest = message + before if bank.overlap.apart else max(message, before)
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
             before, message = message, 0.0
         bottleneck = max(bottleneck, makespan - fastest)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
+from polygon.cost.kernels import EAGER_HOST_S
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
@@ -195,3 +196,19 @@ def test_of_experts_in_groups_a_token_chooses_few():
         replace(model, expert_groups=7)
     with pytest.raises(InputError, match="groups_per_token: found 9"):
         replace(model, groups_per_token=9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(factor=st.floats(1, 5), size=st.integers(1, 16))
+def test_a_slower_host_shows_in_small_forwards_alone(factor: float, size: int):
+    """A program whose host takes so many times as long has forwards of at least its time, and the same backwards."""
+    model, batch = gpt(), Batch(global_batch=size, seq_len=512)
+    plain = Runtime(fused=False)
+    one, slow = (
+        layer_times(model, batch, A100, NVLINK, micro_batch_size=size, runtime=runtime)
+        for runtime in (plain, replace(plain, host_forward_factor=factor))
+    )
+    blocks = slice(1, -1)
+    host_s = factor * EAGER_HOST_S[0]
+    assert slow.forward_s[blocks] == pytest.approx(np.maximum(one.forward_s[blocks], host_s))
+    assert slow.backward_s == pytest.approx(one.backward_s)

@@ -84,6 +84,8 @@ def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
         dp_overlap=draw(ways(("none", "backward", "full"))),
         by_layer=draw(st.booleans()),
         p2p_overlap=draw(st.booleans()),
+        exchanges_apart=draw(st.booleans()),
+        host_forward_factor=draw(ways((1.0, 3.0))),
         owned_weights=draw(st.booleans()),
         gathers_again=draw(st.booleans()),
         zero2_by_micro_batch=draw(st.booleans()),

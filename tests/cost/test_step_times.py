@@ -1,13 +1,14 @@
 """Ends of steps: what sums between regions and the gradient's norm cost, and who waits for them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.cost.step_times import step_times
+from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
@@ -199,3 +200,13 @@ def test_kept_terms_are_those_of_a_plan_priced_anew():
             assert step_times(changed, tables).step_s == step_times(changed, CostTables(problem)).step_s
     routes[:] = 0
     assert step_times(whole, tables).step_s == step_times(whole, CostTables(problem)).step_s
+
+
+@given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))
+def test_messages_that_follow_one_another_are_waited_for_one_by_one(sent_s):
+    """A stage with one neighbour waits for its one message either way; one with two for the longer, or for both."""
+    both, longer = (waiting_s(np.array(sent_s), apart=apart) for apart in (True, False))
+    assert np.isclose(both.sum(), 2 * sum(sent_s))
+    assert both[0] == longer[0] == sent_s[0] and both[-1] == longer[-1] == sent_s[-1]
+    assert (longer <= both).all() and (both <= 2 * longer).all()
+    assert longer[1:-1].tolist() == [max(pair) for pair in pairwise(sent_s)]
