@@ -20,7 +20,11 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
     require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
     precision = problem.batch.precision
     require(precision in PRECISIONS, "batch.precision", precision, " or ".join(PRECISIONS) + ", to be run here")
-    if not own_model:
+    if own_model:
+        # Which of its matrices are hidden ones is not known.
+        optimizer, expected = problem.batch.optimizer, "adamw or sgd or adafactor (with --model-file)"
+        require(optimizer != "muon", "batch.optimizer", optimizer, expected)
+    else:
         require_plain(problem.model, problem.batch.seq_len)
     parts = plan.stages[0].workers[0].cp
     for s, stage in enumerate(plan.stages):
