@@ -367,8 +367,8 @@ class Update:
             wanted = [("row_var", "variance")] if self._factored else [(key,) for key in self._kept(bucket, name)]
             for keys in wanted:
                 # A run that averages from here on begins with the weights as they are.
-                kept = any(key in found or key == AVERAGE for key in keys)
-                require(kept, "checkpoint: optimizer state", sorted(found), f"{keys[0]} (optimizer {self._name})")
+                there = any(key in found or key == AVERAGE for key in keys)
+                require(there, "checkpoint: optimizer state", sorted(found), f"{keys[0]} (optimizer {self._name})")
 
         def vector_of(key: str) -> torch.Tensor:
             vector = torch.zeros(bucket.size, dtype=bucket.weights.dtype, device=bucket.weights.device)
@@ -383,7 +383,9 @@ class Update:
             if key in first:
                 vector.copy_(vector_of(key))
         kept = [(start, self._kept(bucket, name), states[name]) for name, (start, _, _) in bucket.places.items()]
-        flat = {key: vector_of(key) for key in dict.fromkeys(key for _, keys, state in kept for key in keys if key in state)}
+        flat = {
+            key: vector_of(key) for key in dict.fromkeys(key for _, keys, state in kept for key in keys if key in state)
+        }
         for piece in self._pieces:
             if piece.bucket is not bucket:
                 continue
