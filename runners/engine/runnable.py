@@ -19,7 +19,9 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
     require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
     precision = problem.batch.precision
-    require(precision in PRECISIONS, "batch.precision", precision, " or ".join(PRECISIONS) + ", to be run here")
+    missing = " (its layers have no 8-bit products, on any card)" if precision == "fp8" else ""
+    expected = " or ".join(PRECISIONS) + ", to be run here" + missing
+    require(precision in PRECISIONS, "batch.precision", precision, expected)
     if own_model:
         # Which of its matrices are hidden ones is not known.
         optimizer, expected = problem.batch.optimizer, "adamw or sgd or adafactor (with --model-file)"
