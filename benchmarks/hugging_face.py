@@ -3,6 +3,7 @@
     python -m benchmarks.hugging_face run      # search, launch, kill, resume under another plan, export, generate
     python -m benchmarks.hugging_face files    # the same tokens in files of four kinds: the same losses
     python -m benchmarks.hugging_face text     # 500 steps on real text: a plan, DDP, one process
+    python -m benchmarks.hugging_face disk     # the disk is full for the last save (as root: it mounts a small tmpfs)
 
 Every program is started as a user starts it. Models are small and random, made by transformers; text is the English
 prose that Python brings along. Each command prints a table and ends with 1 where what it is to show does not hold.
@@ -68,14 +69,19 @@ links:
 PIPELINE = "first_stage_regions: [there]\nlast_stage_regions: [here]\n"
 
 
-def program(*words: object, wait: bool = True) -> Any:
-    """Start one of polygon's programs; its output where it is waited for, which must end well."""
+def program(*words: object, wait: bool = True, may_fail: bool = False) -> Any:
+    """Start one of polygon's programs; its output where it is waited for, which must end well.
+
+    `may_fail`: how it ended instead.
+    """
     command = [sys.executable, "-m", *map(str, words)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "comm")])}
     piped: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True, "stderr": subprocess.PIPE}
     if not wait:
         return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, **piped)
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, **piped)
+    if may_fail:
+        return done
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
@@ -271,11 +277,42 @@ def text(folder: Path, steps: int) -> bool:
     return apart < 0.005
 
 
+def disk(folder: Path, steps: int) -> bool:
+    """A run whose last save finds no room: how it ends, and whether the save before can be gone on from."""
+    base = make_base(MODELS["Llama"], folder / "base")
+    plan = search(folder, base)
+    small = folder / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(small)], check=True)
+    try:
+        saved = ["--checkpoint-dir", small / "saved", "--resume"]
+        whole = ["--schedule-steps", steps]
+        program(*launch_words(plan, folder / "log-0", steps // 2, base, *saved, *whole))
+        before = {path: path.read_bytes() for path in (small / "saved").rglob("*") if path.is_file()}
+        room = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        filler = small / "filler"
+        filler.write_bytes(bytes(room - sum(map(len, before.values())) // 2))
+        done = program(*launch_words(plan, folder / "log-1", steps, base, *saved, *whole), may_fail=True)
+        kept = all(path.read_bytes() == content for path, content in before.items())
+        said = [line for line in done.stderr.splitlines() if "No space left" in line]
+        left = sorted(path.name for path in (small / "saved").iterdir())
+        filler.unlink()
+        program(*launch_words(plan, folder / "log-2", steps, base, *saved, *whole))
+        again, first = (steps_of(folder / log) for log in ("log-2", "log-1"))
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    apart = worst([again[step]["loss"] for step in sorted(again)], [first[step]["loss"] for step in sorted(again)])
+    print(f"exit code with a full disk: {done.returncode}; it said: {said[-1] if said else done.stderr[-300:]!r}")
+    print(f"left there: {', '.join(left)}, the save before {'whole' if kept else 'CHANGED'}")
+    print(f"once there is room: steps {min(again)} to {max(again)} again, losses {apart:.1e} apart")
+    return done.returncode != 0 and bool(said) and kept and min(again) == steps // 2 and apart < 1e-6
+
+
 def main() -> int:
-    """Run one of the three; 1 where it does not hold."""
+    """Run one of the four; 1 where it does not hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     works: dict[str, tuple[Callable[[Path, int], bool], int]]
-    works = {"run": (run, 50), "files": (files, 10), "text": (text, 500)}
+    works = {"run": (run, 50), "files": (files, 10), "text": (text, 500), "disk": (disk, 10)}
     parser.add_argument("what", choices=works)
     parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()

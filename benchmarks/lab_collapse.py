@@ -10,11 +10,8 @@ out/lab_collapse.json. Best with `chrt -f 5`, so that other load does not hold r
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +24,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks import lab_prediction
-from benchmarks.lab_prediction import MODEL, Network, cluster_of, measured_cluster, symmetric
+from benchmarks.lab_prediction import (
+    MODEL,
+    Network,
+    cluster_of,
+    make_parser,
+    measured_cluster,
+    run_networks,
+    symmetric,
+    train,
+)
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.search_engine import Effort, find_plan
-from runners.engine.options import Options
-from runners.engine.summary import log_lines
-from runners.lab_launch import train_in_lab
 from runners.lab_net.linux import TcpSettings
 from runners.lab_net.running import Lab
 from runners.lab_net.topology import lab_network
@@ -45,7 +48,6 @@ plan_of = partial(lab_prediction.plan_of, global_batch=BATCH.global_batch)
 STEPS, LEFT_OUT = 10, 2
 COLLAPSED = 1.5
 """Times a run's median that no step should take."""
-TALK = Path("out/lab_collapse.log")
 
 FAR = Network(
     name="four far regions",
@@ -112,14 +114,10 @@ def plans_of(network: Network, cluster: Cluster) -> dict[str, Plan]:
     }
 
 
-def train(lab: Lab, problem: Problem, plan: Plan, steps: int) -> tuple[list[float], int]:
+def timed(lab: Lab, problem: Problem, plan: Plan, steps: int) -> tuple[list[float], int]:
     """Seconds of the steps that count, and how many segments the links dropped meanwhile."""
     dropped = sum(count[2] for count in lab.counters().values())
-    with tempfile.TemporaryDirectory() as folder:
-        options = Options(steps=steps + LEFT_OUT, log_dir=Path(folder), device="cpu", emulate_devices=1.0)
-        with TALK.open("a") as talk, contextlib.redirect_stderr(talk):
-            train_in_lab(lab, problem, plan, options)
-        lines = [line for line in log_lines(Path(folder), 0) if line["type"] == "step"]
+    lines = train(lab, problem, plan, steps + LEFT_OUT)
     dropped = sum(count[2] for count in lab.counters().values()) - dropped
     return [line["seconds"] for line in lines[LEFT_OUT:]], dropped
 
@@ -138,7 +136,7 @@ def run_network(network: Network, args: argparse.Namespace) -> list[dict[str, An
         runs: dict[str, list[tuple[list[float], int]]] = {name: [] for name in plans}
         for _ in range(args.runs):
             for name, plan in plans.items():
-                steps_s, dropped = train(lab, problem, plan, args.steps)
+                steps_s, dropped = timed(lab, problem, plan, args.steps)
                 runs[name].append((steps_s, dropped))
                 if args.verbose:
                     shown = " ".join(f"{1e3 * s:.0f}" for s in steps_s)
@@ -167,28 +165,18 @@ def run_network(network: Network, args: argparse.Namespace) -> list[dict[str, An
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="networks whose name contains this")
+    parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--plan", default="", help="plans whose name contains this")
     parser.add_argument("--runs", type=int, default=10, help="of every plan (default: 10)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of every run that count (default: {STEPS})")
     parser.add_argument("--congestion", default="", help="TCP congestion control (default: the kernel's)")
     parser.add_argument("--verbose", action="store_true", help="every run's steps too")
-    args = parser.parse_args()
-    TALK.parent.mkdir(exist_ok=True)
-    TALK.write_text("")
-    print(
+    header = (
         f"{'network':<18}{'plan':<35}{'':>9}{'pred.':>7}{'median':>7}{'mean':>7}{'error':>12}{'worst':>8} >1.5 dropped"
     )
-    rows = []
-    for network in (FAR, ASYMMETRIC, SNAIL):
-        if args.only in network.name:
-            rows += run_network(network, args)
-    errors = [abs(float(row["error"])) for row in rows]
-    worst = max(float(row["longest_over_median"]) for row in rows)
-    text = f"mean error {100 * np.mean(errors):.1f} %, largest {100 * max(errors):.1f} %"
-    print(f"{text}; longest step {worst:.2f} x its run's median")
-    Path("out/lab_collapse.json").write_text(json.dumps({"congestion": args.congestion, "rows": rows}, indent=1))
+    rows = run_networks(
+        (FAR, ASYMMETRIC, SNAIL), run_network, parser.parse_args(), header, Path("out/lab_collapse.json")
+    )
+    print(f"longest step {max(float(row['longest_over_median']) for row in rows):.2f} x its run's median")
 
 
 if __name__ == "__main__":

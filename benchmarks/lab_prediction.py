@@ -19,11 +19,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "comm"))
@@ -54,12 +55,11 @@ MODEL = Model(
     max_seq_len=64,
 )  # fmt: skip
 BATCH = Batch(global_batch=8, seq_len=64, precision="fp32")
-LAN = Link(latency_s=1e-4, bytes_per_s=125e6)
 STEPS, LEFT_OUT = 8, 2
 """Those that count are an even number: regions that only exchange gradients lead by turns, and steps alternate."""
 PAUSE_S = 0.01
 """Before every pass that is profiled for pipelines: what their ranks wait for messages, in order of magnitude."""
-TALK = Path("out/lab_prediction.log")
+TALK = Path("out/lab.log")
 """Where the ranks' talk goes."""
 
 
@@ -73,6 +73,8 @@ class Network:
     latency_ms: tuple[tuple[float, ...], ...]
     mbit_per_s: tuple[tuple[float, ...], ...]
     devices_per_host: int = 1
+    card_mbit_per_s: float = 1000.0
+    """Of every host: all its links together get no more."""
     real: bool = False
 
 
@@ -114,6 +116,27 @@ NETWORKS = (
         devices_per_host=2,
     ),
     Network(
+        name="narrow cards of three, emulated",
+        hosts=(("slow",), ("slow",), ("slow",)),
+        latency_ms=symmetric(3, {(0, 1): 20, (0, 2): 30, (1, 2): 25}),
+        mbit_per_s=symmetric(3, {(0, 1): 100, (0, 2): 100, (1, 2): 100}),
+        card_mbit_per_s=110,
+    ),
+    Network(
+        name="narrow cards of four, emulated",
+        hosts=(("slow",), ("slow",), ("slow",), ("slow",)),
+        latency_ms=symmetric(4, {(0, 1): 10, (0, 2): 20, (0, 3): 30, (1, 2): 20, (1, 3): 30, (2, 3): 15}),
+        mbit_per_s=symmetric(4, {(a, b): 100 for a in range(4) for b in range(a + 1, 4)}),
+        card_mbit_per_s=120,
+    ),
+    Network(
+        name="narrow cards, hosts of two, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(3, {(0, 1): 15, (0, 2): 40, (1, 2): 35}),
+        mbit_per_s=symmetric(3, {(0, 1): 80, (0, 2): 60, (1, 2): 60}),
+        card_mbit_per_s=70,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -137,18 +160,19 @@ def device(name: str) -> Device:
 def cluster_of(network: Network) -> Cluster:
     """The network as a cluster; hosts of one type in a region are one node group."""
     regions = []
+    lan = Link(latency_s=1e-4, bytes_per_s=network.card_mbit_per_s * 1e6 / 8)
     for r, hosts in enumerate(network.hosts):
         groups = tuple(
             NodeGroup(
                 device=name,
                 nodes=hosts.count(name),
                 devices_per_node=network.devices_per_host,
-                intra_node=LAN,
-                inter_node=LAN,
+                intra_node=lan,
+                inter_node=lan,
             )
             for name in sorted(set(hosts))
         )
-        regions.append(Region(name=f"R{r}", node_groups=groups, intra_region=LAN))
+        regions.append(Region(name=f"R{r}", node_groups=groups, intra_region=lan))
     n = len(regions)
     return Cluster(
         name=network.name,
@@ -303,10 +327,19 @@ def measured_cluster(cluster: Cluster, lab: Lab) -> Cluster:
     return replace(cluster, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
 
-def run_network(network: Network, steps: int, *, drawn: bool = False) -> list[dict[str, object]]:
+def train(lab: Lab, problem: Problem, plan: Plan, steps: int, *, emulated: bool = True) -> list[dict[str, Any]]:
+    """What rank 0 logs of every step of a run; what the ranks say goes to `TALK`."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = Options(steps=steps, log_dir=Path(folder), device="cpu", emulate_devices=float(emulated))
+        with TALK.open("a") as talk, contextlib.redirect_stderr(talk):
+            train_in_lab(lab, problem, plan, options)
+        return [line for line in log_lines(Path(folder), 0) if line["type"] == "step"]
+
+
+def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = False) -> list[dict[str, Any]]:
     """Measure and predict every plan on one network."""
     cluster = cluster_of(network)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     profiles = {waits: [profiled(PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
     with Lab(lab_network(cluster)) as lab:
         batch = replace(BATCH, global_batch=24) if drawn else BATCH  # the slowest of five takes some as well
@@ -315,13 +348,7 @@ def run_network(network: Network, steps: int, *, drawn: bool = False) -> list[di
         for name, plan in (drawn_plans if drawn else plans_for)(problem, tables[False]).items():
             # Ranks of a pipeline wait before their passes, others do not.
             predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
-            with tempfile.TemporaryDirectory() as folder:
-                options = Options(
-                    steps=steps, log_dir=Path(folder), device="cpu", emulate_devices=0.0 if network.real else 1.0
-                )
-                with TALK.open("a") as talk, contextlib.redirect_stderr(talk):
-                    train_in_lab(lab, problem, plan, options)
-                lines = [line for line in log_lines(Path(folder), 0) if line["type"] == "step"]
+            lines = train(lab, problem, plan, args.steps, emulated=not network.real)
             measured_s = float(np.mean([line["seconds"] for line in lines[LEFT_OUT:]]))
             row = {
                 "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
@@ -330,39 +357,58 @@ def run_network(network: Network, steps: int, *, drawn: bool = False) -> list[di
             }  # fmt: skip
             rows.append(row)
             print(
-                f"{network.name:<26}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
+                f"{network.name:<37}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
                 f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",
                 flush=True,
             )
     return rows
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="networks whose name contains this")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
-    args = parser.parse_args()
+def run_networks(
+    networks: Sequence[Network],
+    run: Callable[[Network, argparse.Namespace], list[dict[str, Any]]],
+    args: argparse.Namespace,
+    header: str,
+    out: Path,
+) -> list[dict[str, Any]]:
+    """Rows of the networks that `args.only` names; prints their mean error, and writes them."""
     TALK.parent.mkdir(exist_ok=True)
     TALK.write_text("")
-    print(f"{'network':<26}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}")
-    rows = []
-    for network in [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS:
-        if args.only in network.name:
-            rows += run_network(network, args.steps, drawn=args.drawn > 0)
-    errors = [abs(float(row["error"])) for row in rows]  # type: ignore[arg-type]
+    print(header)
+    rows = [row for network in networks if args.only in network.name for row in run(network, args)]
+    if not rows:
+        raise SystemExit(f"--only: found {args.only}, expected a part of one of {[n.name for n in networks]}")
+    errors = [abs(row["error"]) for row in rows]
     tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
-    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} runs")
+    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
+    out.write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=1))
+    return rows
+
+
+def make_parser(description: str, steps: int) -> argparse.ArgumentParser:
+    """What all programs over such networks take."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--only", default="", help="networks whose name contains this")
+    parser.add_argument("--steps", type=int, default=steps, help="of every run (default: %(default)s)")
+    return parser
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = make_parser(__doc__ or "", STEPS)
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
+    args = parser.parse_args()
+    networks = [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS
+    header = f"{'network':<37}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
+    run = partial(run_network, drawn=args.drawn > 0)
+    rows = run_networks(networks, run, args, header, Path("out/lab_prediction.json"))
     for name in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == name]
-        chosen = min(mine, key=lambda row: row["predicted_s"])  # type: ignore[arg-type,return-value]
-        best = min(mine, key=lambda row: row["measured_s"])  # type: ignore[arg-type,return-value]
-        regret = float(chosen["measured_s"]) / float(best["measured_s"]) - 1  # type: ignore[arg-type]
+        chosen = min(mine, key=lambda row: float(row["predicted_s"]))
+        best = min(mine, key=lambda row: float(row["measured_s"]))
+        regret = chosen["measured_s"] / best["measured_s"] - 1
         text = f"predicted best is {chosen['plan']}, {100 * regret:.1f} % over the measured best ({best['plan']})"
         print(f"{name}: {text}")
-    Path("out").mkdir(exist_ok=True)
-    Path("out/lab_prediction.json").write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
     group.add_argument("--seq-len", type=whole(1), metavar="N", help=SEQ_LEN_HELP)
     group.add_argument("--precision", default="bf16", help="of compute and activations (default %(default)s)")
     group.add_argument("--gradient-precision", default="fp32", help="of weight gradients (default %(default)s)")
-    group.add_argument("--optimizer", default="adamw", help="adamw or sgd (default %(default)s)")
+    group.add_argument("--optimizer", default="adamw", help="adamw, sgd, muon or adafactor (default %(default)s)")
     group.add_argument(
         "--constraints", metavar="FILE", help="YAML: memory headroom, regions forbidden or required, ..."
     )

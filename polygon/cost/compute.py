@@ -211,11 +211,12 @@ def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: boo
 
     Adam reads gradient, master weight and two moments and writes master, moments and the low-precision copy; fp16
     adds the passes that unscale, check and clip; without fusion every arithmetic step is a pass of its own. Plain
-    gradient descent with momentum leaves one moment out. Memory bound.
+    gradient descent with momentum leaves one moment out, as Muon does; Adafactor reads gradient and weight twice, and
+    writes the weight. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`.
     """
     chip = silicon(device, batch.precision)
     low = 0 if chip.element_bytes == 4 else chip.element_bytes
-    per_parameter: float = (24 if batch.optimizer == "adamw" else 16) + batch.gradient_bytes + low
+    per_parameter: float = UPDATE_BYTES[batch.optimizer] + batch.gradient_bytes + low
     per_parameter += 4 + batch.gradient_bytes  # norm of the gradients and clipping
     if batch.precision == "fp16":
         per_parameter += 6 + 4
@@ -224,6 +225,18 @@ def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: boo
     return stream_s(chip, parameters_held * per_parameter, 2)
 
 
+def orthogonal_s(hidden_size: int, device: Device) -> float:
+    """Seconds per parameter of the products that make Muon's step orthogonal.
+
+    Five times three 16-bit products, priced for square matrices as wide as the model: a matrix four times as long
+    takes three quarters of that per parameter (Jordan et al., https://kellerjordan.github.io/posts/muon). Under tensor
+    parallelism every device makes them for whole matrices; that is not in here.
+    """
+    return 15 * gemm_s(silicon(device, "bf16"), hidden_size, hidden_size, hidden_size) / hidden_size**2
+
+
+UPDATE_BYTES = {"adamw": 24, "sgd": 16, "muon": 16, "adafactor": 16}
+"""Read and written per parameter beside the gradient's first reading, in fp32."""
 EAGER_ADAM_BYTES = 84
 """Bytes per parameter of an optimizer written as some twenty element-wise tensor operations in fp32."""
 

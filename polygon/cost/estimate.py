@@ -118,7 +118,7 @@ def group_memory(
     return memory_of(rows, plan.stages[group].zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
 
 
-def group_rows(plan: Plan, tables: CostTables, group: int, tp: int) -> tuple[float, float, float, float, float]:
+def group_rows(plan: Plan, tables: CostTables, group: int, tp: int) -> tuple[float, ...]:
     """What `stage_rows` says of all stages of a group, as of one."""
     batch, runtime, model = tables.problem.batch, tables.problem.runtime, tables.problem.model
     stages = plan.stages[group :: plan.groups]
@@ -152,10 +152,10 @@ def memory_of(
     )
 
 
-def _together(rows: np.ndarray) -> tuple[float, float, float, float, float]:
+def _together(rows: np.ndarray) -> tuple[float, ...]:
     """What `stage_rows` says of several stages on the same devices, as of one."""
-    held, _, activations, _, sharded = rows.sum(axis=0).tolist()
-    return held, float(rows[:, 1].max()), activations, float(rows[:, 3].max()), sharded
+    held, _, activations, _, sharded, outside = rows.sum(axis=0).tolist()
+    return held, float(rows[:, 1].max()), activations, float(rows[:, 3].max()), sharded, outside
 
 
 def estimate(

@@ -295,9 +295,9 @@ def stage_memory(
     )
 
 
-def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[float, float, float, float, float]:
-    """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes, and
-    what ZeRO divides by the workers."""
+def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[float, ...]:
+    """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes, what
+    ZeRO divides by the workers, and of that what is outside of blocks."""
     divided = layers.parameters if layers.sharded_parameters is None else layers.sharded_parameters
     tied = layers.tied_parameters if first_layer > 0 and last_layer == len(layers.parameters) else 0.0
     return (
@@ -306,13 +306,27 @@ def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[
         float(layers.activation_bytes[first_layer:last_layer].sum()),
         float(layers.transient_bytes[first_layer:last_layer].max(initial=0.0)),
         float(divided[first_layer:last_layer].sum()) + tied,
+        sum(float(divided[i]) for i in (0, len(divided) - 1) if first_layer <= i < last_layer) + tied,
     )
 
 
 def state_bytes(batch: Batch) -> tuple[float, float, float]:
     """Bytes per parameter of weight, gradient and optimizer state (with the fp32 master of 16-bit weights)."""
-    per_optimizer = {"adamw": 8, "sgd": 4}[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
+    per_optimizer = MOMENT_BYTES[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
     return max(batch.element_bytes, 2), batch.gradient_bytes, per_optimizer
+
+
+MOMENT_BYTES = {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}
+"""Per parameter: two moments, or one momentum (of Muon: in blocks). Adafactor keeps a number of each row and column of
+a matrix, which is left out: 1 part in 1,000 of a parameter's 4 bytes at 2,000 rows (Shazeer and Stern, ICML 2018)."""
+
+
+def outside_bytes(batch: Batch) -> float:
+    """More bytes of optimizer state per parameter outside of blocks (embedding and head): there Muon is AdamW.
+
+    Vectors within blocks, norms and biases, are AdamW's too and left out.
+    """
+    return MOMENT_BYTES["adamw"] - MOMENT_BYTES["muon"] if batch.optimizer == "muon" else 0.0
 
 
 def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:
@@ -329,6 +343,7 @@ def breakdown(
     activation_bytes: float,
     transient_bytes: float,
     sharded: float,
+    outside: float = 0.0,
     *,
     in_flight: float,
     zero: int,
@@ -345,7 +360,9 @@ def breakdown(
     return MemoryBreakdown(
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
         gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),
-        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer + (held * OUTER_BYTES if outer else 0.0),
+        optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer
+        + outside_bytes(batch) * outside / (shards if zero >= 1 else 1)
+        + (held * OUTER_BYTES if outer else 0.0),
         activations=activation_bytes * in_flight,
         transient=transient_bytes,
         context=context_bytes,

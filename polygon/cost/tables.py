@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from polygon.cost.calibration import NONE, Calibration
-from polygon.cost.compute import LayerTimes, layer_times, update_s
+from polygon.cost.compute import LayerTimes, layer_times, orthogonal_s, update_s
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory
 from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
@@ -201,7 +201,11 @@ class CostTables:
         if measured is not None:
             return factor * parameters_held * measured
         fused = self.problem.runtime.fused
-        return factor * update_s(parameters_held, device, self.problem.batch, fused=fused)
+        batch = self.problem.batch
+        seconds = update_s(parameters_held, device, batch, fused=fused)
+        if batch.optimizer == "muon":
+            seconds += parameters_held * orthogonal_s(self.problem.model.hidden_size, device)
+        return factor * seconds
 
     def memory(
         self,

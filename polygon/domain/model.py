@@ -360,6 +360,7 @@ class Batch:
     gradient_precision: str = "fp32"
     """In which weight gradients are accumulated and reduced."""
     optimizer: str = "adamw"
+    """adamw, sgd, adafactor or muon: of the matrices of blocks, and AdamW of what else there is."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "seq_len"):
@@ -368,7 +369,8 @@ class Batch:
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)
             require(value in BYTES_PER_ELEMENT, f"batch.{name}", value, " or ".join(BYTES_PER_ELEMENT))
-        require(self.optimizer in ("adamw", "sgd"), "batch.optimizer", self.optimizer, "adamw or sgd")
+        expected = "adamw or sgd or muon or adafactor"
+        require(self.optimizer in expected.split(" or "), "batch.optimizer", self.optimizer, expected)
 
     @property
     def tokens(self) -> int:

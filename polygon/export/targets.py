@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import fault, one_of
+from polygon.domain.errors import fault, one_of, require
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export, check_script, readme
 from polygon.export.deepspeed import export_deepspeed
@@ -31,6 +31,8 @@ TARGETS: dict[str, Exporter] = {
     "skypilot": export_skypilot,
     "tc": export_tc,
 }
+OTHER_PROGRAMS = ("deepspeed", "megatron", "torchtitan")
+"""Targets that train by themselves; the others start polygon's ranks, or none."""
 
 
 def export(
@@ -47,10 +49,12 @@ def export(
     Raises
     ------
     InputError
-        For an unknown target, and for host names that are none.
+        For an unknown target, for host names that are none, and for an optimizer that the target is not told of.
     """
     if target not in TARGETS:
         raise fault("target", target, one_of(target, TARGETS))
+    if target in OTHER_PROGRAMS:
+        require(problem.batch.optimizer in ("adamw", "sgd"), "batch.optimizer", problem.batch.optimizer, "adamw or sgd")
     tables = tables or CostTables(problem)
     result = TARGETS[target](problem, plan, tables, hosts or default_hosts(problem.cluster))
     if result is None:

@@ -73,11 +73,24 @@ def _held(bank: Bank, values: np.ndarray, c: int, first: int, last: int) -> floa
 
 
 @inner
+def _outside(bank: Bank, c: int, first: int, last: int) -> float:
+    """Parameters of the embedding and the head among layers [first, last) on a device of a class."""
+    layers, outside = bank.divided.shape[1] - 1, 0.0
+    if first == 0:
+        outside += bank.divided[c, 1]
+    if last == layers:
+        outside += bank.divided[c, layers] - bank.divided[c, layers - 1] + (bank.tied[c] if first > 0 else 0.0)
+    return outside
+
+
+@inner
 def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: int, last: int) -> float:
     """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
     c = stages.kinds[s, i]
     shards = stages.kind_shards[s, i] if zero else 1
     held = _held(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
+    if bank.outside_bytes > 0:
+        held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.convergence import Allowed
-from polygon.cost.memory import breakdown, gradient_copies, state_bytes
+from polygon.cost.memory import breakdown, gradient_copies, outside_bytes, state_bytes
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
@@ -73,6 +73,8 @@ class Bank(NamedTuple):
     held_bytes: np.ndarray
     divided_bytes: np.ndarray
     """(4,) bytes of weights, gradients and optimizer per parameter held, and per parameter divided, by ZeRO stage."""
+    outside_bytes: float
+    """More per parameter outside of blocks, divided from ZeRO-1 on."""
     context_bytes: float
     update_s_per_parameter: np.ndarray
     """(c,)."""
@@ -222,6 +224,7 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         modes=np.array([r for r in (1, 2) if (activations[:, r, -1] < activations[:, 0, -1]).any()], dtype=np.int64),
         held_bytes=held_bytes,
         divided_bytes=divided_bytes,
+        outside_bytes=float(outside_bytes(batch)),
         context_bytes=float(problem.runtime.context_bytes),
         update_s_per_parameter=np.array([tables.update_s(p, million) / million for p, _ in classes]),
         element_bytes=float(batch.element_bytes),

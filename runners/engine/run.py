@@ -104,6 +104,8 @@ def train(
     if own is not None:
         own.measure(samples, plan.micro_batch_size)
     check_runnable(problem, plan, own_model=options.model_file is not None)
+    if problem.batch.optimizer == "adafactor":
+        require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
     if options.compile is not None:
         _check_compiled(plan)
     if options.lora is not None:

@@ -19,8 +19,14 @@ def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> 
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
     require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
     precision = problem.batch.precision
-    require(precision in PRECISIONS, "batch.precision", precision, " or ".join(PRECISIONS) + ", to be run here")
-    if not own_model:
+    missing = " (its layers have no 8-bit products, on any card)" if precision == "fp8" else ""
+    expected = " or ".join(PRECISIONS) + ", to be run here" + missing
+    require(precision in PRECISIONS, "batch.precision", precision, expected)
+    if own_model:
+        # Which of its matrices are hidden ones is not known.
+        optimizer, expected = problem.batch.optimizer, "adamw or sgd or adafactor (with --model-file)"
+        require(optimizer != "muon", "batch.optimizer", optimizer, expected)
+    else:
         require_plain(problem.model, problem.batch.seq_len)
     parts = plan.stages[0].workers[0].cp
     for s, stage in enumerate(plan.stages):

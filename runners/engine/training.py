@@ -412,7 +412,7 @@ class Training:
             if alone and bucket.fraction is not None and bucket.group is not None and self.worker.place == 0:
                 near = bucket.group.near_ranks
                 for name, tensors in state.items() if near[turn % len(near)] == self.rank else ():
-                    own = {key: tensors[key] for key in self.update.state_keys}
+                    own = {key: tensors[key] for key in self.update.state_keys if key in tensors}
                     files.setdefault(region_file(model, name, region), {})[canonical(model, name)] = own
         with self.log.interval("checkpoint", "copy for checkpoint"):
             self.checkpoints.save(self.progress, files, self._owed())

@@ -1,8 +1,13 @@
 """The optimizer step on flat buckets: clipping, loss scaling, ZeRO-1, optimizer state under parameters' names.
 
-The optimizer sees each bucket as at most two vectors, weights with decay (matrices) and without. Under ZeRO-1 the
+AdamW and SGD see each bucket as at most two vectors, weights with decay (matrices) and without. Under ZeRO-1 the
 workers of a stage in one region split every bucket evenly: each keeps the optimizer state of its part, updates it, and
 hands it to the others.
+
+Muon and Adafactor need whole matrices. Muon's momentum is split as AdamW's state is; then the members share the
+directions, in the 16 bits in which they are made orthogonal, and each makes those matrices orthogonal of which it
+updates some rows (Liu et al., arXiv:2502.16982, algorithm 1). Adafactor keeps next to nothing: every member has the
+state of whole matrices and updates all that it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +24,7 @@ from torch import nn
 
 from polygon.domain.errors import require
 from runners.engine.gradients import Bucket
-from runners.engine.optimizers import STATE_KEYS, make_optimizer
+from runners.engine.optimizers import MUON_MOMENTUM, STATE_KEYS, make_optimizer, orthogonal_step
 from runners.engine.options import Options
 
 FIRST_LOSS_SCALE = 2.0**16
@@ -37,6 +42,8 @@ class _Piece:
     start: int
     parameter: nn.Parameter
     """A view into the bucket, or with offloading a copy in host memory."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Where torch's optimizer keeps none of it: Muon's momentum, the average of what Adafactor updates."""
 
     @property
     def stop(self) -> int:
@@ -75,7 +82,7 @@ class Update:
     buckets : sequence of Bucket
     rank : int
     optimizer : str
-        adamw or sgd.
+        adamw, sgd, muon or adafactor.
     options : Options
     scaled : bool
         Dynamic loss scaling (fp16).
@@ -98,30 +105,71 @@ class Update:
         self.loss_scale = FIRST_LOSS_SCALE if scaled else 1.0
         self._scaled, self._good_steps = scaled, 0
         self._pieces = [piece for bucket in buckets for piece in self._split(bucket)]
-        decayed = [piece.parameter for piece in self._pieces if self._decays(piece)]
-        plain = [piece.parameter for piece in self._pieces if not self._decays(piece)]
+        flat = [piece for piece in self._pieces if not (self._factored or self._is_muons(piece))]
+        decayed = [piece.parameter for piece in flat if self._decays(piece)]
+        plain = [piece.parameter for piece in flat if not self._decays(piece)]
         rate, decay = options.learning_rate, options.weight_decay
         self._optimizer = make_optimizer(optimizer, decayed, plain, rate=rate, weight_decay=decay)
+        self._whole: dict[tuple[str, str], nn.Parameter] = {}
+        """By bucket and name, what Adafactor updates; with memory only while it does."""
+        self._adafactor = self._make_adafactor() if self._factored else None
+
+    @property
+    def _factored(self) -> bool:
+        return self._name == "adafactor"
+
+    def _make_adafactor(self) -> torch.optim.Adafactor:
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": self.options.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for bucket in self.buckets:
+            for name, (start, _, _) in bucket.places.items():
+                whole = self._whole[bucket.name, name] = nn.Parameter(torch.empty(0, device=bucket.weights.device))
+                groups[0 if self._decayed(bucket, start) else 1]["params"].append(whole)
+        return torch.optim.Adafactor([group for group in groups if group["params"]], lr=self.options.learning_rate)
+
+    def _decayed(self, bucket: Bucket, start: int) -> bool:
+        return self.options.decay == "all" or start < bucket.matrix_elements
 
     def _decays(self, piece: _Piece) -> bool:
-        return self.options.decay == "all" or piece.start < piece.bucket.matrix_elements
+        return self._decayed(piece.bucket, piece.start)
+
+    def _in_muon(self, bucket: Bucket) -> int:
+        """How many weights of a bucket, from its start, are Muon's: the matrices of blocks."""
+        return bucket.matrix_elements if self._name == "muon" and bucket.name.startswith("blocks.") else 0
+
+    def _is_muons(self, piece: _Piece) -> bool:
+        return piece.start < self._in_muon(piece.bucket)
+
+    def _state_of(self, piece: _Piece) -> dict[str, torch.Tensor]:
+        """What is kept of a stretch."""
+        if self._optimizer is None or self._factored or self._is_muons(piece):
+            return piece.state
+        return self._optimizer.state[piece.parameter]
+
+    def _divided(self, bucket: Bucket) -> bool:
+        """Whether the members in this region update parts."""
+        return bucket.zero > (1 if self._factored else 0) and bucket.owners is not None
 
     def _share(self, bucket: Bucket, vector: torch.Tensor) -> None:
         """Fill in what other members updated."""
         if isinstance(bucket.group, ServerGroup):
             bucket.group.share_from_owners_(vector, bucket.parts)
-        if bucket.zero and bucket.owners is not None:
+        if self._divided(bucket):
+            assert bucket.owners is not None
             bucket.owners.share_parts(vector, self._parts(bucket))
 
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
-        members = bucket.owners.near_size if bucket.zero and bucket.owners is not None else 1
+        members = bucket.owners.near_size if bucket.owners is not None and self._divided(bucket) else 1
         borders = [bucket.size * i // members for i in range(members + 1)]
         return list(itertools.pairwise(borders))
 
     def _split(self, bucket: Bucket) -> list[_Piece]:
         mine = bucket.owned_by(self._rank)
-        if bucket.zero and bucket.owners is not None:
+        if self._divided(bucket):
+            assert bucket.owners is not None
             mine = [self._parts(bucket)[bucket.owners.near_place]]
         pieces = []
         for start, stop in mine:
@@ -165,17 +213,22 @@ class Update:
         if options.clip_norm is not None and norm * factor > options.clip_norm:
             factor *= options.clip_norm / (norm * factor)
         rate = options.rate.at(step)
+        for piece in self._pieces:
+            piece.fetch_gradient(factor)
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            for piece in self._pieces:
-                piece.fetch_gradient(factor)
             self._optimizer.step()
-            self._take_average(self._optimizer)
-            for piece in self._pieces:
-                piece.return_weights()
         for bucket in self.buckets:
-            if bucket.zero < 3:
+            if self._in_muon(bucket):
+                self._take_orthogonal_step(bucket, rate)
+            elif self._adafactor is not None:
+                self._take_factored_step(self._adafactor, bucket, rate)
+        self._take_average()
+        for piece in self._pieces:
+            piece.return_weights()
+        for bucket in self.buckets:
+            if bucket.zero < 3 and not self._factored:
                 self._share(bucket, bucket.weights)
         self.applied += 1
         self._good_steps += 1
@@ -183,10 +236,66 @@ class Update:
             self.loss_scale *= 2
 
     @torch.no_grad()
-    def _take_average(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_orthogonal_step(self, bucket: Bucket, rate: float) -> None:
+        """Muon on the matrices of a bucket; a collective (ZeRO, parameter servers, TP)."""
+        direction = torch.zeros(bucket.size, dtype=torch.bfloat16, device=bucket.weights.device)
+        pieces = [piece for piece in self._pieces if piece.bucket is bucket and self._is_muons(piece)]
+        for piece in pieces:
+            gradient = piece.parameter.grad
+            assert gradient is not None
+            momentum = piece.state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+            momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+            direction[piece.start : piece.stop] = gradient.lerp(momentum, MUON_MOMENTUM)
+            piece.parameter.mul_(1 - rate * self.options.weight_decay)
+        self._share(bucket, direction)
+        for name, (start, stop, shape) in bucket.places.items():
+            mine = [piece for piece in pieces if piece.start < stop and piece.stop > start]
+            if stop > bucket.matrix_elements or not mine:
+                continue
+            whole = orthogonal_step(bucket.gathered(name, direction[start:stop].view(shape)), rate)
+            step = bucket.cut(name, whole).reshape(-1)
+            for piece in mine:
+                a, b = max(start, piece.start), min(stop, piece.stop)
+                part = step[a - start : b - start]
+                piece.parameter[a - piece.start : b - piece.start] += part.to(piece.parameter.device)
+
+    @torch.no_grad()
+    def _take_factored_step(self, optimizer: torch.optim.Adafactor, bucket: Bucket, rate: float) -> None:
+        """Adafactor on a bucket; a collective (ZeRO-2 and 3, parameter servers, TP)."""
+        gradient, weights = self._all_of(bucket, bucket.vector), self._all_of(bucket, bucket.weights)
+        if isinstance(bucket.group, ServerGroup) or self._divided(bucket):
+            self._share(bucket, gradient)
+        if bucket.zero == 3:
+            self._share(bucket, weights)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for name, (start, stop, shape) in bucket.places.items():
+            whole = self._whole[bucket.name, name]
+            whole.data = bucket.gathered(name, weights[start:stop].view(shape))
+            whole.grad = bucket.gathered(name, gradient[start:stop].view(shape))
+        optimizer.step()
+        held = slice(bucket.weights_start, bucket.weights_start + len(bucket.weights))
+        for name, (start, stop, _) in bucket.places.items():
+            whole = self._whole[bucket.name, name]
+            weights[start:stop] = bucket.cut(name, whole.detach()).reshape(-1)
+            whole.grad, whole.data = None, whole.data.new_empty(0)
+        if weights is not bucket.weights:
+            bucket.weights.copy_(weights[held])
+
+    def _all_of(self, bucket: Bucket, vector: torch.Tensor) -> torch.Tensor:
+        """A vector as long as the bucket from the held part of one; that vector itself where it is whole."""
+        if len(vector) == bucket.size:
+            return vector
+        whole = torch.zeros(bucket.size, dtype=vector.dtype, device=vector.device)
+        start = bucket.weights_start if vector is bucket.weights else bucket.vector_start
+        whole[start : start + len(vector)] = vector
+        return whole
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
         """Move the average towards the weights; it begins as those of the first update (as torch's AveragedModel)."""
         for piece in self._pieces if self.options.average else ():
-            state, weights = optimizer.state[piece.parameter], piece.parameter.detach()
+            state, weights = self._state_of(piece), piece.parameter.detach()
             if AVERAGE in state:
                 state[AVERAGE].lerp_(weights, 1 - self.options.average)
             else:
@@ -194,7 +303,9 @@ class Update:
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, without its counters of steps."""
-        states = [] if self._optimizer is None else self._optimizer.state.values()
+        states: list[Mapping[str, Any]] = [self._state_of(piece) for piece in self._pieces]
+        if self._adafactor is not None:
+            states += self._adafactor.state.values()
         return sum(state[key].nbytes for state in states for key in self._keys if key in state)
 
     def take_weights(self) -> None:
@@ -204,46 +315,66 @@ class Update:
 
     def state(self, bucket: Bucket, more: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Weights, optimizer state and more vectors of a bucket by parameter, uncut; a collective (ZeRO-1, TP)."""
-        weights = bucket.weights
+        weights = self._all_of(bucket, bucket.weights)
         if bucket.zero == 3:
-            weights = torch.zeros(bucket.size, dtype=weights.dtype, device=weights.device)
-            start = bucket.weights_start
-            weights[start : start + len(bucket.weights)] = bucket.weights
             self._share(bucket, weights)
         flat: dict[str, torch.Tensor] = {"value": weights} | dict(more)
+        keys = {name: self._kept(bucket, name) if self.applied else () for name in bucket.places}
         # Every member takes part in every sharing, also one that updates nothing of this bucket.
-        for key in self.state_keys:
+        for key in dict.fromkeys(key for kept in keys.values() for key in kept):
             whole = flat[key] = torch.zeros_like(weights)
             for piece in self._pieces:
-                if piece.bucket is bucket:
-                    assert self._optimizer is not None
-                    values = self._optimizer.state[piece.parameter][key]
-                    whole[piece.start : piece.stop] = values
+                if piece.bucket is bucket and key in (state := self._state_of(piece)):
+                    whole[piece.start : piece.stop] = state[key]
             self._share(bucket, whole)
         return {
-            name: {key: bucket.gathered(name, whole[start:stop].view(shape)) for key, whole in flat.items()}
+            name: {
+                key: bucket.gathered(name, flat[key][start:stop].view(shape)) for key in ("value", *more, *keys[name])
+            }
+            | self._factors(bucket, name)
             | {"updates": self.applied}
             for name, (start, stop, shape) in bucket.places.items()
         }
 
+    def _kept(self, bucket: Bucket, name: str) -> tuple[str, ...]:
+        """What is kept for every weight of a parameter, once updates were made."""
+        average = (AVERAGE,) if self.options.average else ()
+        if self._factored:
+            return average
+        if self._name != "muon":
+            return self._keys
+        in_muon = bucket.places[name][0] < self._in_muon(bucket)
+        return (*(STATE_KEYS["muon"][:1] if in_muon else STATE_KEYS["adamw"]), *average)
+
+    def _factors(self, bucket: Bucket, name: str) -> dict[str, torch.Tensor]:
+        """What Adafactor keeps of a parameter."""
+        if self._adafactor is None:
+            return {}
+        state = self._adafactor.state[self._whole[bucket.name, name]]
+        return {key: state[key] for key in STATE_KEYS[self._name] if key in state}
+
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """What `state` gives of a parameter beside its weights, once updates were made."""
+        """What `state` may give of a parameter beside its weights, once updates were made."""
         return self._keys if self.applied else ()
 
     def load(self, bucket: Bucket, states: Mapping[str, Mapping[str, Any]], more: Mapping[str, torch.Tensor]) -> None:
         """Set weights, optimizer state and more vectors (where saved) of a bucket from those of its parameters."""
         first = next(iter(states.values()))
         self.applied = int(first["updates"])
-        # A run that averages from here on begins with the weights as they are.
-        wanted = tuple(key for key in self.state_keys if key != AVERAGE or key in first)
-        for key in wanted:
-            require(key in first, "checkpoint: optimizer state", sorted(first), f"{key} (optimizer {self._name})")
+        for name in bucket.places if self.applied else ():
+            found = states[name]
+            wanted = [("row_var", "variance")] if self._factored else [(key,) for key in self._kept(bucket, name)]
+            for keys in wanted:
+                # A run that averages from here on begins with the weights as they are.
+                there = any(key in found or key == AVERAGE for key in keys)
+                require(there, "checkpoint: optimizer state", sorted(found), f"{keys[0]} (optimizer {self._name})")
 
         def vector_of(key: str) -> torch.Tensor:
             vector = torch.zeros(bucket.size, dtype=bucket.weights.dtype, device=bucket.weights.device)
             for name, (start, stop, _) in bucket.places.items():
-                vector[start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(vector.device)
+                if key in states[name]:
+                    vector[start:stop] = bucket.cut(name, states[name][key]).reshape(-1).to(vector.device)
             return vector
 
         start = bucket.weights_start
@@ -251,15 +382,32 @@ class Update:
         for key, vector in more.items():
             if key in first:
                 vector.copy_(vector_of(key))
-        flat = {key: vector_of(key) for key in wanted}
+        kept = [(start, self._kept(bucket, name), states[name]) for name, (start, _, _) in bucket.places.items()]
+        flat = {
+            key: vector_of(key) for key in dict.fromkeys(key for _, keys, state in kept for key in keys if key in state)
+        }
         for piece in self._pieces:
-            if piece.bucket is bucket:
-                piece.take_weights()
-            if piece.bucket is bucket and self._optimizer is not None and flat:
-                device = piece.parameter.device
-                state: dict[str, torch.Tensor] = {
-                    key: whole[piece.start : piece.stop].to(device, copy=True) for key, whole in flat.items()
-                }
-                if self._name == "adamw":
-                    state["step"] = torch.tensor(float(self.applied), device=device)
-                self._optimizer.state[piece.parameter] = state
+            if piece.bucket is not bucket:
+                continue
+            piece.take_weights()
+            if self.applied:
+                # All parameters of a stretch have the same.
+                keys = next(keys for start, keys, _ in reversed(kept) if start <= piece.start)
+                self._restore(piece, {key: flat[key][piece.start : piece.stop] for key in keys if key in flat})
+        if self._adafactor is not None and self.applied:
+            for name in bucket.places:
+                whole, found = self._whole[bucket.name, name], states[name]
+                self._adafactor.state[whole] = {
+                    key: found[key].to(whole.device) for key in STATE_KEYS[self._name] if key in found
+                } | {"step": torch.tensor(float(self.applied))}
+
+    def _restore(self, piece: _Piece, found: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what was kept of a stretch."""
+        device = piece.parameter.device
+        state = {key: vector.to(device, copy=True) for key, vector in found.items()}
+        if self._optimizer is None or self._factored or self._is_muons(piece):
+            piece.state = state
+            return
+        if "exp_avg" in state:
+            state["step"] = torch.tensor(float(self.applied), device=device)
+        self._optimizer.state[piece.parameter] = state

@@ -161,7 +161,12 @@ def _connect(cluster: Cluster, hosts: tuple[LabHost, ...]) -> LabNetwork:
             if link is not None:
                 latency_s[a.index, b.index] = link.latency_s
                 bytes_per_s[a.index, b.index] = link.bytes_per_s
-    return LabNetwork(hosts=hosts, latency_s=latency_s, bytes_per_s=bytes_per_s, shared=_shared(cluster, hosts))
+    return LabNetwork(
+        hosts=hosts,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        shared=(*_shared(cluster, hosts), *_cards(cluster, hosts)),
+    )
 
 
 def _shared(cluster: Cluster, hosts: tuple[LabHost, ...]) -> tuple[SharedCapacity, ...]:
@@ -182,3 +187,20 @@ def _shared(cluster: Cluster, hosts: tuple[LabHost, ...]) -> tuple[SharedCapacit
     return tuple(
         SharedCapacity(name=name, bytes_per_s=rate, pairs=tuple(pairs)) for (name, rate), pairs in members.items()
     )
+
+
+def _cards(cluster: Cluster, hosts: tuple[LabHost, ...]) -> Iterator[SharedCapacity]:
+    """Network cards that links to other regions can fill together: all that leaves a host, and all that comes in."""
+    for host in hosts:
+        card = cluster.pools[host.pool].inter_node.bytes_per_s
+        far = [other for other in hosts if other.region != host.region]
+        for what, pairs in (
+            ("out of", [(host.index, other.index) for other in hosts if other is not host]),
+            ("into", [(other.index, host.index) for other in hosts if other is not host]),
+        ):
+            links = [
+                cluster.node_link(*((host.pool, other.pool) if what == "out of" else (other.pool, host.pool)))
+                for other in far
+            ]
+            if len(far) > 1 and sum(link.bytes_per_s for link in links if link is not None) > card:
+                yield SharedCapacity(name=f"card {what} {host.name}", bytes_per_s=card, pairs=tuple(pairs))
