@@ -22,6 +22,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats import catalogue
 from polygon.formats.files import read_cluster, read_json
+from runners.sweeps import best_known, native
 from solvers.allocation import AllocationProblem
 from solvers.annealing import Annealing
 from solvers.ants import Ants
@@ -33,14 +34,21 @@ from solvers.result import Improvement, SearchResult
 from solvers.stop import AnyOf, MaxEvaluations, Stop
 
 INSTANCES = Path(__file__).parents[2] / "instances"
-BEST_KNOWN = INSTANCES / "best-known.json"
 
 
 class Method:
     """A solver as a suite uses it."""
 
+    seeded = True
+    """Whether the generator decides anything."""
+
     def __init__(self, solver: Any) -> None:
         self.solver = solver
+
+    @property
+    def picky(self) -> bool:
+        """Whether it cannot take every problem."""
+        return isinstance(self.solver, Ants)
 
     def applies(self, problem: SearchProblem[Any]) -> bool:
         """Whether the solver can take the problem; ants need an allocation space."""
@@ -49,6 +57,10 @@ class Method:
     def solve(self, problem: Any, rng: np.random.Generator, stop: Stop, evaluations: int) -> SearchResult[Any]:
         """Run on a problem until the stop rule speaks; at most `evaluations`."""
         return self.solver.solve(problem, rng, stop)
+
+    def warm_up(self, problem: Any) -> None:
+        """Compile the kernels."""
+        self.solve(problem, np.random.default_rng(0), MaxEvaluations(30), 30)
 
 
 Starts = Callable[[Any, np.random.Generator, int], tuple[list[Any], int]]
@@ -83,7 +95,11 @@ class Suite:
     about: str
     unit: str
     instances: Mapping[str, Callable[[], SearchProblem[Any]]]
-    methods: Mapping[str, Method]
+    methods: Mapping[str, Method | native.Planner]
+    chosen: tuple[str, ...] = ()
+    """Methods that run unless the user says which; all of them where this is empty. The first is what the others are
+    compared with."""
+    seeds: int = 10
     evaluations: int
     """Of a run, unless the user says otherwise."""
     time_limit_s: float
@@ -91,6 +107,8 @@ class Suite:
     """A run has reached the best known value when it is at most this part above."""
     bound: Callable[[SearchProblem[Any]], float] | None = None
     best_known: Mapping[str, float] = field(default_factory=dict)
+    known: Callable[[Any], float | None] | None = None
+    """Best known value of an instance, where it has to be computed (`runners.sweeps.best_known`)."""
 
 
 def suite(name: str, files: list[str]) -> Suite:
@@ -103,19 +121,20 @@ def suite(name: str, files: list[str]) -> Suite:
         "world": functools.partial(_clusters, "world"),
         "large": functools.partial(_clusters, "large"),
         "study": functools.partial(_clusters, "study"),
+        "native": _native,
+        "ablation": _ablation,
     }
     if name not in makers:
         raise InputError(f"suite: found {name!r}, expected one of {sorted(makers)}")
     return makers[name](files)
 
 
-SUITES = ("dtfm", "ptafm", "sailor", "regional", "world", "large", "study")
+SUITES = ("dtfm", "ptafm", "sailor", "regional", "world", "large", "study", "native", "ablation")
 
 
 def _known(name: str) -> dict[str, float]:
     """Best known values of a suite, from the file that the instances ship with."""
-    table = read_json(BEST_KNOWN) if BEST_KNOWN.exists() else {}
-    return {instance: float(entry["value"]) for instance, entry in table.get(name, {}).items()}
+    return {instance: float(entry["value"]) for instance, entry in best_known.best_known(name).items()}
 
 
 def _generic() -> dict[str, Method]:
@@ -256,6 +275,7 @@ def _planning_methods() -> dict[str, Method]:
         "grown+annealing": Seeded(Annealing(), _grown),
         "grown+restarts": Seeded(Restarts(), _grown),
         "grown+random": Seeded(Restarts(patience=0), _grown),
+        "sequences+memetic": Seeded(Genetic(), _kind_sequences),
     }
 
 
@@ -311,6 +331,103 @@ def _planning_bound(problem: Any) -> float:
     return float(lower_bound_s(problem.decoder.tables))
 
 
+# The native benchmark: polygon's own problems, whole plans priced exactly
+
+ABLATED = (
+    "tiny-6-a100-beside-t4", "tiny-6-three-labs", "tiny-8-a10-two-zones", "small-8-two-campus", "small-8-homes",
+    "small-16-regional", "small-16-a100-v100-one-hall", "small-24-europe", "small-24-three-types-one-rack",
+    "small-32-pacific", "medium-48-ptafm-testbed", "medium-64-world",
+)  # fmt: skip
+"""Instances of several regions or types on which parts of the search are taken out: grouping has something to do."""
+
+
+def _native(files: list[str]) -> Suite:
+    pieced = {
+        name: native.Planner(find=native.Pieced(method=method)) for name, method in _planning_methods().items()
+    }  # fmt: skip
+    return Suite(
+        name="native",
+        about="polygon's own problems (exact step time)",
+        unit="s",
+        instances=_native_instances([*sorted((INSTANCES / "native").glob("*.yaml")), *map(Path, files)]),
+        methods={**native.own(), **native.rivals(), **pieced},
+        chosen=("polygon", "memetic", "annealing", "ants+memetic", "sequences+memetic", "grid3d", "dt-fm", "ptafm"),
+        evaluations=native.QUICK.fluid_evaluations,
+        seeds=1,
+        time_limit_s=math.inf,
+        tolerance=0.001,
+        bound=_native_bound,
+        known=native.NativeProblem.known_s,
+    )
+
+
+def _native_bound(problem: Any) -> float:
+    return float(problem.bound_s())
+
+
+def _native_instances(paths: list[Path]) -> dict[str, Callable[[], Any]]:
+    """By name, in order of devices."""
+    made = {path.stem: functools.partial(native.NativeProblem, path) for path in paths}
+    return dict(sorted(made.items(), key=lambda pair: (_devices(pair[0]), pair[0])))
+
+
+def _devices(name: str) -> int:
+    """Devices of an instance, which its name says (size-devices-what)."""
+    parts = name.split("-")
+    return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+
+
+def _ablation(files: list[str]) -> Suite:
+    def pieced(method: Method, **other: Any) -> native.Planner:
+        return native.Planner(find=native.Pieced(method=method, **other))
+
+    builders = {
+        "all": _several(_simple, _grown, _replicated, _kind_sequences),
+        "all and ants": _several(_simple, _grown, _replicated, _kind_sequences, _ant_groups),
+        "simple": _simple,
+        "grown": _grown,
+        "replicated": _replicated,
+        "sequences": _kind_sequences,
+        "ants": _ant_groups,
+    }
+    every = builders["all"]
+    methods = {f"starts: {name}": pieced(Seeded(Genetic(), starts)) for name, starts in builders.items()}
+    methods["starts: random"] = pieced(Method(Genetic()))
+    methods |= {
+        f"without {name}": pieced(Seeded(Genetic(), every), candidates=kind) for name, kind in native.WITHOUT.items()
+    }
+    methods["without descents"] = pieced(Seeded(Genetic(patience=0), every))
+    methods["without a population"] = pieced(Seeded(Restarts(), every))
+    methods["without exact descent"] = pieced(Seeded(Genetic(), every), descend=False)
+    methods["without polish"] = pieced(Seeded(Genetic(), every), polish=False)
+    paths = [*(INSTANCES / "native" / f"{name}.yaml" for name in ABLATED), *map(Path, files)]
+    return Suite(
+        name="ablation",
+        about="polygon's search with other starts, or a part taken out (exact step time)",
+        unit="s",
+        instances=_native_instances(paths),
+        methods=methods,
+        evaluations=300,
+        seeds=2,
+        time_limit_s=math.inf,
+        tolerance=0.001,
+    )
+
+
+def _several(*starts: Starts) -> Starts:
+    """The budget shared evenly by several."""
+
+    def all_of(candidates: Any, rng: np.random.Generator, budget: int) -> tuple[list[Any], int]:
+        found: list[Any] = []
+        used = 0
+        for i, one in enumerate(starts):
+            more, spent = one(candidates, rng, (budget - used) // (len(starts) - i))
+            found, used = [*found, *more], used + spent
+        return found, used
+
+    return all_of
+
+
 def _sailor(files: list[str]) -> Suite:
     profiles, network = (read_json(INSTANCES / "measured" / f"sailor_{part}.json") for part in ("profiles", "network"))
     paths = [INSTANCES / "sailor" / "planner_bench.json", *map(Path, files)]
@@ -324,7 +441,7 @@ def _sailor(files: list[str]) -> Suite:
         about="Sailor's setups under Sailor's own score",
         unit="s",
         instances={setup.name: make(setup) for setup in setups},
-        methods={**_planning_methods(), "sequences+memetic": Seeded(Genetic(), _kind_sequences)},
+        methods=_planning_methods(),
         evaluations=10_000,
         time_limit_s=math.inf,
         tolerance=0.01,
