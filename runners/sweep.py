@@ -239,6 +239,9 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
     rows = sweep(tasks(chosen, args), out / "runs.jsonl", quiet=args.quiet, **where)
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    if len(commits) > 1 and not args.quiet:
+        print(f"the record has runs of {len(commits)} commits: {', '.join(commits)}", file=sys.stderr)  # noqa: T201
     summary = report.summary(rows, chosen.tolerance)
     methods = report.standings(rows, summary)
     write_text(out / "runs.csv", report.csv_text(rows))

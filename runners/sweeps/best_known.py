@@ -56,8 +56,9 @@ def unpacked(problem: Problem, text: str) -> Plan:
     InputError
         For a plan that is not of this problem, or of another version of the format.
     """
-    data = parse_json(zlib.decompress(base64.b64decode(text)).decode())
-    return plan_from_spec(check(PlanSpec, data | {"problem": problem_data(problem)})).plan
+    short = parse_json(zlib.decompress(base64.b64decode(text)).decode())
+    whole = {"problem": parse_json(format_json(problem_data(problem)))}
+    return plan_from_spec(check(PlanSpec, whole | short)).plan
 
 
 def price(problem: Problem, plan: Plan, tables: CostTables | None = None) -> float:
