@@ -226,7 +226,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
     parser.add_argument("--scheduler", metavar="ADDRESS", help="of a Dask cluster (default: one of this machine)")
     parser.add_argument(
-        "--keep", action="store_true", help="native: write better plans, and today's prices, to best-known.json"
+        "--keep",
+        action="store_true",
+        help="native: write better plans, and today's prices, to instances/best-known.json and README.md",
     )
     parser.add_argument("--no-plots", action="store_true", help="no convergence and profile plots")
     return parser
@@ -249,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     write_text(out / "table.md", table)
     if args.keep:
         require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
-        best_known.write(chosen.name, best_known.improved(best_known.best_known(chosen.name), rows))
+        entries = best_known.improved(best_known.best_known(chosen.name), rows)
+        best_known.write(chosen.name, entries)
+        best_known.write_table(entries)
     drawn = args.no_plots or (
         report.plot(rows, out / "convergence.png") and report.plot_profile(rows, summary, out / "profile.png")
     )

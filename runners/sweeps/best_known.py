@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import statistics
 import subprocess
 import zlib
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,8 @@ from polygon.planning.decode import Decoder
 from polygon.planning.objectives import OVER_LIMIT
 
 FILE = Path(__file__).parents[2] / "instances" / "best-known.json"
+README, MARK = FILE.with_name("README.md"), "native best known"
+"""The page with the table, and what its marks say."""
 BETTER = 1e-9
 """Least relative gain that counts as one."""
 
@@ -120,6 +123,25 @@ def improved(entries: Mapping[str, Entry], rows: Iterable[Mapping[str, Any]]) ->
         entry["exhausted"] = still or any(entry["value"] <= proof * (1 + BETTER) for proof in proofs)
         result[instance] = {key: entry[key] for key in ("value", "bound", "gap", "exhausted", "found_by", "plan")}
     return dict(sorted(result.items()))
+
+
+def table(entries: Mapping[str, Entry]) -> str:
+    """The entries of the native suite for people."""
+    lines = ["| problem | best known | bound | gap | found by |", "|---|---|---|---|---|"]
+    for name, entry in sorted(entries.items(), key=lambda pair: (int(pair[0].split("-")[1]), pair[0])):
+        by = entry["found_by"]
+        proof = ", every allocation tried" if entry["exhausted"] else ""
+        who = f"{by['method']}, {by['evaluations']} evaluations, seed {by['seed']}, {by['commit']}{proof}"
+        lines.append(f"| {name} | {entry['value']:.4g} s | {entry['bound']:.4g} s | {entry['gap']:.0%} | {who} |")
+    gaps = sorted(entry["gap"] for entry in entries.values())
+    return "\n".join(lines) + f"\n\nMedian gap of these {len(gaps)}: {statistics.median(gaps):.0%}.\n"
+
+
+def write_table(entries: Mapping[str, Entry], path: Path = README) -> None:
+    """Put the table between its marks in a page."""
+    before, rest = path.read_text(encoding="utf-8").split(f"<!-- {MARK} -->\n")
+    after = rest.split(f"<!-- /{MARK} -->\n")[1]
+    write_text(path, f"{before}<!-- {MARK} -->\n{table(entries)}<!-- /{MARK} -->\n{after}")
 
 
 def write(suite: str, entries: Mapping[str, Entry], path: Path = FILE) -> None:

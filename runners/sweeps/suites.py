@@ -223,7 +223,7 @@ def _native(files: list[str]) -> Suite:
         unit="s",
         instances=_native_instances([*sorted((INSTANCES / "native").glob("*.yaml")), *map(Path, files)]),
         methods={**native.own(), **native.rivals(), **pieced},
-        chosen=("polygon", "memetic", "annealing", "ants+memetic", "sequences+memetic", "grid3d", "dt-fm", "ptafm"),
+        chosen=("polygon", "ants+memetic", "sequences+memetic", "grid3d", "dt-fm", "ptafm"),
         evaluations=native.QUICK.fluid_evaluations,
         seeds=1,
         time_limit_s=math.inf,

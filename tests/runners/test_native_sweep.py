@@ -56,6 +56,7 @@ def test_best_known_results_are_plans_above_their_bound() -> None:
         assert entry["value"] >= entry["bound"] * (1 - 1e-9), name
         assert entry["gap"] == pytest.approx(entry["value"] / entry["bound"] - 1, abs=1e-4)
         assert set(entry["found_by"]) == {"method", "evaluations", "seed", "commit"}
+    assert best_known.table(entries) in best_known.README.read_text()
     for name in [name for name in entries if name.startswith("tiny-")]:
         instance = native.NativeProblem(FOLDER / f"{name}.yaml")
         known = instance.known_s()
