@@ -135,7 +135,7 @@ class Planner:
         return SearchResult(
             solution=answer.plan if found else None,
             value=value,
-            bound=value if answer.proved else -math.inf,
+            bound=-math.inf,  # every allocation tried is no bound on plans that none decodes to
             status="optimal" if answer.proved and found else "feasible" if found else "unknown",
             stopped_by="exhausted",
             evaluations=answer.evaluations,
