@@ -7,8 +7,14 @@
 Runs in parallel processes here, or on a Dask or Ray cluster (--backend), and writes one line per run to
 DIR/runs.jsonl as it ends, so that an interrupted sweep goes on where it stopped and a finished one does nothing but
 report. From these lines come DIR/runs.csv, DIR/table.md (also on standard output) and, with matplotlib,
-DIR/convergence.png. A run is known by instance, method, seed and limits; its generator is seeded with the seed alone.
-Times are wall time of the search itself, after a short run that compiles the kernels.
+DIR/convergence.png and DIR/profile.png. A run is known by instance, method, seed and limits; its generator is seeded
+with the seed alone. Times are wall time of the search itself, after a short run that compiles the kernels.
+
+    python -m runners.sweep native
+    python -m runners.sweep native --keep
+
+compares planners on polygon's own problems (instances/native) and, with --keep, writes what is better than the best
+known to instances/best-known.json, all at today's prices.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,16 +35,19 @@ from typing import Any
 import numpy as np
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, require
+from polygon.domain.plan import Plan
 from polygon.formats.files import write_text
 from polygon.grid3d.spread import BACKENDS, spread
+from runners.sweeps import best_known
 from runners.sweeps import sweep_summary as report
 from runners.sweeps.suites import SUITES, Suite, suite
-from solvers.problem import SearchProblem
 from solvers.stop import MaxEvaluations, Target, TimeLimit
 
 BOUND = "bound"
 """Method name of the rows that hold an instance's lower bound."""
+MOST_DEATHS = 3
+"""Worker processes that may die one after another, with no run ending between."""
 LOT = 32
 """Runs after which Ray hands over what it has: an interrupt costs no more than these."""
 
@@ -61,7 +72,7 @@ class Task:
 
 def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
     """Every run that is asked for: bounds first, then seed by seed, so that a sweep cut short compares all methods."""
-    methods = args.methods.split(",") if args.methods else list(chosen.methods)
+    methods = args.methods.split(",") if args.methods else list(chosen.chosen or chosen.methods)
     for method in methods:
         if method not in chosen.methods:
             raise InputError(f"--methods: found {method!r}, expected some of {sorted(chosen.methods)}")
@@ -79,10 +90,10 @@ def tasks(chosen: Suite, args: argparse.Namespace) -> list[Task]:
     bounds = [task(instance, BOUND, 0) for instance in instances] if chosen.bound else []
     return bounds + [
         task(instance, method, seed)
-        for seed in range(args.first_seed, args.first_seed + args.seeds)
+        for seed in range(args.first_seed, args.first_seed + (args.seeds or chosen.seeds))
         for instance in instances
         for method in methods
-        if _problem(chosen.name, tuple(args.files), instance, chosen.methods[method])
+        if (chosen.methods[method].seeded or seed == args.first_seed) and _takes(chosen, method, instance)
     ]
 
 
@@ -91,27 +102,35 @@ def _suite(name: str, files: tuple[str, ...]) -> Suite:
     return suite(name, list(files))
 
 
-def _problem(name: str, files: tuple[str, ...], instance: str, method: Any) -> bool:
-    """Whether a method applies; only a suite of several kinds of problems needs to look."""
-    return name != "ptafm" or method.applies(_suite(name, files).instances[instance]())
+def _takes(chosen: Suite, method: str, instance: str) -> bool:
+    """Whether a method applies; only those that are picky need to look."""
+    planner: Any = chosen.methods[method]
+    return not planner.picky or planner.applies(chosen.instances[instance]())
 
 
 def run(task: Task) -> dict[str, Any]:
     """One run, as a line of the record."""
     chosen = _suite(task.suite, task.files)
-    problem: SearchProblem[Any] = chosen.instances[task.instance]()
+    problem: Any = chosen.instances[task.instance]()
     row: dict[str, Any] = asdict(task) | {"files": list(task.files), "bound": None, "best_known": None}
+    row["commit"] = best_known.commit()
     if task.method == BOUND:
         assert chosen.bound is not None
-        return row | {"value": None, "bound": chosen.bound(problem), "history": [], "status": "bound"}
-    method = chosen.methods[task.method]
-    method.solve(chosen.instances[task.instance](), np.random.default_rng(0), MaxEvaluations(30), 30)
+        known = chosen.known(problem) if chosen.known else None
+        bound = chosen.bound(problem)
+        return row | {"value": None, "bound": bound, "best_known": known, "history": [], "status": "bound"}
+    method: Any = chosen.methods[task.method]
+    method.warm_up(chosen.instances[task.instance]())
     known = chosen.best_known.get(task.instance)
     stop = MaxEvaluations(task.evaluations) | TimeLimit(task.time_limit_s or math.inf)
     if known is not None:
         # Within rounding of the best known: a better one would be found after it only by luck.
         stop |= Target(known * (1 + 1e-9) if chosen.tolerance > 1e-3 else known * (1 + chosen.tolerance))
+    began_s = time.process_time()
     result = method.solve(problem, np.random.default_rng(task.seed), stop, task.evaluations)
+    cpu_s = time.process_time() - began_s
+    if isinstance(result.solution, Plan):
+        row["plan"] = best_known.packed(problem.data, result.solution)
     return row | {
         "value": result.value if math.isfinite(result.value) else None,
         "bound": result.bound if math.isfinite(result.bound) else None,
@@ -120,6 +139,7 @@ def run(task: Task) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "used_evaluations": result.evaluations,
         "seconds": result.seconds,
+        "cpu_s": cpu_s,
         "history": [[h.evaluations, round(h.seconds, 6), h.value] for h in result.history if math.isfinite(h.value)],
     }
 
@@ -141,28 +161,49 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, int, float | None]:
 def sweep(todo: list[Task], record: Path, *, quiet: bool, **where: Any) -> list[dict[str, Any]]:
     """Run what the record lacks (`where`: as `spread` takes it), and return the rows of all tasks, in their order.
 
-    An interrupt ends the sweep with the runs that are done.
+    An interrupt ends the sweep with the runs that are done. Where a worker process dies, what it had is run again by
+    others; when that ends `MOST_DEATHS` times without a run more, the error is raised.
     """
     done = {_key(row): row for row in _recorded(record)}
-    missing = [task for task in todo if task.key not in done]
     record.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # The record may end in a torn line: begin a new one.
-        with record.open("a", encoding="utf-8") as lines, contextlib.closing(spread(run, missing, **where)) as results:
-            if record.stat().st_size and not record.read_text(encoding="utf-8").endswith("\n"):
-                lines.write("\n")
-            for count, row in enumerate(results, start=1):
-                done[_key(row)] = row
-                lines.write(json.dumps(row) + "\n")
-                lines.flush()
-                if not quiet and (sys.stderr.isatty() or count % max(1, len(missing) // 10) == 0):
-                    end = "" if sys.stderr.isatty() else "\n"
-                    print(f"\r{count}/{len(missing)} runs", end=end, file=sys.stderr, flush=True)  # noqa: T201
-    except KeyboardInterrupt:
-        print("\ninterrupted: the runs that ended are kept", file=sys.stderr)  # noqa: T201
-    if missing and not quiet and sys.stderr.isatty():
-        print(file=sys.stderr)  # noqa: T201
+    deaths = 0
+    while missing := [task for task in todo if task.key not in done]:
+        before = len(done)
+        try:
+            _run_all(missing, done, record, quiet=quiet, **where)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the runs that ended are kept", file=sys.stderr)  # noqa: T201
+            break
+        except BrokenProcessPool:
+            deaths = deaths + 1 if len(done) == before else 0
+            if deaths == MOST_DEATHS:
+                raise
+            print("\na worker died: its runs are begun again", file=sys.stderr)  # noqa: T201
     return [done[task.key] for task in todo if task.key in done]
+
+
+def _run_all(
+    missing: list[Task],
+    done: dict[tuple[str, str, int, int, float | None], dict[str, Any]],
+    record: Path,
+    *,
+    quiet: bool,
+    **where: Any,
+) -> None:
+    """Run tasks; what ends is put into `done` and into the record at once."""
+    # The record may end in a torn line: begin a new one.
+    with record.open("a", encoding="utf-8") as lines, contextlib.closing(spread(run, missing, **where)) as results:
+        if record.stat().st_size and not record.read_text(encoding="utf-8").endswith("\n"):
+            lines.write("\n")
+        for count, row in enumerate(results, start=1):
+            done[_key(row)] = row
+            lines.write(json.dumps(row) + "\n")
+            lines.flush()
+            if not quiet and (sys.stderr.isatty() or count % max(1, len(missing) // 10) == 0):
+                end = "" if sys.stderr.isatty() else "\n"
+                print(f"\r{count}/{len(missing)} runs", end=end, file=sys.stderr, flush=True)  # noqa: T201
+    if not quiet and sys.stderr.isatty():
+        print(file=sys.stderr)  # noqa: T201
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", choices=SUITES, help="which instances and methods")
     parser.add_argument("files", nargs="*", help="further instances of the suite's kind")
     parser.add_argument("-o", "--out", metavar="DIR", help="where the record and reports go (default sweeps/SUITE)")
-    parser.add_argument("--seeds", type=cli.whole(1), default=10, help="seeds per method (default %(default)s)")
+    parser.add_argument("--seeds", type=cli.whole(1), help="seeds per method (default: the suite's)")
     parser.add_argument("--first-seed", type=cli.whole(0), default=0, help="the first of them (default %(default)s)")
     parser.add_argument("--methods", metavar="A,B", help="only these (default: all of the suite)")
     parser.add_argument("--instances", metavar="A,B", help="only these (default: all of the suite)")
@@ -184,7 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
     parser.add_argument("--scheduler", metavar="ADDRESS", help="of a Dask cluster (default: one of this machine)")
-    parser.add_argument("--no-plots", action="store_true", help="no convergence plots")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="native: write better plans, and today's prices, to instances/best-known.json and README.md",
+    )
+    parser.add_argument("--no-plots", action="store_true", help="no convergence and profile plots")
     return parser
 
 
@@ -195,13 +241,25 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
     rows = sweep(tasks(chosen, args), out / "runs.jsonl", quiet=args.quiet, **where)
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    if len(commits) > 1 and not args.quiet:
+        print(f"the record has runs of {len(commits)} commits: {', '.join(commits)}", file=sys.stderr)  # noqa: T201
     summary = report.summary(rows, chosen.tolerance)
+    methods = report.standings(rows, summary)
     write_text(out / "runs.csv", report.csv_text(rows))
-    table = report.markdown(summary, chosen.about, chosen.unit)
+    table = report.standings_table(methods) + "\n" + report.markdown(summary, chosen.about, chosen.unit)
     write_text(out / "table.md", table)
-    if not args.no_plots and not report.plot(rows, out / "convergence.png") and not args.quiet:
+    if args.keep:
+        require(chosen.known is not None, "--keep", chosen.name, "the suite native, whose plans can be stored")
+        entries = best_known.improved(best_known.best_known(chosen.name), rows)
+        best_known.write(chosen.name, entries)
+        best_known.write_table(entries)
+    drawn = args.no_plots or (
+        report.plot(rows, out / "convergence.png") and report.plot_profile(rows, summary, out / "profile.png")
+    )
+    if not drawn and not args.quiet:
         print("no plots: matplotlib is missing (pip install matplotlib)", file=sys.stderr)  # noqa: T201
-    cli.emit(summary, table, as_json=args.json)
+    cli.emit({"methods": methods, "instances": summary}, table, as_json=args.json)
     return cli.EXIT_OK
 
 

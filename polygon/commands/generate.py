@@ -55,6 +55,11 @@ def generate(regions: int, types: int, devices: int, rng: np.random.Generator, n
     InputError
         Where the numbers do not go together.
     """
+    return cluster_from_spec(check(ClusterSpec, drawn(regions, types, devices, rng, name)))
+
+
+def drawn(regions: int, types: int, devices: int, rng: np.random.Generator, name: str) -> dict[str, Any]:
+    """The cluster of `generate` as a file says it, device types and links by their names."""
     require(types <= len(NODES), "types", types, f"at most {len(NODES)}: {', '.join(NODES)}")
     require(devices >= regions, "devices", devices, f"at least one a region, {regions}")
     most_groups = MOST_TYPES_PER_REGION * regions
@@ -87,7 +92,7 @@ def generate(regions: int, types: int, devices: int, rng: np.random.Generator, n
             }
         )
     data["latency_ms"], data["bandwidth_gbps"] = _links(cities, rng)
-    return cluster_from_spec(check(ClusterSpec, data))
+    return data
 
 
 def _deal(total: int, parts: int, rng: np.random.Generator) -> list[int]:
@@ -166,16 +171,12 @@ def _cities(regions: int, rng: np.random.Generator) -> list[str]:
 
 def _links(cities: list[str], rng: np.random.Generator) -> tuple[list[list[float | None]], list[list[float | None]]]:
     """Latency [ms] and bandwidth [Gbit/s] between the regions, the same both ways."""
-    table = catalogue.cloud_regions()
-    pairs = {frozenset(pair["between"]): pair for pair in table["pairs"]}
     n = len(cities)
     latency_ms: list[list[float | None]] = [[None] * n for _ in range(n)]
     gbps: list[list[float | None]] = [[None] * n for _ in range(n)]
     for a in range(n):
         for b in range(a + 1, n):
-            ends = frozenset((cities[a], cities[b]))
-            # California has measured links to three regions only; the others are taken as Oregon's, its neighbour.
-            pair = table["same_region"] if len(ends) == 1 else pairs.get(ends) or pairs[_by_way_of_oregon(ends)]
+            pair = city_link(cities[a], cities[b])
             latency = pair["latency_ms"] * math.exp(LATENCY_SPREAD * float(rng.standard_normal()))
             rate = pair["bandwidth_gbps"] * math.exp(BANDWIDTH_SPREAD * float(rng.standard_normal()))
             latency_ms[a][b] = latency_ms[b][a] = round(latency, 2)
@@ -183,8 +184,16 @@ def _links(cities: list[str], rng: np.random.Generator) -> tuple[list[list[float
     return latency_ms, gbps
 
 
-def _by_way_of_oregon(ends: frozenset[str]) -> frozenset[str]:
-    return (ends - {"California"}) | {"Oregon"}
+def city_link(a: str, b: str) -> dict[str, Any]:
+    """The catalogue's `latency_ms` and `bandwidth_gbps` between cloud regions of two cities."""
+    table = catalogue.cloud_regions()
+    if a == b:
+        return table["same_region"]
+    pairs = {frozenset(pair["between"]): pair for pair in table["pairs"]}
+    # California has measured links to three regions only; the others are taken as Oregon's, its neighbour.
+    return (
+        pairs.get(frozenset((a, b))) or pairs[frozenset("Oregon" if city == "California" else city for city in (a, b))]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,7 +26,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_sweep_resumes_and_repeats_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cut the record after one and a half lines: the rest is run again, with the same values, and a third time none."""
     assert sweep.main([*PTAFM, "-o", str(tmp_path), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json.loads(capsys.readouterr().out)["instances"]
     record = tmp_path / "runs.jsonl"
     rows = rows_of(tmp_path)
     # Ants take the ant objective only; restarts both.
@@ -37,7 +37,7 @@ def test_sweep_resumes_and_repeats_nothing(tmp_path: Path, capsys: pytest.Captur
     lines = record.read_text().splitlines(keepends=True)
     record.write_text(lines[0] + lines[1][: len(lines[1]) // 2])
     assert sweep.main([*PTAFM, "-o", str(tmp_path), "--json"]) == 0
-    second = json.loads(capsys.readouterr().out)
+    second = json.loads(capsys.readouterr().out)["instances"]
     assert [(e["instance"], e["method"], e["best"], e["median"], e["reached"]) for e in second] == [
         (e["instance"], e["method"], e["best"], e["median"], e["reached"]) for e in first
     ]
@@ -54,7 +54,8 @@ def test_bound_and_plot(tmp_path: Path) -> None:
     arguments = ["dtfm", "--instances", "case3", "--methods", "path-annealing", "--seeds", "1", "-o", str(tmp_path)]
     assert sweep.main([*arguments, "--evaluations", "50000", "--quiet"]) == 0
     assert "= best (proved)" in (tmp_path / "table.md").read_text()
-    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("convergence.png", "profile.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_table_counts_what_reached_the_best() -> None:
@@ -72,11 +73,11 @@ def test_table_counts_what_reached_the_best() -> None:
 
 def test_every_suite_is_well_made() -> None:
     """Every suite has instances whose problems can be drawn from and evaluated, and methods to solve them."""
-    assert set(suites.SUITES) >= {"dtfm", "ptafm", "sailor", "regional", "large", "study"}
+    assert set(suites.SUITES) >= {"dtfm", "ptafm", "sailor", "regional", "large", "study", "native", "ablation"}
     for name in suites.SUITES:
         chosen = suites.suite(name, [])
         assert chosen.instances and chosen.methods
-        assert set(chosen.best_known) <= set(chosen.instances)
+        assert set(chosen.best_known) <= set(chosen.instances) and set(chosen.chosen) <= set(chosen.methods)
 
 
 def test_planning_methods_respect_the_budget() -> None:
