@@ -43,7 +43,7 @@ from polygon.messages.report import STAGE_COLUMNS, describe_assumptions, describ
 from polygon.planning.assumptions import Assumption, assumptions
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation
-from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS
+from polygon.planning.efforts import EFFORTS, THOROUGH, UNTIL_ROUNDS
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
@@ -650,7 +650,7 @@ def _effort(effort: EffortName | int | Effort, time_limit_s: float | None) -> Ef
     """An effort by name, number of rounds or spelt out, within a time limit."""
     if isinstance(effort, int):
         require(effort >= 1, "effort", effort, "a whole number >= 1")
-        effort = Effort(rounds=effort)
+        effort = replace(THOROUGH, rounds=effort)
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]

@@ -19,6 +19,8 @@ from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import SearchProblem
 
 MOST_STRUCTURES = 3000
+NEW_STAGE = 0.1
+"""Of small steps: how often a stage more is offered to the workers that move."""
 
 
 class Candidates(SearchProblem[Allocation]):
@@ -37,6 +39,7 @@ class Candidates(SearchProblem[Allocation]):
             units=np.array([t for _, t in decoder.classes]),
             empty_groups=True,
         )
+        self._spaces: dict[int, AllocationSpace] = {}
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
@@ -83,7 +86,10 @@ class Candidates(SearchProblem[Allocation]):
         """A random allocation and micro-batch size."""
         size = int(self.sizes[rng.integers(len(self.sizes))])
         cp, ep = self.degrees[rng.integers(len(self.degrees))]
-        return Allocation(workers=self._compact(self.space.random(rng)), micro_batch_size=size, cp=cp, ep=ep)
+        stages = min(self.space.groups, int(2 ** rng.uniform(0, math.log2(self.space.groups + 1))))
+        return Allocation(
+            workers=self._compact(self._space_of(stages).random(rng)), micro_batch_size=size, cp=cp, ep=ep
+        )
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ or release workers; split, merge or move a stage; another micro-batch size."""
@@ -101,7 +107,20 @@ class Candidates(SearchProblem[Allocation]):
             return replace(x, workers=self._restructure(x.workers, rng))
         if kind < 0.5:
             return replace(x, workers=self._compact(self._whole_pools(x.workers, rng)))
-        return replace(x, workers=self._compact(self.space.neighbour(x.workers, rng)))
+        return replace(x, workers=self._small_step(x.workers, rng))
+
+    def _small_step(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """A random move of some workers among the stages that there are, and at times a new one somewhere."""
+        rows = workers[workers.any(axis=1)]
+        if len(rows) < self.space.groups and rng.random() < NEW_STAGE:
+            rows = np.insert(rows, int(rng.integers(len(rows) + 1)), 0, axis=0)
+        return self._compact(self._space_of(len(rows)).neighbour(rows, rng))
+
+    def _space_of(self, stages: int) -> AllocationSpace:
+        """The space of so many stages."""
+        if stages not in self._spaces:
+            self._spaces[stages] = replace(self.space, groups=stages)
+        return self._spaces[stages]
 
     def _whole_pools(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Drop, add or re-spread a region, a pool, or a device type everywhere; or change its degree."""

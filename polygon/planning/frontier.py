@@ -183,16 +183,16 @@ def find_front(
     free = without_cost_limits(problem)
     tables = tables or CostTables(problem)
     effort = effort or Effort()
-    one = replace(effort, time_limit_s=effort.time_limit_s / effort.rounds)
+    searches = effort.searches()
     collection = Collection(bills=())
-    for i in range(effort.rounds):
+    for i, one in enumerate(searches):
         of_one = collect(
             free,
             _seed_of(seed, i),
             objectives=objectives,
             groups=groups,
-            effort=one,
-            tell=of_round(tell, i, effort.rounds),
+            effort=replace(one, time_limit_s=effort.time_limit_s / len(searches)),
+            tell=of_round(tell, i, len(searches)),
             tables=tables.for_problem(free),
         )
         collection = _joined(collection, of_one)

@@ -40,6 +40,8 @@ MOST_SEQUENCES = 3_000
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 MOST_RUNNERS_UP = 4
+TRIALS = 4
+"""Part of a polish, one in so many, that every draft gets before the best of them gets all of it."""
 FEWEST_FOR_SEVERAL = 100
 """Exact evaluations of an effort below which the best allocation alone is polished."""
 
@@ -52,14 +54,21 @@ class Effort:
     exact_evaluations: int = 250
     polish_evaluations: int = 300
     """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
-    patience: int = 3_000
+    patience: int = 6_000
     """Fluid evaluations without improvement after which the first phase ends."""
     rounds: int = 1
     """Searches of which the best is taken, with a generator each (`find_in_rounds`); the other counts are of one."""
+    begins_with: Effort | None = None
+    """A lesser effort whose searches go before, so that this one finds nothing worse."""
     enough: float = -math.inf
     """Of the objective: no other round begins once it is reached."""
     time_limit_s: float = math.inf
     """Of all rounds together."""
+
+    def searches(self) -> list[Effort]:
+        """The effort of every single search, in the order in which they are made."""
+        before = self.begins_with.searches() if self.begins_with else []
+        return before + [replace(self, rounds=1, begins_with=None)] * self.rounds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -321,29 +330,27 @@ def find_plan(
         return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
     if not interrupted:
         several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
-        best, drawn = chosen, {value}
-        drafts: list[tuple[Plan | Infeasible, Allocation, int]] = [(plan, chosen, 1)]
-        drafts += [(split, x, 3) for _, split, x in near if x is not chosen and several]
-        # Small changes can turn the two cuts of an allocation's layers too.
+        drafts: list[tuple[Plan | Infeasible, Allocation]] = [(plan, chosen)]
+        drafts += [(split, x) for _, split, x in near if x is not chosen and several]
+        # Small changes can turn the order of allocations, and of the two cuts of an allocation's layers.
         cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
-        drafts += [(decoder.decode(x, cuts=(cut,)), x, 3) for x in cut_anew for cut in (FIRST, SECOND)]
-        for draft, x, part in drafts:
-            if not isinstance(draft, Plan):
-                continue
-            unpolished = decoder.plan_value(draft)
-            if part > 1 and unpolished in drawn:  # both cuts are often the same
-                continue
-            drawn.add(unpolished)
+        drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND)]
+
+        def polish(draft: Plan, evaluations: int) -> tuple[float, Plan]:
             better = polished(
                 draft,
                 decoder.tables,
                 decoder.plan_value,
-                evaluations=effort.polish_evaluations // part,
+                evaluations=evaluations,
                 expired=lambda: seconds_left(1.0) <= 0,
             )
-            if (found := decoder.plan_value(better)) < value:
-                value, plan, best = found, better, x
-        chosen = best
+            return decoder.plan_value(better), better
+
+        # Both cuts are often the same.
+        distinct = {decoder.plan_value(draft): (draft, x) for draft, x in drafts if isinstance(draft, Plan)}
+        tried = [(*polish(draft, effort.polish_evaluations // TRIALS), x) for draft, x in distinct.values()]
+        _, plan, chosen = min(tried, key=lambda entry: entry[0])
+        value, plan = polish(plan, effort.polish_evaluations)
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
     if value >= OVER_LIMIT:
@@ -383,13 +390,13 @@ def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: 
     """
     began = time.perf_counter()
     met: list[Found] = []
-    for i in range(effort.rounds):
+    searches = effort.searches()
+    for i, own in enumerate(searches):
         left_s = effort.time_limit_s - (time.perf_counter() - began)
         if met and (met[-1].interrupted or left_s <= 0 or min(found.value_s for found in met) <= effort.enough):
             break
-        own = replace(effort, rounds=1, time_limit_s=left_s)
         try:
-            met.append(search(i, own, of_round(tell, i, effort.rounds)))
+            met.append(search(i, replace(own, time_limit_s=left_s), of_round(tell, i, len(searches))))
         except KeyboardInterrupt:
             if not met:
                 raise

@@ -39,6 +39,9 @@ PACES = (
     StagePace(3.0, 3.0, 0.4),
 )
 TIGHT_PACES = (
+    StagePace(3.0, 0.0, 1.0),
+    StagePace(2.0, 0.0, 1.0),
+    StagePace(1.5, 0.0, 1.0),
     StagePace(1.0, 0.5, 1.0),
     StagePace(1.5, 0.5, 0.4),
     StagePace(1.0, 0.25, 0.7),
