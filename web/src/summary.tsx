@@ -56,7 +56,7 @@ export function Sentence(): JSX.Element {
   return (
     <h1 class="sentence" aria-live="polite">
       <b>{seconds(e.step_s)}</b> {t("sentence", { used: v.devices.used, all: v.devices.all })}
-      {limits.value?.limits.length || limits.value?.whole ? <span class={limits.value.whole ? "" : "waiting"}>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
+      {limits.value?.limits.length || limits.value?.whole ? <span class={limits.value.whole && assumed.value ? "" : "waiting"}>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
     </h1>
   );
 }
