@@ -87,7 +87,7 @@ class Pricing:
         self._running(quick=False)
 
     def grow(self) -> None:
-        """Start another process, unless one is starting or there is one for every core; it is asked once it is ready."""
+        """Start another, unless one is starting or every core has one; it is asked once it is ready."""
         with self._lock:
             if len(self._workers) < self._most and all(worker.ready for worker in self._workers):
                 self._workers.append(_Worker())

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed } from "./format";
-import { amount, ASSUMED_FACTOR, assumedLink, resource } from "./summary";
+import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource } from "./summary";
 import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, view, type Tab } from "./state";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton } from "./ui";
@@ -37,6 +37,7 @@ function Limits(): JSX.Element {
   if (!data || (!data.whole && !data.limits.length)) return <Skeleton lines={6} />;
   if (!data.limits.length) return <Empty>{t("limitedByNothing")}</Empty>;
   const most = data.limits[0].saves;
+  const hidden = hiddenLimit();
   return (
     <>
       <p class="soft">{t("limitsHint")}</p>
@@ -49,6 +50,7 @@ function Limits(): JSX.Element {
           {(l.kind === "intra_region" || l.kind === "inter_node" || l.kind === "intra_node" || l.kind === "pair") && <button type="button" class="link" onClick={() => go(() => { selected.value = l.region; view.value = "cluster"; })}>{t("edit")}</button>}
         </li>))}</ol>
       {!data.whole && <p class="soft waiting" role="status">{t("lookingFurther")}</p>}
+      {hidden && <p><small class="anew">{assumedLink(hidden)}: {t("assumedAnew", { value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) })}</small><button type="button" class="link" onClick={() => (tab.value = "assumed")}>{t("assumedLinks")}</button></p>}
     </>
   );
 }

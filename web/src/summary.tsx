@@ -32,13 +32,20 @@ export function exposed(v: Data): number {
 const WORTH = 0.01;
 const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
 
+/** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:
+    a plan made for a slow network avoids it, and is then limited by something else. */
+export function hiddenLimit(): Data | undefined {
+  const first = limits.value?.limits[0];
+  const most = Math.max(WORTH, first?.saves ?? 0, first?.would_save ?? 0);
+  return assumed.value?.find((a) => a.anew > Math.max(a.faster, most));
+}
+
 function limited(): string {
   const found = limits.value?.limits;
   if (!found) return "";
   const [first] = found;
-  // A plan made for a slow network that nobody gave avoids it, and is then limited by something else.
-  const hidden = assumed.value?.find((a) => a.anew > Math.max(a.faster, WORTH));
-  if (hidden && hidden.anew > (first ? Math.max(first.saves, first.would_save) : 0)) {
+  const hidden = hiddenLimit();
+  if (hidden) {
     const least = t("assumedLimit", { what: assumedLink(hidden), now: gbps(hidden.bandwidth_gbps), value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) });
     return first && resource(first) !== assumedLink(hidden) ? `${least} ${t("thisPlanBy", { what: resource(first) })}` : least;
   }
