@@ -30,8 +30,7 @@ from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.message import Message
 
 MOST_DEVICES_TO_SIMPLIFY = 2_000
-"""Clusters with more are asked neither for a simpler plan nor, for what was assumed, for plans made anew: pricing those
-takes longer than it is worth."""
+"""Clusters with more are not asked for a simpler plan: pricing those that were met takes longer than it is worth."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,14 +104,13 @@ def main(argv: list[str] | None = None) -> int:
     proved = result.status == "proved"
     if proved:
         talk.say("proved: no allocation of devices to stages has a better plan")
-    small = problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY
-    plan.assumptions(anew=small and result.status != "interrupted")
+    plan.assumptions(anew=result.status != "interrupted")
     search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": proved}
     data = {"search": search, **plan.to_dict()}
     idle = left_out(problem, plan.data, plan.problem.tables, objective_named(args.objective))
     data["left_out"] = [asdict(row) for row in idle]
     text = plan.describe()
-    other = result.simpler() if small else None
+    other = result.simpler() if problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY else None
     if other is not None:
         longer = other.evaluate().step_s / plan.evaluate().step_s - 1
         data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}

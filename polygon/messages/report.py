@@ -176,7 +176,7 @@ def describe_assumptions(assumed: Sequence[Assumption]) -> str:
             f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s, as nobody said; {moves}"
         )
     if lines and all(assumption.anew is None for assumption in assumed):
-        lines.append(f"{'':13s} (with this plan; what other plans would make of faster links, explain tries)")
+        lines.append(f"{'':13s} (with this plan: what another would make of faster links was not tried)")
     return "\n\n" + "\n".join(lines) if lines else ""
 
 

@@ -19,7 +19,7 @@ from polygon.domain.cluster import Cluster, Link, Region
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.decode import Decoder
-from polygon.planning.nearby import allocation_of, carried_over, fresh_starts
+from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts
 from polygon.planning.what_ifs import Change, sensitivities
 
 LEAST = 0.02
@@ -30,6 +30,10 @@ FACTOR = 4.0
 """How far from the truth a default may well be: half of the common networks are within it."""
 MOST_ANEW = 2
 """Defaults for which plans are made anew: those from which simple allocations gain most."""
+MOST_DEVICES = 2_000
+"""Of a cluster for which plans are made anew: of more, each price takes too long."""
+MOST_PROMISING = 100
+"""Simple allocations by which one default alone is judged: the best with all of them faster."""
 EVALUATIONS = 4
 """Exact evaluations of each short search, beside its starts."""
 _NODE = re.compile(r"nodes\[(\d+)\]\.(intra_node|inter_node)")
@@ -66,11 +70,13 @@ def assumptions(
     Parameters
     ----------
     anew : bool
-        Whether to plan anew as well, which takes short searches; else the plan stays as it is.
+        Whether to plan anew as well, which takes short searches (not on more than `MOST_DEVICES`); else the plan stays
+        as it is.
     """
     cluster, found = problem.cluster, []
     if not cluster.defaults:
         return []
+    anew = anew and cluster.devices <= MOST_DEVICES
     used = worker_regions(plan, cluster)
     step_s = step_times(plan, tables).step_s
     again = _planned_anew(problem, plan, tables, least) if anew else {}
@@ -114,7 +120,7 @@ def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float
     starts = fresh_starts(now, carried_over(allocation_of(now, plan), now, now))
     enough_s = (1 - least) * min(now.fluid_s(x)[0] for x in starts)
     with_all = decoder_with(*problem.cluster.defaults)
-    starts = [x for x in starts if with_all.fluid_s(x)[0] < enough_s]
+    starts = [x for x in best_starts(with_all, starts, MOST_PROMISING) if with_all.fluid_s(x)[0] < enough_s]
     promising = []
     for name in problem.cluster.defaults if starts else ():
         other = decoder_with(name)

@@ -22,7 +22,7 @@ from solvers.stop import MaxEvaluations
 
 POLISH_EVALUATIONS = 60
 """Small changes that are priced of a plan that is only compared with another."""
-MOST_STARTS = 1_000
+MOST_STARTS = 600
 """Allocations by which a problem is looked at afresh; of more, so many evenly spaced ones."""
 
 

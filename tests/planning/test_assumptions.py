@@ -46,8 +46,8 @@ def test_without_planning_anew_nothing_is_said_of_other_plans(in_a_row):
     cheap, whole = assumptions(problem, plan, tables), assumptions(problem, plan, tables, anew=True)
     assert all(it.anew is None for it in cheap) and all(it.anew is not None for it in whole)
     assert {it.name for it in cheap} <= {it.name for it in whole}
-    assert "explain" in describe_assumptions(cheap)
-    assert "with another plan" in describe_assumptions(whole) and "explain" not in describe_assumptions(whole)
+    assert "not tried" in describe_assumptions(cheap)
+    assert "with another plan" in describe_assumptions(whole) and "not tried" not in describe_assumptions(whole)
 
 
 def test_what_is_given_is_not_assumed(in_a_row):
