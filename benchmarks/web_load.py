@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon.formats.convert_plan import plan_data
 from tests.exported_plans import planned, wide
+from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
 from tests.web.fuzzing import fuzz
 
@@ -86,6 +87,7 @@ def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, fl
             walls, cpus = [], []
             for _ in range(tries):
                 page = browser.new_context().new_page()
+                page.set_default_timeout(PATIENCE_S * 1e3)
                 meter = page.context.new_cdp_session(page)
                 meter.send("Performance.enable")
                 page.goto(server.url + address)
@@ -137,6 +139,7 @@ def longest_task_s(server: Server, plan: str) -> float:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1366, "height": 900})
+        page.set_default_timeout(PATIENCE_S * 1e3)
         page.goto(f"{server.url}/#plan={plan}")
         page.locator("[data-chart=gantt] canvas").wait_for()
         page.evaluate(watch)

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
 
 YAML = """\
@@ -64,7 +65,7 @@ class Hand:
         before = self.page.url
         self.press("Make the plan")
         self.page.wait_for_function("u => location.href !== u && !location.href.includes('job=')", arg=before)
-        self.page.locator(".sentence", has_text="limited by").wait_for()
+        self.page.locator(".sentence span:not(.waiting)", has_text="limited by").wait_for()
 
     def figure(self, name: str) -> float:
         """Read a figure."""
@@ -129,6 +130,7 @@ def main() -> int:
         server = Server(Path(folder))
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1366, "height": 900}, reduced_motion="reduce", locale="en-US")
+        page.set_default_timeout(PATIENCE_S * 1e3)
         try:
             page.goto(server.url)
             page.get_by_role("button", name="Cluster").first.click()

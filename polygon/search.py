@@ -104,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     proved = result.status == "proved"
     if proved:
         talk.say("proved: no allocation of devices to stages has a better plan")
+    plan.assumptions(anew=result.status != "interrupted")
     search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": proved}
     data = {"search": search, **plan.to_dict()}
     idle = left_out(problem, plan.data, plan.problem.tables, objective_named(args.objective))

@@ -565,13 +565,24 @@ class Plan:
         text = describe_plan(self.problem.data, self.data, self.evaluate(), self.problem.bound())
         return text + describe_assumptions(self.assumptions())
 
-    def assumptions(self) -> list[Assumption]:
-        """Links that nobody gave and that move the step by more than 2 %, worst first."""
-        return self._assumptions
+    def assumptions(self, *, anew: bool = False) -> list[Assumption]:
+        """Links that nobody gave and that move the step by more than 2 %: those that hide most first.
+
+        Parameters
+        ----------
+        anew : bool
+            Whether plans are also made anew for faster links, by short searches; what they say is kept, so `describe`
+            and `to_dict` say it from then on.
+        """
+        return self._assumptions_anew if anew or "_assumptions_anew" in vars(self) else self._assumptions
 
     @cached_property
     def _assumptions(self) -> list[Assumption]:
         return assumptions(self.problem.data, self.data, self.problem.tables)
+
+    @cached_property
+    def _assumptions_anew(self) -> list[Assumption]:
+        return assumptions(self.problem.data, self.data, self.problem.tables, anew=True)
 
     def save(self, path: PathLike) -> None:
         """Write the plan with its problem and estimate (JSON), for the runner, `load` and every command.

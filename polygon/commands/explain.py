@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from polygon.commands import cli
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.formats import files
     from polygon.formats.convert import runtime_data
     from polygon.messages.explanation import describe_explanation, explanation_data, faster
+    from polygon.messages.report import describe_assumptions
 
     given = cli.read_plan(args.plan, args)
     broken = given.violations()
@@ -60,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     problem, plan, tables = given.problem.data, given.data, given.problem.tables
     talk = cli.Talk(quiet=args.quiet)
     answers = _answers(args, problem, plan, tables, talk)
+    assumed = given.assumptions(anew=not answers.what.left_out)
     data = {"runtime": runtime_data(problem.runtime), **explanation_data(plan, answers, args.tokens)}
+    data["assumed"] = [asdict(assumption) for assumption in assumed]
     if args.out:
         files.write_json(args.out, data)
         talk.say(f"answers in {args.out}")
@@ -68,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     if better is not None and args.better:
         replace(given, data=better.plan).save(args.better)
         talk.say(f"a faster plan in {args.better}")
-    cli.emit(data, describe_explanation(problem, plan, answers, args.tokens), as_json=args.json)
+    text = describe_explanation(problem, plan, answers, args.tokens) + describe_assumptions(assumed)
+    cli.emit(data, text, as_json=args.json)
     return cli.EXIT_OK
 
 

@@ -169,10 +169,14 @@ def describe_assumptions(assumed: Sequence[Assumption]) -> str:
     for assumption in assumed:
         link = assumption.link
         moves = f"{assumption.slower:+.0%} if it were 4 times slower, {-assumption.faster:+.0%} if faster"
+        if assumption.anew and assumption.anew > assumption.faster:
+            moves += f", at least {-assumption.anew:+.0%} with another plan"
         lines.append(
             f"{'assumed' if not lines else '':13s} {assumption.name}: {link.latency_s * 1e3:g} ms, "
             f"{link.bytes_per_s * 8 / 1e9:g} Gbit/s, as nobody said; {moves}"
         )
+    if lines and all(assumption.anew is None for assumption in assumed):
+        lines.append(f"{'':13s} (with this plan: what another would make of faster links was not tried)")
     return "\n\n" + "\n".join(lines) if lines else ""
 
 

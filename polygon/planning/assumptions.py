@@ -1,4 +1,10 @@
-"""What a plan's step rests on that nobody gave: links taken from defaults, by how much they matter."""
+"""What a plan's step rests on that nobody gave: links taken from defaults, by how much they matter.
+
+A default is judged in two ways. For the plan as it is: the step with the link so many times slower and faster. And by
+planning anew: a plan made for a slow default avoids it and would gain nothing from a faster one, while another plan
+might. Every default, in regions that the plan uses or not, is made faster in turn; where the fluid step time of simple
+allocations gains most, a short exact search says by how much at least (`polygon.planning.what_ifs`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,11 @@ from polygon.cost.estimate import worker_regions
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, Region
+from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.planning.decode import Decoder
+from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts
+from polygon.planning.what_ifs import Change, sensitivities
 
 LEAST = 0.02
 """Part of the step that a default has to move to be spoken of."""
@@ -18,6 +28,14 @@ MOST_PRICED = 24
 """Defaults that are looked at: those of the regions with most of the plan's devices."""
 FACTOR = 4.0
 """How far from the truth a default may well be: half of the common networks are within it."""
+MOST_ANEW = 2
+"""Defaults for which plans are made anew: those from which simple allocations gain most."""
+MOST_DEVICES = 2_000
+"""Of a cluster for which plans are made anew: of more, each price takes too long."""
+MOST_PROMISING = 100
+"""Simple allocations by which one default alone is judged: the best with all of them faster."""
+EVALUATIONS = 4
+"""Exact evaluations of each short search, beside its starts."""
 _NODE = re.compile(r"nodes\[(\d+)\]\.(intra_node|inter_node)")
 
 
@@ -27,25 +45,41 @@ class Assumption:
 
     name: str
     """As in `Cluster.defaults`."""
+    region: str
+    device: str
+    """Of the nodes inside which or between which it is; empty for the network of the region."""
     link: Link
     slower: float
     """Part by which the step is longer with `FACTOR` times the latency at a rate as many times lower."""
     faster: float
     """Part by which it is shorter the other way."""
+    anew: float | None = None
+    """Part by which it is shorter the other way with another plan, at least; None where that was not tried."""
 
     @property
-    def weight(self) -> float:
-        """How much depends on it."""
-        return max(self.slower, self.faster)
+    def gain(self) -> float:
+        """Part of the step that a faster link is known to save, with this plan or another."""
+        return max(self.faster, self.anew or 0.0)
 
 
-def assumptions(problem: Problem, plan: Plan, tables: CostTables, least: float = LEAST) -> list[Assumption]:
-    """The defaults that move a plan's step by more than `least`, worst first. The plan stays as it is."""
+def assumptions(
+    problem: Problem, plan: Plan, tables: CostTables, least: float = LEAST, *, anew: bool = False
+) -> list[Assumption]:
+    """The defaults that move a step by more than `least`: those that hide most first, then those that it rests on most.
+
+    Parameters
+    ----------
+    anew : bool
+        Whether to plan anew as well, which takes short searches (not on more than `MOST_DEVICES`); else the plan stays
+        as it is.
+    """
     cluster, found = problem.cluster, []
     if not cluster.defaults:
         return []
+    anew = anew and cluster.devices <= MOST_DEVICES
     used = worker_regions(plan, cluster)
     step_s = step_times(plan, tables).step_s
+    again = _planned_anew(problem, plan, tables, least) if anew else {}
     names = [name for name in cluster.defaults if _region_of(cluster, name) in used]
     names.sort(key=lambda name: -used[_region_of(cluster, name)])
 
@@ -53,11 +87,55 @@ def assumptions(problem: Problem, plan: Plan, tables: CostTables, least: float =
         other = replace(problem, cluster=_scaled(cluster, name, factor))
         return step_times(plan, tables.for_problem(other)).step_s
 
-    for name in names[:MOST_PRICED]:
+    for name in dict.fromkeys((*again, *names[:MOST_PRICED])):
         slower, faster = step_with(name, 1 / FACTOR) / step_s - 1, 1 - step_with(name, FACTOR) / step_s
-        if max(slower, faster) > least:
-            found.append(Assumption(name=name, link=default_link(cluster, name), slower=slower, faster=faster))
-    return sorted(found, key=lambda assumption: -assumption.weight)
+        gained = again.get(name, 0.0) if anew else None
+        if max(slower, faster, gained or 0.0) > least:
+            region, at = cluster.regions[_region_of(cluster, name)], _NODE.search(name)
+            found.append(
+                Assumption(
+                    name=name, region=region.name, device=region.node_groups[int(at[1])].device if at else "",
+                    link=default_link(cluster, name), slower=slower, faster=faster, anew=gained,
+                )
+            )  # fmt: skip
+    return sorted(found, key=lambda it: (-it.gain if it.gain > least else 0.0, -it.slower))
+
+
+def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float) -> dict[str, float]:
+    """What another plan would save with a default so many times faster, for those that promise most.
+
+    First all defaults are made faster at once: one alone gains from no allocation that does not gain then.
+    """
+
+    def decoder_with(*names: str) -> Decoder:
+        cluster = problem.cluster
+        for name in names:
+            cluster = _scaled(cluster, name, FACTOR)
+        other = replace(problem, cluster=cluster)
+        return Decoder(other, tables=tables.for_problem(other))
+
+    now = Decoder(problem, tables=tables)
+    if not now.classes:
+        return {}
+    starts = fresh_starts(now, carried_over(allocation_of(now, plan), now, now))
+    enough_s = (1 - least) * min(now.fluid_s(x)[0] for x in starts)
+    with_all = decoder_with(*problem.cluster.defaults)
+    starts = [x for x in best_starts(with_all, starts, MOST_PROMISING) if with_all.fluid_s(x)[0] < enough_s]
+    promising = []
+    for name in problem.cluster.defaults if starts else ():
+        other = decoder_with(name)
+        step_s = min(other.fluid_s(x)[0] for x in starts)
+        if step_s < enough_s:
+            promising.append((step_s, name, other.problem.cluster))
+    promising.sort(key=lambda entry: entry[0])
+    changes = [
+        Change(text=Message("change.assumed", name=name, factor=FACTOR), cluster=cluster)
+        for _, name, cluster in promising[:MOST_ANEW]
+    ]
+    if not changes:
+        return {}
+    rows = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS).rows
+    return {row.text["name"]: -row.replanned for row in rows if -row.replanned > least}
 
 
 def _region_of(cluster: Cluster, name: str) -> int:

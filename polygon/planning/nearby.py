@@ -14,7 +14,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import ExactCandidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
-from polygon.planning.initial_solutions import even_parts
+from polygon.planning.initial_solutions import even_parts, simple_starts
 from polygon.planning.polish import polished
 from polygon.planning.search_engine import most_stages
 from solvers.local_search import Restarts
@@ -22,6 +22,8 @@ from solvers.stop import MaxEvaluations
 
 POLISH_EVALUATIONS = 60
 """Small changes that are priced of a plan that is only compared with another."""
+MOST_STARTS = 600
+"""Allocations by which a problem is looked at afresh; of more, so many evenly spaced ones."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +74,26 @@ def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) ->
             workers = allocation.workers.copy()
             workers[chosen, c] += allocation.cp * even_parts(idle // size, len(chosen))
             yield replace(allocation, workers=workers)
+
+
+def fresh_starts(decoder: Decoder, own: Allocation) -> list[Allocation]:
+    """An allocation and those that a careful person would try first, in its micro-batch size, half and twice of it."""
+    rows, size = most_stages(decoder.problem), own.micro_batch_size
+    met = {}
+    for other in (m for m in decoder.tables.micro_batch_sizes if m in (size / 2, size, 2 * size)):
+        for workers in simple_starts(decoder, rows, other):
+            x = replace(own, workers=workers, micro_batch_size=other)
+            met[other, workers.tobytes()] = decoder.legal(x)
+    found = list(met.values())
+    if len(found) > MOST_STARTS:
+        found = [found[i] for i in np.linspace(0, len(found) - 1, MOST_STARTS).astype(np.int64)]
+    return [own, *found]
+
+
+def best_starts(decoder: Decoder, starts: Sequence[Allocation], count: int) -> list[Allocation]:
+    """So many of some allocations, the best by the fluid step time first; those that cannot be decoded are left out."""
+    values = np.array([decoder.fluid_s(x)[0] for x in starts])
+    return [starts[i] for i in np.argsort(values, kind="stable")[:count] if np.isfinite(values[i])]
 
 
 def checked(problem: Problem, plan: Plan | Infeasible, tables: CostTables, decoder: Decoder) -> Outcome:

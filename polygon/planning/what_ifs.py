@@ -1,8 +1,9 @@
 """What a change of the cluster would bring: sensitivities of a plan by finite differences.
 
 Every change is answered twice. *Same plan*: the plan as it is, on the changed cluster (devices that it does not know
-stay idle). *Replanned*: a short exact search from the plan on the changed cluster, against the same search on the
-cluster as it is, so that what the search alone finds is not put down to the change. A longer search may find more.
+stay idle). *Replanned*: a short exact search from the plan and the best simple allocations on the changed cluster,
+against the same search on the cluster as it is, so that what the search alone finds is not put down to the change. A
+longer search may find more.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.nearby import allocation_of, carried_over, search_around
+from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts, search_around
 
 GBPS = 1e9 / 8
+AFRESH = 2
+"""Simple allocations that a short search begins with beside the plan's: a change may call for quite another plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +193,9 @@ def sensitivities(
         changes = usual_changes(problem, moved + reduced, more_gbps=more_gbps)
     decoder = Decoder(problem, tables=tables)
     own = allocation_of(decoder, plan)
-    base = search_around(decoder, [carried_over(own, decoder, decoder)], evaluations=evaluations, seed=seed)
+    plain = carried_over(own, decoder, decoder)
+    afresh = best_starts(decoder, fresh_starts(decoder, plain), AFRESH)
+    base = search_around(decoder, [plain, *afresh], evaluations=evaluations, seed=seed)
     start = base.allocation or own
     known = [plan, *([base.plan] if base.plan else [])]
     base_bill = _fastest([decoder.bill(x) for x in known])
@@ -206,9 +211,9 @@ def sensitivities(
         kept = [other.bill(x) for x in known] if change.keeps_devices else []
         same = kept[0].step_s / times.step_s - 1 if kept else 0.0
         starts = [carried_over(x, decoder, other) for x in {id(x): x for x in (start, own)}.values()]
-        found = search_around(
-            other, [*starts, *_employed(other, starts[0], change)], evaluations=evaluations, seed=seed
-        )
+        starts += _employed(other, starts[0], change)
+        starts += best_starts(other, fresh_starts(other, starts[0]), AFRESH)
+        found = search_around(other, starts, evaluations=evaluations, seed=seed)
         bill = _fastest([base_bill, *kept, *([found.bill] if found.bill else [])])
         rows.append(
             Sensitivity(

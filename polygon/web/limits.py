@@ -135,8 +135,8 @@ def limits_as_found(problem: Problem, plan: Plan, tables: CostTables) -> Iterato
 
 
 def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, Any]]:
-    """The links that nobody gave, by how much of the step depends on them."""
-    return [_assumed(assumption) for assumption in assumptions(problem, plan, tables)]
+    """The links that nobody gave: first those with which another plan would be faster, then those it rests on."""
+    return [_assumed(assumption) for assumption in assumptions(problem, plan, tables, anew=True)]
 
 
 def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) -> dict[str, Any]:
@@ -158,7 +158,8 @@ def replanned(problem: Problem, plan: Plan, tables: CostTables, limit: Limit) ->
 
 def _assumed(assumption: Assumption) -> dict[str, Any]:
     link = assumption.link
-    return {"name": assumption.name, "slower": assumption.slower, "faster": assumption.faster,
+    return {"name": assumption.name, "region": assumption.region, "device": assumption.device,
+            "slower": assumption.slower, "faster": assumption.faster, "anew": assumption.anew,
             "latency_ms": link.latency_s * 1e3, "bandwidth_gbps": link.bytes_per_s / GBPS}  # fmt: skip
 
 

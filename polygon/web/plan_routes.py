@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Queue, create_task, get_running_loop
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,8 @@ MOST_PLANS = 8
 """Plans kept ready to be exported or kept as variants."""
 MOST_ANSWERS = 500
 """Kept, some 30 kB each."""
+CROWD = 8
+"""What-ifs that wait for their turn, from which on another process is started."""
 MOST_ASKED = 100
 """Questions that wait for their answers at the same time, each in a thread that does nothing else."""
 
@@ -87,8 +90,7 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     """Everything asked about a plan; returns what loads one."""
     plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
     waiting = CapacityLimiter(MOST_ASKED)
-    # What-ifs one after another, the next ready when one is done: who takes a question back must still be able to.
-    turn = Semaphore(2)
+    turn = Turns(pricing)
 
     def load(job: str) -> Loaded:
         return plans.get(job, lambda: read_plan(*stored(store, job)))
@@ -131,7 +133,7 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
         """Everything shown of a plan, with changes applied."""
-        async with turn:
+        async with turn.one():
             if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
             return await answered(job, "view", language, changes)
@@ -238,6 +240,28 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
         return await answered(job, "export", language, target=target)
 
     return load
+
+
+class Turns:
+    """What-ifs one after another, the next of each process ready when one is done: who takes a question back must still
+    be able to."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self._pricing = pricing
+        self._processes = 1
+        self._turns = Semaphore(2)
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Wait for a turn, and have it."""
+        if self._turns.statistics().tasks_waiting >= CROWD:
+            self._pricing.grow()
+        while self._processes < self._pricing.processes:
+            self._processes += 1
+            self._turns.release()
+            self._turns.release()
+        async with self._turns:
+            yield
 
 
 def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:

@@ -1,9 +1,10 @@
-"""A process of its own in which plans are priced: what-ifs take no turn from the server, nor it from them.
+"""Processes of their own in which plans are priced: what-ifs take no turn from the server, nor it from them.
 
 Questions go through a pipe and answers come back by the number of the question, those in parts part by part. Quick ones
-are answered as they come, the others one after another in a thread beside them. The process starts with the first
-question, keeps the plans that it was last asked about, ends when the pipe closes (so with the server, however that
-ends), and is started anew if it is lost.
+are answered as they come, the others one after another in a thread beside them. The first process starts with the first
+question and answers all that are not quick; more, up to one a core, start where many wait, and share the quick ones. A
+process keeps the plans that it was last asked about, ends when the pipe closes (so with the server, however that ends),
+and is started anew if it is lost.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +35,11 @@ MOST_PLANS = 32
 """Plans kept ready to be priced."""
 TRIES = 2
 """Of a question with which the process is lost."""
+MOST_PROCESSES = 4
+"""However many cores there are."""
+
+READY = 0
+"""In place of a question's number: the kernels are loaded."""
 
 Tell = Callable[[bytes], None]
 
@@ -61,7 +68,7 @@ class LostError(Exception):
 
 
 class Pricing:
-    """The process, seen from the server.
+    """The processes, seen from the server.
 
     Parameters
     ----------
@@ -72,11 +79,23 @@ class Pricing:
     def __init__(self, read: Callable[[str], tuple[str, Mapping[str, Any]]]) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._workers: list[_Worker] = []
+        self._most = min(MOST_PROCESSES, os.cpu_count() or 1)
 
     def start(self) -> None:
-        """Have the process ready before the first question."""
-        self._running()
+        """Have a process ready before the first question."""
+        self._running(quick=False)
+
+    def grow(self) -> None:
+        """Start another, unless one is starting or every core has one; it is asked once it is ready."""
+        with self._lock:
+            if len(self._workers) < self._most and all(worker.ready for worker in self._workers):
+                self._workers.append(_Worker())
+
+    @property
+    def processes(self) -> int:
+        """How many answer quick questions."""
+        return max(1, sum(worker.ready for worker in self._workers))
 
     def ask(self, question: Question, tell: Tell | None = None) -> bytes:
         """The answer as JSON; `tell` hears of its parts, from another thread.
@@ -89,7 +108,7 @@ class Pricing:
             Where the process is lost again and again.
         """
         for attempt in range(TRIES):
-            worker = self._running()
+            worker = self._running(quick=question.what in questions.QUICK)
             try:
                 try:
                     return worker.ask(question, tell)
@@ -100,21 +119,22 @@ class Pricing:
                     raise
         raise AssertionError
 
-    def _running(self) -> _Worker:
+    def _running(self, *, quick: bool) -> _Worker:
+        """The first process, or for what is quick the least busy of those that are ready."""
         with self._lock:
-            if self._worker is None or self._worker.lost:
-                self._worker = _Worker()
-            return self._worker
+            self._workers = [worker for worker in self._workers if not worker.lost] or [_Worker()]
+            first, *others = self._workers
+            return min((first, *(worker for worker in others if quick and worker.ready)), key=_Worker.waiting)
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         with self._lock:
-            if self._worker is not None:
-                self._worker.close()
+            for worker in self._workers:
+                worker.close()
 
 
 class _Worker:
-    """One life of the process."""
+    """One life of a process."""
 
     def __init__(self) -> None:
         # Not forked: the server has threads and a database open.
@@ -123,11 +143,15 @@ class _Worker:
         self.process = context.Process(target=work, args=(theirs,), name="pricing", daemon=True)
         self.process.start()
         theirs.close()
-        self.lost = False
+        self.ready, self.lost = False, False
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Future[bytes], Tell | None]] = {}
         self._numbers = 0
         threading.Thread(target=self._listen, name="pricing", daemon=True).start()
+
+    def waiting(self) -> int:
+        """Questions that wait for their answers."""
+        return len(self._asked)
 
     def ask(self, question: Question, tell: Tell | None) -> bytes:
         future: Future[bytes] = Future()
@@ -146,6 +170,9 @@ class _Worker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, answer, last = self._pipe.recv()
+                if number == READY:
+                    self.ready = True
+                    continue
                 future, tell = self._asked[number]
                 if not last:
                     if tell is not None:
@@ -212,6 +239,7 @@ def work(pipe: Connection) -> None:
         views.warm_up(*small)
     gc.collect()
     gc.freeze()  # what is loaded stays: the collector need not look at it again and again
+    send(READY, b"", last=True)
     threading.Thread(target=one_after_another, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:

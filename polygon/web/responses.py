@@ -243,8 +243,11 @@ class AssumedLink(TypedDict):
     """A link that nobody gave."""
 
     name: str
+    region: str
+    device: str
     slower: float
     faster: float
+    anew: float | None
     latency_ms: float
     bandwidth_gbps: float
 

@@ -8,7 +8,7 @@ from polygon import Batch, Cluster, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.web.limits import RELAXED, limits, limits_as_found, replanned, resources
+from polygon.web.limits import RELAXED, assumed, limits, limits_as_found, replanned, resources
 from tests.exported_plans import drawn, wide
 from tests.small_problems import routed_problem
 
@@ -49,6 +49,17 @@ def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
     assert (first.resource.kind, first.resource.region, first.resource.default) == ("intra_region", "frankfurt", True)
     again = replanned(problem.data, plan, problem.tables, first)
     assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
+
+
+def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():
+    """The best plan for ten assumed Gbit/s keeps off them; another, for more, saves more than what limits this one."""
+    cluster = Cluster.from_dict({"regions": REGIONS, "links": LINKS})
+    problem = Problem(cluster, "llama2-7b", Batch(global_batch=512, seq_len=2048))
+    plan = problem.search(effort="quick").plan
+    named = limits(problem.data, plan.data, problem.tables).limits[0]
+    worst = assumed(problem.data, plan.data, problem.tables)[0]
+    assert (worst["name"], worst["region"]) == ("frankfurt.intra_region", "frankfurt")
+    assert worst["anew"] > max(worst["faster"], named.saves, named.would_save)
 
 
 def test_what_is_known_so_far_grows_into_the_answer():

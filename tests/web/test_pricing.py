@@ -14,7 +14,7 @@ from polygon.web import questions
 from polygon.web.pricing import Pricing, Question
 from polygon.web.sliders import Changes
 from tests.exported_plans import planned
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 TEXT = format_json(plan_data(*planned()))
 
@@ -61,10 +61,31 @@ def test_a_lost_process_is_started_anew(pricing):
     """Killed between two questions and in the middle of one, it answers the next."""
     step_s = asked(pricing)["estimate"]["step_s"]
     for signal_sent in (signal.SIGKILL, signal.SIGSTOP):
-        process = pricing._worker.process
+        process = pricing._workers[0].process
         os.kill(process.pid, signal_sent)
         if signal_sent == signal.SIGSTOP:  # it cannot answer until it is killed
             threading.Timer(0.1, process.kill).start()
         assert asked(pricing)["estimate"]["step_s"] == step_s
         process.join(PATIENCE_S)
-        assert pricing._worker.process.pid != process.pid
+        assert pricing._workers[0].process.pid != process.pid
+
+
+def test_more_processes_share_what_is_quick(pricing):
+    """Where many wait another starts; it is asked once it is ready, and what takes long stays with the first."""
+    pricing._most = 2
+    step_s = asked(pricing)["estimate"]["step_s"]
+    pricing.grow()
+    pricing.grow()
+    assert len(pricing._workers) == 2
+    assert eventually(lambda: pricing.processes == 2)
+    first, other = pricing._workers
+    os.kill(first.process.pid, signal.SIGSTOP)
+    waits = threading.Thread(target=asked, args=(pricing, "assumed"))
+    waits.start()
+    assert eventually(lambda: first.waiting() == 1)
+    assert asked(pricing)["estimate"]["step_s"] == step_s and other.waiting() == 0
+    os.kill(first.process.pid, signal.SIGCONT)
+    waits.join(PATIENCE_S)
+    other.process.kill()
+    other.process.join(PATIENCE_S)
+    assert all(asked(pricing)["estimate"]["step_s"] == step_s for _ in range(3))

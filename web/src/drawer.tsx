@@ -4,10 +4,10 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed } from "./format";
-import { amount, resource } from "./summary";
-import { anew, attempt, follow, go, limits, planId, running, selected, shown, tab, view, type Tab } from "./state";
+import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource } from "./summary";
+import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, view, type Tab } from "./state";
 import { t, type Key } from "./strings";
-import { Answer, Empty, Skeleton, useAnswer } from "./ui";
+import { Empty, Skeleton } from "./ui";
 import { WhatIf } from "./whatif";
 
 const TABS: [Tab, Key][] = [["limits", "tabLimits"], ["whatif", "whatif"], ["whynot", "whyNot"], ["assumed", "tabAssumed"]];
@@ -37,6 +37,7 @@ function Limits(): JSX.Element {
   if (!data || (!data.whole && !data.limits.length)) return <Skeleton lines={6} />;
   if (!data.limits.length) return <Empty>{t("limitedByNothing")}</Empty>;
   const most = data.limits[0].saves;
+  const hidden = hiddenLimit();
   return (
     <>
       <p class="soft">{t("limitsHint")}</p>
@@ -49,6 +50,7 @@ function Limits(): JSX.Element {
           {(l.kind === "intra_region" || l.kind === "inter_node" || l.kind === "intra_node" || l.kind === "pair") && <button type="button" class="link" onClick={() => go(() => { selected.value = l.region; view.value = "cluster"; })}>{t("edit")}</button>}
         </li>))}</ol>
       {!data.whole && <p class="soft waiting" role="status">{t("lookingFurther")}</p>}
+      {hidden && <p><small class="anew">{assumedLink(hidden)}: {t("assumedAnew", { value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) })}</small><button type="button" class="link" onClick={() => (tab.value = "assumed")}>{t("assumedLinks")}</button></p>}
     </>
   );
 }
@@ -61,24 +63,24 @@ function Replanned({ index }: { index: number }): JSX.Element {
 }
 
 function Assumed(): JSX.Element {
-  const answer = useAnswer((stop) => get(`/plans/${planId.value}/assumed`, stop), planId.value);
+  const rows = assumed.value;
   const loss: string[] = shown.value.assumptions;
   return (
     <>
       <h3>{t("assumedLinks")}</h3>
-      <Answer of={answer}>{(rows) => rows.length === 0 ? <Empty>{t("nothingAssumedLinks")}</Empty> : <ol class="limits" id="assumed-links">{rows.map((a: Data) => <AssumedLink key={a.name} a={a} />)}</ol>}</Answer>
+      {rows === null ? <Skeleton lines={4} /> : rows.length === 0 ? <Empty>{t("nothingAssumedLinks")}</Empty> : <ol class="limits" id="assumed-links">{rows.map((a) => <AssumedLink key={a.name} a={a} />)}</ol>}
       <h3>{t("assumed")}</h3>
       {loss.length === 0 ? <Empty>{t("nothingAssumed")}</Empty> : <ul class="plain" id="assumed">{loss.map((a, i) => <li key={i}>{a}</li>)}</ul>}
     </>
   );
 }
 function AssumedLink({ a }: { a: Data }): JSX.Element {
-  const region = shown.value.regions.map((r: Data) => r.name).find((name: string) => a.name.startsWith(`${name}.`));
   return (
-    <li><div class="limit-head"><b>{a.name.includes("intra_region") ? t("limit_intra_region", { region, other: "", device: "" }) : a.name}</b><i class="mark">{t("default")}</i></div>
+    <li><div class="limit-head"><b>{assumedLink(a)}</b><i class="mark">{t("default")}</i></div>
       <small class="soft">{gbps(a.bandwidth_gbps)}, {ms(a.latency_ms)}</small>
       <small>{t("ifSlower", { slower: signed(a.slower, percent), faster: signed(-a.faster, percent) })}</small>
-      <button type="button" class="link" onClick={() => go(() => { selected.value = region; view.value = "cluster"; })}>{t("giveIt")}</button></li>
+      {a.anew > a.faster && <small class="anew">{t("assumedAnew", { value: gbps(a.bandwidth_gbps * ASSUMED_FACTOR), part: percent(a.anew) })}</small>}
+      <button type="button" class="link" onClick={() => go(() => { selected.value = a.region; view.value = "cluster"; })}>{t("giveIt")}</button></li>
   );
 }
 

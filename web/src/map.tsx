@@ -122,7 +122,6 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
   const shape = useMemo(() => geoPath(projection)(land) ?? "", [projection]);
-  const sea = useMemo(() => geoPath(projection)({ type: "Sphere" }) ?? "", [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
@@ -136,8 +135,8 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   };
   return (
     <div class="map" style={{ height: `${height}px` }}>
-      <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map">
-        {places.every(placed) && <><path d={sea} fill={ink().sea} /><path d={shape} fill={ink().land} /></>}
+      <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
+        {places.every(placed) && <path d={shape} fill={ink().land} />}
         <Ways seen={seen} where={where} projection={projection} />
         <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
           onSelect={onSelect} onDrag={onMove && move} />

@@ -40,6 +40,11 @@ export function Overview(): JSX.Element {
   );
 }
 
+/** A part of a whole, with its name and its number. */
+function Bar({ name, part, title }: { name: string; part: number; title?: string }): JSX.Element {
+  return <div class="bar" title={title}><span>{name}</span><span>{percent(part)}</span><div class="meter"><i class={part > 1 ? "over" : undefined} style={{ width: `${Math.min(100, 100 * part)}%` }} /></div></div>;
+}
+
 function Strip({ v }: { v: Data }): JSX.Element {
   const index = new Map<string, number>(v.regions.map((r: Data, i: number) => [r.name, i]));
   const now = pointed.value;
@@ -60,8 +65,8 @@ function Strip({ v }: { v: Data }): JSX.Element {
             <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
               <li key={j} title={`${w.region}: ${w.workers} × ${w.tp} ${w.device}`}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
             ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
-            <div class="meter" role="img" aria-label={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })}><i class={part > 1 ? "over" : undefined} style={{ width: `${Math.min(100, 100 * part)}%` }} /></div>
-            <small>{t("busyPart", { part: percent(Math.max(...s.workers.map((w: Data) => w.busy))) })}</small>
+            <Bar name={t("busy")} part={Math.max(...s.workers.map((w: Data) => w.busy))} />
+            <Bar name={t("memory")} part={part} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} />
           </li>
         );
       })}</ol>

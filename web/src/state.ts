@@ -24,6 +24,8 @@ export const row = signal<Data>(null);
 export const planned = signal<Data>(null);
 export const shown = signal<Data>(null);
 export const limits = signal<Data>(null);
+/** Links that nobody gave: those first with which another plan would be faster. */
+export const assumed = signal<Data[] | null>(null);
 /** What the first limits would bring with the cluster planned anew, by their number. */
 export const anew = signal<Record<number, Data>>({});
 export const jobs = signal<Data[] | null>(null);
@@ -99,7 +101,7 @@ async function load(id: string): Promise<void> {
   plans.abort();
   const { signal: gone } = (plans = new AbortController());
   loaded = id;
-  limits.value = null;
+  limits.value = assumed.value = null;
   if (!id) {
     row.value = planned.value = shown.value = null;
     return;
@@ -127,12 +129,15 @@ async function load(id: string): Promise<void> {
   }
 }
 const MOST_ANEW = 3;
-// The limits as they are found; what planning anew would bring of the first comes after, one by one.
+// The limits as they are found; what planning anew would bring comes after: of what nobody gave, then of the first limits.
 async function loadLimits(id: string, gone: AbortSignal): Promise<void> {
   anew.value = {};
   await events(`/plans/${id}/limits/events`, gone, (now) => { if (!gone.aborted) limits.value = now; });
   const found = limits.value;
   if (gone.aborted || !found?.whole) return;
+  const links = await get(`/plans/${id}/assumed`, gone);
+  if (gone.aborted) return;
+  assumed.value = links;
   for (let i = 0; i < Math.min(MOST_ANEW, found.limits.length); i++) {
     const answer = await get(`/plans/${id}/limits/${i}`, gone);
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };

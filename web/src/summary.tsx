@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import type { Data } from "./api";
 import { post } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
-import { anew, attempt, limits, loadJobs, loading, openPlan, planId, planned, row, setChanges, shown, tried, changes, view } from "./state";
+import { anew, assumed, attempt, limits, loadJobs, loading, openPlan, planId, planned, row, setChanges, shown, tried, changes, view } from "./state";
 import { maybe, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
@@ -19,6 +19,12 @@ export function amount(l: Data, value: number): string {
   if (l.quality) return gbps(value);
   return l.kind === "memory" ? `${digits(value)}\u00a0GiB` : `×\u00a0${digits(value)}`;
 }
+/** A link that nobody gave, in words. */
+export function assumedLink(a: Data): string {
+  return t(`limit_${a.name.slice(a.name.lastIndexOf(".") + 1)}` as Key, { region: a.region, device: a.device });
+}
+// How many times as fast a link that nobody gave is made, as in polygon/planning/assumptions.py.
+export const ASSUMED_FACTOR = 4;
 export function exposed(v: Data): number {
   return v.traffic.exposed_s / v.estimate.step_s;
 }
@@ -26,11 +32,24 @@ export function exposed(v: Data): number {
 const WORTH = 0.01;
 const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
 
+/** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:
+    a plan made for a slow network avoids it, and is then limited by something else. */
+export function hiddenLimit(): Data | undefined {
+  const first = limits.value?.limits[0];
+  const most = Math.max(WORTH, first?.saves ?? 0, first?.would_save ?? 0);
+  return assumed.value?.find((a) => a.anew > Math.max(a.faster, most));
+}
+
 function limited(): string {
   const found = limits.value?.limits;
   if (!found) return "";
-  if (!found.length) return t("limitedByNothing");
   const [first] = found;
+  const hidden = hiddenLimit();
+  if (hidden) {
+    const least = t("assumedLimit", { what: assumedLink(hidden), now: gbps(hidden.bandwidth_gbps), value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) });
+    return first && resource(first) !== assumedLink(hidden) ? `${least} ${t("thisPlanBy", { what: resource(first) })}` : least;
+  }
+  if (!first) return t("limitedByNothing");
   const what = t("limitedBy", { what: resource(first) });
   const again = anew.value[0];
   if (again && again.would_save > Math.max(WORTH, first.would_save) && again.quality) return what + t("anewWouldSave", { value: amount(again, again.value), part: percent(again.would_save) });
@@ -44,7 +63,7 @@ export function Sentence(): JSX.Element {
   return (
     <h1 class="sentence" aria-live="polite">
       <b>{seconds(e.step_s)}</b> {t("sentence", { used: v.devices.used, all: v.devices.all })}
-      {limits.value?.limits.length || limits.value?.whole ? <span class={limits.value.whole ? "" : "waiting"}>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
+      {limits.value?.limits.length || limits.value?.whole ? <span class={limits.value.whole && assumed.value ? "" : "waiting"}>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
     </h1>
   );
 }
