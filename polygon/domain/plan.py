@@ -193,7 +193,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """How messages from one region to another (or the same) are packed and sent."""
+    """How messages from one region to another (or the same) are packed and sent.
+
+    Weight gradients that are packed from a region to itself: its nodes add them up with one another, and with other
+    regions, as regions do (`Plan.packed_inside`).
+    """
 
     source: int
     target: int
@@ -322,6 +326,13 @@ class Plan:
             for w, worker in enumerate(stage.workers)
             for t, device in enumerate(worker.devices)
         }
+
+    @cached_property
+    def packed_inside(self) -> frozenset[int]:
+        """Numbers of the regions whose nodes send one another packed weight gradients."""
+        return frozenset(
+            use.source for use in self.links if use.source == use.target and use.weight_gradients != "none"
+        )
 
     @cached_property
     def _links_by_regions(self) -> dict[tuple[int, int], LinkUse]:

@@ -205,6 +205,12 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
             for b in sorted(set(members))
             if a < b and not cluster.connected(a, b)
         ]
+    if plan.reduction != "all-reduce" or plan.local_steps > 1:
+        found += [
+            Violation("plan.packed_inside", region=cluster.regions[r].name, reduction=plan.reduction)
+            for r in sorted(plan.packed_inside)
+            if 0 <= r < len(cluster.regions)
+        ]
     may = allowed(problem)
     seen = Counter((use.source, use.target) for use in plan.links)
     found += [Violation("plan.link_twice", source=a, target=b, times=n) for (a, b), n in seen.items() if n > 1]
