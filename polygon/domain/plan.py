@@ -58,7 +58,7 @@ class Constraints:
     parity: str = "safe"
     """Which packings and local steps the search may choose, by what is known of the loss under them."""
     compressions: tuple[str, ...] = ()
-    """Packings that the search may choose for messages between regions; empty: those of `parity`."""
+    """Packings that the search may choose for messages; empty: those of `parity`."""
     local_steps: tuple[int, ...] = ()
     """Numbers of local steps that the search may choose (1: reduce in every step); empty: those of `parity`."""
     egress_bytes_per_step: Mapping[str, float] = field(default_factory=dict)
@@ -170,6 +170,11 @@ class Stage:
     def width(self) -> int:
         """Workers of the stage."""
         return len(self.workers)
+
+    @property
+    def members(self) -> int:
+        """Devices that hold the same slices of its layers: a worker has one for each part of a sequence."""
+        return sum(worker.cp for worker in self.workers)
 
     @property
     def layers(self) -> tuple[int, int]:

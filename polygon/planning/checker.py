@@ -147,7 +147,7 @@ def _shared_out(problem: Problem, stage: Stage, s: int) -> list[Violation]:
 
     Those that hold the same slices of the layers are as many as the parts (cp) of all workers together.
     """
-    members, found = sum(worker.cp for worker in stage.workers), []
+    members, found = stage.members, []
     experts = problem.model.experts
     if stage.ep < 1 or members % stage.ep or (stage.ep > 1 and problem.model.experts % stage.ep):
         found.append(Violation("plan.ep", stage=s, ep=stage.ep, experts=experts, members=members))

@@ -2,10 +2,10 @@
 
 A draft takes for each pair of regions, and inside each, what is quickest for a message that is alone on the link. A
 routed plan is then settled by exact simulation: where another kind makes its value better, or a gentler one leaves it
-as it is, it takes the place. Messages inside a region and inside a node are packed where that pays (`PAYS`). Weight gradients of regions
-that add up together are packed alike, because every leader must add up the same numbers. Inside a region they are sums
-of NCCL or gloo, which nothing packs, or its nodes send one another packed ones as regions do (`Plan.packed_inside`):
-for this TCP carries them, so that it is looked at where the network between nodes is no faster way.
+as it is, it takes the place. Messages inside a region and inside a node are packed where that pays (`PAYS`). Weight
+gradients of regions that add up together are packed alike, because every leader must add up the same numbers. Inside a
+region they are sums of NCCL or gloo, which nothing packs, or its nodes send one another packed ones as regions do
+(`Plan.packed_inside`): TCP carries these, so that it is looked at where the nodes are joined by nothing faster.
 """
 
 from __future__ import annotations
