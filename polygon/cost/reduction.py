@@ -441,7 +441,7 @@ def stage_reduction(
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s + (packing_s(part, batch, mode, pools, links) if places.total > 1 else 0.0),
+        across_s=across_s + packing_s(part, batch, mode, pools, degrees, places.total, links),
         latency_s=latency_s,
         gather_s=gather_s,
         across_bytes=_across_bytes(places, wire),
@@ -503,10 +503,33 @@ def group_packing(plan: Plan, regions: np.ndarray) -> str:
     return max(names, key=COMPRESSIONS.index, default="none")
 
 
-def packing_s(n_values: float, batch: Batch, mode: str, pools: np.ndarray, links: LinkTable) -> float:
-    """Seconds in which a leader packs (with error feedback) and unpacks its part, once on each of two passes."""
+def packing_s(
+    n_values: float,
+    batch: Batch,
+    mode: str,
+    pools: np.ndarray,
+    degrees: np.ndarray,
+    places: int,
+    links: LinkTable,
+) -> float:
+    """Seconds in which the leaders of a place pack (with error feedback) and unpack their part of so many values.
+
+    Every number is packed once: for the place that adds it up, or there as a sum. It is unpacked from every other
+    place, of whole gradients (low-rank factors) whole, else twice one of as many parts as places: before and after the
+    sum. Each slice of a tensor-parallel worker has a leader of its own, where all workers are cut alike.
+    """
+    if places == 1:
+        return 0.0
     slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
-    return 2 * sum(codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True))
+    pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
+    slices = int(degrees[0]) if (degrees == degrees[0]).all() else 1
+    return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
+
+
+@kernel
+def unpackings(places: int, whole: bool) -> float:
+    """How often a leader unpacks as much as its part of a gradient, where so many places add up."""
+    return places - 1.0 if whole else 2 * (places - 1) / places
 
 
 def _across_bytes(places: Places, wire_bytes: float) -> tuple[tuple[int, int, float], ...]:

@@ -215,7 +215,12 @@ class Decoder:
         return min(options, key=self.plan_value)
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
-        plan = settled(self.tables, plan, may, self.plan_value)
+        def value(candidate: Plan) -> float:
+            # Where nodes send one another packed gradients ZeRO divides inside them alone, which takes more memory.
+            divides = candidate.packed_inside and any(stage.zero for stage in candidate.stages)
+            return math.inf if divides and self._over_memory(candidate).any() else self.plan_value(candidate)
+
+        plan = settled(self.tables, plan, may, value)
         return self._with_local_steps(replace(plan, local_steps=1), may)
 
     def _decode(self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...]) -> Plan | Infeasible:
@@ -365,10 +370,12 @@ class Decoder:
         gradients = gradient_mode(self.tables, may.weight_gradients)
         places = [{cluster.pools[w.pool].region for w in stage.workers} for stage in stages]
         regions = sorted(set[int]().union(*places))
-        # Nodes send one another packed gradients where that pays and no stage adds up with other regions.
+        # Nodes send one another packed gradients where that pays, no stage adds up with other regions, and ZeRO need not
+        # divide over nodes.
         inside = pays_inside(self.tables, gradients)
         summing = summing_inside(self.problem, stages) if inside.any() else []
-        own = [r for r in summing if inside[r] and all(len(of) == 1 for of in places if r in of)]
+        whole = [len(of) == 1 and not stage.zero for of, stage in zip(places, stages, strict=True)]
+        own = [r for r in summing if inside[r] and all(whole[s] for s, of in enumerate(places) if r in of)]
         within = tuple(
             LinkUse(
                 source=r,

@@ -24,7 +24,7 @@ import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
-from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s
+from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
@@ -396,7 +396,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 lent += 1
                 packs = packs or (nodes[s, a] > 1 and bank.packs_inside[a])
             inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
-            if packs:  # where nodes send one another packed gradients, if that is sooner
+            if packs and options[ZERO, s] == 0:  # (ZeRO would divide inside nodes alone)
                 packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
                     bank, work, s, options[ZERO, s], bank.packs_inside
                 )
@@ -431,6 +431,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         False,
         work.levels,
     )
+    across_s += _packing_s(bank, work, s, apart)
     inside_s, gather_s = node_s + region_s, 0.0
     if zero > 0:  # half of it scatters gradients, and half gathers updated weights
         if zero < 3:
@@ -438,6 +439,27 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         inside_s *= 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
         inside_s += copies_s(n_bytes, m, work.pools, hosts.member_nodes[s], work.degrees, apart, bank.links)
     return inside_s, gather_s, across_s, far_s
+
+
+@inner
+def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
+    """Seconds of packing in the sum of a stage's gradients, as `polygon.cost.reduction.packing_s` prices it."""
+    nodes, stages = work.places.nodes, work.stages
+    places, lanes = 0, 0
+    for r in range(nodes.shape[1]):
+        if nodes[s, r] > 0:
+            here = nodes[s, r] if apart[r] else 1
+            lanes = nodes[s, r] // here if places == 0 else min(lanes, nodes[s, r] // here)
+            places += here
+    if places == 1:
+        return 0.0
+    pack_s, unpack_s, slices = 0.0, 0.0, work.degrees[0]
+    for i in range(stages.members[s]):
+        c = stages.classes[s, i]
+        pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
+        slices = slices if bank.tp[c] == slices else 1
+    values = work.reduction.n_bytes[s] / bank.gradient_bytes / lanes / slices
+    return values * (pack_s + unpackings(places, False) * unpack_s)
 
 
 @inner

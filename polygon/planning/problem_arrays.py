@@ -15,7 +15,7 @@ from polygon.cost.memory import breakdown, gradient_copies, state_bytes
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
-from polygon.cost.transfers import LinkArrays, boundary_values, matrix_values, packed_bytes
+from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE, Problem
 from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds, pays_inside
 
@@ -86,6 +86,8 @@ class Bank(NamedTuple):
     """(d, d) packed over plain gradient bytes."""
     packed_ratio: float
     """The same of any link over which they are packed."""
+    gradient_codec_s: np.ndarray
+    """(2, c) seconds per value to pack (with error feedback) and to unpack them on a device."""
     packs_inside: np.ndarray
     """(d,) whether nodes of a region may send one another packed gradients (`link_compression.pays_inside`)."""
     local_steps: int
@@ -236,6 +238,9 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         activation_codec_s=packing_s,
         gradient_ratio=np.where(far | np.diag(inside), ratio, 1.0),
         packed_ratio=float(ratio),
+        gradient_codec_s=np.array(
+            [codec_s(1.0, batch.gradient_bytes, gradients, p.device.memory_bytes_per_s, feedback=True) for p in pools]
+        ).T.copy(),
         packs_inside=inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,
