@@ -39,6 +39,7 @@ from polygon.planning.fluid import (
 )
 from polygon.planning.link_compression import (
     activation_modes,
+    alone_on_nodes,
     gradient_mode,
     pays_inside,
     settled,
@@ -370,11 +371,14 @@ class Decoder:
         gradients = gradient_mode(self.tables, may.weight_gradients)
         places = [{cluster.pools[w.pool].region for w in stage.workers} for stage in stages]
         regions = sorted(set[int]().union(*places))
-        # Nodes send one another packed gradients where that pays, no stage adds up with other regions, and ZeRO need not
-        # divide over nodes.
+        # Nodes send one another packed gradients where that pays, no stage adds up with other regions and ZeRO, if any,
+        # has something to divide by inside nodes.
         inside = pays_inside(self.tables, gradients)
         summing = summing_inside(self.problem, stages) if inside.any() else []
-        whole = [len(of) == 1 and not stage.zero for of, stage in zip(places, stages, strict=True)]
+        whole = [
+            len(of) == 1 and not (stage.zero and alone_on_nodes(self.problem, stage))
+            for of, stage in zip(places, stages, strict=True)
+        ]
         own = [r for r in summing if inside[r] and all(whole[s] for s, of in enumerate(places) if r in of)]
         within = tuple(
             LinkUse(

@@ -359,7 +359,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 
     Returns the seconds in which all regions agree on the gradient's norm; inf where a link is missing.
     """
-    stages, of = work.stages, work.reduction
+    stages, hosts, of = work.stages, work.hosts, work.reduction
     nodes = work.places.nodes
     regions, layers = nodes.shape[1], bank.parameters.shape[1] - 1
     for a in range(regions):
@@ -395,8 +395,11 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 lanes = nodes[s, a] if lent == 0 else min(lanes, nodes[s, a])
                 lent += 1
                 packs = packs or (nodes[s, a] > 1 and bank.packs_inside[a])
+            for i in range(m):  # ZeRO would divide inside nodes alone, which must give it something to divide by
+                alone = hosts.member_most[s, i] * bank.cp < 2
+                packs = packs and not (options[ZERO, s] > 0 and alone)
             inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
-            if packs and options[ZERO, s] == 0:  # (ZeRO would divide inside nodes alone)
+            if packs:  # where nodes send one another packed gradients, if that is sooner
                 packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
                     bank, work, s, options[ZERO, s], bank.packs_inside
                 )

@@ -206,6 +206,17 @@ def summing_inside(problem: Problem, stages: Sequence[Stage]) -> list[int]:
     return sorted(found)
 
 
+def alone_on_nodes(problem: Problem, stage: Stage) -> bool:
+    """Whether some device of a stage is the only one of its node that holds the same slices."""
+    pools = problem.cluster.pools
+    held: dict[tuple[int, int], int] = {}
+    for worker in stage.workers:
+        for device in worker.devices[:: worker.tp]:
+            node = worker.pool, pools[worker.pool].node_of(device)
+            held[node] = held.get(node, 0) + 1
+    return min(held.values()) < 2
+
+
 def _with_inside(problem: Problem, plan: Plan) -> tuple[Plan, list[Pair]]:
     """The plan with an entry for every region inside which micro-batches travel, and these regions as pairs."""
     pools, inside = problem.cluster.pools, set[Pair]()
