@@ -36,7 +36,8 @@ class Members:
     name : str
         Unique among the groups of a run.
     regions : tuple of tuples of rank
-        Members of each region that has any, in ascending order.
+        Members of each region that has any, in ascending order; or of each node, where nodes are to exchange packed
+        vectors as regions do.
     leaders : tuple of tuples of rank
         Of each region, those that exchange with the other regions; equally many in all.
     codec : str
@@ -63,6 +64,10 @@ class Members:
             ranks = sorted(lane)
             pairs += [(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]]
         return pairs
+
+    def leader_peers(self, rank: int) -> set[int]:
+        """Ranks with which a rank exchanges messages between regions."""
+        return {b if a == rank else a for a, b in self.leader_pairs() if rank in (a, b)}
 
 
 def members_of(

@@ -292,6 +292,8 @@ class _Traffic:
             self.tied_s = self._between_nodes_s(float(tied))
         self.gradient_bytes = values * batch.gradient_bytes
         wire_bytes = self._gradient_wire_bytes(values)
+        self.packed = float(self._gradient_wire_bytes(np.array([1e9]))[0]) / (1e9 * batch.gradient_bytes)
+        """Least bytes of a packed gradient over plain ones."""
         links = self._links_between_regions()
         self.sets_of_regions = summing_sets(links, whole="powersgd" in self._modes["weight_gradients"])
         spans, where = np.unique(
@@ -313,7 +315,7 @@ class _Traffic:
                 slowness=links.factor / cluster.bytes_per_s,
                 shared=1 / links.capacity_bytes_per_s,
                 nodes=nodes.astype(np.int64),
-                hop=Hop(*best_hop(self.tables, self.kinds), part),
+                hop=Hop(*best_hop(self.tables, self.kinds), part, float(links.card_bytes_per_s.max())),
             )
 
     def _gradient_wire_bytes(self, n_values: np.ndarray) -> np.ndarray:
@@ -329,7 +331,12 @@ class _Traffic:
         links = {pool.inter_node for pool in used}
         links |= {cluster.regions[r].intra_region for r in np.flatnonzero(regions > 1)}
         n_bytes, table = n_values * self.tables.problem.batch.gradient_bytes, self.tables.links
-        least = table.factor * min(link.transfer_s(n_bytes) for link in links)
+        wire = float(
+            least_wire_bytes(
+                self._modes["weight_gradients"], np.array([n_values]), self.tables.problem.batch.gradient_bytes
+            )[0]
+        )
+        least = table.factor * min(link.transfer_s(wire) for link in links)
         for pool in used:
             node_s = table.node_latency_s[pool.index]
             node_s += n_bytes / self.kinds.most_degree / table.node_bytes_per_s[pool.index]
@@ -337,8 +344,6 @@ class _Traffic:
         joined = (regions[:, None] > 0) & (regions[None, :] > 0) & (cluster.bytes_per_s > 0)
         np.fill_diagonal(joined, False)
         if joined.any():
-            element_bytes = self.tables.problem.batch.gradient_bytes
-            wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), element_bytes)[0])
             way_s = table.factor * (cluster.latency_s[joined] + wire / cluster.bytes_per_s[joined])
             least = min(least, float(way_s.min()))
         return least
@@ -458,7 +463,7 @@ class _Stages:
         self.size = size
         capacity = size.class_capacity
         ratio = capacity / capacity.min()
-        inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity))
+        inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed))
         tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
         whole_s = np.array([tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers])
         runtime = traffic.tables.problem.runtime

@@ -6,6 +6,7 @@ every pair of regions at once, over at most as many node pairs as each region of
     at least  max over a, b in S  r latency_ab + 2 w / (|S| k rate_ab),  and before that  2 (k - 1) (l + n / (k B))
 
 inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest.
+Where packed, all N nodes of S may send one another parts: k is then N / |S|, and nothing is summed before that.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
 link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute
@@ -36,6 +37,8 @@ class Hop(NamedTuple):
     latency_s: float
     bytes_per_s: float
     part: float
+    card_bytes_per_s: float = math.inf
+    """What a node can send in all at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,8 +72,8 @@ class SummingSets:
     ----------
     members : ndarray of bool, shape (sets, centres, regions)
         Of each set; where neighbourhoods stand for sets, the neighbourhood of every centre.
-    count, lanes : ndarray of int
-        Most regions, most node pairs side by side.
+    count, lanes, nodes : ndarray of int
+        Most regions, most node pairs side by side, most nodes.
     rounds : ndarray of int
     far, thin : ndarray, shape (2, sets)
         Latency and slowness of the farthest and of the slowest pair.
@@ -81,6 +84,7 @@ class SummingSets:
     members: np.ndarray
     count: np.ndarray
     lanes: np.ndarray
+    nodes: np.ndarray
     rounds: np.ndarray
     far: np.ndarray
     thin: np.ndarray
@@ -126,6 +130,11 @@ class SummingSets:
                 rounds_s = 2 * math.ceil(math.log2(fewest)) * hop.latency_s
                 seconds = seconds + hop.part * (rounds_s + 2 * (fewest - 1) / fewest * n_bytes / hop.bytes_per_s)
             best[some] = np.minimum(best[some], seconds)
+        if (wire_bytes < n_bytes).any():
+            parts = sent * (self.count / self.nodes)[:, None]
+            apart = [rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin)]
+            cards_s = sent * (self.count - 1)[:, None] / hop.card_bytes_per_s
+            best = np.minimum(best, np.maximum(np.maximum(*apart), cards_s))
         return best
 
 
@@ -166,6 +175,7 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         members=members[:, None, :],
         count=count,
         lanes=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
+        nodes=members @ links.nodes,
         rounds=np.array([exchange_rounds(int(n), whole) for n in count], dtype=np.int64),
         far=np.stack([latency_s[far], slowness[far]]),
         thin=np.stack([latency_s[thin], slowness[thin]]),
@@ -205,6 +215,7 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         members=held,
         count=held.sum(axis=2).max(axis=1),
         lanes=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
+        nodes=np.where(held, links.nodes, 0).sum(axis=2).max(axis=1),
         rounds=ones,
         far=np.stack([bounds[0], np.full(len(points), least[1])]),
         thin=np.stack([np.full(len(points), least[0]), bounds[1]]),

@@ -2,8 +2,9 @@
 
 A *tier* is a way to place the workers of a stage: one worker, one node, so many nodes of a region, several regions. The
 more compute a stage needs, the wider its tier, and the longer its reduction (`polygon.cost.reduction`): over f nodes at
-least 2 (f - 1) / f of its bytes at the nodes' rate, of which ZeRO may hide a part (`least_part`); inside a node at
-least the part of a tensor-parallel rank; and twice a region's part between regions.
+least 2 (f - 1) / f of its bytes at the nodes' rate, of which ZeRO may hide a part (`least_part`), or of its packed
+bytes at a card's rate (`Plan.packed_inside`); inside a node at least the part of a tensor-parallel rank; and twice a
+region's part between regions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import state_bytes
-from polygon.cost.reduction import collective_s, least_part
+from polygon.cost.reduction import collective_s, exchange_rounds, least_part
 from polygon.cost.tables import ClassMemory, CostTables, running_sum
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.divisors import divisors
@@ -264,8 +265,11 @@ def _longest(values: np.ndarray) -> np.ndarray:
     return longest
 
 
-def region_tiers(tables: CostTables, kinds: Kinds, device_capacity: np.ndarray) -> list[Tier]:
-    """Tiers inside one region: one node, so many nodes."""
+def region_tiers(tables: CostTables, kinds: Kinds, device_capacity: np.ndarray, packed: float = 1.0) -> list[Tier]:
+    """Tiers inside one region: one node, so many nodes.
+
+    `packed`: the least bytes of a packed gradient over plain ones.
+    """
     links, pools = tables.links, tables.problem.cluster.pools
     part = least_part(tables.problem.runtime, tables.problem.batch)
     tiers = []
@@ -283,12 +287,16 @@ def region_tiers(tables: CostTables, kinds: Kinds, device_capacity: np.ndarray) 
         if pairs:
             latency_s = links.factor * min(links.ring_latency_s[pair] for pair in pairs)
             rate = max(links.bytes_per_s[pair] for pair in pairs)
+            card = max(links.card_bytes_per_s[p] for p in mine)
             for fewest, more in pairwise((*COUNTS, len(node) + 1)):
                 if fewest <= len(node):
                     most = min(max(more, fewest + 1) - 1, len(node))
-                    rounds = 2 * math.ceil(math.log2(fewest))
-                    s_per_byte = 2 * (fewest - 1) / (fewest * rate)
-                    tiers.append(Tier(total[most], part * rounds * latency_s, part * s_per_byte))
+                    rounds = 2 * math.ceil(math.log2(fewest)) * part
+                    s_per_byte = 2 * (fewest - 1) / fewest * part / rate
+                    if packed < 1:
+                        rounds = min(rounds, exchange_rounds(fewest, whole=True))
+                        s_per_byte = min(s_per_byte, 2 * (fewest - 1) / fewest * packed / card)
+                    tiers.append(Tier(total[most], rounds * latency_s, s_per_byte))
     return tiers
 
 

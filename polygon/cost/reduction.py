@@ -6,13 +6,16 @@ and gather in two levels, as gloo does under the runner: in every node, then bet
 parts of k node pairs travel side by side (BlueConnect, Cho et al. 2019), k being the least number of nodes that a
 region lends to the stage.
 
+What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
+(`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
+
 With n bytes per worker of a processor, g workers in a node, N nodes in a region, R regions:
 
     T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
 A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
-does: two regions send one another their whole gradients (one latency), more of them exchange parts and then the sums of
-the parts, every pair of regions at once (two latencies); packing and unpacking of what crosses are added to it.
+does: two places send one another their whole gradients (one latency), more of them exchange parts and then the sums of
+the parts, every pair of places at once (two latencies); packing and unpacking of what crosses are added to it.
 
 With local steps regions meet every H steps: the first two levels run in every step, and after each H-th update all
 three once more, for the outer gradient (`with_local_steps`).
@@ -20,8 +23,8 @@ three once more, for the outer gradient (`with_local_steps`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +32,7 @@ import numpy as np
 from polygon.cost.collectives import ring_pass_s
 from polygon.cost.memory import state_bytes
 from polygon.cost.network import ring_kernel
-from polygon.cost.transfers import LinkArrays, LinkTable, Placement, by_link, codec_s, matrix_values, packed_bytes
+from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import COMPRESSIONS, Plan
 from polygon.domain.runtime import Runtime
@@ -47,6 +50,8 @@ class ReductionCost:
     """Part of `across_s` that is latency: however little is reduced, it takes no less."""
     across_bytes: tuple[tuple[int, int, float], ...] = ()
     """Rows (source region, target region, bytes), per step."""
+    wire_bytes: float = 0.0
+    """Of the gradient once packed for the way between places."""
     gather_s: float = 0.0
     """Seconds after the update in which the weights that ZeRO has divided are gathered."""
     outer_s: float = 0.0
@@ -86,18 +91,24 @@ class LevelsRoom(NamedTuple):
     first: np.ndarray
     nodes: np.ndarray
     """(regions,) first pool of each region in the list of pools, and its nodes."""
+    places: np.ndarray
+    """(regions,) places in each."""
+    latency_s: np.ndarray
+    bytes_per_s: np.ndarray
+    """(regions,) of a message between two nodes of each."""
 
 
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
-    return LevelsRoom(first=np.zeros(most, dtype=np.int64), nodes=np.zeros(most, dtype=np.int64))
+    first, nodes, places = np.zeros((3, most), dtype=np.int64)
+    return LevelsRoom(first, nodes, places, np.zeros(most), np.zeros(most))
 
 
 @kernel
-def exchange_rounds(regions: int, whole: bool) -> int:
-    """Rounds of messages in which regions sum: one where they send whole gradients (two regions, or `whole`)."""
-    return 1 if regions == 2 or whole else 2
+def exchange_rounds(places: int, whole: bool) -> int:
+    """Rounds of messages in which places sum: one where they send whole gradients (two places, or `whole`)."""
+    return 1 if places == 2 or whole else 2
 
 
 @kernel
@@ -147,13 +158,14 @@ def levels_s(
     nodes: np.ndarray,
     members: np.ndarray,
     degrees: np.ndarray,
-    wire_bytes: np.ndarray,
+    wire_bytes: float,
     pair_share: np.ndarray,
+    apart: np.ndarray,
     links: LinkArrays,
     whole: bool,
     room: LevelsRoom,
 ) -> tuple[float, float, float, float]:
-    """Seconds inside nodes, inside regions and across regions, and the part of the last that is latency.
+    """Seconds inside nodes, inside regions and between places, and the part of the last that is latency.
 
     Parameters
     ----------
@@ -164,12 +176,14 @@ def levels_s(
     pools, nodes, members, degrees : ndarray, shape (at least count,)
         The pools that hold workers of the stage (those of a region side by side), how many of their nodes do, how many
         workers per node, and the least tensor-parallel degree of these.
-    wire_bytes : ndarray, shape (regions, regions)
-        Bytes of the gradient once packed for the way from region to region.
+    wire_bytes : float
+        Bytes of the gradient once packed for the way between places.
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions at the same time.
+    apart : ndarray of bool, shape (regions,)
+        Whether the nodes of a region are places by themselves.
     whole : bool
-        Whether regions send each other whole gradients in one round (`exchange_rounds`).
+        Whether places send each other whole gradients in one round (`exchange_rounds`).
     """
     node_s = 0.0
     found = 0
@@ -181,6 +195,7 @@ def levels_s(
         while end < count and links.region[pools[end]] == r:
             end += 1
         total, workers, latency, rate, nccl = 0, 0, 0.0, np.inf, True
+        room.latency_s[found], room.bytes_per_s[found] = 0.0, np.inf
         for j in range(i, end):
             total += nodes[j]
             workers += nodes[j] * members[j]
@@ -189,54 +204,70 @@ def levels_s(
                 if k != j or nodes[j] > 1:
                     latency = max(latency, links.ring_latency_s[pools[j], pools[k]])
                     rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
+                    room.latency_s[found] = max(room.latency_s[found], links.latency_s[pools[j], pools[k]])
+                    room.bytes_per_s[found] = min(room.bytes_per_s[found], links.bytes_per_s[pools[j], pools[k]])
         for j in range(i, end):
             p = pools[j]
             if nccl:
-                each = collective_s(n_bytes / degrees[j], workers, members[j], p, latency, rate, 2, links)
+                near = members[j] if apart[r] else workers
+                each = collective_s(n_bytes / degrees[j], near, members[j], p, latency, rate, 2, links)
                 region_s = max(region_s, each)
             else:
                 node_s = max(node_s, ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p]))
-        if not nccl:
+        if not nccl and not apart[r]:
             region_s = max(region_s, links.collective[pools[i], 5] * ring_s(n_bytes, total, latency, rate))
-        room.first[found], room.nodes[found] = i, total
+        room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
         found += 1
         i = end
-    if found == 1:
-        return node_s, region_s, 0.0, 0.0
-    parallel = room.nodes[0]
+    places, parallel = 0, room.nodes[0] // room.places[0]
     for a in range(found):
-        parallel = min(parallel, room.nodes[a])
-    rounds = exchange_rounds(found, whole)
+        places += room.places[a]
+        parallel = min(parallel, room.nodes[a] // room.places[a])
+    if places == 1:
+        return node_s, region_s, 0.0, 0.0
+    rounds = exchange_rounds(places, whole)
     across_s, far_s = 0.0, 0.0
     for a in range(found):
         for b in range(found):
+            # Which pool stands for a region does not matter: links between regions are the same for all its pools.
+            pa, pb = pools[room.first[a]], pools[room.first[b]]
+            ra, rb = links.region[pa], links.region[pb]
+            # A card sends to all the other places at once.
+            card = links.card_bytes_per_s[pa] * parallel / (places - 1)
             if a != b:
-                # Which pool stands for a region does not matter: links between regions are the same for all its pools.
-                pa, pb = pools[room.first[a]], pools[room.first[b]]
-                ra, rb = links.region[pa], links.region[pb]
-                rate = min(
-                    links.bytes_per_s[pa, pb] * parallel,
-                    # A card sends to all the other regions at once.
-                    links.card_bytes_per_s[pa] * parallel / (found - 1),
-                    links.capacity_bytes_per_s[ra, rb] / max(1.0, pair_share[ra, rb]),
-                )
-                far_s = max(far_s, rounds * links.latency_s[pa, pb])
-                n = 2 * wire_bytes[ra, rb] / found
-                across_s = max(across_s, rounds * links.latency_s[pa, pb] + n / rate if rate > 0 else np.inf)
+                share = max(1.0, pair_share[ra, rb]) * room.places[a] * room.places[b]
+                capacity = links.capacity_bytes_per_s[ra, rb] / share
+                latency, rate = links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * parallel, card, capacity)
+            elif room.places[a] > 1:
+                latency, rate = room.latency_s[a], min(room.bytes_per_s[a], card)
+            else:
+                continue
+            far_s = max(far_s, rounds * latency)
+            n = 2 * wire_bytes / places
+            across_s = max(across_s, rounds * latency + n / rate if rate > 0 else np.inf)
     return node_s, region_s, across_s, far_s
 
 
 @kernel
 def copies_s(
-    n_bytes: float, count: int, pools: np.ndarray, nodes: np.ndarray, degrees: np.ndarray, links: LinkArrays
+    n_bytes: float,
+    count: int,
+    pools: np.ndarray,
+    nodes: np.ndarray,
+    degrees: np.ndarray,
+    apart: np.ndarray,
+    links: LinkArrays,
 ) -> float:
-    """Seconds to sum between the shard groups of a stage, inside regions, what ZeRO has scattered in each.
+    """Seconds to sum between the shard groups of a stage, inside places, what ZeRO has scattered in each.
 
     A group lies in one pool. Every node of the smallest sends its part of the gradient, all at the same time.
     Parameters are those of `levels_s`.
     """
     longest, i = 0.0, 0
     while i < count:
+        if apart[links.region[pools[i]]]:
+            i += 1
+            continue
         end, least = i, nodes[i]
         while end < count and links.region[pools[end]] == links.region[pools[i]]:
             least = min(least, nodes[end])
@@ -280,12 +311,42 @@ def least_part(runtime: Runtime, batch: Batch) -> float:
     return 0.5 + 0.5 * gathered
 
 
-def gradient_wire_bytes(
-    plan: Plan, n_values: float, batch: Batch, regions: int, matrix_values: float | None = None
-) -> np.ndarray:
-    """Bytes of a gradient of `n_values` once packed, by source and target region; `matrix_values`: `packed_bytes`."""
-    of_kind = partial(packed_bytes, n_values, batch.gradient_bytes, matrix_values=matrix_values)
-    return by_link(plan, "weight_gradients", regions, of_kind, n_values * float(batch.gradient_bytes))
+class Places(NamedTuple):
+    """Where a stage's gradients are added up before what is packed goes from place to place."""
+
+    regions: np.ndarray
+    """Those that the stage is in, ascending."""
+    apart: np.ndarray
+    """Whether the nodes of every region of the cluster are places by themselves, shape (regions of the cluster,)."""
+    counts: np.ndarray
+    """Places in each of `regions`."""
+    lanes: int
+    """Nodes of every place that send at the same time."""
+
+    @property
+    def total(self) -> int:
+        """All places."""
+        return int(self.counts.sum())
+
+
+def places_of(packed_inside: Iterable[int], region: np.ndarray, nodes: np.ndarray, all_regions: int) -> Places:
+    """The places of a stage.
+
+    Parameters
+    ----------
+    packed_inside : iterable of int
+        As in `Plan`.
+    region, nodes : ndarray of int, shape (n,)
+        A region that the stage is in, and how many nodes there (of a pool).
+    all_regions : int
+        Of the cluster.
+    """
+    apart = np.zeros(all_regions, dtype=bool)
+    apart[list(packed_inside)] = True
+    regions, where = np.unique(region, return_inverse=True)
+    held = np.bincount(where, weights=nodes).astype(np.int64)
+    counts = np.where(apart[regions], held, 1)
+    return Places(regions=regions, apart=apart, counts=counts, lanes=int((held // counts).min()))
 
 
 def stage_devices(place: Placement, stage: int, links: LinkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -326,14 +387,14 @@ def stage_reduction(
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     pools, nodes, members = stage_devices(place, stage, links)
     degrees = place.degrees[stage]
-    wire = gradient_wire_bytes(plan, n_values, batch, len(links.cluster.regions), matrix_values(model))
-    regions = np.unique(links.region[pools])
+    places = places_of(plan.packed_inside, links.region[pools], nodes, len(links.cluster.regions))
+    regions, lanes = places.regions, places.lanes
     mode = group_packing(plan, regions)
-    lanes = min(int(nodes[links.region[pools] == r].sum()) for r in regions)
+    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix_values(model))
     sent, part = wire, n_values / lanes
     if mode == "powersgd":
-        # Factors of whole matrices: one node of each region sends them whole to every other region.
-        wire, part = wire * len(regions) / 2, n_values
+        # Factors of whole matrices: one node of each place sends them whole to every other place.
+        wire, part = wire * places.total / 2, n_values
         sent = wire * lanes
     arrays = links.arrays(runtime.bucket_bytes)
     node_s, region_s, across_s, latency_s = levels_s(
@@ -345,6 +406,7 @@ def stage_reduction(
         degrees,
         sent,
         pair_share.astype(float),
+        places.apart,
         arrays,
         mode == "powersgd",
         levels_room(len(pools), len(pools)),
@@ -353,12 +415,13 @@ def stage_reduction(
     if zero:
         inside_s = node_s + region_s
         if len(pools) == 1:
-            p = int(pools[0])
+            p, per_node = int(pools[0]), int(members[0])
+            near = per_node if places.apart[regions[0]] else int(nodes[0]) * per_node
             group = Shards(
                 values=n_values / int(degrees[0]),
-                members=int(nodes[0] * members[0]),
-                per_node=int(members[0]),
-                shards=min(plan.stages[stage].shards or int(nodes[0] * members[0]), int(place.shards[stage].min())),
+                members=near,
+                per_node=per_node,
+                shards=min(plan.stages[stage].shards or near, int(place.shards[stage].min())),
                 pool=p,
             )
             region_s, gather_s = zero_sums_s(group, zero, batch, runtime, arrays, whole_s=inside_s, model=model)
@@ -367,7 +430,9 @@ def stage_reduction(
             scattered = zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch)
             gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
             node_s, region_s = (0.0, 0.0) if scattered else (0.5 * node_s, 0.5 * region_s)
-            region_s += copies_s(float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, arrays)
+            region_s += copies_s(
+                float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, places.apart, arrays
+            )
     workers = int((nodes * members).sum())
     nccl = bool((arrays.collective[pools, 4] > 0).all())
     if plan.reduction == "central-server" and len(regions) == 1 and workers > 1 and nccl:
@@ -376,10 +441,11 @@ def stage_reduction(
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s + (packing_s(part, batch, mode, pools, links) if len(regions) > 1 else 0.0),
+        across_s=across_s + packing_s(part, batch, mode, pools, degrees, places.total, links),
         latency_s=latency_s,
         gather_s=gather_s,
-        across_bytes=_across_bytes(regions, wire),
+        across_bytes=_across_bytes(places, wire),
+        wire_bytes=wire,
     )
 
 
@@ -432,18 +498,42 @@ def weight_matrices(model: Model) -> int:
 
 
 def group_packing(plan: Plan, regions: np.ndarray) -> str:
-    """Packing of gradients that several regions add up: all use the strongest that the plan names for any pair."""
-    names = [plan.link_use(int(a), int(b)).weight_gradients for a in regions for b in regions if a != b]
+    """Packing of gradients that several places add up: all use the strongest that the plan names for any pair."""
+    names = [plan.link_use(int(a), int(b)).weight_gradients for a in regions for b in regions]
     return max(names, key=COMPRESSIONS.index, default="none")
 
 
-def packing_s(n_values: float, batch: Batch, mode: str, pools: np.ndarray, links: LinkTable) -> float:
-    """Seconds in which a leader packs (with error feedback) and unpacks its part, once on each of two passes."""
+def packing_s(
+    n_values: float,
+    batch: Batch,
+    mode: str,
+    pools: np.ndarray,
+    degrees: np.ndarray,
+    places: int,
+    links: LinkTable,
+) -> float:
+    """Seconds in which the leaders of a place pack (with error feedback) and unpack their part of so many values.
+
+    Every number is packed once: for the place that adds it up, or there as a sum. It is unpacked from every other
+    place, of whole gradients (low-rank factors) whole, else twice one of as many parts as places: before and after the
+    sum. Each slice of a tensor-parallel worker has a leader of its own, where all workers are cut alike.
+    """
+    if places == 1:
+        return 0.0
     slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
-    return 2 * sum(codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True))
+    pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
+    slices = int(degrees[0]) if (degrees == degrees[0]).all() else 1
+    return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
 
 
-def _across_bytes(regions: np.ndarray, wire: np.ndarray) -> tuple[tuple[int, int, float], ...]:
-    """Who sends how much to whom across regions."""
-    n = len(regions)
-    return tuple((int(a), int(b), 2 * float(wire[a, b]) / n) for a in regions for b in regions if a != b)
+@kernel
+def unpackings(places: int, whole: bool) -> float:
+    """How often a leader unpacks as much as its part of a gradient, where so many places add up."""
+    return places - 1.0 if whole else 2 * (places - 1) / places
+
+
+def _across_bytes(places: Places, wire_bytes: float) -> tuple[tuple[int, int, float], ...]:
+    """Who sends how much to whom across regions: every place to every other."""
+    held = list(zip(places.regions.tolist(), places.counts.tolist(), strict=True))
+    n = places.total
+    return tuple((a, b, 2 * wire_bytes * i * k / n) for a, i in held for b, k in held if a != b)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polygon.cost.reduction import ReductionCost, group_packing
+from polygon.cost.reduction import ReductionCost, group_packing, places_of
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan
 
@@ -48,18 +48,29 @@ def busy_on_shared(
         _, first = np.unique(place.node[mine], return_index=True)
         first = np.sort(first)
         nodes, region, pool = place.node[mine][first], place.region[mine][first], place.pool[mine][first]
-        regions, where, count = np.unique(region, return_inverse=True, return_counts=True)
-        members = count[where]
+        places = places_of(plan.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
+        _, where, count = np.unique(region, return_inverse=True, return_counts=True)
+        # Plain gradients pass the cards inside a place, packed ones between the places of a region.
+        members, sent = count[where], np.full(len(region), n_bytes[s])
+        apart = places.apart[region]
+        if apart.any():
+            members[apart], sent[apart] = places.total, reductions[s].wire_bytes
         rate = links.bytes_per_s[pool, pool]
         busy = several[nodes] & (members > 1)
-        cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * n_bytes[s] / rate[busy])
-        lanes = 1 if group_packing(plan, regions) == "powersgd" else int(count.min())
-        leaders = {int(r): nodes[region == r][:lanes] for r in regions}
-        for a, b, sent in reductions[s].across_bytes:
+        cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * sent[busy] / rate[busy])
+        lanes = 1 if group_packing(plan, places.regions) == "powersgd" else places.lanes
+        leaders = {
+            int(r): nodes[region == r][: k if k > 1 else lanes]
+            for r, k in zip(places.regions, places.counts, strict=True)
+        }
+        for a, b, sent_bytes in reductions[s].across_bytes:
             rate_ab = links.cluster.bytes_per_s[a, b]
-            both = several[leaders[a]] & several[leaders[b]] & (rate_ab > 0)
-            seconds = sent / lanes / rate_ab if rate_ab > 0 else np.inf
-            pairs.add(s, leaders[a][both] * most + leaders[b][both], np.full(both.sum(), seconds))
+            from_a, to_b = leaders[a], leaders[b]
+            if places.total > len(leaders):  # every place sends to every other
+                from_a, to_b = np.repeat(from_a, len(leaders[b])), np.tile(to_b, len(leaders[a]))
+            both = several[from_a] & several[to_b] & (rate_ab > 0)
+            seconds = sent_bytes / len(from_a) / rate_ab if rate_ab > 0 else np.inf
+            pairs.add(s, from_a[both] * most + to_b[both], np.full(both.sum(), seconds))
     return cards.shared(), pairs.shared()
 
 

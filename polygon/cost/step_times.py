@@ -366,7 +366,7 @@ def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
             rate = float(links.bytes_per_s[a, b])
             if rate > 0:
                 source, target = int(links.region[a]), int(links.region[b])
-                mode = plan.link_use(source, target).weight_gradients if source != target else "none"
+                mode = plan.link_use(source, target).weight_gradients
                 n_bytes = packed_bytes(n_values, batch.gradient_bytes, mode)
                 best = min(best, float(links.latency_s[a, b]) + n_bytes / rate)
     return best

@@ -222,6 +222,8 @@ class Placement:
     """Context-parallel degree of every stage's workers, shape (stages,)."""
     zero_shards: np.ndarray
     """Devices over which every stage's ZeRO divides at most, shape (stages,); 0: all that hold the same."""
+    packed_inside: frozenset[int] = frozenset()
+    """As in `Plan`."""
 
     def members(self, stage: int) -> slice:
         """Where the workers of a stage are."""
@@ -254,13 +256,16 @@ class Placement:
 
     @cached_property
     def shards(self) -> tuple[np.ndarray, ...]:
-        """Over how many devices each worker of a stage shards under ZeRO: those of its pool and degree: (width,)."""
+        """Over how many devices each worker of a stage shards under ZeRO, shape (width,): those of its pool and degree,
+        or of its node where nodes send one another packed gradients."""
         rows = []
         for stage in range(len(self.offset)):
             mine = self.members(stage)
-            _, inverse, counts = np.unique(
-                self.pool[mine] * 64 + self.tp[mine], return_inverse=True, return_counts=True
-            )
+            alike = self.pool[mine] * 64 + self.tp[mine]
+            if self.packed_inside:
+                apart = np.isin(self.region[mine], list(self.packed_inside))
+                alike = np.where(apart, -1 - (self.node[mine] * 64 + self.tp[mine]), alike)
+            _, inverse, counts = np.unique(alike, return_inverse=True, return_counts=True)
             held = counts[inverse] * self.cp[stage]
             most = self.zero_shards[stage]
             rows.append(np.minimum(held, most) if most else held)
@@ -288,6 +293,7 @@ class Placement:
             offset=np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64),
             cp=np.array([stage_.workers[0].cp for stage_ in plan.stages], dtype=np.int64),
             zero_shards=np.array([stage_.shards for stage_ in plan.stages], dtype=np.int64),
+            packed_inside=plan.packed_inside,
         )
 
 

@@ -58,7 +58,7 @@ class Constraints:
     parity: str = "safe"
     """Which packings and local steps the search may choose, by what is known of the loss under them."""
     compressions: tuple[str, ...] = ()
-    """Packings that the search may choose for messages between regions; empty: those of `parity`."""
+    """Packings that the search may choose for messages; empty: those of `parity`."""
     local_steps: tuple[int, ...] = ()
     """Numbers of local steps that the search may choose (1: reduce in every step); empty: those of `parity`."""
     egress_bytes_per_step: Mapping[str, float] = field(default_factory=dict)
@@ -172,6 +172,11 @@ class Stage:
         return len(self.workers)
 
     @property
+    def members(self) -> int:
+        """Devices that hold the same slices of its layers: a worker has one for each part of a sequence."""
+        return sum(worker.cp for worker in self.workers)
+
+    @property
     def layers(self) -> tuple[int, int]:
         """First layer, and the one behind the last."""
         return self.first_layer, self.last_layer
@@ -193,7 +198,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """How messages from one region to another (or the same) are packed and sent."""
+    """How messages from one region to another (or the same) are packed and sent.
+
+    Weight gradients that are packed from a region to itself: its nodes add them up with one another, and with other
+    regions, as regions do (`Plan.packed_inside`).
+    """
 
     source: int
     target: int
@@ -322,6 +331,13 @@ class Plan:
             for w, worker in enumerate(stage.workers)
             for t, device in enumerate(worker.devices)
         }
+
+    @cached_property
+    def packed_inside(self) -> frozenset[int]:
+        """Numbers of the regions whose nodes send one another packed weight gradients."""
+        return frozenset(
+            use.source for use in self.links if use.source == use.target and use.weight_gradients != "none"
+        )
 
     @cached_property
     def _links_by_regions(self) -> dict[tuple[int, int], LinkUse]:

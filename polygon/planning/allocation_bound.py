@@ -22,6 +22,7 @@ from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FIRST, SECOND, FluidWork, fluid_step_s, work_for
 from polygon.planning.layer_split import passing_s, whole_makespan_s
+from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
 from polygon.planning.stage_lists import Stages
 
@@ -44,6 +45,8 @@ class Limits(NamedTuple):
     """(c,) without the start of kernels."""
     inside: float
     """Least part of an all-reduce that is seen (`polygon.cost.reduction.least_part`)."""
+    packs_inside: bool
+    """Whether the search packs gradients inside regions (`polygon.planning.link_compression.pays_inside`)."""
     whole: bool
     """Whether a packing may be chosen under which regions send one another whole gradients in one round."""
     agree_s: np.ndarray
@@ -59,7 +62,6 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     values = boundary_values(problem.model, batch, micro_batch_size)
     modes = {"none", *may.activations, *may.activation_gradients}
     element_bytes = max(batch.element_bytes, 2)
-    plain = float(values * element_bytes)
     wire = min(packed_bytes(values, element_bytes, mode) for mode in modes)
     matrix = matrix_values(problem.model)
     packings = {"none", *may.weight_gradients}
@@ -72,19 +74,19 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     with np.errstate(divide="ignore"):
         for i, (a, _) in enumerate(classes):
             for j, (b, _) in enumerate(classes):
-                near = links.region[a] == links.region[b]
-                message_s[i, j] = links.latency_s[a, b] + (plain if near else wire) / links.bytes_per_s[a, b]
+                message_s[i, j] = links.latency_s[a, b] + wire / links.bytes_per_s[a, b]
                 degree = max(classes[i][1], classes[j][1])
                 if a == b and cluster.pools[a].devices_per_node > 1:
-                    node_s = links.node_latency_s[a] + plain / degree / links.node_bytes_per_s[a]
+                    node_s = links.node_latency_s[a] + wire / degree / links.node_bytes_per_s[a]
                     message_s[i, j] = min(message_s[i, j], node_s)
                     tied_s[i, j] = links.node_latency_s[a] + tied * batch.gradient_bytes / (
                         degree * links.node_bytes_per_s[a]
                     )
                 if links.bytes_per_s[a, b] > 0:
-                    sent = {"none"} if near else packings
                     least = min(
-                        packed_bytes(tied, batch.gradient_bytes, mode, size) for mode in sent for size in (matrix, None)
+                        packed_bytes(tied, batch.gradient_bytes, mode, size)
+                        for mode in packings
+                        for size in (matrix, None)
                     )
                     way_s = links.latency_s[a, b] + least / links.bytes_per_s[a, b]
                     tied_s[i, j] = min(tied_s[i, j], way_s)
@@ -97,6 +99,7 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
             [(tables.update_s(p, 2e6) - tables.update_s(p, 1e6)) / 1e6 for p, _ in classes]
         ),
         inside=least_part(problem.runtime, batch),
+        packs_inside=any(pays_inside(tables, mode).any() for mode in packings),
         whole="powersgd" in packings,
         agree_s=np.where(cluster.bytes_per_s > 0, cluster.latency_s, 0.0) * (1 - np.eye(len(cluster.regions))),
         local_steps=max(may.local_steps),
@@ -148,16 +151,27 @@ def reduction_floor_s(
         fewest[used - 1] = max(fewest[used - 1], (devices + per_node - 1) // per_node)
         most[used - 1] = min(bank.nodes[c], most[used - 1] + counts[i])
     regions = bank.activation_wire.shape[0]
-    ones = np.ones((regions, regions))
+    ones, none = np.ones((regions, regions)), np.zeros(regions, dtype=np.bool_)
     alone = np.ones(used, dtype=np.int64)
-    wire = ones * (n_bytes * limits.gradient_ratio)
-    room = LevelsRoom(np.empty(used, np.int64), np.empty(used, np.int64))
-    _, _, across_s, far_s = levels_s(
-        n_bytes, used, pools, most, alone, alone, wire, ones, bank.links, limits.whole, room
+    wire = n_bytes * limits.gradient_ratio
+    room = LevelsRoom(
+        np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used), np.empty(used)
     )
-    inside_s = 0.0
+    _, _, across_s, far_s = levels_s(
+        n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, room
+    )
+    inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
     for i in range(used):
         inside_s = max(inside_s, limits.inside * least_sum_s(n_bytes, fewest[i], pools[i], bank.links))
+        total += fewest[i]
+        card = max(card, bank.links.card_bytes_per_s[pools[i]])
+        for k in range(used):
+            if i != k or most[i] > 1:
+                latency_s = min(latency_s, bank.links.latency_s[pools[i], pools[k]])
+    if limits.packs_inside and total > 1:
+        # All nodes send one another packed parts, each over its card.
+        packed_s = latency_s + 2 * (total - 1) / total * wire / card
+        inside_s, across_s, far_s = min(inside_s, packed_s), min(across_s, packed_s), min(far_s, latency_s)
     return inside_s, across_s, far_s
 
 

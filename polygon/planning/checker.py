@@ -147,7 +147,7 @@ def _shared_out(problem: Problem, stage: Stage, s: int) -> list[Violation]:
 
     Those that hold the same slices of the layers are as many as the parts (cp) of all workers together.
     """
-    members, found = sum(worker.cp for worker in stage.workers), []
+    members, found = stage.members, []
     experts = problem.model.experts
     if stage.ep < 1 or members % stage.ep or (stage.ep > 1 and problem.model.experts % stage.ep):
         found.append(Violation("plan.ep", stage=s, ep=stage.ep, experts=experts, members=members))
@@ -204,6 +204,12 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
             for a in sorted(set(members))
             for b in sorted(set(members))
             if a < b and not cluster.connected(a, b)
+        ]
+    if plan.reduction != "all-reduce" or plan.local_steps > 1:
+        found += [
+            Violation("plan.packed_inside", region=cluster.regions[r].name, reduction=plan.reduction)
+            for r in sorted(plan.packed_inside)
+            if 0 <= r < len(cluster.regions)
         ]
     may = allowed(problem)
     seen = Counter((use.source, use.target) for use in plan.links)

@@ -37,7 +37,15 @@ from polygon.planning.fluid import (
     fluid_step_s,
     work_for,
 )
-from polygon.planning.link_compression import activation_modes, gradient_mode, settled
+from polygon.planning.link_compression import (
+    activation_modes,
+    alone_on_nodes,
+    gradient_mode,
+    pays_inside,
+    settled,
+    summing_inside,
+    without_inside,
+)
 from polygon.planning.objectives import STEP_TIME, FluidBills, Objective, value_of
 from polygon.planning.problem_arrays import Bank, Setting, build_bank, splits_sequence, worker_classes
 from polygon.planning.routing import build_routes
@@ -208,7 +216,12 @@ class Decoder:
         return min(options, key=self.plan_value)
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
-        plan = settled(self.problem, plan, may, self.plan_value)
+        def value(candidate: Plan) -> float:
+            # Where nodes send one another packed gradients ZeRO divides inside them alone, which takes more memory.
+            divides = candidate.packed_inside and any(stage.zero for stage in candidate.stages)
+            return math.inf if divides and self._over_memory(candidate).any() else self.plan_value(candidate)
+
+        plan = settled(self.tables, plan, may, value)
         return self._with_local_steps(replace(plan, local_steps=1), may)
 
     def _decode(self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...]) -> Plan | Infeasible:
@@ -248,7 +261,8 @@ class Decoder:
         more = [steps for steps in may.local_steps if steps > 1]
         if not more or not can_take_local_steps(self.problem, plan):
             return plan
-        options = [plan, *(replace(plan, local_steps=steps) for steps in more)]
+        alone = replace(plan, links=without_inside(plan.links))
+        options = [plan, *(replace(alone, local_steps=steps) for steps in more)]
         if self._over_memory(options[-1]).any():
             return plan
         values = [self.plan_value(option) for option in options]
@@ -355,8 +369,29 @@ class Decoder:
         down = activation_modes(self.tables, micro_batch_size, may.activations)
         up = activation_modes(self.tables, micro_batch_size, may.activation_gradients)
         gradients = gradient_mode(self.tables, may.weight_gradients)
-        regions = sorted({cluster.pools[w.pool].region for stage in stages for w in stage.workers})
-        return tuple(
+        places = [{cluster.pools[w.pool].region for w in stage.workers} for stage in stages]
+        regions = sorted(set[int]().union(*places))
+        # Nodes send one another packed gradients where that pays, no stage adds up with other regions and ZeRO, if any,
+        # has something to divide by inside nodes.
+        inside = pays_inside(self.tables, gradients)
+        summing = summing_inside(self.problem, stages) if inside.any() else []
+        whole = [
+            len(of) == 1 and not (stage.zero and alone_on_nodes(self.problem, stage))
+            for of, stage in zip(places, stages, strict=True)
+        ]
+        own = [r for r in summing if inside[r] and all(whole[s] for s, of in enumerate(places) if r in of)]
+        within = tuple(
+            LinkUse(
+                source=r,
+                target=r,
+                activations=str(down[r, r]),
+                activation_gradients=str(up[r, r]),
+                weight_gradients=gradients if r in own else "none",
+            )
+            for r in regions
+            if r in own or down[r, r] != "none" or up[r, r] != "none"
+        )
+        return within + tuple(
             LinkUse(
                 source=a,
                 target=b,

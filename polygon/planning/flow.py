@@ -274,7 +274,7 @@ def _way_s(
     if a != b:
         together = min(together, bank.links.capacity_bytes_per_s[a, b])
         alone = min(alone, bank.links.capacity_bytes_per_s[a, b] / workers)
-    seconds = latency + n_bytes / alone + (0.0 if a == b else bank.activation_codec_s[a, b])
+    seconds = latency + n_bytes / alone + bank.activation_codec_s[a, b]
     return seconds, bank.micro_batches * n_bytes * part / together
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
-from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s
+from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
@@ -96,9 +96,10 @@ class FluidWork(NamedTuple):
     pools: np.ndarray
     degrees: np.ndarray
     """(classes,) of one stage, as in `levels_s`."""
-    wire_bytes: np.ndarray
     pair_share: np.ndarray
     """(regions, regions), as in `levels_s`."""
+    apart: np.ndarray
+    """(regions,) none: as in `levels_s`, where nodes of a region send one another nothing packed."""
     levels: LevelsRoom
 
 
@@ -137,8 +138,8 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         reduction=reductions_for(rows),
         pools=np.zeros(classes, dtype=np.int64),
         degrees=np.zeros(classes, dtype=np.int64),
-        wire_bytes=np.zeros((regions, regions)),
         pair_share=np.zeros((regions, regions)),
+        apart=np.zeros(regions, dtype=np.bool_),
         levels=levels_room(classes, regions),
     )
 
@@ -387,41 +388,81 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
         if m > 1 or stages.counts[s, 0] * bank.cp > 1:
-            lent, lanes = 0, 0
+            lent, lanes, packs = 0, 0, False
             for a in range(regions):
                 if nodes[s, a] == 0:
                     continue
                 lanes = nodes[s, a] if lent == 0 else min(lanes, nodes[s, a])
                 lent += 1
-                for b in range(regions):
-                    if nodes[s, b] > 0:
-                        work.wire_bytes[a, b] = of.n_bytes[s] * bank.gradient_ratio[a, b]
-            node_s, region_s, across_s, of.far[s] = levels_s(
-                of.n_bytes[s],
-                m,
-                work.pools,
-                hosts.member_nodes[s],
-                hosts.member_most[s],
-                work.degrees,
-                work.wire_bytes,
-                work.pair_share,
-                bank.links,
-                False,
-                work.levels,
-            )
-            inside_s = node_s + region_s
-            zero = options[ZERO, s]
-            if zero > 0:  # half of it scatters gradients, and half gathers updated weights
-                if zero < 3:
-                    gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
-                    of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
-                inside_s *= 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
-                inside_s += copies_s(of.n_bytes[s], m, work.pools, hosts.member_nodes[s], work.degrees, bank.links)
+                packs = packs or (nodes[s, a] > 1 and bank.packs_inside[a])
+            for i in range(m):  # ZeRO would divide inside nodes alone, which must give it something to divide by
+                alone = hosts.member_most[s, i] * bank.cp < 2
+                packs = packs and not (options[ZERO, s] > 0 and alone)
+            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
+            if packs:  # where nodes send one another packed gradients, if that is sooner
+                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
+                    bank, work, s, options[ZERO, s], bank.packs_inside
+                )
+                if packed_s + packed_across_s < inside_s + across_s:
+                    inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
+                    of.far[s] = far_s
+            if gather_s > 0:
+                of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
             of.whole[s], of.inside[s] = inside_s + across_s, inside_s
             of.lanes[s], of.lane_bytes[s] = lanes, 2 / lent * of.n_bytes[s] / lanes
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
     return _norm_s(bank, work, n, options)
+
+
+@inner
+def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) -> tuple[float, float, float, float]:
+    """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
+    the latency; `apart` as in `levels_s`, for the pools and degrees in `work`."""
+    hosts, n_bytes, m = work.hosts, work.reduction.n_bytes[s], work.stages.members[s]
+    node_s, region_s, across_s, far_s = levels_s(
+        n_bytes,
+        m,
+        work.pools,
+        hosts.member_nodes[s],
+        hosts.member_most[s],
+        work.degrees,
+        n_bytes * bank.packed_ratio,
+        work.pair_share,
+        apart,
+        bank.links,
+        False,
+        work.levels,
+    )
+    across_s += _packing_s(bank, work, s, apart)
+    inside_s, gather_s = node_s + region_s, 0.0
+    if zero > 0:  # half of it scatters gradients, and half gathers updated weights
+        if zero < 3:
+            gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
+        inside_s *= 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
+        inside_s += copies_s(n_bytes, m, work.pools, hosts.member_nodes[s], work.degrees, apart, bank.links)
+    return inside_s, gather_s, across_s, far_s
+
+
+@inner
+def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
+    """Seconds of packing in the sum of a stage's gradients, as `polygon.cost.reduction.packing_s` prices it."""
+    nodes, stages = work.places.nodes, work.stages
+    places, lanes = 0, 0
+    for r in range(nodes.shape[1]):
+        if nodes[s, r] > 0:
+            here = nodes[s, r] if apart[r] else 1
+            lanes = nodes[s, r] // here if places == 0 else min(lanes, nodes[s, r] // here)
+            places += here
+    if places == 1:
+        return 0.0
+    pack_s, unpack_s, slices = 0.0, 0.0, work.degrees[0]
+    for i in range(stages.members[s]):
+        c = stages.classes[s, i]
+        pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
+        slices = slices if bank.tp[c] == slices else 1
+    values = work.reduction.n_bytes[s] / bank.gradient_bytes / lanes / slices
+    return values * (pack_s + unpackings(places, False) * unpack_s)
 
 
 @inner

@@ -1,10 +1,11 @@
 """How links pack their messages: for every link the allowed kind that takes least, packing and unpacking included.
 
-A draft takes for each pair of regions what is quickest for a message that is alone on the link. A routed plan is then
-settled by exact simulation: where another kind makes its value better, or a gentler one leaves it as it is, it takes
-the place. Messages inside a region and inside a node are packed where that pays (`PAYS`). Weight gradients of regions
-that add up together are packed alike, because every leader must add up the same numbers; inside a region they are sums
-of NCCL or gloo, which nothing packs.
+A draft takes for each pair of regions, and inside each, what is quickest for a message that is alone on the link. A
+routed plan is then settled by exact simulation: where another kind makes its value better, or a gentler one leaves it
+as it is, it takes the place. Messages inside a region and inside a node are packed where that pays (`PAYS`). Weight
+gradients of regions that add up together are packed alike, because every leader must add up the same numbers. Inside a
+region they are sums of NCCL or gloo, which nothing packs, or its nodes send one another packed ones as regions do
+(`Plan.packed_inside`): TCP carries these, so that it is looked at where the nodes are joined by nothing faster.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from polygon.cost.convergence import Allowed
+from polygon.cost.network import TCP_LATENCY_S
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
-from polygon.domain.plan import LinkUse, Plan, Problem
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage
 
 MOST_PAIRS = 6
 """Pairs of regions whose packing of activations is settled one by one, those that carry most first."""
@@ -40,10 +42,13 @@ def _memory_bytes_per_s(problem: Problem) -> np.ndarray:
 def link_seconds(
     tables: CostTables, n_values: float, element_bytes: int, mode: str, *, feedback: bool = False
 ) -> np.ndarray:
-    """Seconds of packing, sending (latency left out) and unpacking between regions; inf without a link."""
+    """Seconds of packing, sending (latency left out) and unpacking between regions, and between nodes of one on the
+    diagonal; inf without a link."""
     problem = tables.problem
     memory = _memory_bytes_per_s(problem)
     rate = np.minimum(problem.cluster.bytes_per_s, tables.links.capacity_bytes_per_s)
+    for r in range(len(rate)):
+        rate[r, r] = min((tables.links.bytes_per_s[pair] for pair in _pairs_inside(problem, r)), default=0.0)
     pack, unpack = codec_s(n_values, element_bytes, mode, 1.0, feedback=feedback)
     n_bytes = packed_bytes(n_values, element_bytes, mode, matrix_values(problem.model))
     with np.errstate(divide="ignore"):
@@ -51,7 +56,8 @@ def link_seconds(
 
 
 def activation_modes(tables: CostTables, micro_batch_size: int, modes: Sequence[str]) -> np.ndarray:
-    """Packing of activations that is quickest between regions, the gentlest of equals, shape (regions, regions)."""
+    """Packing of activations that is quickest between regions and inside them, the gentlest of equals, shape
+    (regions, regions)."""
     batch = tables.problem.batch
     values = boundary_values(tables.problem.model, batch, micro_batch_size)
     seconds = np.array([link_seconds(tables, values, batch.element_bytes, mode) for mode in modes])
@@ -59,16 +65,46 @@ def activation_modes(tables: CostTables, micro_batch_size: int, modes: Sequence[
 
 
 def gradient_mode(tables: CostTables, modes: Sequence[str]) -> str:
-    """Packing of weight gradients that is quickest on the slowest link, the gentlest of equals."""
-    batch, regions = tables.problem.batch, len(tables.problem.cluster.regions)
-    values = 4 * matrix_values(tables.problem.model)
+    """Packing of weight gradients that is quickest on the slowest link, the gentlest of equals.
+
+    Links between regions count; in one region alone, those between its nodes.
+    """
+    regions = len(tables.problem.cluster.regions)
     joined = ~np.eye(regions, dtype=bool) & (tables.problem.cluster.bytes_per_s > 0)
     if not joined.any():
+        joined = np.diag(by_tcp(tables))
+    if not joined.any():
         return modes[0]
-    worst = [
-        float(link_seconds(tables, values, batch.gradient_bytes, mode, feedback=True)[joined].max()) for mode in modes
-    ]
-    return modes[int(np.argmin(worst))]
+    return modes[int(np.argmin([float(_gradient_s(tables, mode)[joined].max()) for mode in modes]))]
+
+
+def _gradient_s(tables: CostTables, mode: str) -> np.ndarray:
+    """`link_seconds` of the weight gradients of a block."""
+    problem = tables.problem
+    values = 4 * matrix_values(problem.model)
+    return link_seconds(tables, values, problem.batch.gradient_bytes, mode, feedback=True)
+
+
+def pays_inside(tables: CostTables, mode: str) -> np.ndarray:
+    """In which regions the nodes pass a large gradient on sooner if it is packed, shape (regions,) of bool."""
+    plain_s, packed_s = (_gradient_s(tables, kind).diagonal() for kind in ("none", mode))
+    return np.asarray(by_tcp(tables) & (packed_s < plain_s))
+
+
+def by_tcp(tables: CostTables) -> np.ndarray:
+    """Which regions have several nodes, joined by TCP alone, shape (regions,) of bool."""
+    problem, latency_s = tables.problem, tables.links.ring_latency_s
+    pairs = [_pairs_inside(problem, r) for r in range(len(problem.cluster.regions))]
+    pools = problem.cluster.pools
+    return np.array(
+        [of != [] and all(pools[p].device.is_cpu or latency_s[p, q] >= TCP_LATENCY_S for p, q in of) for of in pairs]
+    )
+
+
+def _pairs_inside(problem: Problem, region: int) -> list[Pair]:
+    """Pools of a region, by number, between whose nodes a plan may send."""
+    mine = [pool for pool in problem.cluster.pools if pool.region == region and problem.may_use(pool)]
+    return [(p.index, q.index) for p in mine for q in mine if p is not q or p.nodes > 1]
 
 
 def different(modes: Iterable[str], n_values: float, element_bytes: int) -> list[str]:
@@ -77,12 +113,14 @@ def different(modes: Iterable[str], n_values: float, element_bytes: int) -> list
     return [mode for mode in modes if mode == "none" or packed_bytes(n_values, element_bytes, mode) < plain]
 
 
-def settled(problem: Problem, plan: Plan, may: Allowed, value: Callable[[Plan], float]) -> Plan:
+def settled(tables: CostTables, plan: Plan, may: Allowed, value: Callable[[Plan], float]) -> Plan:
     """The plan with the packings that make its value least, the gentlest of equals.
 
     One class of messages after another, on all links together; activations then on the busiest links one by one.
     """
+    problem = tables.problem
     plan, inside = _with_inside(problem, plan)
+    plan, summing = _with_sums_inside(tables, plan, may)
     if not plan.links:
         return plan
     batch = problem.batch
@@ -98,15 +136,85 @@ def settled(problem: Problem, plan: Plan, may: Allowed, value: Callable[[Plan], 
     ):
         modes = different(getattr(may, field), n_values, element_bytes)
         if field == "weight_gradients":
-            scopes = _adding_up(problem, plan, pairs)
+            plan, best = _settled_gradients(problem, plan, best, [*pairs, *summing], modes, value)
+            scopes = []
         else:
             scopes = [pairs, *([pair] for pair in busiest if len(busiest) > 1)] if pairs else []
         for scope in scopes:
             plan, best = _best_mode(plan, best, field, scope, modes, value)
         if field != "weight_gradients" and inside:
+            plan, best = _plain_unless_it_pays(plan, best, field, inside, value)
             plan, best = _best_mode(plan, best, field, inside, modes, value, gain=PAYS)
-    unused = {pair for pair in inside if plan.link_use(*pair) == LinkUse(source=pair[0], target=pair[1])}
+    own = {(use.source, use.target) for use in plan.links if use.source == use.target}
+    unused = {pair for pair in own if plan.link_use(*pair) == LinkUse(source=pair[0], target=pair[1])}
     return replace(plan, links=tuple(use for use in plan.links if (use.source, use.target) not in unused))
+
+
+def _settled_gradients(
+    problem: Problem, plan: Plan, best: float, pairs: list[Pair], modes: Sequence[str], value: Callable[[Plan], float]
+) -> tuple[Plan, float]:
+    """The plan with the best packing of weight gradients, between regions and inside them, and its value."""
+    for scope in _adding_up(problem, plan, pairs):
+        far = [pair for pair in scope if pair[0] != pair[1]]
+        plan, best = _plain_unless_it_pays(plan, best, "weight_gradients", set(scope) - set(far), value)
+        if far:
+            plan, best = _best_mode(plan, best, "weight_gradients", far, modes, value)
+        if len(far) < len(scope):
+            plan, best = _best_mode(plan, best, "weight_gradients", scope, modes, value, gain=PAYS)
+    return plan, best
+
+
+def _plain_unless_it_pays(
+    plan: Plan, best: float, field: str, scope: Iterable[Pair], value: Callable[[Plan], float]
+) -> tuple[Plan, float]:
+    """The plan without a packing of one class inside regions that makes its value better by less than `PAYS`."""
+    if all(getattr(plan.link_use(*pair), field) == "none" for pair in scope):
+        return plan, best
+    plain = replace(plan, links=_repacked(plan.links, field, scope, "none"))
+    found = value(plain)
+    return (plain, found) if found <= best * (1 + PAYS) else (plan, best)
+
+
+def without_inside(links: Iterable[LinkUse]) -> tuple[LinkUse, ...]:
+    """The links, no nodes of a region sending one another packed weight gradients."""
+    return tuple(replace(use, weight_gradients="none") if use.source == use.target else use for use in links)
+
+
+def _with_sums_inside(tables: CostTables, plan: Plan, may: Allowed) -> tuple[Plan, list[Pair]]:
+    """The plan with an entry for every region inside which packing weight gradients may pay, and these as pairs."""
+    if plan.reduction != "all-reduce" or plan.local_steps > 1:
+        return plan, []
+    pays = np.any([pays_inside(tables, mode) for mode in may.weight_gradients], axis=0)
+    found = [r for r in summing_inside(tables.problem, plan.stages) if pays[r]] if pays.any() else []
+    known = {use.source for use in plan.links if use.source == use.target}
+    added = tuple(LinkUse(source=r, target=r) for r in found if r not in known)
+    return replace(plan, links=(*plan.links, *added)), [(r, r) for r in found]
+
+
+def summing_inside(problem: Problem, stages: Sequence[Stage]) -> list[int]:
+    """Regions of which several nodes add up gradients: of a stage, or of an embedding that two stages hold."""
+    pools, found = problem.cluster.pools, set[int]()
+    sums = [stage.workers for stage in stages]
+    if problem.model.tied_embeddings and len(stages) > 1:
+        sums.append((*stages[0].workers, *stages[-1].workers))
+    for workers in sums:
+        nodes: dict[int, set[tuple[int, int]]] = {}
+        for worker in workers:
+            pool = pools[worker.pool]
+            nodes.setdefault(pool.region, set()).update((pool.index, pool.node_of(d)) for d in worker.devices)
+        found |= {region for region, of in nodes.items() if len(of) > 1}
+    return sorted(found)
+
+
+def alone_on_nodes(problem: Problem, stage: Stage) -> bool:
+    """Whether some device of a stage is the only one of its node that holds the same slices."""
+    pools = problem.cluster.pools
+    held: dict[tuple[int, int], int] = {}
+    for worker in stage.workers:
+        for device in worker.devices[:: worker.tp]:
+            node = worker.pool, pools[worker.pool].node_of(device)
+            held[node] = held.get(node, 0) + 1
+    return min(held.values()) < 2
 
 
 def _with_inside(problem: Problem, plan: Plan) -> tuple[Plan, list[Pair]]:
@@ -118,7 +226,9 @@ def _with_inside(problem: Problem, plan: Plan) -> tuple[Plan, list[Pair]]:
         inside |= {(r, r) for r in np.unique(here[here == there]).tolist()}
     known = {(use.source, use.target) for use in plan.links}
     added = tuple(LinkUse(source=r, target=r) for r, _ in sorted(inside - known))
-    return replace(plan, links=(*plan.links, *added)), sorted(inside)
+    unused = {pair for pair in known - inside if pair[0] == pair[1]}
+    links = _repacked(_repacked(plan.links, "activations", unused, "none"), "activation_gradients", unused, "none")
+    return replace(plan, links=(*links, *added)), sorted(inside)
 
 
 def _best_mode(

@@ -118,14 +118,10 @@ def memory_variants(plan: Plan) -> Iterator[Plan]:
     for zero in (0, 1, 2, 3):
         for recompute in ("none", "selective", "full"):
             stages: tuple[Stage, ...] = tuple(
-                replace(stage, zero=zero if _copies(stage) > 1 else 0, recompute=recompute, recompute_blocks=None)
+                replace(stage, zero=zero if stage.members > 1 else 0, recompute=recompute, recompute_blocks=None)
                 for stage in plan.stages
             )
             yield replace(plan, stages=stages)
-
-
-def _copies(stage: Stage) -> int:
-    return sum(worker.cp for worker in stage.workers)
 
 
 def variant(plan: Plan) -> Message:

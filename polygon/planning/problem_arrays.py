@@ -15,9 +15,9 @@ from polygon.cost.memory import breakdown, gradient_copies, outside_bytes, state
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
-from polygon.cost.transfers import LinkArrays, boundary_values, matrix_values, packed_bytes
+from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE, Problem
-from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds
+from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds, pays_inside
 
 RECOMPUTED, ZERO, BLOCKS = 0, 1, 2
 """Rows of the memory options of stages: recomputation (its place in `RECOMPUTE`), ZeRO, and blocks recomputed."""
@@ -86,6 +86,12 @@ class Bank(NamedTuple):
     """(d, d) seconds to pack and unpack it on the slowest devices there."""
     gradient_ratio: np.ndarray
     """(d, d) packed over plain gradient bytes."""
+    packed_ratio: float
+    """The same of any link over which they are packed."""
+    gradient_codec_s: np.ndarray
+    """(2, c) seconds per value to pack (with error feedback) and to unpack them on a device."""
+    packs_inside: np.ndarray
+    """(d,) whether nodes of a region may send one another packed gradients (`link_compression.pays_inside`)."""
     local_steps: int
     """Most steps between two meetings of regions that hold a whole pipeline each; 1: they meet in every step."""
     stands: np.ndarray
@@ -183,16 +189,18 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     chosen = activation_modes(tables, micro_batch_size, may.activations)
     wire = np.full((regions, regions), values * float(batch.element_bytes))
     packing_s = np.zeros((regions, regions))
-    for mode in set(chosen[far].tolist()):
-        here = far & (chosen == mode) & (cluster.bytes_per_s > 0)
+    plain_s = link_seconds(tables, values, batch.element_bytes, "none")
+    for mode in set(chosen.ravel().tolist()):
+        here = (chosen == mode) & np.isfinite(plain_s)
         wire[here] = packed_bytes(values, batch.element_bytes, mode)
         seconds = link_seconds(tables, values, batch.element_bytes, mode)
-        rate = np.minimum(cluster.bytes_per_s, links.capacity_bytes_per_s)
-        packing_s[here] = np.maximum(0.0, seconds[here] - wire[here] / rate[here])
+        sent_s = plain_s[here] * wire[here] / (values * batch.element_bytes)
+        packing_s[here] = np.maximum(0.0, seconds[here] - sent_s)
     block = 4 * matrix_values(problem.model)
     gradients = gradient_mode(tables, may.weight_gradients)
     ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))
     ratio /= block * batch.gradient_bytes
+    inside = pays_inside(tables, gradients)
     stands = np.zeros(regions, dtype=np.int64)
     stands[links.region] = np.arange(len(links.region))
     million = 1_000_000
@@ -231,7 +239,12 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         gradient_bytes=float(batch.gradient_bytes),
         activation_wire=wire,
         activation_codec_s=packing_s,
-        gradient_ratio=np.where(far, ratio, 1.0),
+        gradient_ratio=np.where(far | np.diag(inside), ratio, 1.0),
+        packed_ratio=float(ratio),
+        gradient_codec_s=np.array(
+            [codec_s(1.0, batch.gradient_bytes, gradients, p.device.memory_bytes_per_s, feedback=True) for p in pools]
+        ).T.copy(),
+        packs_inside=inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,
         links=links.arrays(problem.runtime.bucket_bytes),

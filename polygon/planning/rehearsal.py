@@ -129,7 +129,7 @@ def _expert_degree(model: Model, plan: Plan, s: int, wanted: int) -> int:
         for w in range(stage.width)
     }
     alike = len(orders) == 1 and len({worker.tp for worker in stage.workers}) == 1
-    return math.gcd(wanted, model.experts, sum(worker.cp for worker in stage.workers)) if alike and wanted > 1 else 1
+    return math.gcd(wanted, model.experts, stage.members) if alike and wanted > 1 else 1
 
 
 def _merge_stages(

@@ -26,9 +26,10 @@ from pydantic import Field
 from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
-from polygon.cost.reduction import ReductionCost, gradient_wire_bytes, stage_reduction
+from polygon.cost.reduction import ReductionCost, group_packing, stage_reduction
 from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times
 from polygon.cost.tables import CostTables
+from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem
 from polygon.formats.schema import Strict
@@ -282,7 +283,8 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
     if p == 1:
         return 0.0
     n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
-    wire = gradient_wire_bytes(plan, n_values, problem.batch, len(problem.cluster.regions))
+    mode = group_packing(plan, np.unique(place.region[mine]))
+    wire = packed_bytes(n_values, problem.batch.gradient_bytes, mode)
     plain = n_values * problem.batch.gradient_bytes
     latency_s, worst = 0.0, 0.0
     for a in mine:
@@ -294,8 +296,8 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
                 hop_s, rate, n = links.node_latency_s[pa], links.node_bytes_per_s[pa], plain
             else:
                 hop_s, rate = links.latency_s[pa, pb], links.bytes_per_s[pa, pb]
-                far = place.region[a] != place.region[b]
-                n = wire[place.region[a], place.region[b]] if far else plain
+                far = place.region[a] != place.region[b] or place.region[a] in plan.packed_inside
+                n = wire if far else plain
             latency_s = max(latency_s, float(hop_s))
             worst = max(worst, float(n / rate) if rate > 0 else math.inf)
     if algorithm == "ring":

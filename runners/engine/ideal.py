@@ -72,7 +72,7 @@ class IdealRun:
         self._buckets = self._sizes()
         self._free_s = dict.fromkeys(plan.rank_places, 0.0)
         self._busy_s: dict[tuple[str, int], float] = defaultdict(float)
-        """Until when a group's gradients are on their way into a region."""
+        """Until when a group's gradients are on their way into a region (to its first rank there)."""
         self._under_way: list[tuple[int, dict[int, float]]] = []
         """Exchanges of local updates: the step at whose end they are waited for, and when each region has them."""
         self._step = 0
@@ -189,22 +189,29 @@ class IdealRun:
         return {b: max(t + float(latency_s[a, b]) * (a != b) for a, t in summed.items()) for b in self._regions}
 
     def _cross(self, group: Members, elements: float, ready_s: Sequence[float]) -> list[float]:
-        """When each region of a group knows the sum of what was there in the others."""
-        cluster, regions = self.problem.cluster, [self.layout.region_of[ranks[0]] for ranks in group.regions]
-        if len(regions) == 1:
+        """When each region of a group (or node, where these exchange) knows the sum of what was there in the others."""
+        firsts = [ranks[0] for ranks in group.regions]
+        if len(firsts) == 1:
             return list(ready_s)
         n_bytes = packed_bytes(elements, self.problem.batch.gradient_bytes, group.codec)
         found = []
-        for a, own_s in zip(regions, ready_s, strict=True):
-            others = [(b, t) for b, t in zip(regions, ready_s, strict=True) if b != a]
-            way_s = n_bytes / (len(group.leaders[0]) * sum(float(cluster.bytes_per_s[b, a]) for b, _ in others))
+        for a, own_s in zip(firsts, ready_s, strict=True):
+            others = [(*self._way(b, a), t) for b, t in zip(firsts, ready_s, strict=True) if b != a]
+            way_s = n_bytes / (len(group.leaders[0]) * sum(rate for _, rate, _ in others))
             key = (group.name, a)
-            self._busy_s[key] = max(self._busy_s[key], min(t for _, t in others)) + way_s
-            latest_s = max(t + float(cluster.latency_s[b, a]) for b, t in others) + way_s
-            found.append(
-                max(own_s, latest_s, self._busy_s[key] + min(float(cluster.latency_s[b, a]) for b, _ in others))
-            )
+            self._busy_s[key] = max(self._busy_s[key], min(t for *_, t in others)) + way_s
+            latest_s = max(t + latency_s for latency_s, _, t in others) + way_s
+            found.append(max(own_s, latest_s, self._busy_s[key] + min(latency_s for latency_s, *_ in others)))
         return found
+
+    def _way(self, source: int, target: int) -> tuple[float, float]:
+        """Latency and rate from a rank to one on another node."""
+        cluster, a, b = self.problem.cluster, self.layout.region_of[source], self.layout.region_of[target]
+        if a != b:
+            return float(cluster.latency_s[a, b]), float(cluster.bytes_per_s[a, b])
+        pools = [self.layout.worker_of(rank).pool for rank in (source, target)]
+        link = cluster.pools[pools[0]].inter_node if pools[0] == pools[1] else cluster.regions[a].intra_region
+        return link.latency_s, link.bytes_per_s
 
     def _exchange(self) -> None:
         """Begin and end the exchanges of local updates that are due after the step."""

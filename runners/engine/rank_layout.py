@@ -88,6 +88,23 @@ class Layout:
             for device in worker.devices
         }
 
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """A number for every rank of where gradients are added up plain: of its region, or of its node where nodes of
+        the region send one another packed ones."""
+        inside, regions = self.plan.packed_inside, len(self.problem.cluster.regions)
+        return {
+            rank: regions + self.node_of[rank] if region in inside else region
+            for rank, region in self.region_of.items()
+        }
+
+    def near(self, rank: int) -> frozenset[int]:
+        """Ranks of a rank's region, without those that it sends packed gradients: these messages are told apart by
+        tags, which an accelerator's own have not."""
+        here = self.region_of[rank]
+        packed = {peer for members in self.groups_of(rank).values() for peer in members.leader_peers(rank)}
+        return frozenset(peer for peer, region in self.region_of.items() if region == here) - packed
+
     def _far_peers(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """Ranks in other regions that a rank exchanges messages with: peer, the rank's region, the peer's region."""
         here = self.region_of[rank]
@@ -241,12 +258,12 @@ class Layout:
         return model.tied_embeddings and model.family != "vit" and len(self.plan.stages) > 1
 
     def _codec(self, ranks: Iterable[int]) -> str:
-        """Packing of weight gradients between the regions of these ranks: the strongest named for any pair.
+        """Packing of weight gradients between the places of these ranks: the strongest named for any pair of regions.
 
         One packing for all pairs, because every leader must add up the same numbers.
         """
         regions = sorted({self.region_of[rank] for rank in ranks})
-        names = [self.plan.link_use(a, b).weight_gradients for a in regions for b in regions if a != b]
+        names = [self.plan.link_use(a, b).weight_gradients for a in regions for b in regions]
         return max(names, key=COMPRESSIONS.index, default="none")
 
     @cached_property
@@ -266,7 +283,7 @@ class Layout:
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches
         groups = {
             name: members_of(
-                name, members, self.region_of, self.node_of, self._codec(members), first_tag + place * TAGS_PER_GROUP
+                name, members, self.place_of, self.node_of, self._codec(members), first_tag + place * TAGS_PER_GROUP
             )
             for place, (name, members) in enumerate(ranks.items())
         }
@@ -293,7 +310,7 @@ class Layout:
             for m in (self.plan.routes[:, stage] == worker).nonzero()[0]:
                 peers |= {self.peer(int(m), s, part) for s in (stage - 1, stage + 1) if 0 <= s < len(self.plan.stages)}
         for members in self.groups_of(rank).values():
-            peers |= {b if a == rank else a for a, b in members.leader_pairs() if rank in (a, b)}
+            peers |= members.leader_peers(rank)
         here = self.region_of[rank]
         return {
             peer: max(

@@ -69,7 +69,6 @@ class Training:
             local_rank = (device_number - pool.first_device) % pool.devices_per_node
             accelerator = accelerator_of(choose_device(options, local_rank))
         device, self._accelerator = accelerator.device, accelerator
-        here = layout.region_of[rank]
         self._address, links = address, layout.link_shapes(rank)
         self.wires = Wires(
             PrefixStore("wires", store),
@@ -78,7 +77,7 @@ class Training:
             address=address,
             timeout_s=options.timeout_s,
             accelerator=accelerator,
-            near=frozenset(r for r, region in layout.region_of.items() if region == here),
+            near=layout.near(rank),
             shapes=links if options.emulate_links else None,
             warm_bytes=layout.warm_bytes(rank),
             bytes_per_s={peer: link.bytes_per_s for peer, link in links.items()},

@@ -50,7 +50,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
         one = np.ones(len(members), dtype=np.int64)
         *parts, far_s = levels_s(
             n_bytes, len(members), np.array(members), np.array(used), one, one,
-            np.full((n, n), wire), np.ones((n, n)), arrays, whole, levels_room(n, n),
+            wire, np.ones((n, n)), np.zeros(n, dtype=bool), arrays, whole, levels_room(n, n),
         )  # fmt: skip
     return sum(parts), far_s
 

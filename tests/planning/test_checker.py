@@ -142,6 +142,11 @@ BROKEN = {
     "plan.compression_not_allowed": (linked(weight_gradients="int4"), {}, {"traffic": "weight_gradients"}),
     "plan.streams": (linked(streams=0), {}, {"streams": 0}),
     "plan.local_steps_not_allowed": (LOCAL, {}, {"local_steps": 10}),
+    "plan.packed_inside": (
+        replace(SOUND, links=(LinkUse(source=0, target=0, weight_gradients="int8"),), reduction="central-server"),
+        {},
+        {"region": "r0", "reduction": "central-server"},
+    ),
     "plan.local_steps_reduction": (replace(LOCAL, reduction="sharded-server"), FREE, {"reduction": "sharded-server"}),
     "plan.local_steps_fp16": (LOCAL, {**FREE, "precision": "fp16"}, {}),
     "plan.local_steps_tp": (
