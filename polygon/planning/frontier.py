@@ -236,7 +236,7 @@ def find_within_limits(
 
     Where nothing is limited and time is minimised a round is `find_plan`. Limits that the best plan keeps without them
     change nothing. Else the best member of a collection is taken that knows no budget and no deadline, only the cap on
-    egress.
+    egress; under a budget by the hour, or what a search that knows all limits finds from there.
     """
     tables = tables or CostTables(problem)
 
@@ -282,7 +282,29 @@ def _within_limits(
     capped = replace(problem.constraints, most_usd_per_step=None, most_usd_per_hour=None, most_step_s=None)
     base = replace(problem, constraints=capped)
     wider = search(base, seed + 1, [*ends, MONEY, *map(mixture, TIME_WEIGHTS)])
-    return _decoded(problem, _joined(collection, wider), objective, tables)
+    collection = _joined(collection, wider)
+    found = _decoded(problem, collection, objective, tables)
+    if collection.interrupted or problem.constraints.most_usd_per_hour is None:
+        return found
+    # Mixtures of time and money say little of what costs little by the hour.
+    within = find_plan(
+        problem,
+        np.random.default_rng([seed, len(ends)]),
+        groups=groups,
+        effort=_half(effort, effort.time_limit_s / 2),
+        tell=tell,
+        tables=tables,
+        objective=objective,
+        known=[collection.best(problem, objective)[1]],
+    )
+    best = within if within.value_s < found.value_s else found
+    return replace(
+        best,
+        evaluations=found.evaluations + within.evaluations,
+        seconds=found.seconds + within.seconds,
+        interrupted=within.interrupted,
+        bills=(*best.bills, *(found if best is within else within).bills),
+    )
 
 
 def _decoded(problem: Problem, collection: Collection, objective: Objective, tables: CostTables) -> Found:

@@ -20,6 +20,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
+from polygon.planning.checker import violations
 from polygon.planning.warmup_depths import Pacing
 
 CHUNKS = (2, 3, 4, 6, 8)
@@ -56,8 +57,10 @@ def polished(
             break
         candidate = fitted(drafts[at % len(drafts)], tables)
         found = value_of(candidate) if candidate is not None else math.inf
-        # What helped once is tried again first: changes keep their places in the list.
-        if candidate is not None and found < value - GAIN * abs(value):
+        # What helped once is tried again first: changes keep their places in the list. A change that helps may still
+        # be one that the rules forbid, as ZeRO-3 with local steps.
+        helps = candidate is not None and found < value - GAIN * abs(value)
+        if candidate is not None and helps and not violations(tables.problem, candidate, tables):
             best, value, failures = candidate, found, 0
             drafts = list(changes(best, tables))
         else:
@@ -123,24 +126,19 @@ def _stage_changes(plan: Plan, tables: CostTables) -> Iterator[Changed]:
         for factor in (2, 0.5):
             yield partial(_spread, factor=factor, experts=model.experts)
     if any(stage.zero for stage in plan.stages):
-        for shards in sorted({n for stage in plan.stages for n in divisors(_members(stage))[1:-1]}):
+        for shards in sorted({n for stage in plan.stages for n in divisors(stage.members)[1:-1]}):
             yield partial(_sharded, shards=shards)
 
 
 def _dividing(stage: Stage, zero: int) -> Stage | None:
     """Another ZeRO stage, over all that hold the same; None where there is nothing to divide by."""
-    return _changed(stage, zero=zero, shards=0) if _members(stage) > 1 else None
+    return _changed(stage, zero=zero, shards=0) if stage.members > 1 else None
 
 
 def _with_sequence(stage: Stage, tokens: int) -> Stage | None:
     """The sequence split beside the layers, or not; None where it cannot be."""
     fits = all(worker.tp > 1 and tokens % len(worker.devices) == 0 for worker in stage.workers)
     return replace(stage, sequence_parallel=not stage.sequence_parallel) if fits else None
-
-
-def _members(stage: Stage) -> int:
-    """Devices that hold the same slices of a stage's layers."""
-    return sum(worker.cp for worker in stage.workers)
 
 
 def _changed(stage: Stage, **fields: object) -> Stage | None:
@@ -175,7 +173,7 @@ def _spread(stage: Stage, factor: float, experts: int) -> Stage | None:
 
 def _sharded(stage: Stage, shards: int) -> Stage | None:
     """ZeRO over groups of so many devices, copies across them; None where that changes nothing."""
-    if not stage.zero or _members(stage) % shards or shards >= _members(stage) or shards == stage.shards:
+    if not stage.zero or stage.members % shards or shards >= stage.members or shards == stage.shards:
         return None
     return replace(stage, shards=shards)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.estimate import estimate
 from polygon.cost.money import excesses, whole_run
+from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
@@ -18,6 +19,7 @@ from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.objectives import MONEY, OBJECTIVES, STEP_TIME, objective_named
+from polygon.planning.polish import polished
 from polygon.planning.search_engine import Effort, find_groups, find_plan
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 from tests.nightly import cases
@@ -121,6 +123,30 @@ def test_limits_that_nothing_keeps_are_a_result_with_a_reason():
         assert over.kind == f"limit.{limit}" and over["limit"] == 1e-6 < over["value"]
 
 
+def test_half_of_what_all_cost_by_the_hour_buys_half_of_the_devices():
+    """A budget by the hour that a plan on half of eight equal nodes keeps: the step is about twice as long."""
+    free = replace(problem_of(([("a100-40gb", 8, 1)],)), batch=Batch(global_batch=1024, seq_len=512))
+    fastest = find_within_limits(free, 0, effort=SHORT)
+    assert fastest.plan.world_size == 8
+    usd_per_hour = 3600 * estimate(free, fastest.plan).cost_usd / fastest.value_s
+    limited = replace(free, constraints=Constraints(most_usd_per_hour=usd_per_hour / 2))
+    assert find_within_limits(limited, 0, effort=SHORT).value_s <= 2.1 * fastest.value_s
+
+
+def test_polishing_keeps_the_rules_of_local_steps():
+    """Regions that train by themselves share no weights, even where that is what is asked for."""
+    two = ([("a100-40gb", 1, 2)], [("a100-40gb", 1, 2)])
+    problem = problem_of(two, Constraints(local_steps=(1, 10, 100)), bytes_per_s=5e7, latency_s=0.124)
+    found = find_within_limits(problem, 0, effort=SHORT)
+    assert found.plan.local_steps > 1
+
+    def shared(plan):
+        return -float(sum(stage.zero for stage in plan.stages))
+
+    better = polished(found.plan, CostTables(problem), shared, evaluations=200, expired=lambda: False)
+    assert shared(better) < shared(found.plan) and violations(problem, better) == []
+
+
 def test_money_under_a_deadline():
     """The plan keeps the deadline and costs no more than the fastest, which keeps it too."""
     free = problem_of(THREE)
@@ -135,8 +161,13 @@ def test_money_under_a_deadline():
 @settings(max_examples=cases(25), deadline=None)
 @given(problem=problems(prices=(0.05,)), seed=st.integers(0, 50))
 def test_fluid_egress_is_near_the_plans(problem, seed):
-    """Bytes that leave each region, by flow and by routes: whole micro-batches make the difference."""
-    decoder = Decoder(replace(problem, constraints=Constraints(compressions=("none",))), objective=MONEY)
+    """Bytes that leave each region, by flow and by routes: whole micro-batches make the difference.
+
+    Over links that hold nobody up: routes give less to workers behind slow ones, the relaxation does not.
+    """
+    fast = replace(problem.cluster, bytes_per_s=100 * problem.cluster.bytes_per_s)
+    problem = replace(problem, cluster=fast, constraints=Constraints(compressions=("none",)))
+    decoder = Decoder(problem, objective=MONEY)
     x = Candidates(decoder, 4).random(np.random.default_rng(seed))
     plan = decoder.decode(x)
     if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
