@@ -3,7 +3,8 @@
 A default is judged in two ways. For the plan as it is: the step with the link so many times slower and faster. And by
 planning anew: a plan made for a slow default avoids it and would gain nothing from a faster one, while another plan
 might. Every default, in regions that the plan uses or not, is made faster in turn; where the fluid step time of simple
-allocations gains most, a short exact search says by how much at least (`polygon.planning.what_ifs`).
+allocations gains most, short exact searches say by how much at least (`polygon.planning.what_ifs`), on small clusters
+a whole search for the first.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from polygon.cost.estimate import worker_regions
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, Region
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.planning.alternatives import SHORT
 from polygon.planning.decode import Decoder
 from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts
+from polygon.planning.search_engine import find_plan
 from polygon.planning.what_ifs import Change, sensitivities
 
 LEAST = 0.02
 """Part of the step that a default has to move to be spoken of."""
 MOST_PRICED = 24
 """Defaults that are looked at: those of the regions with most of the plan's devices."""
+MOST_SEARCHED = 256
+"""Devices up to which the most promising default has a short search of its own."""
 FACTOR = 4.0
 """How far from the truth a default may well be: half of the common networks are within it."""
 MOST_ANEW = 2
@@ -117,8 +124,9 @@ def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float
     now = Decoder(problem, tables=tables)
     if not now.classes:
         return {}
-    starts = fresh_starts(now, carried_over(allocation_of(now, plan), now, now))
-    enough_s = (1 - least) * min(now.fluid_s(x)[0] for x in starts)
+    # Without the plan's own allocation, which a search has fitted to the defaults: any that gains may lead to a plan.
+    starts = fresh_starts(now, carried_over(allocation_of(now, plan), now, now))[1:]
+    enough_s = (1 - least) * min((now.fluid_s(x)[0] for x in starts), default=0.0)
     with_all = decoder_with(*problem.cluster.defaults)
     starts = [x for x in best_starts(with_all, starts, MOST_PROMISING) if with_all.fluid_s(x)[0] < enough_s]
     promising = []
@@ -135,7 +143,14 @@ def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float
     if not changes:
         return {}
     rows = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS).rows
-    return {row.text["name"]: -row.replanned for row in rows if -row.replanned > least}
+    gains = {row.text["name"]: -row.replanned for row in rows}
+    if problem.cluster.devices <= MOST_SEARCHED:
+        # What simple starts lead to may be no better than a plan that a search has found.
+        _, name, cluster = promising[0]
+        richer = replace(problem, cluster=cluster)
+        found = find_plan(richer, np.random.default_rng(0), effort=SHORT, tables=tables.for_problem(richer))
+        gains[name] = max(gains.get(name, 0.0), 1 - found.value_s / step_times(plan, tables).step_s)
+    return {name: gain for name, gain in gains.items() if gain > least}
 
 
 def _region_of(cluster: Cluster, name: str) -> int:

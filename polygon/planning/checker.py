@@ -207,7 +207,7 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
         ]
     if plan.reduction != "all-reduce" or plan.local_steps > 1:
         found += [
-            Violation("plan.packed_inside", region=cluster.regions[r].name, reduction=plan.reduction)
+            Violation("plan.packed_inside", region=cluster.regions[r].name)
             for r in sorted(plan.packed_inside)
             if 0 <= r < len(cluster.regions)
         ]

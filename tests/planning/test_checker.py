@@ -145,7 +145,7 @@ BROKEN = {
     "plan.packed_inside": (
         replace(SOUND, links=(LinkUse(source=0, target=0, weight_gradients="int8"),), reduction="central-server"),
         {},
-        {"region": "r0", "reduction": "central-server"},
+        {"region": "r0"},
     ),
     "plan.local_steps_reduction": (replace(LOCAL, reduction="sharded-server"), FREE, {"reduction": "sharded-server"}),
     "plan.local_steps_fp16": (LOCAL, {**FREE, "precision": "fp16"}, {}),
