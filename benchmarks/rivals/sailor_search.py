@@ -23,7 +23,6 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.profiles import model_profiles
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan
 from polygon.planning.candidates import Candidates
@@ -111,7 +110,7 @@ class ScoreDecoder(Decoder):
     def estimate_s(self, form: Mapping[str, Any]) -> float:
         """Polygon's estimate of a plan of Sailor's form; inf where its own memory model objects."""
         plan = self.plan(form)
-        place = Placement.of(plan, self.tables.links)
+        place = self.tables.placement(plan)
         memory = worker_memory(plan, self.tables, place)
         limits = self.tables.limit_bytes[place.pool]
         if any(m.total_bytes > limit for m, limit in zip(memory, limits, strict=True)):

@@ -19,7 +19,7 @@ from polygon.cost.transfers import Placement, boundary_values
 from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
 from polygon.domain.cluster import Cluster
 from polygon.domain.message import Message
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import Plan, Problem, Stage
 from polygon.domain.schedule import in_flight, interleaved_in_flight, windows
 
 
@@ -119,9 +119,14 @@ def group_memory(
 
 
 def group_rows(plan: Plan, tables: CostTables, group: int, tp: int) -> tuple[float, ...]:
-    """What `stage_rows` says of all stages of a group, as of one."""
-    batch, runtime, model = tables.problem.batch, tables.problem.runtime, tables.problem.model
+    """What `stage_rows` says of all stages of a group, as of one; kept for the next plan that has the same ones."""
     stages = plan.stages[group :: plan.groups]
+    known = tables.stage_rows.get(stages, plan.micro_batch_size, tp)
+    return known or tables.stage_rows.put(_group_rows(plan, tables, stages, tp), stages, plan.micro_batch_size, tp)
+
+
+def _group_rows(plan: Plan, tables: CostTables, stages: Sequence[Stage], tp: int) -> tuple[float, ...]:
+    batch, runtime, model = tables.problem.batch, tables.problem.runtime, tables.problem.model
     cp = stages[0].workers[0].cp
     rows = np.array(
         [

@@ -167,7 +167,7 @@ class Lanes:
             problem = self.tables.problem
             batch = replace(problem.batch, global_batch=config.dp * config.micro_batch_size)
             plan = uniform_plan(replace(problem, batch=batch), bare)
-            place = Placement.of(plan, self.tables.links)
+            place = self.tables.placement(plan)
             messages = price_messages(
                 plan, problem.model, problem.batch, self.tables.links, place, problem.runtime, in_step=True
             )

@@ -63,9 +63,9 @@ def bill_of(problem: Problem, plan: Plan, step_s: float, traffic_bytes: np.ndarr
     traffic_bytes : ndarray, shape (regions, regions)
         What the plan sends from region to region per step.
     """
-    pools = problem.cluster.pools
-    usd_per_hour = sum(pools[w.pool].price_usd_per_hour * len(w.devices) for w in plan.workers)
-    power_w = sum(pools[w.pool].device.power_w * len(w.devices) for w in plan.workers)
+    pools, used = problem.cluster.pools, plan.devices_of_pools.items()
+    usd_per_hour = sum(pools[p].price_usd_per_hour * count for p, count in used)
+    power_w = sum(pools[p].device.power_w * count for p, count in used)
     return priced(problem, step_s, usd_per_hour, power_w, traffic_bytes.sum(axis=1))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -124,51 +124,6 @@ def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     return list(number), np.array([number[row] for row in rows])
 
 
-def schedule_times(plan: Plan, tables: CostTables, place: Placement, messages: Messages) -> tuple[ScheduleTimes, float]:
-    """Durations of a plan's actions and messages, ready to simulate, and ZeRO's traffic that nothing hides [s]."""
-    durations, first_s = schedule_durations(plan, tables, place, messages)
-    order, first = backward_order(windows(plan))
-    return ScheduleTimes(order=order, first=first, chunks=plan.chunks, **durations), first_s
-
-
-def schedule_durations(
-    plan: Plan, tables: CostTables, place: Placement, messages: Messages
-) -> tuple[dict[str, Any], float]:
-    """The fields of `ScheduleTimes` that a plan's spans do not change, and ZeRO's traffic that nothing hides [s]."""
-    forward, backward, first_s = np.empty(len(place.stage)), np.empty(len(place.stage)), 0.0
-    for s in range(len(plan.stages)):
-        mine = place.members(s)
-        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
-        of_kind = np.empty((2, len(kinds)))
-        for k, (pool, tp, shards) in enumerate(kinds):
-            of_kind[0, k], of_kind[1, k], seen_s = stage_seconds(
-                plan, tables, s, pool=pool, tp=tp, shards=shards, place=place
-            )
-            first_s = max(first_s, seen_s)
-        forward[mine], backward[mine] = of_kind[:, kind]
-    forward, backward = forward + messages.codec_s[0], backward + messages.codec_s[1]
-    link, hold_s, latency_s, shared = messages.link, messages.hold_s, messages.latency_s, messages.shared
-    routes = plan.routes + place.offset[None, :]
-    if not tables.problem.runtime.p2p_overlap and latency_s.size:
-        sent_s = messages.busy_s + messages.latency_s
-        waits_s = waiting_s(sent_s, apart=tables.problem.runtime.exchanges_apart)
-        blocked = blocked_s(waits_s, routes, len(forward))
-        forward, backward = forward + blocked[0], backward + blocked[1]
-        missing = np.isinf(messages.busy_s)
-        link, shared = messages.channel[..., None], False
-        hold_s, latency_s = np.where(missing, np.inf, 0.0)[..., None], np.zeros_like(latency_s)
-    return {
-        "routes": routes,
-        "forward_s": forward,
-        "backward_s": backward,
-        "link": link,
-        "hold_s": hold_s,
-        "latency_s": latency_s,
-        "links": messages.links if shared else messages.channels,
-        "shared": shared,
-    }, first_s
-
-
 def stage_seconds(
     plan: Plan, tables: CostTables, s: int, *, pool: int, tp: int, shards: int, place: Placement
 ) -> tuple[float, float, float]:
@@ -249,10 +204,6 @@ def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
     return present.T @ present
 
 
-KEPT_PLANS = 16
-"""Plans whose terms tables keep; a search prices each a few times, with other spans."""
-
-
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """Simulate a plan's schedule and price its reduction and update."""
     durations, terms = plan_terms(plan, tables)
@@ -264,64 +215,84 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
 def plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `ScheduleTimes` and of `StepTimes` that do not follow from a plan's spans, kept for the next plan that
     differs in these alone."""
-    # By identity, for to compare stages takes as long as to price them; what is kept keeps them alive.
-    key = (
-        id(plan.stages),
-        id(plan.links),
-        plan.micro_batch_size,
-        plan.reduction,
-        plan.local_steps,
-        plan.chunks,
-        uniform_order(plan),
-    )
-    known = tables.plan_terms.get(key)
-    if known is not None and np.array_equal(known[0].routes, plan.routes):
-        return known[1:]
+    objects = plan.stages, plan.links
+    values = plan.micro_batch_size, plan.reduction, plan.local_steps, plan.chunks, uniform_order(plan)
+    known = tables.plan_terms.get(objects, *values)
+    if known is not None and np.array_equal(known[0], plan.routes):
+        return known[1], known[2]
     made = _plan_terms(plan, tables)
-    if len(tables.plan_terms) >= KEPT_PLANS:
-        tables.plan_terms.clear()
-    tables.plan_terms[key] = (replace(plan, routes=plan.routes.copy()), *made)
+    tables.plan_terms.put((plan.routes.copy(), *made), objects, *values)
     return made
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traffic:
+    """What a step needs for who sits where and what is sent where, whatever layers the stages hold and how they are
+    executed."""
+
+    routes: np.ndarray
+    """Of the plan, with workers numbered over all stages, shape (micro_batches, stages)."""
+    messages: Messages
+    waits_s: np.ndarray | None
+    """Of forward and backward of each worker, where the runtime does not compute while it sends, shape (2, workers)."""
+    shared: np.ndarray
+    """Of `stages_on_pairs`."""
+    tied_s: float
+    farthest_s: float
+    """Of `gradient_norm_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupTerms:
+    """What the stages on one group of workers need (one, unless they are interleaved).
+
+    Attributes
+    ----------
+    forward_s, backward_s : ndarray, shape (stages of the group, width)
+        Of a micro-batch in each, messages apart.
+    first_s : float
+        ZeRO's traffic that nothing hides.
+    reduction : ReductionCost
+        Of all their gradients, every step.
+    n_bytes : float
+        Of the gradients that a worker holds.
+    update_s : ndarray, shape (width,)
+    """
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    first_s: float
+    reduction: ReductionCost
+    n_bytes: float
+    update_s: np.ndarray
+
+
+NOTHING = ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
 
 
 def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
     problem = tables.problem
     place = tables.placement(plan)
-    # Pipelines that are all alike send at the same time: each gets its part of what they share.
-    uniform = uniform_config(plan) is not None
-    messages = price_messages(plan, problem.model, problem.batch, tables.links, place, problem.runtime, in_step=uniform)
-    durations, first_s = schedule_durations(plan, tables, place, messages)
-    shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
-    reductions, n_bytes = [], []
-    updates = np.zeros(len(place.stage))
-    for s, stage in enumerate(plan.stages):
-        mine, parts = place.members(s), range(s % plan.groups, len(plan.stages), plan.groups)
-        if s >= plan.groups:  # summed with the first of the stages on the same devices
-            reductions.append(ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0))
-            n_bytes.append(0.0)
-            continue
-        degrees = set(place.tp[mine].tolist())
-        n_values = max(tp * sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in degrees)
-        cost = stage_reduction(
-            plan, s, n_values, problem.batch, tables.links, place, shared, problem.runtime, problem.model
-        )
-        reductions.append(cost.with_local_steps(plan.local_steps))
-        n_bytes.append(float(n_values * problem.batch.gradient_bytes))
-        shards = place.shards[s] if stage.zero else np.ones(stage.width, dtype=np.int64)
-        kinds, kind = alike(place.pool[mine], place.tp[mine], shards)
-        each = [
-            tables.update_s(p, sum(held_parameters(plan, tables, part, tp) for part in parts) / k) for p, tp, k in kinds
-        ]
-        for part in parts:
-            updates[place.members(part)] = np.array(each)[kind]
+    traffic = _traffic(plan, tables, place)
+    stages = len(plan.stages)
+    forward_s, backward_s, updates = np.empty((3, len(place.stage)))
+    reductions, n_bytes, first_s = [NOTHING] * stages, [0.0] * stages, 0.0
+    for g in range(plan.groups):  # the sums of a group's stages count as those of its first
+        terms = _group_terms(plan, tables, place, traffic, g)
+        reductions[g], n_bytes[g] = terms.reduction.with_local_steps(plan.local_steps), terms.n_bytes
+        first_s = max(first_s, terms.first_s)
+        for k, part in enumerate(range(g, stages, plan.groups)):
+            mine = place.members(part)
+            forward_s[mine], backward_s[mine], updates[mine] = terms.forward_s[k], terms.backward_s[k], terms.update_s
     shared_cards_s, shared_pairs_s = busy_on_shared(plan, place, tables.links, reductions, n_bytes)
-    return durations, {
-        "messages": messages,
+    silent = plan.local_steps > 1 or plan.gradient_everywhere
+    return _durations(traffic, forward_s, backward_s), {
+        "messages": traffic.messages,
         "place": place,
         "reductions": tuple(reductions),
         "sums": np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy(),
-        "tied_s": tied_embedding_s(plan, tables),
-        "norm_s": gradient_norm_s(plan, tables, place),
+        "tied_s": traffic.tied_s,
+        "norm_s": 0.0 if silent else traffic.farthest_s,
         "update_s": updates,
         "layers": tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
         "overlaps": overlap_of(problem.runtime, problem.batch),
@@ -332,14 +303,105 @@ def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[st
     }
 
 
-def gradient_norm_s(plan: Plan, tables: CostTables, place: Placement) -> float:
-    """Seconds to agree on the gradient's norm before the update: the longest latency between the plan's regions.
+def _durations(traffic: Traffic, forward_s: np.ndarray, backward_s: np.ndarray) -> dict[str, Any]:
+    """Fields of `ScheduleTimes` that spans do not change, from what every worker computes in a micro-batch."""
+    messages = traffic.messages
+    forward_s, backward_s = forward_s + messages.codec_s[0], backward_s + messages.codec_s[1]
+    durations = {
+        "routes": traffic.routes,
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "link": messages.link,
+        "hold_s": messages.hold_s,
+        "latency_s": messages.latency_s,
+        "links": messages.links if messages.shared else messages.channels,
+        "shared": messages.shared,
+    }
+    if traffic.waits_s is None:
+        return durations
+    return durations | {
+        "forward_s": forward_s + traffic.waits_s[0],
+        "backward_s": backward_s + traffic.waits_s[1],
+        "link": messages.channel[..., None],
+        "hold_s": np.where(np.isinf(messages.busy_s), np.inf, 0.0)[..., None],
+        "latency_s": np.zeros_like(messages.latency_s),
+        "links": messages.channels,
+        "shared": False,
+    }
+
+
+def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
+    """A plan's traffic, kept for the next with the same workers, routes and packings."""
+    # Pipelines that are all alike send at the same time: each gets its part of what they share.
+    uniform = uniform_config(plan) is not None
+    objects = (plan.links, *(stage.workers for stage in plan.stages))
+    values = plan.micro_batch_size, plan.chunks, uniform
+    known = tables.plan_traffic.get(objects, *values)
+    routes = plan.routes + place.offset[None, :]
+    if known is not None and np.array_equal(known.routes, routes):
+        return known
+    problem, links = tables.problem, tables.links
+    runtime = problem.runtime
+    messages = price_messages(plan, problem.model, problem.batch, links, place, runtime, in_step=uniform)
+    waits_s = None
+    if not runtime.p2p_overlap and messages.latency_s.size:
+        sent_s = waiting_s(messages.busy_s + messages.latency_s, apart=runtime.exchanges_apart)
+        waits_s = blocked_s(sent_s, routes, len(place.stage))
+    made = Traffic(
+        routes=routes,
+        messages=messages,
+        waits_s=waits_s,
+        shared=stages_on_pairs(plan, place, len(problem.cluster.regions)),
+        tied_s=tied_embedding_s(plan, tables),
+        farthest_s=gradient_norm_s(tables, place),
+    )
+    return tables.plan_traffic.put(made, objects, *values)
+
+
+def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traffic, group: int) -> GroupTerms:
+    """What a group's stages need, kept for the next plan that has the same ones and the same traffic."""
+    parts = range(group, len(plan.stages), plan.groups)
+    objects = (traffic, *(plan.stages[part] for part in parts))
+    known = tables.group_terms.get(objects, group, plan.reduction)
+    if known is not None:
+        return known
+    problem, stage, mine = tables.problem, plan.stages[group], place.members(group)
+    forward, backward, first_s = np.empty((len(parts), stage.width)), np.empty((len(parts), stage.width)), 0.0
+    for row, part in enumerate(parts):
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[part])
+        of_kind = np.empty((2, len(kinds)))
+        for k, (pool, tp, shards) in enumerate(kinds):
+            of_kind[0, k], of_kind[1, k], seen_s = stage_seconds(
+                plan, tables, part, pool=pool, tp=tp, shards=shards, place=place
+            )
+            first_s = max(first_s, seen_s)
+        forward[row], backward[row] = of_kind[:, kind]
+    held = {tp: sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in set(place.tp[mine].tolist())}
+    n_values = max(tp * count for tp, count in held.items())
+    divided = place.shards[group] if stage.zero else np.ones(stage.width, dtype=np.int64)
+    kinds, kind = alike(place.pool[mine], place.tp[mine], divided)
+    each = np.array([tables.update_s(pool, held[tp] / k) for pool, tp, k in kinds])
+    made = GroupTerms(
+        forward_s=forward,
+        backward_s=backward,
+        first_s=first_s,
+        reduction=stage_reduction(
+            plan, group, n_values, problem.batch, tables.links, place, traffic.shared, problem.runtime, problem.model
+        ),
+        n_bytes=float(n_values * problem.batch.gradient_bytes),
+        update_s=each[kind],
+    )
+    return tables.group_terms.put(made, objects, group, plan.reduction)
+
+
+def gradient_norm_s(tables: CostTables, place: Placement) -> float:
+    """Seconds to agree on the gradient's norm before the update: the longest latency between a plan's regions.
 
     A number or two, exchanged directly between the regions. Nobody waits for them where every device finds the norm in
     the gradient that it has, nor, with local updates, for other regions.
     """
     used = np.unique(place.region)
-    if plan.local_steps > 1 or len(used) == 1 or plan.gradient_everywhere:
+    if len(used) == 1:
         return 0.0
     links = tables.links
     stands = np.array([int(np.flatnonzero(links.region == region)[0]) for region in used])

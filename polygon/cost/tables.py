@@ -12,6 +12,7 @@ import numpy as np
 
 from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import LayerTimes, layer_times, orthogonal_s, update_s
+from polygon.cost.kept import Kept
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, layer_memory
 from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
@@ -20,6 +21,9 @@ from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Problem, Stage
 
 TENSOR_DEGREES = (1, 2, 4, 8)
+KEPT_PLANS, KEPT_GROUPS = 16, 1024
+"""Plans, and groups of workers, of which tables keep what was worked out; a search prices each a few times, and others
+that differ in little."""
 
 Profile = KindProfile | ModelProfile
 
@@ -83,9 +87,14 @@ class CostTables:
         """By micro-batch size and global batch: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
         """Peak memory of the workers of plans that were priced."""
-        self.plan_terms: dict[tuple[Any, ...], Any] = {}
-        """What `polygon.cost.step_times` works out of a plan and its spans do not change."""
-        self._places: WeakKeyDictionary[Plan, Placement] = WeakKeyDictionary()
+        self.plan_terms = Kept[Any](KEPT_PLANS)
+        """What `polygon.cost.step_times` works out of a plan and its spans do not change; then what its layers and
+        their execution do not, and what one group of workers needs."""
+        self.plan_traffic = Kept[Any](KEPT_PLANS)
+        self.group_terms = Kept[Any](KEPT_GROUPS)
+        self.stage_rows = Kept[tuple[float, ...]](KEPT_GROUPS)
+        """What memory needs of a group's stages (`polygon.cost.estimate.group_rows`)."""
+        self._places = Kept[Placement](KEPT_PLANS)
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
 
@@ -113,15 +122,17 @@ class CostTables:
         """Tables of a problem with the same layers: other links between regions, prices, global batch, packings."""
         other = self.for_problem(problem)
         other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
-        other._places, other.plan_memory = self._places, self.plan_memory
+        other._places, other.plan_memory, other.stage_rows = self._places, self.plan_memory, self.stage_rows
         return other
 
     def placement(self, plan: Plan) -> Placement:
         """Where the workers of a plan are."""
-        place = self._places.get(plan)
-        if place is None:
-            place = self._places[plan] = Placement.of(plan, self.links)
-        return place
+        objects = tuple(stage.workers for stage in plan.stages)
+        known = self._places.get(objects, plan.packed_inside)
+        shards = tuple(stage.shards for stage in plan.stages)
+        if known is None:
+            known = self._places.put(Placement.of(plan, self.links), objects, plan.packed_inside)
+        return known if known.zero_shards == shards else known.dividing(shards)
 
     def times(
         self,

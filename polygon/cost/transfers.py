@@ -14,7 +14,7 @@ Workers on one node talk over the node's own link and share nothing. Where a num
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -220,8 +220,8 @@ class Placement:
     """First worker of every stage, shape (stages,)."""
     cp: np.ndarray
     """Context-parallel degree of every stage's workers, shape (stages,)."""
-    zero_shards: np.ndarray
-    """Devices over which every stage's ZeRO divides at most, shape (stages,); 0: all that hold the same."""
+    zero_shards: tuple[int, ...]
+    """Devices over which each stage's ZeRO divides at most; 0: all that hold the same."""
     packed_inside: frozenset[int] = frozenset()
     """As in `Plan`."""
 
@@ -255,9 +255,9 @@ class Placement:
         return tuple(rows)
 
     @cached_property
-    def shards(self) -> tuple[np.ndarray, ...]:
-        """Over how many devices each worker of a stage shards under ZeRO, shape (width,): those of its pool and degree,
-        or of its node where nodes send one another packed gradients."""
+    def alike(self) -> tuple[np.ndarray, ...]:
+        """Devices that ZeRO may divide by, for each worker of a stage, shape (width,): those of its pool and degree, or
+        of its node where nodes send one another packed gradients."""
         rows = []
         for stage in range(len(self.offset)):
             mine = self.members(stage)
@@ -266,10 +266,22 @@ class Placement:
                 apart = np.isin(self.region[mine], list(self.packed_inside))
                 alike = np.where(apart, -1 - (self.node[mine] * 64 + self.tp[mine]), alike)
             _, inverse, counts = np.unique(alike, return_inverse=True, return_counts=True)
-            held = counts[inverse] * self.cp[stage]
-            most = self.zero_shards[stage]
-            rows.append(np.minimum(held, most) if most else held)
+            rows.append(counts[inverse] * self.cp[stage])
         return tuple(rows)
+
+    @cached_property
+    def shards(self) -> tuple[np.ndarray, ...]:
+        """Over how many devices each worker of a stage shards under ZeRO, shape (width,)."""
+        return tuple(
+            np.minimum(held, most) if most else held for held, most in zip(self.alike, self.zero_shards, strict=True)
+        )
+
+    def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
+        """The same workers under other shard groups."""
+        other = replace(self, zero_shards=zero_shards)
+        for name in ("nodes", "degrees", "alike"):  # of the workers alone
+            vars(other)[name] = getattr(self, name)
+        return other
 
     @classmethod
     def of(cls, plan: Plan, links: LinkTable) -> Placement:
@@ -292,7 +304,7 @@ class Placement:
             tp=tp,
             offset=np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64),
             cp=np.array([stage_.workers[0].cp for stage_ in plan.stages], dtype=np.int64),
-            zero_shards=np.array([stage_.shards for stage_ in plan.stages], dtype=np.int64),
+            zero_shards=tuple(stage_.shards for stage_ in plan.stages),
             packed_inside=plan.packed_inside,
         )
 

@@ -21,7 +21,6 @@ import numpy as np
 from polygon.cost.estimate import worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
@@ -341,7 +340,7 @@ def _greedy(sums: Sequence[np.ndarray], limit_s: float, layers: int) -> list[int
 
 def _fits(plan: Plan, tables: CostTables) -> bool:
     """Whether every worker's memory holds its part."""
-    place = Placement.of(plan, tables.links)
+    place = tables.placement(plan)
     need = np.array([memory.total_bytes for memory in worker_memory(plan, tables, place)])
     return bool((need <= tables.limit_bytes[place.pool]).all())
 

@@ -9,7 +9,6 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.money import excesses, step_bill
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.message import Message, Violation
 from polygon.domain.plan import (
     COMPRESSIONS,
@@ -42,7 +41,7 @@ def violations(problem: Problem, plan: Plan, tables: CostTables | None = None) -
     if problem.constraints.limits_cost:
         bill = step_bill(problem, plan, step_times(plan, tables))
         found += [Violation("plan.limit", excess=excess) for _, excess in excesses(problem, bill)]
-    place = Placement.of(plan, tables.links)
+    place = tables.placement(plan)
     for i, memory in enumerate(worker_memory(plan, tables, place)):
         pool = problem.cluster.pools[place.pool[i]]
         allowed = pool.device.memory_bytes * (1 - problem.constraints.memory_headroom)

@@ -19,7 +19,6 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.money import Bill, priced, step_bill
 from polygon.cost.step_times import StepTimes, alike, stage_seconds, step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.device_assignment import deal_devices
@@ -346,7 +345,7 @@ class Decoder:
         """Forward and backward of a micro-batch on every worker, what is seen of ZeRO's traffic included."""
         routes = np.zeros((1, len(stages)), dtype=np.int64)
         draft = Plan(stages=tuple(stages), routes=routes, micro_batch_size=micro_batch_size, spans=())
-        place, seconds = Placement.of(draft, self.tables.links), []
+        place, seconds = self.tables.placement(draft), []
         for s in range(len(stages)):
             mine = place.members(s)
             kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
@@ -407,7 +406,7 @@ class Decoder:
 
     def _over_memory(self, plan: Plan) -> np.ndarray:
         """Which workers have too little memory, shape (workers,)."""
-        place = Placement.of(plan, self.tables.links)
+        place = self.tables.placement(plan)
         breakdowns = worker_memory(plan, self.tables, place)
         total = {id(memory): memory.total_bytes for memory in breakdowns}
         need = np.array([total[id(memory)] for memory in breakdowns])
@@ -415,7 +414,7 @@ class Decoder:
 
     def over_memory(self, plan: Plan) -> Message | None:
         """Which worker of a plan has too little memory, and by how much; None if all fit."""
-        place = Placement.of(plan, self.tables.links)
+        place = self.tables.placement(plan)
         for i, memory in enumerate(worker_memory(plan, self.tables, place)):
             limit = float(self.tables.limit_bytes[place.pool[i]])
             if memory.total_bytes > limit:

@@ -17,7 +17,6 @@ import numpy as np
 
 from polygon.cost.estimate import worker_memory
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
 from polygon.planning.checker import violations
@@ -74,7 +73,7 @@ def fitted(draft: Plan, tables: CostTables) -> Plan | None:
         paced = Pacing(draft, tables).best()
         return None if paced is None else paced[0]
     while True:
-        place = Placement.of(draft, tables.links)
+        place = tables.placement(draft)
         need = np.array([memory.total_bytes for memory in worker_memory(draft, tables, place)])
         short = set(place.stage[need > tables.limit_bytes[place.pool]].tolist())
         if not short:

@@ -12,7 +12,6 @@ from polygon.cost.convergence import assumptions
 from polygon.cost.estimate import estimate, worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Placement
 from polygon.domain.cluster import Link
 from polygon.domain.message import Message, Violation
 from polygon.domain.model import Batch
@@ -166,7 +165,7 @@ def test_local_steps_save_the_link_and_cost_memory():
     assert seldom.step_s < often.step_s
     assert seldom.cross_region_bytes == pytest.approx(often.cross_region_bytes / plan.local_steps)
     assert sum(seldom.terms.values()) == pytest.approx(seldom.step_s)
-    place = Placement.of(plan, tables.links)
+    place = tables.placement(plan)
     extra = worker_memory(plan, tables, place)[0].total_bytes - worker_memory(every_step, tables, place)[0].total_bytes
     assert extra == pytest.approx(8 * MODEL.parameters)
 
