@@ -264,7 +264,7 @@ class Across(NamedTuple):
     whole_s: np.ndarray
     """Shape (layers, layers + 1), as all that follow in their last axes."""
     exposed_s: np.ndarray
-    """What backward does not hide, where gradients are whole [0] and where they are sharded [1]."""
+    """What backward does not hide, where gradients are whole [0] and where regions shard them inside [1]."""
     near_s: np.ndarray
     """The same without the latency between regions."""
 
@@ -300,7 +300,9 @@ class _Traffic:
             np.floor([self.gradient_bytes.ravel(), wire_bytes.ravel()]), axis=1, return_inverse=True
         )
         self._span_of = where.reshape(values.shape)
-        self._sums_s = self.sets_of_regions.seconds(spans[0], spans[1], links.hop)
+        # Where gradients are sharded inside regions, what goes between them is the same.
+        apart = links.hop._replace(latency_s=0.0, part=0.0)
+        self._sums_s = [self.sets_of_regions.seconds(spans[0], spans[1], hop) for hop in (links.hop, apart)]
 
     def _links_between_regions(self) -> Links:
         links, cluster = self.tables.links, self.tables.problem.cluster
@@ -328,7 +330,7 @@ class _Traffic:
         cluster = self.tables.problem.cluster
         used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
         regions = np.bincount([pool.region for pool in used], minlength=len(cluster.regions))
-        links = {pool.inter_node for pool in used}
+        links = {pool.inter_node for pool in used if pool.nodes > 1}
         links |= {cluster.regions[r].intra_region for r in np.flatnonzero(regions > 1)}
         n_bytes, table = n_values * self.tables.problem.batch.gradient_bytes, self.tables.links
         wire = float(
@@ -336,8 +338,10 @@ class _Traffic:
                 self._modes["weight_gradients"], np.array([n_values]), self.tables.problem.batch.gradient_bytes
             )[0]
         )
-        least = table.factor * min(link.transfer_s(wire) for link in links)
+        least = table.factor * min((link.transfer_s(wire) for link in links), default=np.inf)
         for pool in used:
+            if pool.devices_per_node == 1:
+                continue
             node_s = table.node_latency_s[pool.index]
             node_s += n_bytes / self.kinds.most_degree / table.node_bytes_per_s[pool.index]
             least = min(least, float(node_s))
@@ -346,7 +350,7 @@ class _Traffic:
         if joined.any():
             way_s = table.factor * (cluster.latency_s[joined] + wire / cluster.bytes_per_s[joined])
             least = min(least, float(way_s.min()))
-        return least
+        return least if np.isfinite(least) else 0.0
 
     def _region_capacity(self, device_capacity: np.ndarray) -> np.ndarray:
         cluster, used = self.tables.problem.cluster, self.kinds.of_pool >= 0
@@ -400,17 +404,19 @@ class _Traffic:
         capacity = self.sets_of_regions.capacity(self._region_capacity(device_capacity))
         latency_s, tiers = self.sets_of_regions.latency_s[:, None], []
         for some in groups_by_capacity(capacity, MOST_SPREADS):
-            whole_s, far_s = self._sums_s[some], latency_s[some]
-            # The least of many sets, each part by itself.
-            far, whole = float(far_s.min()), whole_s.min(axis=0)[self._span_of]
-            whole_near = (whole_s - far_s).min(axis=0)[self._span_of]
-            first, first_near = far + whole_near * last, whole_near * last
+            far_s, exposed_s, near_s = latency_s[some], [], []
+            for sums_s in self._sums_s:
+                # The least of many sets, each part by itself.
+                whole = sums_s[some].min(axis=0)[self._span_of]
+                near = (sums_s[some] - far_s).min(axis=0)[self._span_of]
+                exposed_s.append(np.maximum(float(far_s.min()) + near * last, whole - hidden_s))
+                near_s.append(np.maximum(near * last, near - hidden_s))
             tiers.append(
                 Across(
                     capacity=float(capacity[some].max()),
-                    whole_s=whole,
-                    exposed_s=np.array([np.maximum(first, whole - hidden_s), first]),
-                    near_s=np.array([np.maximum(first_near, whole_near - hidden_s), first_near]),
+                    whole_s=self._sums_s[0][some].min(axis=0)[self._span_of],
+                    exposed_s=np.array(exposed_s),
+                    near_s=np.array(near_s),
                 )
             )
         return tiers
@@ -479,7 +485,7 @@ class _Stages:
             part = np.maximum((count - 1) / count, _hidden_part(runtime))
             hidden_s = (backward_s + more_s) * part
             last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
-            # Where gradients or weights are sharded, micro-batches have their traffic, and nothing is left for the end.
+            # Where regions shard gradients or weights inside, that is traffic of micro-batches, not of the end.
             inside_s = np.array([np.maximum(whole_s * last, whole_s - hidden_s), np.zeros_like(whole_s)])
             across = traffic.across(size.device_capacity, hidden_s, last)
             far, near = (
