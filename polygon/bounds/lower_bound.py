@@ -316,6 +316,7 @@ class _Traffic:
                 latency_s=links.factor * cluster.latency_s,
                 slowness=links.factor / cluster.bytes_per_s,
                 shared=1 / links.capacity_bytes_per_s,
+                egress=1 / links.egress_bytes_per_s,
                 nodes=nodes.astype(np.int64),
                 hop=Hop(*best_hop(self.tables, self.kinds), part, float(links.card_bytes_per_s.max())),
             )

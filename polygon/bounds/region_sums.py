@@ -5,7 +5,8 @@ every pair of regions at once, over at most as many node pairs as each region of
 
     at least  max over a, b in S  r latency_ab + 2 w / (|S| k rate_ab),  and before that  2 (k - 1) (l + n / (k B))
 
-inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest.
+inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest. All
+that leaves a region passes its egress: 2 w (|S| - 1) / |S| or more.
 Where packed, all N nodes of S may send one another parts: k is then N / |S|, and nothing is summed before that.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
@@ -51,6 +52,8 @@ class Links:
         Seconds, and seconds per byte of one node pair; inf without a link, 0 on the diagonal.
     shared : ndarray
         Seconds per byte of what all node pairs of two regions share.
+    egress : ndarray, shape (regions,)
+        Seconds per byte of what all that leaves a region shares.
     nodes : ndarray of int, shape (regions,)
         0 for a region that must not be used.
     hop : Hop
@@ -60,6 +63,7 @@ class Links:
     latency_s: np.ndarray
     slowness: np.ndarray
     shared: np.ndarray
+    egress: np.ndarray
     nodes: np.ndarray
     hop: Hop
 
@@ -72,16 +76,17 @@ class SummingSets:
     ----------
     members : ndarray of bool, shape (sets, centres, regions)
         Of each set; where neighbourhoods stand for sets, the neighbourhood of every centre.
-    count, lanes, nodes : ndarray of int
-        Most regions, most node pairs side by side, most nodes.
+    fewest, count, lanes, nodes : ndarray of int
+        Fewest and most regions, most node pairs side by side, most nodes.
     rounds : ndarray of int
     far, thin : ndarray, shape (2, sets)
         Latency and slowness of the farthest and of the slowest pair.
-    near_s, shared : ndarray
-        Least latency, and seconds per byte of the narrowest capacity.
+    near_s, shared, egress : ndarray
+        Least latency, and seconds per byte of the narrowest capacity and of the narrowest egress.
     """
 
     members: np.ndarray
+    fewest: np.ndarray
     count: np.ndarray
     lanes: np.ndarray
     nodes: np.ndarray
@@ -90,6 +95,7 @@ class SummingSets:
     thin: np.ndarray
     near_s: np.ndarray
     shared: np.ndarray
+    egress: np.ndarray
 
     def capacity(self, of_region: np.ndarray) -> np.ndarray:
         """Most that a set has of something, given what every region has."""
@@ -115,7 +121,10 @@ class SummingSets:
         best = np.full((len(self.count), len(n_bytes)), np.inf)
         sent = 2 * wire_bytes[None, :] / self.count[:, None]
         rounds = self.rounds[:, None]
-        shared_s = rounds * self.near_s[:, None] + sent * self.shared[:, None]
+        # Every region sends its part to all the others.
+        leaves = 2 * wire_bytes[None, :] * (1 - 1 / self.fewest)[:, None]
+        shared_s = rounds * self.near_s[:, None]
+        shared_s = shared_s + np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
         for fewest, more in pairwise((*LANES, int(self.lanes.max(initial=0)) + 1)):
             some = self.lanes >= fewest
             if not some.any():
@@ -133,8 +142,7 @@ class SummingSets:
         if (wire_bytes < n_bytes).any():
             parts = sent * (self.count / self.nodes)[:, None]
             apart = [rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin)]
-            cards_s = sent * (self.count - 1)[:, None] / hop.card_bytes_per_s
-            best = np.minimum(best, np.maximum(np.maximum(*apart), cards_s))
+            best = np.minimum(best, np.maximum(np.maximum(*apart), leaves / hop.card_bytes_per_s))
         return best
 
 
@@ -173,6 +181,7 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
     count = members.sum(axis=1)
     return SummingSets(
         members=members[:, None, :],
+        fewest=count,
         count=count,
         lanes=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
         nodes=members @ links.nodes,
@@ -181,6 +190,7 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         thin=np.stack([latency_s[thin], slowness[thin]]),
         near_s=np.where(inside, latency_s, np.inf).min(axis=1, initial=np.inf),
         shared=np.where(inside, links.shared[a, b], 0.0).max(axis=1, initial=0.0),
+        egress=np.where(members, links.egress, 0.0).max(axis=1, initial=0.0),
     )
 
 
@@ -213,6 +223,7 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
     ones = np.ones(len(points), dtype=np.int64)
     return SummingSets(
         members=held,
+        fewest=np.full(len(points), 2),
         count=held.sum(axis=2).max(axis=1),
         lanes=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
         nodes=np.where(held, links.nodes, 0).sum(axis=2).max(axis=1),
@@ -221,6 +232,7 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         thin=np.stack([np.full(len(points), least[0]), bounds[1]]),
         near_s=np.full(len(points), least[0]),
         shared=np.full(len(points), float(links.shared[both].min())),
+        egress=np.full(len(points), float(links.egress[used].min())),
     )
 
 

@@ -235,8 +235,10 @@ def levels_s(
             # A card sends to all the other places at once.
             card = links.card_bytes_per_s[pa] * parallel / (places - 1)
             if a != b:
-                share = max(1.0, pair_share[ra, rb]) * room.places[a] * room.places[b]
-                capacity = links.capacity_bytes_per_s[ra, rb] / share
+                stages = max(1.0, pair_share[ra, rb]) * room.places[a]
+                # What leaves a region goes to all places elsewhere at once.
+                capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
+                capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
                 latency, rate = links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * parallel, card, capacity)
             elif room.places[a] > 1:
                 latency, rate = room.latency_s[a], min(room.bytes_per_s[a], card)

@@ -114,6 +114,7 @@ class LinkArrays(NamedTuple):
     node_bytes_per_s: np.ndarray
     card_bytes_per_s: np.ndarray
     capacity_bytes_per_s: np.ndarray
+    egress_bytes_per_s: np.ndarray
     ring_latency_s: np.ndarray
     ring_bytes_per_s: np.ndarray
     collective: np.ndarray

@@ -173,6 +173,18 @@ def test_a_region_s_capacity_bounds_what_its_links_carry_together(limit):
     assert slow.busy_s == pytest.approx(10 * wide.busy_s)
 
 
+@pytest.mark.parametrize("regions", [2, 3, 4])
+def test_all_that_a_region_sends_passes_its_egress(regions):
+    """Its part goes to every other region at once: their number of parts over one uplink."""
+    problem = far_problem(regions)
+    narrow = tuple(replace(region, egress_bytes_per_s=1e7) for region in problem.cluster.regions)
+    problem = replace(problem, cluster=replace(problem.cluster, regions=narrow))
+    cost = step_times(packed(replicas(problem), regions, "none"), CostTables(problem)).reductions[0]
+    rounds = 2 if regions > 2 else 1
+    sent = sum(n_bytes for source, _, n_bytes in cost.across_bytes if source == 0)
+    assert cost.across_s == pytest.approx(rounds * LATENCY_S + sent / 1e7)
+
+
 def test_a_central_servers_gradients_pass_the_ring_whole():
     """One region of k accelerators: n bytes to the server and as many back; a sum sends (k - 1) / k of them twice."""
     cluster = cluster_of([[("t4", 4, 1)]])
