@@ -45,7 +45,8 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
         arrays = LinkArrays(
             region=np.arange(n), latency_s=latency_s, bytes_per_s=rate, node_latency_s=np.zeros(n),
             node_bytes_per_s=np.ones(n), card_bytes_per_s=np.full(n, np.inf),
-            capacity_bytes_per_s=1 / links.shared, egress_bytes_per_s=1 / links.egress, ring_latency_s=latency_s, ring_bytes_per_s=ring,
+            capacity_bytes_per_s=1 / links.shared, egress_bytes_per_s=1 / links.egress,
+            ring_latency_s=latency_s, ring_bytes_per_s=ring,
             collective=np.tile([1.0, 1e12, 0.0, 0.0, float(nccl), 1.0], (n, 1)), bucket_bytes=1e18,
         )  # fmt: skip
         one = np.ones(len(members), dtype=np.int64)
