@@ -13,6 +13,10 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.problem_arrays import Setting
 
 STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+WINDOWS = (2, 3, 4, 6, 8)
+"""Regions near each other that share a pipeline."""
+MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
+"""Regions around which windows are opened, windows in which everything is tried, and the best that are kept."""
 
 
 def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
@@ -21,18 +25,24 @@ def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
     return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
 
 
-def region_walks(decoder: Decoder) -> list[list[int]]:
-    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+def far_apart(decoder: Decoder) -> np.ndarray:
+    """Seconds of a message of 1 MB between every two regions, the longer of both ways: (regions, regions)."""
     cluster = decoder.problem.cluster
-    n = len(cluster.regions)
     with np.errstate(divide="ignore"):
         cost = cluster.latency_s + 1e6 / cluster.bytes_per_s
+    return np.maximum(cost, cost.T)
+
+
+def region_walks(decoder: Decoder) -> list[list[int]]:
+    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+    cost = far_apart(decoder)
+    n = len(cost)
     walks = []
     for first in range(n):
         walk, left = [first], set(range(n)) - {first}
         while left:
             here = walk[-1]
-            walk.append(min(sorted(left), key=lambda r: max(cost[here, r], cost[r, here])))
+            walk.append(min(sorted(left), key=lambda r: cost[here, r]))
             left.remove(walk[-1])
         walks.append(walk)
     return walks[: min(n, 12)]
@@ -264,6 +274,93 @@ def replicated_starts(
                     value, x = less, fewer
         result.append(x)
     return result
+
+
+def window_starts(
+    decoder: Decoder,
+    rows: int,
+    sizes: Sequence[int],
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[Allocation]:
+    """One pipeline over some regions that are near each other, each of which has stages of its own.
+
+    In the first windows everything is tried, after that only the numbers of stages, degrees and micro-batch sizes that
+    were among the best.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Micro-batch sizes.
+    value_of, seconds_left : callable
+        As for `grown_starts`.
+    """
+    rates = block_rates(decoder, decoder.tables.micro_batch_sizes[0])
+    found: list[tuple[float, Allocation, tuple[int, int, int]]] = []
+    for number, chain in enumerate(_windows(decoder, rates)):
+        found.sort(key=lambda entry: entry[0])
+        likely = {how for _, _, how in found[:MOST_LIKELY]} if number >= FIRST_WINDOWS else None
+        for tp in sorted({t for _, t in decoder.classes}):
+            column = {
+                p: max((t, c) for c, (q, t) in enumerate(decoder.classes) if q == p and t <= tp)[1] for p in chain
+            }
+            for x, size in itertools.product(_whole_regions(chain, column, decoder, rates, rows), sizes):
+                how = int(x.any(axis=1).sum()), tp, size
+                if seconds_left() > 0 and (likely is None or how in likely):
+                    allocation = Allocation(workers=x, micro_batch_size=size)
+                    value = value_of(allocation)
+                    if math.isfinite(value):
+                        found.append((value, allocation, how))
+    found.sort(key=lambda entry: entry[0])
+    return [allocation for _, allocation, _ in found[:MOST_LIKELY]]
+
+
+def _whole_regions(
+    chain: list[int], column: dict[int, int], decoder: Decoder, rates: np.ndarray, stages: int
+) -> Iterator[np.ndarray]:
+    """The workers of a chain of pools, a region's evenly in 1, 2, 3, ... stages by its part of the compute; regions too
+    weak for one are left out."""
+    region = decoder.tables.links.region
+    devices = {p: decoder.problem.cluster.pools[p].devices // decoder.classes[column[p]][1] for p in chain}
+    members = [list(pools) for _, pools in itertools.groupby(chain, key=lambda p: int(region[p]))]
+    power = np.array([sum(devices[p] * rates[column[p]] for p in pools) for pools in members])
+    before: tuple[int, ...] = ()
+    for count in STAGE_COUNTS:
+        if count > stages or not power.any():
+            return
+        counts = np.floor(count * power / power.sum() + 0.5).astype(np.int64)
+        if not counts.any() or counts.sum() > stages or tuple(counts.tolist()) == before:
+            continue
+        before = tuple(counts.tolist())
+        x, first = np.zeros((stages, len(decoder.classes)), dtype=np.int64), 0
+        for pools, own in zip(members, before, strict=True):
+            for p in pools if own else ():
+                x[first : first + own, column[p]] += even_parts(devices[p], own)
+            first += own
+        if x[:first].any(axis=1).all():
+            yield x
+
+
+def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
+    """Pools of a strong region and of those next to it, and of these the ones at least half as fast as the fastest."""
+    pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
+    speed: dict[int, float] = {}
+    for c, (p, tp) in enumerate(decoder.classes):
+        speed[p] = max(speed.get(p, 0.0), float(rates[c]) / tp)
+    power = np.zeros(len(decoder.problem.cluster.regions))
+    for p, rate in speed.items():
+        power[region[p]] += rate * pools[p].devices
+    apart, seen = far_apart(decoder), set[frozenset[int]]()
+    for centre, width in itertools.product(np.argsort(-power, kind="stable")[:MOST_CENTRES].tolist(), WINDOWS):
+        away = np.where(power > 0, apart[centre], np.inf)
+        away[centre] = -1.0
+        window = [r for r in np.argsort(away, kind="stable")[:width].tolist() if np.isfinite(away[r])]
+        chain = sorted((p for p in speed if region[p] in window), key=lambda p: (window.index(int(region[p])), p))
+        fastest = max((speed[p] for p in chain), default=0.0)
+        for members in (chain, [p for p in chain if 2 * speed[p] >= fastest]):
+            if len(set(region[members].tolist())) > 1 and frozenset(members) not in seen:
+                seen.add(frozenset(members))
+                yield members
 
 
 def _regions_alone(

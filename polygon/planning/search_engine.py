@@ -19,7 +19,13 @@ from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.fluid import FIRST, SECOND
-from polygon.planning.initial_solutions import grown_starts, kind_sequences, replicated_starts, simple_starts
+from polygon.planning.initial_solutions import (
+    grown_starts,
+    kind_sequences,
+    replicated_starts,
+    simple_starts,
+    window_starts,
+)
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
@@ -258,6 +264,7 @@ def find_plan(
         starts += grown_starts(decoder, candidates.space.groups, value_of_start, lambda: seconds_left(0.3))
         sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
         starts += replicated_starts(decoder, candidates.space.groups, sizes, value_of_start, lambda: seconds_left(0.35))
+        starts += window_starts(decoder, candidates.space.groups, sizes, value_of_start, lambda: seconds_left(0.38))
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
             if i > FEWEST_STARTS and seconds_left(0.4) <= 0:
                 break
