@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
-from polygon.cost.kernels import EAGER_HOST_S
+from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
@@ -212,3 +212,12 @@ def test_a_slower_host_shows_in_small_forwards_alone(factor: float, size: int):
     host_s = factor * EAGER_HOST_S[0]
     assert slow.forward_s[blocks] == pytest.approx(np.maximum(one.forward_s[blocks], host_s))
     assert slow.backward_s == pytest.approx(one.backward_s)
+
+
+@pytest.mark.parametrize("architecture", ["ampere", "hopper"])
+def test_a_later_attention_kernel_reaches_more_of_the_peak(architecture):
+    """Where all three generations were fitted to training: each no slower than the one before, none above the peak."""
+    reached = EFFICIENCY[architecture]
+    for way in ("forward", "backward"):
+        first, second, vendors = (getattr(reached, f"{name}_{way}") for name in ("triton", "flash2", "flash"))
+        assert 0 < first < second <= vendors < reached.gemm
