@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.blocks import HOST_ERROR
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
 from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
@@ -221,3 +222,14 @@ def test_a_later_attention_kernel_reaches_more_of_the_peak(architecture):
     for way in ("forward", "backward"):
         first, second, vendors = (getattr(reached, f"{name}_{way}") for name in ("triton", "flash2", "flash"))
         assert 0 < first < second <= vendors < reached.gemm
+
+
+@pytest.mark.parametrize(("seq_len", "part"), [(16, HOST_ERROR), (8192, 0.0)])
+def test_an_unknown_host_widens_what_waits_for_it_alone(seq_len: int, part: float):
+    """Of blocks that take as long as the host launches them, both ways, by its own interval; large ones hide it."""
+    batch = Batch(global_batch=1, seq_len=seq_len)
+    times = layer_times(gpt(), batch, A100, NVLINK, runtime=Runtime(fused=False))
+    whole_s = times.forward_s + times.backward_s
+    if part:
+        assert whole_s[1:-1] == pytest.approx(sum(EAGER_HOST_S))
+    assert times.host_error * whole_s.sum() == pytest.approx(part * whole_s[1:-1].sum())
