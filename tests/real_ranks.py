@@ -13,15 +13,17 @@ from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# torch.optim imports torch._dynamo (a second) on the first step of an optimizer.
-_PRELOADED = ["torch._dynamo", "runners.engine.run"]
-CONTEXT.set_forkserver_preload(_PRELOADED)
+# torch.optim imports torch._dynamo (a second) on the first step of an optimizer; tests of ranks import the others,
+# and with them scipy (half a second).
+_PRELOADED = ["torch._dynamo", "runners.engine.run", "pytest", "polygon.export.targets", "runners.dist_runner"]
+_LAST = "tests.frozen"
+CONTEXT.set_forkserver_preload([*_PRELOADED, _LAST])
 
 
 def preload(module):
     """Let the server import a module as well, for tests whose ranks all need it; to be called before any test runs."""
     _PRELOADED.append(module)
-    CONTEXT.set_forkserver_preload(_PRELOADED)
+    CONTEXT.set_forkserver_preload([*_PRELOADED, _LAST])
 
 
 def _enter(connection, function, rank, port, args):

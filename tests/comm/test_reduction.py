@@ -107,3 +107,38 @@ def test_sums_under_way_at_the_same_time_do_not_mix():
     assert results[0] == results[1] == results[2]
     expected = torch.stack([sum(contribution(rank, step) for rank in range(3)) for step in range(11)])
     assert torch.allclose(torch.tensor(results[0]), expected, atol=1e-5)
+
+
+class CountedWires(Wires):
+    """Counts the receives that are posted."""
+
+    posted = 0
+
+    def post_receive(self, *args):
+        """As its base."""
+        self.posted += 1
+        return super().post_receive(*args)
+
+
+def posted_on_rank(rank, port, ranks, codec):
+    """Receives posted once a sum is announced, and once it is done; of the next one, that nobody announced, as well."""
+    store = TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
+    members = members_of("test", range(ranks), {r: r for r in range(ranks)}, None, codec)
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    wires = CountedWires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
+    group, vector = SumGroup(members, wires), contribution(rank, 0)
+    group.expect(ELEMENTS, vector.dtype, "gradient", [(ELEMENTS,)])
+    counts = [wires.posted]
+    for _ in range(2):
+        group.sum_(vector, "gradient", [(ELEMENTS,)])
+        counts.append(wires.posted)
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(ranks)])
+    return counts
+
+
+@pytest.mark.parametrize(("ranks", "codec", "rounds"), [(2, "none", 1), (3, "int8", 2)])
+def test_what_was_announced_is_not_asked_for_again(ranks, codec, rounds):
+    """The receives of an announced sum are those that were posted then: no others, and none is left over."""
+    once = rounds * (ranks - 1)
+    assert run_ranks(posted_on_rank, ranks, ranks, codec) == [[once, once, 2 * once]] * ranks

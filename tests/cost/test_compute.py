@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.blocks import HOST_ERROR
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
-from polygon.cost.kernels import EAGER_HOST_S
+from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
@@ -212,3 +213,23 @@ def test_a_slower_host_shows_in_small_forwards_alone(factor: float, size: int):
     host_s = factor * EAGER_HOST_S[0]
     assert slow.forward_s[blocks] == pytest.approx(np.maximum(one.forward_s[blocks], host_s))
     assert slow.backward_s == pytest.approx(one.backward_s)
+
+
+@pytest.mark.parametrize("architecture", ["ampere", "hopper"])
+def test_a_later_attention_kernel_reaches_more_of_the_peak(architecture):
+    """Where all three generations were fitted to training: each no slower than the one before, none above the peak."""
+    reached = EFFICIENCY[architecture]
+    for way in ("forward", "backward"):
+        first, second, vendors = (getattr(reached, f"{name}_{way}") for name in ("triton", "flash2", "flash"))
+        assert 0 < first < second <= vendors < reached.gemm
+
+
+@pytest.mark.parametrize(("seq_len", "part"), [(16, HOST_ERROR), (8192, 0.0)])
+def test_an_unknown_host_widens_what_waits_for_it_alone(seq_len: int, part: float):
+    """Of blocks that take as long as the host launches them, both ways, by its own interval; large ones hide it."""
+    batch = Batch(global_batch=1, seq_len=seq_len)
+    times = layer_times(gpt(), batch, A100, NVLINK, runtime=Runtime(fused=False))
+    whole_s = times.forward_s + times.backward_s
+    if part:
+        assert whole_s[1:-1] == pytest.approx(sum(EAGER_HOST_S))
+    assert times.host_error * whole_s.sum() == pytest.approx(part * whole_s[1:-1].sum())

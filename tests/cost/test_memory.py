@@ -134,3 +134,14 @@ def test_a_stage_that_keeps_what_it_sent_holds_one_tensor_more_for_each_micro_ba
     )
     assert kept[0].activations - freed[0].activations == pytest.approx(4 * 1024 * 1024 * 2)
     assert kept[-1] == freed[-1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_head_keeps_its_input_before_and_after_the_norm(size: int):
+    """In 16 bits 4 bytes a token and hidden number; a transform before the logits keeps two tensors more."""
+    plain, transformed = (
+        layer_memory(gpt(head_transform=transform), BATCH, micro_batch_size=size).activation_bytes[-1]
+        for transform in (False, True)
+    )
+    assert plain == 4 * size * BATCH.seq_len * 1024
+    assert transformed == 2 * plain

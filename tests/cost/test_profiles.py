@@ -240,3 +240,11 @@ def test_a_link_curve_becomes_a_line_that_is_near_it():
         for n_bytes in (1e6, 8e6, 64e6, 512e6):
             assert line.transfer_s(n_bytes) == pytest.approx(curve.transfer_s(n_bytes), rel=0.4)
     assert curves.link("nowhere", "gh200", "nowhere", "gh200", 4) is None
+
+
+def test_only_unnamed_zones_stand_for_any_zone():
+    """What was measured within a zone stands for a place without a name, not for one that is called otherwise."""
+    curves = link_curves(json.loads((MEASURED / "sailor_network.json").read_text()))
+    zone, device, _, _ = next(names for names in curves.between if names[0] == names[2] and names[1] == names[3])
+    assert curves.transfer_s(1e8, zone, device, zone, device) == curves.transfer_s(1e8, "", device, "", device) > 0
+    assert curves.transfer_s(1e8, "elsewhere", device, "elsewhere", device) is None

@@ -66,7 +66,7 @@ def wide_plan():
     return plan_for(WIDE)
 
 
-@settings(max_examples=cases(4), deadline=None)
+@settings(max_examples=cases(2), deadline=None)
 @given(
     bytes_per_s=st.sampled_from([1e8, 1e10]),
     groups=st.sampled_from(

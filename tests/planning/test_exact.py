@@ -84,8 +84,8 @@ def test_the_proved_plan_is_the_best_of_all(problem):
 
 
 def test_the_search_is_within_one_percent_of_the_proved_optimum():
-    """Nine of ten drawn problems, six by day (the benchmark small_instances.py counts two hundred)."""
-    wanted, solved, near = cases(6), 0, 0
+    """Nine of ten drawn problems; three by day, two of which (the benchmark small_instances.py counts two hundred)."""
+    wanted, solved, near = cases(3), 0, 0
     for seed in itertools.count():
         problem = small_problem(seed)
         if AllAllocations(Decoder(problem), most_stages(problem)).count() > 3_000:

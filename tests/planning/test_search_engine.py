@@ -233,7 +233,7 @@ def test_a_time_limit_of_nothing_still_gives_a_plan():
     assert violations(problem, found.plan) == []
 
 
-@settings(max_examples=cases(4), deadline=None)
+@settings(max_examples=cases(2), deadline=None)
 @given(problem=problems())
 def test_what_may_be_packed_more_tightly_is_never_slower_for_it(problem):
     """Levels of parity above the default one: each search is no worse than the one before."""

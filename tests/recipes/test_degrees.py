@@ -19,7 +19,7 @@ from runners.recipes.data import training_and_validation
 from runners.recipes.recipe_schema import Recipe
 from tests.real_ranks import run_ranks
 
-STEPS, BALANCE = 10, 0.02
+STEPS, BALANCE = 6, 0.02
 VALIDATED = 11
 """Samples of a validation; no split of batches of 8 divides them."""
 DENSE = {
@@ -145,7 +145,7 @@ def test_no_degree_changes_the_losses(plain, kind, parallel):
 
 def test_degrees_resume_from_one_another(plain, tmp_path):
     """Saved by ranks that share out experts, resumed on one, then on parts of sequences: losses go on as they were."""
-    ways = [(3, {"dp": 2, "ep": 2, "zero": 1}), (6, {}), (STEPS, {"tp": 2, "cp": 2, "ep": 2})]
+    ways = [(2, {"dp": 2, "ep": 2, "zero": 1}), (4, {}), (STEPS, {"tp": 2, "cp": 2, "ep": 2})]
     losses = []
     for steps, parallel in ways:
         saved = {"folder": str(tmp_path), "resume": bool(losses)}
