@@ -237,7 +237,10 @@ def dealt(speeds: Sequence[float], count: int) -> np.ndarray:
 
 
 def drawn_network(seed: int) -> Network:
-    """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed."""
+    """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed.
+
+    Cards of every other network carry half as much as its fastest link.
+    """
     rng = np.random.default_rng(seed)
     regions = int(rng.integers(2, 5))
     hosts: list[list[str]] = [[] for _ in range(regions)]
@@ -248,11 +251,13 @@ def drawn_network(seed: int) -> Network:
         values = np.exp(rng.uniform(np.log(low), np.log(high), (regions, regions))) * (1 - np.eye(regions))
         return tuple(tuple(float(value) for value in row) for row in values.round(1))
 
+    latency_ms, mbit_per_s = drawn(5, 200), drawn(20, 500)
     return Network(
         name=f"drawn {seed}",
         hosts=tuple(tuple(sorted(of)) for of in hosts),
-        latency_ms=drawn(5, 200),
-        mbit_per_s=drawn(20, 500),
+        latency_ms=latency_ms,
+        mbit_per_s=mbit_per_s,
+        card_mbit_per_s=max(map(max, mbit_per_s)) / 2 if seed % 2 else 1000.0,
     )
 
 
