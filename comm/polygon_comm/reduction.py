@@ -8,8 +8,9 @@ bit by bit.
 
 gloo sums to one rank in a ring of small steps, each of which waits for the other side: beside messages to other
 regions, which fill the card's queue, such a ring leaves the card idle for a third of the time, and it carries half as
-much again as it need (with two members 1.5 n instead of n, counting both parts). Where it is not more (`SumGroup._straight`), each
-part therefore goes straight to who adds it up, announced before it is there, and its sum straight back.
+much again as it need (with two members 1.5 n instead of n, counting both parts). Where it is not more
+(`SumGroup._straight`), each part therefore goes straight to who adds it up, announced before it is there, and its sum
+straight back.
 """
 
 from __future__ import annotations
