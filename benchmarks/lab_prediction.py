@@ -149,11 +149,20 @@ NETWORKS = (
 FACTORS = {"snail": 0.5, "slow": 1.0, "mid": 1.5, "fast": 2.0, "cpu-core": 25.0}
 
 
+PACKED_BYTES_PER_S = 5e9
+"""Memory traffic at which a core of this machine packs gradients, by `polygon.cost.transfers.codec_s`: int8, with error
+feedback, 200,000 numbers 4.1e9, 1,200,000 numbers 5.8e9 (int4 7.7e9 and 6.5e9). Computations are emulated; packing
+takes what it takes here, whatever device is played, and so has to be priced."""
+
+
 def device(name: str) -> Device:
-    """A made-up accelerator: `slow` does 2 GFLOP/s, the others so many times that."""
-    factor = FACTORS[name]
+    """A made-up accelerator: `slow` does 2 GFLOP/s, the others so many times that; memory is this machine's."""
     return Device(
-        name=name, memory_bytes=2e9, flops={"fp32": 2e9 * factor}, memory_bytes_per_s=1e9 * factor, power_w=10.0
+        name=name,
+        memory_bytes=2e9,
+        flops={"fp32": 2e9 * FACTORS[name]},
+        memory_bytes_per_s=PACKED_BYTES_PER_S,
+        power_w=10.0,
     )
 
 
@@ -237,7 +246,10 @@ def dealt(speeds: Sequence[float], count: int) -> np.ndarray:
 
 
 def drawn_network(seed: int) -> Network:
-    """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed."""
+    """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed.
+
+    Cards of every other network carry half as much as its fastest link.
+    """
     rng = np.random.default_rng(seed)
     regions = int(rng.integers(2, 5))
     hosts: list[list[str]] = [[] for _ in range(regions)]
@@ -248,11 +260,13 @@ def drawn_network(seed: int) -> Network:
         values = np.exp(rng.uniform(np.log(low), np.log(high), (regions, regions))) * (1 - np.eye(regions))
         return tuple(tuple(float(value) for value in row) for row in values.round(1))
 
+    latency_ms, mbit_per_s = drawn(5, 200), drawn(20, 500)
     return Network(
         name=f"drawn {seed}",
         hosts=tuple(tuple(sorted(of)) for of in hosts),
-        latency_ms=drawn(5, 200),
-        mbit_per_s=drawn(20, 500),
+        latency_ms=latency_ms,
+        mbit_per_s=mbit_per_s,
+        card_mbit_per_s=max(map(max, mbit_per_s)) / 2 if seed % 2 else 1000.0,
     )
 
 

@@ -21,7 +21,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 _SO_MAX_PACING_RATE = 47
 """Of Linux, asm-generic/socket.h; Python has no name for it."""
@@ -30,6 +30,8 @@ _TCP_INFO = struct.Struct("=xB5xB16xI40xI8xI16xI16xQ16xII4xIQQQQ")
 _NAME_BYTES = 16
 """TCP_CA_NAME_MAX (net/tcp.h)."""
 PREFERRED = "bbr"
+NEAR = ("cubic", "reno")
+"""In the order in which they are tried."""
 _BBR_LEAST_WINDOW = 4
 """Segments under way while bbr looks for the shortest round trip (bbr_cwnd_min_target, net/ipv4/tcp_bbr.c)."""
 HEADROOM = 1.2
@@ -164,13 +166,30 @@ def congestion_control(descriptor: int) -> str:
 
 def prefer(descriptors: Iterable[int]) -> None:
     """Give connections the preferred congestion control, where the host lets this process have it."""
-    with contextlib.suppress(OSError):
-        if PREFERRED not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-            return  # asking for it would have root's kernel load it
-        for descriptor in descriptors:
-            with _tcp_socket(descriptor) as tcp:
-                if tcp is not None:
-                    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, PREFERRED.encode())
+    _set_control(descriptors, (PREFERRED,))
+
+
+def prefer_near(descriptors: Iterable[int]) -> None:
+    """Give connections within a region a control that keeps its part of a shared queue, where the host's is bbr.
+
+    bbr keeps two of its own shortest round trips under way. Behind 30 ms of what a card has queued for other regions
+    that is nothing at a round trip of 0.4 ms, so a region's own sums wait until the card is idle, and leave it idle.
+    Data parallel over two regions of two hosts, everything on cards of 70 Mbit/s: 1.47 s a step, with reno 1.31.
+    """
+    _set_control([one for one in descriptors if congestion_control(one) == PREFERRED], NEAR)
+
+
+def _set_control(descriptors: Iterable[int], names: Iterable[str]) -> None:
+    """Give connections the first of some congestion controls that the host has and lets this process have."""
+    listed = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+    # Asking for what is not there would have root's kernel load it.
+    there = listed.read_text().split() if listed.exists() else []
+    for descriptor in descriptors:
+        with _tcp_socket(descriptor) as tcp:
+            for name in [name for name in names if tcp is not None and name in there]:
+                with contextlib.suppress(OSError):
+                    cast(socket.socket, tcp).setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+                    break
 
 
 def restart(descriptor: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from polygon_comm.accelerator import Accelerator, gloo_group
-from polygon_comm.pacing import connections, listening_ports, open_descriptors, opened_since, pace, prefer
+from polygon_comm.pacing import connections, listening_ports, open_descriptors, opened_since, pace, prefer, prefer_near
 from polygon_comm.shaped import LinkShape, ShapedGroup
 
 MIN_CHUNK_BYTES = 1 << 14
@@ -128,7 +128,8 @@ class Wires:
         How much is sent over every stream to a peer, and taken from it, before anything else: TCP then knows how fast
         the way is. Both sides must name the same.
     bytes_per_s : mapping of peer to float
-        What the link to a peer is said to carry: nothing is sent much faster (see `polygon_comm.pacing`).
+        What the links to peers in other regions are said to carry: nothing is sent much faster (see
+        `polygon_comm.pacing`).
     """
 
     def __init__(
@@ -162,8 +163,11 @@ class Wires:
         # Both sides open their pairs in the same order, so that opening never waits in a circle.
         for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in streams):
             self._open(low, high, near=accelerator.later and (high if low == rank else low) in near)
+        far = self.connections if bytes_per_s is None else bytes_per_s
         for peer in bytes_per_s or {}:
             prefer(self.connections.get(peer, ()))
+        for peer in self.connections.keys() - far.keys():
+            prefer_near(self.connections[peer])
         self._warm(warm_bytes or {})
         for peer, rate in (bytes_per_s or {}).items():
             pace(self.connections.get(peer, ()), rate)

@@ -10,7 +10,7 @@ import torch
 
 from polygon.domain.errors import InputError
 from runners.data.order import Order
-from runners.data.samples import Shuffled, TokenSamples
+from runners.data.samples import Shuffled, TokenSamples, positions_of
 
 BLOCK = 10_000
 """Samples in which every set has its exact part; weights are rounded to one of so many."""
@@ -72,6 +72,10 @@ class Mixture:
         """As `Samples.batch`."""
         return _stacked(self._ones(numbers))
 
+    def positions(self, numbers: range) -> torch.Tensor | None:
+        """As `positions_of`."""
+        return _positions(self._ones(numbers))
+
     def targets(self, numbers: range) -> int:
         """Targets of these samples that count."""
         return sum(part.targets(one) for part, one in self._ones(numbers))
@@ -79,6 +83,14 @@ class Mixture:
     def digest(self) -> str:
         """A short name of sets and weights."""
         return "+".join(f"{part.digest()}:{weight:g}" for part, weight in zip(self._parts, self._weights, strict=True))
+
+
+def _positions(ones: Sequence[tuple[TokenSamples, range]]) -> torch.Tensor | None:
+    found = [positions_of(part, one) for part, one in ones]
+    if all(positions is None for positions in found):
+        return None
+    whole = [torch.arange(part.seq_len)[None] for part, _ in ones]
+    return torch.cat([one if one is not None else other for one, other in zip(found, whole, strict=True)])
 
 
 def _stacked(ones: Sequence[tuple[TokenSamples, range]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +117,10 @@ class Together(Shuffled):
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
         return _stacked(self._ones(numbers))
+
+    def positions(self, numbers: range) -> torch.Tensor | None:
+        """As `positions_of`."""
+        return _positions(self._ones(numbers))
 
     def targets(self, numbers: range) -> int:
         """Targets of these samples that count."""

@@ -1,4 +1,8 @@
-"""Packing: samples of whole documents, as many as fit, in which no target lies behind the end of a document."""
+"""Packing: samples of whole documents, as many as fit, none of which sees another one.
+
+No target lies behind the end of a document, attention stays inside it, and its positions begin at 0: a packed sample
+trains as its documents would each by itself (Krell et al., arXiv:2107.02027).
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,7 @@ def packed_spans(documents: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass(kw_only=True)
 class PackedSamples(TokenSamples):
-    """Whole documents, as many as fit, filled up with zeros that are no targets.
-
-    Attention sees the earlier documents of a sample; what is not learned is to foretell the next document's beginning.
-    """
+    """Whole documents, as many as fit, filled up with zeros that are no targets."""
 
     documents: np.ndarray
     """First token of every document, and the end of the last."""
@@ -72,6 +73,20 @@ class PackedSamples(TokenSamples):
         """Places in a sample whose next token is another document's first."""
         borders = slice(np.searchsorted(self.documents, start, "right"), np.searchsorted(self.documents, stop, "left"))
         return np.unique(self.documents[borders]) - start - 1
+
+    def positions(self, numbers: range) -> torch.Tensor:
+        """Place of every input in its document, shape (samples, seq_len); what fills up counts as a document.
+
+        No token is read: a rank that holds no embedding knows borders of documents as those do that have one.
+        """
+        places = np.arange(self.seq_len)
+        begins = np.zeros((len(numbers), self.seq_len), dtype=np.int64)
+        for row, number in enumerate(numbers):
+            start, stop = (int(place) for place in self.spans[self.item(number)])
+            first = np.append(self._ends(start, stop) + 1, stop - start - 1)
+            first = first[first < self.seq_len]
+            begins[row, first] = first
+        return torch.from_numpy(places - np.maximum.accumulate(begins, axis=1))
 
     def targets(self, numbers: range) -> int:
         """Tokens of these samples that are to be learned."""

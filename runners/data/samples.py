@@ -30,7 +30,9 @@ LOOKED_AT = 64
 class Samples(Protocol):
     """Inputs and targets by sample numbers.
 
-    Where some targets do not count (those of -100), a method ``targets(numbers)`` says how many do.
+    Where some targets do not count (those of -100), a method ``targets(numbers)`` says how many do. Where samples hold
+    several documents that are not to see one another, a method ``positions(numbers)`` says where in its document every
+    input is, shape (samples, seq_len); it may answer None for samples of one.
     """
 
     def batch(self, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +43,12 @@ def count_targets(samples: Samples, numbers: range, per_sample: int) -> int:
     """Targets of these samples that count in the loss: what `samples.targets` says where it has that, else all."""
     count = getattr(samples, "targets", None)
     return len(numbers) * per_sample if count is None else int(count(numbers))
+
+
+def positions_of(samples: Samples, numbers: range) -> torch.Tensor | None:
+    """Place of every input in its document, shape (samples, seq_len); None where a sample is one document."""
+    find = getattr(samples, "positions", None)
+    return None if find is None else find(numbers)
 
 
 def digest_of(samples: Samples) -> str:
@@ -95,7 +103,7 @@ class Shuffled(ABC):
 
     def batch_or_fill(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`size` samples from `first` on; those beyond the first epoch are blank and their targets count nothing."""
-        real = range(first, min(first + size, len(self)))
+        real = self._real(first, size)
         inputs, targets = self.batch(real or range(1))
         if len(real) == size:
             return inputs, targets
@@ -103,6 +111,19 @@ class Shuffled(ABC):
         for whole, part in zip(blank, (inputs, targets), strict=True):
             whole[: len(real)] = part[: len(real)]
         return blank
+
+    def positions_or_fill(self, first: int, size: int) -> torch.Tensor | None:
+        """`positions_of` what `batch_or_fill` gives."""
+        real = self._real(first, size)
+        found = positions_of(self, real or range(1))
+        if found is None or len(real) == size:
+            return found
+        blank = torch.arange(found.shape[1]).repeat(size, 1)
+        blank[: len(real)] = found[: len(real)]
+        return blank
+
+    def _real(self, first: int, size: int) -> range:
+        return range(first, min(first + size, len(self)))
 
 
 S = TypeVar("S", bound=Shuffled)

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.errors import require
 from polygon.domain.model import Model
-from runners.engine.context import to_heads, to_tokens
+from runners.engine.context import part_of, to_heads, to_tokens
+from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.pretrained import Pretrained
 from runners.engine.runnable import require_plain
@@ -63,7 +64,7 @@ class TokenEmbedding(nn.Module):
         self.context: ExchangeGroup | None = None
         """Ranks that hold the other parts of the sequences."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         if self.tp is None:
             x = split(self.tokens(ids), self.split_over)
         else:
@@ -74,6 +75,9 @@ class TokenEmbedding(nn.Module):
             x = sum_over(found, self.tp, by_tokens=self.split_over is not None)
         if self.positions is None:
             return x
+        if documents is not None:
+            places = documents.positions if self.context is None else part_of(documents.positions, self.context)
+            return x + split(self.positions(places), self.split_over)
         first = 0 if self.context is None else self.context.place * ids.shape[1]
         return x + split(self.positions.weight[None, first : first + ids.shape[1]], self.split_over)
 
@@ -94,11 +98,17 @@ class ImageEmbedding(nn.Module):
         return torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1) + self.positions.weight
 
 
-def rotate(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
-    """Rotary positions on (batch, heads, tokens, head_dim), in the half-split convention of Llama."""
+def rotate(x: torch.Tensor, base: float = 10000.0, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotary positions on (batch, heads, tokens, head_dim), in the half-split convention of Llama.
+
+    `positions`, shape (batch, tokens): of every token, where they are not 0, 1, 2, ...
+    """
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    if positions is None:
+        angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    else:
+        angle = positions[:, None, :, None].to(torch.float32) * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     low, high = x[..., :half], x[..., half : 2 * half]
     return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
@@ -130,29 +140,35 @@ class Attention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _core(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _core(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None = None
+    ) -> torch.Tensor:
         q, k, v = self._heads(query), self._heads(key), self._heads(value)
         if self.context is not None:
             q, k, v = to_heads(q, k, v, self.context)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
+            positions = None if documents is None else documents.positions
+            q, k = rotate(q, self.rope_theta, positions), rotate(k, self.rope_theta, positions)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        if documents is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask)
         if self.context is not None:
             mixed = to_tokens(mixed, self.context)
         return mixed.transpose(1, 2).flatten(2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         key, value = (layer if self.kv_rows is None else Rows(layer, self.kv_rows) for layer in (self.key, self.value))
         projected = column_products((self.query, key, value), x, self.tp, by_tokens=self.by_tokens)
         if self.recompute_core and torch.is_grad_enabled():
-            mixed = checkpoint(self._core, *projected, use_reentrant=False)
+            mixed = checkpoint(self._core, *projected, documents, use_reentrant=False)
         else:
-            mixed = self._core(*projected)
+            mixed = self._core(projected[0], projected[1], projected[2], documents)
         return row_product(self.output, mixed, self.tp, by_tokens=self.by_tokens)
 
 
@@ -185,8 +201,8 @@ class Block(nn.Module):
         self.mlp_norm = _norm(model)
         self.mlp = Experts(model, Mlp) if model.layer_kind(layer) == "moe" else Mlp(model, model.ffn_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), documents)
         return x + self.mlp(self.mlp_norm(x))
 
 

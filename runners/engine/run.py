@@ -94,6 +94,8 @@ def train(
     """
     code, own = code_digest(), None
     if options.model_file is not None:
+        expected = "stream: layers of one's own get one tensor, and not where documents begin"
+        require(options.data.packing == "stream", "--packing", options.data.packing, expected)
         problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
         own = OwnModel(options.model_file, options.seed, problem.model.layers)
         samples = samples or own.samples

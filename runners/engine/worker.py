@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.schedule import Action, worker_order
-from runners.data.samples import Samples, Shuffled, count_targets
+from runners.data.samples import Samples, Shuffled, count_targets, positions_of
 from runners.engine.additions import add_lora
 from runners.engine.context import part_of
+from runners.engine.documents import Documents, documents_at
 from runners.engine.experts import EXPERT, BalanceLoss
 from runners.engine.gradients import Bucket, Reducer
 from runners.engine.layers import (
@@ -280,16 +281,23 @@ class StageWorker:
         if inputs is not None:
             inputs.requires_grad_()
         with self.log.interval("compute", str(action)):
-            x = self._run_layers(
-                action.chunk, inputs, lambda: self.samples.batch(self._samples_of(step, action.micro_batch))
-            )
+            numbers = self._samples_of(step, action.micro_batch)
+            positions = positions_of(self.samples, numbers)
+            x = self._run_layers(action.chunk, inputs, lambda: self.samples.batch(numbers), positions)
         self.messages.send(step, action, x)
         self._held[action.micro_batch, action.chunk] = (inputs, x)
 
     def _run_layers(
-        self, chunk: int, inputs: torch.Tensor | None, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+        self,
+        chunk: int,
+        inputs: torch.Tensor | None,
+        draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A stage's layers on what came from the stage before, or on samples; the last stage adds up the loss."""
+        """A stage's layers on what came from the stage before, or on samples; the last stage adds up the loss.
+
+        `positions`: see `positions_of`.
+        """
         accelerator, stage = self.wires.accelerator, self.stages[chunk]
         has_loss = stage.last_layer == self.layout.problem.model.layers
         with self._precision():
@@ -297,6 +305,10 @@ class StageWorker:
             if inputs is None or has_loss:
                 drawn, targets = map(self._part, draw())
             x = accelerator.from_host(drawn) if inputs is None else inputs
+            # Layers of others take one tensor: more is given only where samples hold several documents.
+            held: tuple[Documents, ...] = ()
+            if positions is not None:
+                held = (documents_at(accelerator.from_host(positions), causal=self.layout.problem.model.causal),)
             for layer in range(stage.first_layer, stage.last_layer):
                 module = self.layers[str(layer)]
                 if self._sharding is not None:
@@ -304,9 +316,9 @@ class StageWorker:
                 if layer == self.layout.problem.model.layers - 1 and targets is not None:
                     x = module(x, accelerator.from_host(targets))
                 elif stage.recompute == "full" and layer < stage.recomputed_until and x.requires_grad:
-                    x = checkpoint(module, x, use_reentrant=False).to(self.dtype)
+                    x = checkpoint(module, x, *held, use_reentrant=False).to(self.dtype)
                 else:
-                    x = module(x).to(self.dtype)
+                    x = module(x, *held).to(self.dtype)
                 if self._sharding is not None and x.requires_grad:
                     x.register_hook(partial(self._enter_backward, layer))
             if has_loss:
@@ -342,9 +354,9 @@ class StageWorker:
         self.messages.post_receive(round_, action)
         inputs = self.messages.receive(round_, action)
         with self.log.interval("validate", str(action)):
-            x = self._run_layers(
-                action.chunk, inputs, lambda: samples.batch_or_fill(first + action.micro_batch * size, size)
-            )
+            here = first + action.micro_batch * size
+            positions = samples.positions_or_fill(here, size)
+            x = self._run_layers(action.chunk, inputs, lambda: samples.batch_or_fill(here, size), positions)
         self.messages.send(round_, action, x)
 
     def _enter_backward(self, layer: int, gradient: torch.Tensor) -> None:

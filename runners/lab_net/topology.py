@@ -190,17 +190,17 @@ def _shared(cluster: Cluster, hosts: tuple[LabHost, ...]) -> tuple[SharedCapacit
 
 
 def _cards(cluster: Cluster, hosts: tuple[LabHost, ...]) -> Iterator[SharedCapacity]:
-    """Network cards that links to other regions can fill together: all that leaves a host, and all that comes in."""
+    """Network cards that a host's links can fill together: all that leaves a host, and all that comes in."""
     for host in hosts:
         card = cluster.pools[host.pool].inter_node.bytes_per_s
-        far = [other for other in hosts if other.region != host.region]
+        others = [other for other in hosts if other is not host]
         for what, pairs in (
-            ("out of", [(host.index, other.index) for other in hosts if other is not host]),
-            ("into", [(other.index, host.index) for other in hosts if other is not host]),
+            ("out of", [(host.index, other.index) for other in others]),
+            ("into", [(other.index, host.index) for other in others]),
         ):
             links = [
                 cluster.node_link(*((host.pool, other.pool) if what == "out of" else (other.pool, host.pool)))
-                for other in far
+                for other in others
             ]
-            if len(far) > 1 and sum(link.bytes_per_s for link in links if link is not None) > card:
+            if len(others) > 1 and sum(link.bytes_per_s for link in links if link is not None) > card:
                 yield SharedCapacity(name=f"card {what} {host.name}", bytes_per_s=card, pairs=tuple(pairs))

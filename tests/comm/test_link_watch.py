@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from polygon_comm.link_watch import LEAST_WAITING, RESTART_S, WINDOW_S, WINDOWS, LinkWatch, WatchedLink, reason
-from polygon_comm.pacing import PREFERRED, Seen, congestion_control, prefer, restart, seen
+from polygon_comm.pacing import NEAR, PREFERRED, Seen, congestion_control, prefer, prefer_near, restart, seen
 
 from tests.patience import eventually
 
@@ -124,3 +124,17 @@ def test_a_watch_ends_when_it_is_closed(pair):
     assert eventually(lambda: looked)
     watch.close(), LinkWatch([], looked.append).close()
     assert not watch._thread.is_alive()
+
+
+def test_inside_a_region_no_connection_keeps_bbr(pair):
+    """Beside a queue that others fill it would get nothing; what the host has chosen otherwise stays."""
+    ours, _ = pair
+    before = congestion_control(ours.fileno())
+    if before != PREFERRED:
+        prefer_near([ours.fileno()])
+        assert congestion_control(ours.fileno()) == before
+    prefer([ours.fileno()])
+    if congestion_control(ours.fileno()) != PREFERRED:
+        pytest.skip("this host has no bbr")
+    prefer_near([ours.fileno()])
+    assert congestion_control(ours.fileno()) in NEAR

@@ -114,12 +114,16 @@ def test_regions_whose_labels_collide_stay_apart():
 
 
 def test_a_card_that_links_fill_together_is_shared_by_all_that_leaves_or_enters_its_host():
-    """Two links of 6e8 bytes/s to other regions over a card of 1e9; one link alone, or narrow ones, need none."""
+    """Two links of 6e8 bytes/s to other regions over a card of 1e9, or to two nodes of its own region; one link alone,
+    or narrow ones, need none."""
     wide = replace(cluster_of([[1], [1], [1]]), bytes_per_s=np.full((3, 3), 6e8))
     shared = {item.name: item for item in lab_network(wide).shared}
     assert len(shared) == 6
     assert all(item.bytes_per_s == 1e9 for item in shared.values())
     assert shared["card out of r0-0"].pairs == ((0, 1), (0, 2))
     assert shared["card into r2-0"].pairs == ((0, 2), (1, 2))
+    inside = {item.name: item.pairs for item in lab_network(cluster_of([[3]])).shared}
+    assert len(inside) == 6 and inside["card out of r0-1"] == ((1, 0), (1, 2))
+    assert not lab_network(cluster_of([[2]])).shared
     assert not lab_network(cluster_of([[1], [1], [1]])).shared
     assert not lab_network(replace(cluster_of([[1], [1]]), bytes_per_s=np.full((2, 2), 6e8))).shared

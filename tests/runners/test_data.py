@@ -151,6 +151,23 @@ def test_packing_learns_every_token_of_a_document_but_its_first(lengths, seq_len
     assert (inputs[counted] + 1).equal(targets[counted])
 
 
+@given(lengths=lengths_of_documents, seq_len=st.integers(1, 20))
+def test_positions_begin_anew_with_every_document(lengths, seq_len):
+    """The place of an input in its document, or in the stretch of it that a sample holds; what fills up is apart."""
+    documents = np.cumsum([0, *lengths])
+    tokens = np.array([100 * d + i for d, length in enumerate(lengths) for i in range(length)])
+    packed = PackedSamples(tokens=tokens, documents=documents, seq_len=seq_len, seed=0)
+    for number in range(len(packed)):
+        [inputs], [positions] = packed.batch(range(number, number + 1))[0], packed.positions(range(number, number + 1))
+        start, stop = packed.spans[packed.item(number)]
+        held = min(int(stop - start) - 1, seq_len)
+        first = inputs[0] % 100
+        for at in range(held):
+            begun = int(first) if inputs[at] // 100 == inputs[0] // 100 else 0
+            assert positions[at] == inputs[at] % 100 - begun
+        assert positions[held:].tolist() == list(range(seq_len - held))
+
+
 def test_packing_fills_samples_with_whole_documents():
     """As many as fit, in turn; a document that is longer than a sample is cut with one token of overlap."""
     documents = np.cumsum([0, 3, 4, 9, 2])
