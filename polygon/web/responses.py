@@ -120,6 +120,7 @@ class Known(TypedDict):
     links: list[str]
     regions: list[dict[str, Any]]
     runtimes: list[dict[str, str]]
+    optimizers: list[dict[str, str]]
     parity_levels: list[str]
     compressions: list[str]
     local_steps: list[int]
