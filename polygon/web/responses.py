@@ -171,6 +171,8 @@ class View(TypedDict):
     micro_batches: int
     micro_batch_size: int
     local_steps: int
+    chunks: int
+    """Stages on the same devices (interleaving)."""
     assumptions: list[str]
     devices: dict[str, int]
     hosts: list[UsedNodes]
