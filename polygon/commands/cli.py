@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from polygon.commands.interrupts import say_interrupted
 from polygon.domain.errors import InputError, located
 from polygon.domain.message import Message
+from polygon.domain.optimizer import OPTIMIZERS
 
 _program = getattr(sys.modules["__main__"], "__spec__", None)
 if _program is not None and _program.name.startswith("polygon."):  # a command that has yet to import the rest of itself
@@ -147,7 +148,7 @@ def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
     group.add_argument("--seq-len", type=whole(1), metavar="N", help=SEQ_LEN_HELP)
     group.add_argument("--precision", default="bf16", help="of compute and activations (default %(default)s)")
     group.add_argument("--gradient-precision", default="fp32", help="of weight gradients (default %(default)s)")
-    group.add_argument("--optimizer", default="adamw", help="adamw, sgd, muon or adafactor (default %(default)s)")
+    group.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default %(default)s)")
     group.add_argument(
         "--constraints", metavar="FILE", help="YAML: memory headroom, regions forbidden or required, ..."
     )

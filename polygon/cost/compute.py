@@ -17,6 +17,7 @@ from polygon.domain.block import Block
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import RECOMPUTE
 from polygon.domain.runtime import Runtime
 
@@ -209,19 +210,18 @@ def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, floa
 def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: bool = True) -> float:
     """Seconds of the optimizer for as many parameters as one device updates.
 
-    Adam reads gradient, master weight and two moments and writes master, moments and the low-precision copy; fp16
-    adds the passes that unscale, check and clip; without fusion every arithmetic step is a pass of its own. Plain
-    gradient descent with momentum leaves one moment out, as Muon does; Adafactor reads gradient and weight twice, and
-    writes the weight. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`.
+    Gradient, what the optimizer reads and writes (`OPTIMIZERS`) and the low-precision copy; fp16 adds the passes that
+    unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`.
     """
     chip = silicon(device, batch.precision)
     low = 0 if chip.element_bytes == 4 else chip.element_bytes
-    per_parameter: float = UPDATE_BYTES[batch.optimizer] + batch.gradient_bytes + low
+    optimizer = OPTIMIZERS[batch.optimizer]
+    per_parameter: float = optimizer.update_bytes + batch.gradient_bytes + low
     per_parameter += 4 + batch.gradient_bytes  # norm of the gradients and clipping
     if batch.precision == "fp16":
         per_parameter += 6 + 4
     if not fused:
-        per_parameter = EAGER_ADAM_BYTES if batch.optimizer == "adamw" else EAGER_ADAM_BYTES / 2
+        per_parameter = optimizer.unfused_bytes
     return stream_s(chip, parameters_held * per_parameter, 2)
 
 
@@ -233,12 +233,6 @@ def orthogonal_s(hidden_size: int, device: Device) -> float:
     parallelism every device makes them for whole matrices; that is not in here.
     """
     return 15 * gemm_s(silicon(device, "bf16"), hidden_size, hidden_size, hidden_size) / hidden_size**2
-
-
-UPDATE_BYTES = {"adamw": 24, "sgd": 16, "muon": 16, "adafactor": 16}
-"""Read and written per parameter beside the gradient's first reading, in fp32."""
-EAGER_ADAM_BYTES = 84
-"""Bytes per parameter of an optimizer written as some twenty element-wise tensor operations in fp32."""
 
 
 def model_flops_per_step(model: Model, batch: Batch) -> float:

@@ -219,8 +219,9 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     schedule = times.schedule
     stage = int(times.place.stage[last])
     slowest = int(np.flatnonzero(times.place.stage == stage)[times.ends_s[times.place.stage == stage].argmax()])
-    count = int((schedule.routes[:, stage] == slowest).sum())
-    compute = count * float(schedule.forward_s[slowest] + schedule.backward_s[slowest])
+    counts = np.bincount(schedule.routes.ravel(), minlength=len(schedule.forward_s))
+    same = schedule.holder == schedule.holder[slowest]
+    compute = float((counts * (schedule.forward_s + schedule.backward_s))[same].sum())
     messages, nothing = times.messages, np.zeros_like(schedule.latency_s)
     free = replace(
         schedule,

@@ -11,6 +11,7 @@ import numpy as np
 from polygon.domain.block import Block
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import RECOMPUTE
 from polygon.domain.runtime import Runtime
 
@@ -312,13 +313,8 @@ def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[
 
 def state_bytes(batch: Batch) -> tuple[float, float, float]:
     """Bytes per parameter of weight, gradient and optimizer state (with the fp32 master of 16-bit weights)."""
-    per_optimizer = MOMENT_BYTES[batch.optimizer] + (4 if batch.element_bytes < 4 else 0)
+    per_optimizer = OPTIMIZERS[batch.optimizer].moment_bytes + (4 if batch.element_bytes < 4 else 0)
     return max(batch.element_bytes, 2), batch.gradient_bytes, per_optimizer
-
-
-MOMENT_BYTES = {"adamw": 8, "sgd": 4, "muon": 4, "adafactor": 0}
-"""Per parameter: two moments, or one momentum (of Muon: in blocks). Adafactor keeps a number of each row and column of
-a matrix, which is left out: 1 part in 1,000 of a parameter's 4 bytes at 2,000 rows (Shazeer and Stern, ICML 2018)."""
 
 
 def outside_bytes(batch: Batch) -> float:
@@ -326,7 +322,8 @@ def outside_bytes(batch: Batch) -> float:
 
     Vectors within blocks, norms and biases, are AdamW's too and left out.
     """
-    return MOMENT_BYTES["adamw"] - MOMENT_BYTES["muon"] if batch.optimizer == "muon" else 0.0
+    optimizer = OPTIMIZERS[batch.optimizer]
+    return float(optimizer.outside_moment_bytes - optimizer.moment_bytes)
 
 
 def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:

@@ -202,6 +202,12 @@ class ScheduleTimes:
     chunks: int = 1
     """Stages on the devices of each worker (`Plan.chunks`)."""
 
+    @property
+    def holder(self) -> np.ndarray:
+        """Number of the devices that compute for each worker, shape (workers,): several stages may be on the same."""
+        workers = len(self.forward_s)
+        return np.arange(workers) % (workers // self.chunks)
+
     def simulate(self, *, record: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """End of every worker [s], shape (workers,), and start of every action, shape (2, micro_batches, stages).
 

@@ -18,6 +18,7 @@ from polygon.cost.network import group_of, shared_link
 from polygon.cost.profiles import KindProfile, ModelProfile
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.divisors import divisors
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import Plan, Problem, Stage
 
 TENSOR_DEGREES = (1, 2, 4, 8)
@@ -214,7 +215,7 @@ class CostTables:
         fused = self.problem.runtime.fused
         batch = self.problem.batch
         seconds = update_s(parameters_held, device, batch, fused=fused)
-        if batch.optimizer == "muon":
+        if OPTIMIZERS[batch.optimizer].orthogonal:
             seconds += parameters_held * orthogonal_s(self.problem.model.hidden_size, device)
         return factor * seconds
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from polygon.domain.block import ATTENTIONS, MOST_SIZE, Block, LatentAttention, LinearAttention, require_size
-from polygon.domain.errors import require, require_number
+from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.message import Message
+from polygon.domain.optimizer import OPTIMIZERS
 
 MOST_BLOCKS, MOST_SEQUENCES = 10_000, 10_000_000
 """Largest that are read: of blocks, of sequences per step; larger ones are slips."""
@@ -360,7 +361,7 @@ class Batch:
     gradient_precision: str = "fp32"
     """In which weight gradients are accumulated and reduced."""
     optimizer: str = "adamw"
-    """adamw, sgd, adafactor or muon: of the matrices of blocks, and AdamW of what else there is."""
+    """A name of `polygon.domain.optimizer.OPTIMIZERS`."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "seq_len"):
@@ -369,8 +370,8 @@ class Batch:
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)
             require(value in BYTES_PER_ELEMENT, f"batch.{name}", value, " or ".join(BYTES_PER_ELEMENT))
-        expected = "adamw or sgd or muon or adafactor"
-        require(self.optimizer in expected.split(" or "), "batch.optimizer", self.optimizer, expected)
+        known = self.optimizer in OPTIMIZERS
+        require(known, "batch.optimizer", self.optimizer, one_of(str(self.optimizer), OPTIMIZERS))
 
     @property
     def tokens(self) -> int:

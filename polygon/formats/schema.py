@@ -399,6 +399,9 @@ def fault_message(schema: type[BaseModel], fault: Mapping[str, Any]) -> Message:
     expected: str | Message
     if fault["type"] == "polygon":
         found, expected = fault["ctx"]["found"], fault["ctx"]["expected"]
+    elif fault["type"] == "string_too_long":
+        found = Message("found.characters", characters=len(fault["input"]))
+        expected = Message("expected.at_most", most=fault["ctx"]["max_length"])
     elif _is_unknown_key(fault):
         parent, _ = _annotation_at(schema, loc[:-1])
         key = str(loc[-1])

@@ -142,14 +142,19 @@ def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float
     ]
     if not changes:
         return {}
-    rows = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS).rows
-    gains = {row.text["name"]: -row.replanned for row in rows}
+    answers = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS)
+    base_s = answers.baseline_s
+    if base_s < step_times(plan, tables).step_s * (1 - least):
+        # A plan for least money, say: what another saves on the cluster as it is, is not the link's.
+        alike = find_plan(problem, np.random.default_rng(0), effort=SHORT, tables=tables)
+        base_s = min(base_s, alike.value_s)
+    gains = {row.text["name"]: 1 - (1 + row.replanned) * answers.baseline_s / base_s for row in answers.rows}
     if problem.cluster.devices <= MOST_SEARCHED:
         # What simple starts lead to may be no better than a plan that a search has found.
         _, name, cluster = promising[0]
         richer = replace(problem, cluster=cluster)
         found = find_plan(richer, np.random.default_rng(0), effort=SHORT, tables=tables.for_problem(richer))
-        gains[name] = max(gains.get(name, 0.0), 1 - found.value_s / step_times(plan, tables).step_s)
+        gains[name] = max(gains.get(name, 0.0), 1 - found.value_s / base_s)
     return {name: gain for name, gain in gains.items() if gain > least}
 
 

@@ -219,6 +219,8 @@ def _links(problem: Problem, plan: Plan) -> list[Violation]:
             mode = getattr(use, field)
             if mode not in COMPRESSIONS:
                 found.append(Violation("plan.compression", **ends, traffic=field, mode=mode))
+            elif mode == "none" and use.source == use.target:
+                continue  # a list says how to pack where it is packed; inside a region nothing need be
             elif mode not in getattr(may, field) and not _unseen(problem, field, mode):
                 why = _not_allowed(problem, field, mode)
                 found.append(Violation("plan.compression_not_allowed", **ends, traffic=field, mode=mode, why=why))

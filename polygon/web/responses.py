@@ -120,6 +120,7 @@ class Known(TypedDict):
     links: list[str]
     regions: list[dict[str, Any]]
     runtimes: list[dict[str, str]]
+    optimizers: list[dict[str, str]]
     parity_levels: list[str]
     compressions: list[str]
     local_steps: list[int]
@@ -170,6 +171,8 @@ class View(TypedDict):
     micro_batches: int
     micro_batch_size: int
     local_steps: int
+    chunks: int
+    """Stages on the same devices (interleaving)."""
     assumptions: list[str]
     devices: dict[str, int]
     hosts: list[UsedNodes]

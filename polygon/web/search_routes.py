@@ -22,6 +22,7 @@ from polygon.cost.convergence import rows
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import located
 from polygon.domain.message import Message
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
 from polygon.formats import recognition as formats
@@ -170,6 +171,7 @@ def known() -> dict[str, Any]:
     return {
         "devices": devices, "models": models, "links": sorted(catalogue.links()), "regions": regions,
         "runtimes": [{"name": name, "version": r.version} for name, r in catalogue.runtimes().items()],
+        "optimizers": [{"name": name, "label": o.label} for name, o in OPTIMIZERS.items()],
         "parity_levels": PARITY_LEVELS, "compressions": COMPRESSIONS, "local_steps": sorted(rows("local_steps")),
         "default_link": default_link(), "latency_ms_floor": floor_ms, "latency_ms_per_km": slope_ms,
     }  # fmt: skip

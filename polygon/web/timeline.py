@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polygon.cost.simulation import ScheduleTimes
 from polygon.cost.step_times import StepTimes
 from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval
 from polygon.web.sliders import PricedChange
 
-KINDS = ("F", "B", "exposed", "update", "reduce", "send")
-"""Of bars; what none of the first four covers is bubble. The last two lie beside a worker's own work."""
+KINDS = ("F", "B", "exposed", "update", "other", "reduce", "send")
+"""Of bars; what none of the first five covers is bubble. `other`: the turn of another stage on the same devices. The
+last two lie beside a worker's own work."""
 KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
-TILES = 4
+TILES = 5
 MOST_ROWS = 96
 MOST_BARS = 8000
 """Of all rows together."""
@@ -40,8 +42,8 @@ ALIKE = 0.08
 class Work:
     """Forwards and backwards of a step, worker by worker in the order of time, with the wait before each.
 
-    Waiting for an input is bubble from `idle_s`, the end of the action before, until the input has left the worker
-    that makes it (`left_s`), and exposed communication from then until the action starts.
+    Waiting for an input is bubble from `idle_s`, the end of the action before on the same devices, until the input has
+    left the worker that makes it (`left_s`), and exposed communication from then until the action starts.
     """
 
     worker: NDArray[np.int64]
@@ -52,29 +54,30 @@ class Work:
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     last_s: NDArray[np.float64]
-    """End of the last of each worker, shape (workers,)."""
+    """End of the last on the devices of each worker, shape (workers,)."""
 
 
 def work(times: StepTimes) -> Work:
     """Forwards and backwards of one step."""
-    schedule, workers = times.schedule, len(times.place.stage)
+    schedule = times.schedule
     _, start_s = schedule.simulate(record=True)
     end_s = start_s + np.stack([schedule.forward_s, schedule.backward_s])[:, schedule.routes]
     made_s = start_s.copy()
     made_s[0, :, 1:] = end_s[0, :, :-1]
     made_s[1, :, :-1] = end_s[1, :, 1:]
     worker = np.broadcast_to(schedule.routes, start_s.shape).ravel()
-    order = np.lexsort((start_s.ravel(), worker))
+    order = np.lexsort((start_s.ravel(), schedule.holder[worker]))
     worker, begin_s, ready_s = worker[order], start_s.ravel()[order], made_s.ravel()[order]
     done_s = end_s.ravel()[order]
     idle_s = np.concatenate(([0.0], done_s[:-1]))
-    idle_s[np.flatnonzero(np.diff(worker, prepend=-1))] = 0.0
-    last_s = np.zeros(workers)
-    np.maximum.at(last_s, worker, done_s)
+    holder = schedule.holder[worker]
+    idle_s[np.flatnonzero(np.diff(holder, prepend=-1))] = 0.0
+    last_s = np.zeros(len(schedule.holder))
+    np.maximum.at(last_s, holder, done_s)
     kind, micro_batch, _ = np.unravel_index(order, start_s.shape)
     return Work(
         worker=worker, backward=kind == 1, micro_batch=micro_batch, idle_s=idle_s,
-        left_s=np.clip(ready_s, idle_s, begin_s), start_s=begin_s, end_s=done_s, last_s=last_s,
+        left_s=np.clip(ready_s, idle_s, begin_s), start_s=begin_s, end_s=done_s, last_s=last_s[schedule.holder],
     )  # fmt: skip
 
 
@@ -111,7 +114,8 @@ def bars(times: StepTimes, done: Work, *, messages: bool = False) -> Bars:
         (done.worker, np.full(len(done.worker), 2), done.micro_batch, done.left_s, done.start_s),
         (workers, np.full(len(workers), 2), none, done.last_s, update_s),
         (workers, np.full(len(workers), 3), none, update_s, times.done_s),
-        (workers, np.full(len(workers), 4), none, reducing, np.minimum(update_s, done.last_s)),
+        (workers, np.full(len(workers), KIND_OF["reduce"]), none, reducing, np.minimum(update_s, done.last_s)),
+        _turns_of_others(done.worker, done.idle_s, done.end_s, times.schedule),
     ]
     if messages:
         parts.append(_messages(times))
@@ -121,6 +125,17 @@ def bars(times: StepTimes, done: Work, *, messages: bool = False) -> Bars:
         worker=worker[there], kind=kind[there], micro_batch=micro_batch[there], start_s=start_s[there],
         end_s=end_s[there],
     )  # fmt: skip
+
+
+def _turns_of_others(
+    worker: NDArray[np.int64], start_s: NDArray[np.float64], end_s: NDArray[np.float64], schedule: ScheduleTimes
+) -> tuple[NDArray[Any], ...]:
+    """When the devices of a worker are another stage's: for each turn of one, a bar of all others on its devices."""
+    holders = len(schedule.holder) // schedule.chunks
+    moved = [(worker + k * holders) % len(schedule.holder) for k in range(1, schedule.chunks)]
+    there = np.concatenate([*moved, np.empty(0, dtype=np.int64)])
+    kind, none = np.full(len(there), KIND_OF["other"]), np.full(len(there), -1)
+    return there, kind, none, np.tile(start_s, len(moved)), np.tile(end_s, len(moved))
 
 
 def _messages(times: StepTimes) -> tuple[NDArray[Any], ...]:
@@ -159,15 +174,18 @@ def timeline(
     -------
     dict
         A row has `bars` [kind, micro-batch, start, end] or `bands` [start, end, parts of the first `TILES` kinds]. The
-        shares of bubble and exposed communication are those of all workers over the whole step.
+        shares of bubble and exposed communication are those of all devices over the whole step.
     """
     times, step_s = priced.times, priced.estimate.step_s
     place, done = times.place, work(times)
     end_s = step_s if to_s is None else min(to_s, step_s)
     begin_s = min(max(0.0, from_s), end_s)
-    update_s = times.done_s - times.update_s
-    bubble_s = np.bincount(done.worker, done.left_s - done.idle_s, len(place.stage)) + step_s - times.done_s
-    exposed_s = np.bincount(done.worker, done.start_s - done.left_s, len(place.stage)) + update_s - done.last_s
+    holder, chunks = times.schedule.holder, times.schedule.chunks
+    # Of devices, not of stages: where some hold several they are done with the last of them.
+    done_s = times.done_s.reshape(chunks, -1).max(axis=0)
+    bubble_s = np.bincount(holder[done.worker], done.left_s - done.idle_s, len(done_s)) + step_s - done_s
+    waited_s = np.bincount(holder[done.worker], done.start_s - done.left_s, len(done_s))
+    exposed_s = waited_s + done_s - (times.update_s + done.last_s)[: len(done_s)]
     everything = bars(times, done, messages=messages)
     shown = _shown(times, opened)
     most = min(MOST_BARS_A_ROW, MOST_BARS // max(1, len(shown)))
@@ -226,8 +244,12 @@ def measured_timeline(
         and 0 <= i.worker < widths[i.stage]
     ]
     worker, kind, micro_batch, start_s, till_s = (np.array(column) for column in zip(*columns, strict=True))
+    active = kind < 2
+    busy_s = np.bincount(worker[active], (till_s - start_s)[active], len(place.stage))
+    others = _turns_of_others(worker[active], start_s[active], till_s[active], times.schedule)
+    parts = zip((worker, kind, micro_batch, start_s, till_s), others, strict=True)
+    worker, kind, micro_batch, start_s, till_s = (np.concatenate(pair) for pair in parts)
     everything = Bars(worker=worker, kind=kind, micro_batch=micro_batch, start_s=start_s, end_s=till_s)
-    busy_s = np.bincount(worker[kind < 2], (till_s - start_s)[kind < 2], len(place.stage))
     most = min(MOST_BARS_A_ROW, MOST_BARS // max(1, len(shown)))
     rows = []
     for w in shown:
@@ -278,7 +300,7 @@ def _row(mine: Bars, begin_s: float, end_s: float, most: int) -> dict[str, Any]:
             bands.append([_short(edges[first]), _short(edges[i]), [round(float(part), 3) for part in mean]])
             first = i
     beside = np.flatnonzero(mine.kind == KINDS.index("reduce"))
-    hidden = [[4, -1, _short(mine.start_s[i]), _short(mine.end_s[i])] for i in beside]
+    hidden = [[KIND_OF["reduce"], -1, _short(mine.start_s[i]), _short(mine.end_s[i])] for i in beside]
     return {"bars": hidden, "bands": bands}
 
 

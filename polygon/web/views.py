@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,7 @@ def view(priced: PricedChange) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
+        "chunks": plan.chunks,
         "assumptions": assumptions(problem, plan) if result.links else [],
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "hosts": _hosts(problem, plan),
@@ -98,8 +99,11 @@ def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
 def _stages(priced: PricedChange) -> list[dict[str, Any]]:
     problem, plan, result = priced.problem, priced.plan, priced.estimate
     rows = []
+    # Of the devices, as memory is: where they hold several stages, the work of all of these.
+    holder = priced.times.schedule.holder
+    busy_s = np.bincount(holder, [worker.busy_s for worker in result.workers])[holder]
     for s, stage in enumerate(plan.stages):
-        mine = [worker for worker in result.workers if worker.stage == s]
+        mine = [replace(w, busy_s=float(busy_s[i])) for i, w in enumerate(result.workers) if w.stage == s]
         groups = []
         for key in sorted({(w.region, w.device, w.tp) for w in mine}):
             same = [w for w in mine if (w.region, w.device, w.tp) == key]
@@ -165,7 +169,9 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     messages = times.messages
     workers = len(times.place.stage)
-    sent_s = np.bincount(messages.sender.ravel(), weights=messages.busy_s.ravel(), minlength=workers)
+    sent_s = np.bincount(
+        times.schedule.holder[messages.sender.ravel()], weights=messages.busy_s.ravel(), minlength=workers
+    )
     transfer_s = float(sent_s.max(initial=0.0))
     reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s
     gradient_bytes = 0.0

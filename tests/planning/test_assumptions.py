@@ -13,36 +13,38 @@ from polygon.planning.alternatives import SHORT
 from polygon.planning.assumptions import FACTOR, LEAST, _scaled, assumptions
 from polygon.planning.search_engine import find_plan
 
+REGIONS = [
+    {"name": "here", "nodes": [{"device": "h100-sxm", "count": 2, "devices_per_node": 4}]},
+    {"name": "idle", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]},
+]
+
 
 @pytest.fixture(scope="module")
-def in_a_row():
-    """Eight stages in a row over two nodes whose network nobody gave, beside a region that the plan does not use."""
-    regions = [
-        {"name": "here", "nodes": [{"device": "h100-sxm", "count": 2, "devices_per_node": 4}]},
-        {"name": "idle", "nodes": [{"device": "t4", "count": 1, "devices_per_node": 2}]},
-    ]
+def on_one_node():
+    """One stage on one node of two: the network between, at its default, is not worth its use."""
     links = [{"between": ["here", "idle"], "latency_ms": 40, "bandwidth_gbps": 1}]
-    cluster = Cluster.from_dict({"regions": regions, "links": links})
-    plain = Constraints(compressions=("none",))
-    problem = Problem(cluster, "gpt3-1.3b", Batch(global_batch=64, seq_len=1024), constraints=plain)
-    alone = Problem(Cluster.from_dict({"regions": regions[:1]}), "gpt3-1.3b", Batch(global_batch=64, seq_len=1024))
-    plan = uniform_plan(alone.data, ParallelConfig(pp=8, micro_batch_size=1))
-    return problem.data, plan, problem.tables
+    cluster = Cluster.from_dict({"regions": REGIONS, "links": links})
+    plain = Constraints(compressions=("none",), most_stages=1)
+    problem = Problem(cluster, "gpt3-1.3b", Batch(global_batch=1024, seq_len=1024), constraints=plain)
+    found = find_plan(problem.data, np.random.default_rng(0), effort=SHORT, tables=problem.tables)
+    assert found.plan is not None and found.plan.world_size == 4
+    return problem.data, found.plan, problem.tables
 
 
-def test_a_link_is_named_by_what_another_plan_gains(in_a_row):
-    """Faster it saves another plan more than this one; the other is found here again and has the step that is said."""
-    problem, plan, tables = in_a_row
+def test_a_link_is_named_by_what_another_plan_gains(on_one_node):
+    """Faster it saves this plan nothing and another some; that one is found again with the step that is said."""
+    problem, plan, tables = on_one_node
     first = assumptions(problem, plan, tables, anew=True)[0]
-    assert first.name == "here.intra_region" and LEAST < first.faster < first.anew == first.gain
+    assert first.name == "here.intra_region" and first.faster == 0 and LEAST < first.anew == first.gain
     faster = replace(problem, cluster=_scaled(problem.cluster, first.name, FACTOR))
     found = find_plan(faster, np.random.default_rng(1), effort=SHORT)
+    assert found.plan.world_size == 8
     assert found.value_s <= (1 - first.anew) * step_times(plan, tables).step_s * 1.05
 
 
-def test_without_planning_anew_nothing_is_said_of_other_plans(in_a_row):
+def test_without_planning_anew_nothing_is_said_of_other_plans(on_one_node):
     """What is cheap says so, in data and in words; the same links are told either way where this plan rests on them."""
-    problem, plan, tables = in_a_row
+    problem, plan, tables = on_one_node
     cheap, whole = assumptions(problem, plan, tables), assumptions(problem, plan, tables, anew=True)
     assert all(it.anew is None for it in cheap) and all(it.anew is not None for it in whole)
     assert {it.name for it in cheap} <= {it.name for it in whole}
@@ -50,8 +52,20 @@ def test_without_planning_anew_nothing_is_said_of_other_plans(in_a_row):
     assert "with another plan" in describe_assumptions(whole) and "not tried" not in describe_assumptions(whole)
 
 
-def test_what_is_given_is_not_assumed(in_a_row):
+def test_what_is_given_is_not_assumed(on_one_node):
     """A cluster whose every link is given assumes nothing, planned anew or not."""
-    problem, plan, tables = in_a_row
+    problem, plan, tables = on_one_node
     given = replace(problem, cluster=replace(problem.cluster, defaults=()))
     assert assumptions(given, plan, tables.for_problem(given), anew=True) == []
+
+
+def test_what_a_slow_plan_loses_by_itself_is_not_the_links(on_one_node):
+    """Of a plan on fewer devices, for least money say, the link is told to save what it saves a plan made for speed."""
+    problem, fast, tables = on_one_node
+    node = {"device": "h100-sxm", "count": 1, "devices_per_node": 2}
+    small = Problem(Cluster.from_dict({"regions": [{"name": "here", "nodes": [node]}]}), "gpt3-1.3b", problem.batch)
+    slow = uniform_plan(small.data, ParallelConfig(dp=2, micro_batch_size=1))
+    assert step_times(slow, tables).step_s > 1.8 * step_times(fast, tables).step_s
+    told = {it.name: it.anew for it in assumptions(problem, slow, tables, anew=True)}
+    expected = {it.name: it.anew for it in assumptions(problem, fast, tables, anew=True)}
+    assert told["here.intra_region"] == pytest.approx(expected["here.intra_region"], abs=0.05)

@@ -9,9 +9,11 @@ from polygon.cost.compute import orthogonal_s
 from polygon.cost.memory import breakdown, layer_memory, stage_rows
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.export.targets import export
 from runners.dist_runner import end_process
 from runners.engine.layers import build_layers
+from runners.engine.optimizers import STATE_KEYS
 from runners.engine.options import Options
 from runners.engine.run import train
 from runners.engine.runnable import check_runnable
@@ -135,6 +137,11 @@ def test_state_takes_the_bytes_that_the_planner_counts(name, zero):
         assert mean < 0.1 * found[0][1]["weights"]
     else:
         assert mean == pytest.approx(counted, rel=0.03)
+
+
+def test_the_engine_knows_every_optimizer_that_is_planned():
+    """Its table says what torch's keep under which names; the planner's what that costs."""
+    assert STATE_KEYS.keys() == OPTIMIZERS.keys()
 
 
 def test_what_cannot_be_run_or_exported_is_refused():

@@ -96,6 +96,9 @@ def test_faults_of_a_request_are_said_like_faults_of_a_file(server):
         assert status == 422
         assert answer["detail"].startswith(line)
     assert server.request("POST", "/api/v1/jobs", b"{")[2]["detail"].startswith("body: found no JSON")
+    long = {"kind": "cluster", "text": "#" * 2_000_001}
+    said = server.request("POST", "/api/v1/read", long)[2]["detail"]
+    assert said == "text: found 2000001 characters, expected at most 2000000"
 
 
 def test_the_server_speaks_chinese_to_those_who_ask(server, plan_id):

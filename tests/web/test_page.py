@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from polygon.domain.optimizer import OPTIMIZERS
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import write_plan
 from tests.exported_plans import planned
@@ -323,6 +324,9 @@ def test_constraints_and_objective_reach_the_planner(fresh, server):
     fresh.locator("#fold-model").click()
     fresh.locator("[data-path=model]").select_option("gpt3-1.3b")
     fresh.locator("[data-path=runtime]").select_option("megatron-core")
+    names = fresh.locator("[data-path='batch.optimizer'] option").evaluate_all("all => all.map(o => o.value)")
+    assert names == list(OPTIMIZERS)
+    fresh.locator("[data-path='batch.optimizer']").select_option("muon")
     fill(fresh, "batch.global_batch", "32")
     fresh.locator("#fold-goal").click()
     fresh.get_by_label("Objective").select_option("money")
@@ -340,6 +344,7 @@ def test_constraints_and_objective_reach_the_planner(fresh, server):
         fresh.locator("#calculate").click()
     sent = asked.value.post_data_json
     assert (sent["objective"], sent["seed"], sent["problem"]["runtime"]) == ("money", 4, "megatron-core")
+    assert sent["problem"]["batch"]["optimizer"] == "muon"
     assert sent["problem"]["constraints"] == {
         "forbidden_regions": ["south"], "stage_rules": [{"stage": 0, "only_regions": ["north"]}],
         "egress_bytes_per_step": {"*": 5e9},
@@ -667,7 +672,7 @@ SHOWN_TEXTS = """() => {
 }"""
 PROPER = frozenset({
     "polygon", "DeepSpeed", "Megatron", "SkyPilot", "torchtitan", "torchrun", "dist_runner", "dist", "runner",
-    "Perfetto", "AdamW", "SGD", "ZeRO", "YAML", "JSON", "PTAFM", "hostfile", "config", "plan", "json", "deployments",
+    "Perfetto", "ZeRO", "YAML", "JSON", "PTAFM", "hostfile", "config", "plan", "json", "deployments",
     "token", "exact", "safe", "known", "any", "none", "topk", "powersgd", "int", "run", "small", "Ctrl", "MFU",
     "Slurm", "Kubernetes", "GPipe", "kWh", "GiB", "MiB", "Gbit", "Mbit", "Tbit", "USD",
     "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard",
@@ -683,6 +688,7 @@ def test_the_chinese_page_has_no_english_sentence(browser, server, wide_plan):
     view = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]
     names = [*known["instances"], *known["links"], *(r["name"] for r in view["regions"])]
     names += [row["name"] for kind in ("devices", "models", "regions", "runtimes") for row in known[kind]]
+    names += [optimizer["label"] for optimizer in known["optimizers"]]
     allowed = PROPER | {word for name in names for word in re.findall(r"[A-Za-z]{3,}", name)}
     left = set()
     run = opened_run(server, wide_plan)

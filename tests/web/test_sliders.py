@@ -12,8 +12,8 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.web.sliders import Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
-from polygon.web.views import advice, front, km_between, sensitivities
-from tests.exported_plans import wide
+from polygon.web.views import advice, front, km_between, sensitivities, view
+from tests.exported_plans import DIMENSIONS, of_dimensions, wide
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,30 @@ def test_timeline_names_every_moment_of_every_worker(case):
         assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(mine))
         free_s.append(shown["step_s"] - sum(b - a for a, b in mine))
     assert np.mean(free_s) / shown["step_s"] == pytest.approx(shown["bubble_share"], abs=1e-4)
+
+
+def test_devices_of_several_stages_are_busy_idle_or_waiting_once():
+    """Interleaved: a turn of one stage is no bubble of the other on its devices, and all moments of these sum up."""
+    problem, plan, tables = of_dimensions(*DIMENSIONS[1])
+    assert plan.chunks == 2
+    priced = price(problem, plan, Changes(), tables)
+    times, step_s = priced.times, priced.estimate.step_s
+    shown = timeline(priced, opened=frozenset(range(len(plan.stages))))
+    holders = len(times.schedule.holder) // plan.chunks
+    counts = np.bincount(times.schedule.routes.ravel())
+    busy_s = (counts * (times.schedule.forward_s + times.schedule.backward_s)).reshape(plan.chunks, holders).sum(axis=0)
+    parts = busy_s.mean() / step_s + shown["bubble_share"] + shown["exposed_share"]
+    assert parts + times.update_s.mean() / step_s == pytest.approx(1, abs=1e-6)
+    for row in shown["rows"]:
+        mine = sorted((a, b) for kind, _, a, b in row["bars"] if kind < KINDS.index("reduce"))
+        assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(mine))
+    stages = [max(group["busy"] for group in stage["workers"]) for stage in view(priced)["stages"]]
+    groups = len(plan.stages) // plan.chunks
+    assert stages[:groups] == stages[groups:]
+    assert max(stages) == pytest.approx(busy_s.max() / step_s)
+    assert sum(priced.estimate.terms.values()) == pytest.approx(step_s)
+    assert priced.estimate.terms["compute"] > 0.8 * busy_s.max()
+    assert priced.estimate.terms["pipeline"] >= 0
 
 
 def test_a_closed_stage_has_one_row_and_a_window_only_what_it_shows(case):

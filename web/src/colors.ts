@@ -33,8 +33,8 @@ export function useColor(busy: number): string {
 }
 export const kindColors = (): Record<string, string> =>
   dark.value
-    ? { F: "#5b8fca", B: "#4d9a76", exposed: "#d98a4b", update: "#a98ad0", reduce: "#8a6a50", send: "#75808f", idle: "#23272e" }
-    : { F: "#5a8bc4", B: "#5aa381", exposed: "#cf7a35", update: "#8868b5", reduce: "#dcb596", send: "#98a1ad", idle: "#e9ecf0" };
+    ? { F: "#5b8fca", B: "#4d9a76", exposed: "#d98a4b", update: "#a98ad0", reduce: "#8a6a50", send: "#75808f", idle: "#23272e", other: "#3a414b" }
+    : { F: "#5a8bc4", B: "#5aa381", exposed: "#cf7a35", update: "#8868b5", reduce: "#dcb596", send: "#98a1ad", idle: "#e9ecf0", other: "#cbd2da" };
 export const ink = (): { text: string; soft: string; line: string; land: string; sea: string; panel: string } =>
   dark.value
     ? { text: "#dfe3e8", soft: "#98a1ad", line: "#33383f", land: "#2c323a", sea: "#1d2126", panel: "#191c20" }

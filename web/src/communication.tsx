@@ -28,19 +28,19 @@ export function Communication(): JSX.Element {
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
         rows={links.map((l) => [`${l.source} → ${l.target}`, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), `${bytes(l.activation_bytes)}${l.activation_bytes ? ` (${l.activations})` : ""}`, `${bytes(l.gradient_bytes)}${l.gradient_bytes ? ` (${l.weight_gradients})` : ""}`, percent(l.use)])} />}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
-      <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>
+      {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}
       <Section title={t("formulas")}><div id="formulas"><Table label={t("formulas")} head={[t("quantity"), t("formula"), t("numbers")]} rows={v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])} /></div><p class="soft">{t("symbols")}</p></Section>
     </>
   );
 }
 
-function Heat({ v }: { v: Data }): JSX.Element {
+function Heat({ v }: { v: Data }): JSX.Element | null {
   const colors = ink();
   const names: string[] = v.regions.map((r: Data) => r.name);
   const index = new Map(names.map((n, i) => [n, i]));
   const cells = v.links.map((l: Data) => [index.get(l.target), index.get(l.source), l.activation_bytes + l.gradient_bytes]);
   const most = Math.max(...cells.map((c: number[]) => c[2]), 0);
-  if (most === 0) return <Empty>{t("noTraffic")}</Empty>;
+  if (most === 0) return null;
   const short = (name: string): string => brief(name, 12);
   const label = { rotate: names.length > 4 ? 40 : 0, interval: 0, hideOverlap: false, formatter: short };
   const option = {
@@ -70,7 +70,6 @@ function Advice({ data }: { data: Data }): JSX.Element {
 }
 function Better({ rows }: { rows: Data[] }): JSX.Element {
   const felt = rows.filter((r) => r.saved_s > 1e-3 * shown.value.estimate.step_s);
-  if (!rows.length) return <Empty>{t("noTraffic")}</Empty>;
   if (!felt.length) return <Empty>{t("noGain")}</Empty>;
   return <Table label={t("sensitivity")} head={[t("link"), t("better"), t("saves")]} numeric={[2]} rows={felt.map((r) => [`${r.source} ↔ ${r.target}`, maybe(r.what), seconds(r.saved_s)])} />;
 }

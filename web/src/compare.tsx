@@ -28,8 +28,11 @@ interface Side { id: string; row: Data; v: Data }
 function Sides({ list }: { list: Side[] }): JSX.Element {
   const [first] = list;
   const most = Math.max(...list.map((x) => x.v.estimate.step_s));
+  const called = (x: Side): string => x.row.name || x.id;
+  // Plans of one cluster have one name unless somebody gave another.
+  const title = (x: Side): string => (list.some((y) => y !== x && called(y) === called(x)) ? `${called(x)} · ${x.row.note}` : called(x));
   const name = (x: Side, i: number): JSX.Element => (
-    <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? x.row.name : <button type="button" class="link" onClick={() => openPlan(x.id)}>{x.row.name || x.id}</button>}
+    <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? title(x) : <button type="button" class="link" onClick={() => openPlan(x.id)}>{title(x)}</button>}
       {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: x.row.name })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
   );
   const line = (label: string, of: (v: Data) => number, text: (x: number) => string, difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {

@@ -205,7 +205,7 @@ function Regions({ places, at, projection, width, height, onSelect, onDrag }: Re
   const biggest = Math.max(1, ...places.map((p) => p.devices));
   const spots = places.map((p, i) => {
     const [x, y] = projection(at[i]) ?? [-99, -99];
-    return { x, y, r: 4 + 5 * Math.sqrt(p.devices / biggest) };
+    return { x, y, r: 4 + 5 * Math.sqrt(Math.max(0, p.devices) / biggest) };
   });
   const labels = spread(places.map((p, i) => ({ ...spots[i], text: brief(p.name, 20) })), width, height);
   const now = pointed.value;

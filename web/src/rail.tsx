@@ -65,7 +65,7 @@ function ModelSummary(): JSX.Element {
       <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
         <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>
       <div class="two"><Choice label={t("precision")} path="batch.precision" value={d.batch.precision ?? "bf16"} options={["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p])} set={(v) => edit((it) => { it.batch.precision = v; })} />
-        <Choice label={t("optimizer")} path="batch.optimizer" value={d.batch.optimizer ?? "adamw"} options={[["adamw", "AdamW"], ["sgd", "SGD"]]} set={(v) => edit((it) => { it.batch.optimizer = v; })} /></div>
+        <Choice label={t("optimizer")} path="batch.optimizer" value={d.batch.optimizer ?? "adamw"} options={(catalogue.value?.optimizers ?? []).map((o: Data): [string, string] => [o.name, o.label])} set={(v) => edit((it) => { it.batch.optimizer = v; })} /></div>
       <Choice label={t("runtime")} path="runtime" value={d.runtime.name ?? d.runtime} options={(catalogue.value?.runtimes ?? []).map((r: Data): [string, string] => [r.name, programName(r)])} set={(v) => edit((it) => { it.runtime = v; })} />
     </Fold>
   );

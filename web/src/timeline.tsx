@@ -10,7 +10,7 @@ import { maybe, t } from "./strings";
 import { Menu, Skeleton, Table, Upload } from "./ui";
 
 const ROW = 26, AXIS = 22, LABEL = 168;
-const SPOKEN: Record<string, string> = { F: "forward", B: "backward", exposed: "exposed", update: "update", reduce: "reduce", send: "send", idle: "bubble" };
+const SPOKEN: Record<string, string> = { F: "forward", B: "backward", exposed: "exposed", update: "update", other: "otherStage", reduce: "reduce", send: "send", idle: "bubble" };
 
 export interface Window { from: number; to: number }
 
@@ -60,7 +60,7 @@ export function Timeline(): JSX.Element {
 
 export function Legend({ sends }: { sends: boolean }): JSX.Element {
   const colors = kindColors();
-  const kinds = ["F", "B", "idle", "exposed", "reduce", "update", ...(sends ? ["send"] : [])];
+  const kinds = ["F", "B", "idle", "exposed", "reduce", "update", ...(shown.value?.chunks > 1 ? ["other"] : []), ...(sends ? ["send"] : [])];
   return <span class="legend">{kinds.map((kind) => <span key={kind}><i class="swatch" style={{ background: colors[kind], boxShadow: kind === "idle" ? `inset 0 0 0 1px ${ink().line}` : undefined }} />{maybe(SPOKEN[kind])}</span>)}</span>;
 }
 
@@ -151,7 +151,7 @@ function spoken(row: Data, kinds: string[], at: number, near: number): string {
     const parts = [...band[2].map((part: number, i: number) => [kinds[i], part] as const), ["idle", idle] as const].filter(([, part]) => part > 0.005);
     return parts.map(([kind, part]) => `${maybe(SPOKEN[kind])} ${percent(part)}`).join(" · ");
   }
-  const hit = row.bars.filter(([k, , a, b]: number[]) => k < 4 && a - near <= at && at <= b + near)[0];
+  const hit = row.bars.filter(([k, , a, b]: number[]) => k < kinds.indexOf("reduce") && a - near <= at && at <= b + near)[0];
   if (!hit) return t("bubble");
   const [k, m, a, b] = hit;
   return `${maybe(SPOKEN[kinds[k]])}${m >= 0 ? ` ${m}` : ""}: ${seconds(a)} + ${seconds(b - a)}`;
@@ -182,7 +182,7 @@ function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Da
       const left = Math.max(0, x(a)), right = Math.min(width, x(b));
       if (right < 0 || left > width) continue;
       pen.fillStyle = colors[kinds[k]];
-      const beside = k >= 4;
+      const beside = k >= kinds.indexOf("reduce");
       const gap = right - left > 5 ? 0.6 : 0;
       pen.fillRect(left, beside ? top + tall + 1 : top, Math.max(0.7, right - left - gap), beside ? 3 : tall);
     }

@@ -28,8 +28,8 @@ export function Yaml({ yaml }: { yaml: string }): JSX.Element {
     <section class="yaml" aria-label={t("file")}>
       <div class="section-head"><h2>{t("file")}</h2><span class="soft">YAML</span><span class="grow" />
         <button type="button" class="small" onClick={() => void copy(text).then(() => { setCopied(true); setTimeout(() => setCopied(false), 1500); })}>{t(copied ? "copied" : "copy")}</button></div>
-      <textarea id="yaml" aria-label={t("file")} spellcheck={false} value={text} onInput={(e) => change(e.currentTarget.value)} onBlur={() => { typing.current = false; if (!error) setText(yaml || text); }} />
       {error && <p class="error" role="alert" id="yaml-error">{error}</p>}
+      <textarea id="yaml" aria-label={t("file")} spellcheck={false} value={text} onInput={(e) => change(e.currentTarget.value)} onBlur={() => { typing.current = false; if (!error) setText(yaml || text); }} />
     </section>
   );
 }

@@ -1,0 +1,47 @@
+"""One table of optimizers: a row more is read, priced, offered and refused like the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from polygon.commands import cli
+from polygon.cost.compute import update_s
+from polygon.cost.memory import outside_bytes, state_bytes
+from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.optimizer import OPTIMIZERS
+from polygon.formats import catalogue
+from polygon.web.search_routes import known
+
+A100 = catalogue.devices()["a100-80gb"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_kept_is_read_and_written(name):
+    """A step passes over the master weight twice and over every moment twice; without fusion over more."""
+    optimizer = OPTIMIZERS[name]
+    assert optimizer.update_bytes >= 2 * 4 + 2 * optimizer.moment_bytes
+    assert optimizer.unfused_bytes > optimizer.update_bytes
+    assert optimizer.outside_moment_bytes >= optimizer.moment_bytes
+    assert optimizer.label.lower() == name
+
+
+def test_a_row_more_is_an_optimizer_everywhere(monkeypatch):
+    """Nothing else names them: the batch, time, memory, the command's help and the page read this table."""
+    row = replace(OPTIMIZERS["sgd"], label="Lion", update_bytes=160)
+    monkeypatch.setitem(OPTIMIZERS, "lion", row)
+    lion, sgd = (Batch(global_batch=8, seq_len=128, optimizer=name) for name in ("lion", "sgd"))
+    assert state_bytes(lion) == state_bytes(sgd)
+    assert outside_bytes(lion) == 0
+    assert update_s(1e9, A100, lion) > 3 * update_s(1e9, A100, sgd)
+    assert {"name": "lion", "label": "Lion"} in known()["optimizers"]
+    help_text = cli.problem_options().format_help()
+    assert "adafactor, lion" in " ".join(help_text.split())
+
+
+def test_an_unknown_one_is_told_the_nearest():
+    """In one line, with all there are."""
+    with pytest.raises(InputError, match=r"batch.optimizer: found .?adam.?, expected .*adamw.*muon"):
+        Batch(global_batch=8, seq_len=128, optimizer="adam")
