@@ -277,3 +277,12 @@ def test_packing_obeys_one_rule_inside_a_region_and_between():
     gentle = replace(SOUND, links=(LinkUse(source=0, target=0, activations="int8"),))
     assert violations(problem_of(), gentle) == []
     assert [wrong.kind for wrong in violations(problem_of(parity="exact"), gentle)] == ["plan.compression_not_allowed"]
+
+
+def test_a_list_of_packings_asks_for_none_inside_a_region():
+    """Between regions all is packed as listed; inside one it may be left as it is."""
+    asked = problem_of(compressions=("int8",))
+    plain = LinkUse(source=0, target=0, activations="int8")
+    assert violations(asked, replace(SOUND, links=(plain,))) == []
+    found = violations(asked, replace(SOUND, links=(replace(plain, activations="int4"),)))
+    assert [wrong.kind for wrong in found] == ["plan.compression_not_allowed"]

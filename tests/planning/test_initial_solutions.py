@@ -1,6 +1,7 @@
-"""The same pipeline in every region: alike in all of them, and without the regions that hold it up."""
+"""Starts: one pipeline in every region, and one over regions that are near each other."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.initial_solutions import replicated_starts
+from polygon.planning.initial_solutions import replicated_starts, window_starts
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -33,8 +34,40 @@ def test_regions_are_alike_and_the_best_is_no_worse_than_all_of_them(decoder):
     assert min(decoder.value(x) for x in starts) <= decoder.value(everywhere)
 
 
-def test_no_time_gives_no_starts(decoder):
+def two_cities(decoder):
+    """Regions 0 and 2 in one city, 1 and 3 in another, far behind a slow link."""
+    near = np.equal.outer(np.arange(4) % 2, np.arange(4) % 2)
+    cluster = replace(
+        decoder.problem.cluster, latency_s=np.where(near, 1e-3, 0.2), bytes_per_s=np.where(near, 5e9, 1e6)
+    )
+    return Decoder(replace(decoder.problem, cluster=cluster))
+
+
+def test_near_regions_share_a_pipeline_each_with_stages_of_its_own(decoder):
+    """The best lies in one city, over several of its regions, none of which shares a stage with another."""
+    cities = two_cities(decoder)
+    starts = window_starts(cities, 8, (1, 2), cities.value, lambda: math.inf)
+    region = cities.tables.links.region[[p for p, _ in cities.classes]]
+    used = [[set(region[row > 0].tolist()) for row in x.workers if row.any()] for x in starts]
+    assert all(len(stage) == 1 for stages in used for stage in stages)
+    assert set.union(*used[0]) in ({0, 2}, {1, 3})
+    values = [cities.value(x) for x in starts]
+    assert values == sorted(values)
+
+
+def test_what_is_slow_is_left_out_of_a_window_as_well(decoder):
+    """Beside all devices of a window those at least half as fast as the fastest are tried: here without the T4."""
+    cluster = cluster_of([[("a100-40gb", 4, 1), ("t4", 4, 1)]] * 2, latency_s=1e-3, bytes_per_s=5e9)
+    model = small_gpt(blocks=8, hidden_size=2048, head_dim=64, ffn_size=8192)  # large enough for hosts not to decide
+    mixed = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=16, seq_len=1024)))
+    starts = window_starts(mixed, 4, (1,), mixed.value, lambda: math.inf)
+    kinds = {frozenset(mixed.classes[c][0] % 2 for c in np.flatnonzero(x.workers.any(axis=0)).tolist()) for x in starts}
+    assert kinds == {frozenset({0}), frozenset({0, 1})}
+
+
+@pytest.mark.parametrize("starts_of", [replicated_starts, window_starts])
+def test_no_time_gives_no_starts(decoder, starts_of):
     """Nothing is valued when the time is up."""
     values = []
-    assert replicated_starts(decoder, 4, (1,), lambda x: values.append(x) or 1.0, lambda: 0.0) == []
+    assert starts_of(decoder, 4, (1,), lambda x: values.append(x) or 1.0, lambda: 0.0) == []
     assert values == []
