@@ -1,4 +1,4 @@
-"""DeepSpeed, started from the exported scripts as they are, trains: two ranks on CPUs."""
+"""DeepSpeed, started from the exported scripts, trains: two ranks on CPUs, whose sums go over gloo."""
 
 import json
 import os
