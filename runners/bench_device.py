@@ -8,6 +8,7 @@ reach. Ctrl-C ends the measurement; what was measured until then is written.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -359,7 +360,7 @@ class Session:
         return cases
 
     def run(self, precisions: Sequence[str], show: Callable[[float, str], None], tell: Callable[[str], None]) -> None:
-        """Pass after pass over all operators; then blocks, then the collective."""
+        """Pass after pass over all operators, the first of them whatever it takes; then blocks, then the collective."""
         width = self._width(precisions)
         cases = self._cases(width, precisions)
         try:
@@ -369,7 +370,7 @@ class Session:
                         with _tf32(case.tf32):
                             for work in case.works:
                                 self._timer.visit(work)
-                        self._check_time(OPERATORS_PART if number > 1 else 1.0)
+                        self._check_time(OPERATORS_PART if number > 1 else math.inf)
                         show(min(1.0, self.spent_s / self.seconds), f"pass {number}: {case.group}")
                     self._note_clock()
                     if number == 1:

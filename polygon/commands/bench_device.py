@@ -36,7 +36,10 @@ def parser() -> cli.CommandParser:
         parents=[cli.output_options(out="where the measurements go")],
     )
     made.add_argument(
-        "--seconds", type=cli.number(above=0), default=120.0, help="that it may take (default %(default)g)"
+        "--seconds",
+        type=cli.number(above=0),
+        default=120.0,
+        help="that it may take, beside one pass over all operators (default %(default)g)",
     )
     made.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     made.add_argument("--device-name", help="type in the cluster file (default: this GPU's, or cpu-core)")

@@ -26,7 +26,7 @@ regions:
 def bench(tmp_path_factory):
     """A short measurement in fp32, made by the command."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
-    options = ["--seconds", "8", "--device", "cpu", "--dtype", "fp32", "--date", "today", "-o", str(path), "--quiet"]
+    options = ["--seconds", "3", "--device", "cpu", "--dtype", "fp32", "--date", "today", "-o", str(path), "--quiet"]
     assert main(["bench-device", *options]) == 0
     return path
 
