@@ -215,9 +215,16 @@ def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> t
                 best, chosen = whole, (mode if blocks else 0, zero, blocks)
             if blocks == 0:
                 break
-    for i in range(members if chosen[1] >= 0 else 0):
-        stages.kind_seconds[s, i] = _kind_s(bank, stages, s, i, chosen[0], chosen[1], chosen[2], first, last)
+    if chosen[1] >= 0:
+        _work_by(bank, stages, s, chosen, first, last)
     return chosen
+
+
+@inner
+def _work_by(bank: Bank, stages: Stages, s: int, option: tuple[int, int, int], first: int, last: int) -> None:
+    """Fill `kind_seconds` of stage s with layers [first, last) under an option of `stage_option`."""
+    for i in range(stages.kind_members[s]):
+        stages.kind_seconds[s, i] = _kind_s(bank, stages, s, i, option[0], option[1], option[2], first, last)
 
 
 @inner
@@ -250,37 +257,60 @@ def kinds_makespan_s(bank: Bank, stages: Stages, s: int) -> float:
 
 
 @inner
-def _extend(bank: Bank, stages: Stages, s: int, first: int, limit: int, goal_s: float) -> int:
-    """Largest end of stage s if it starts at layer `first`, ends by `limit`, fits and takes at most `goal_s`."""
-    low, high = first, limit
+def _extend(
+    bank: Bank, stages: Stages, s: int, first: int, limit: int, goal_s: float, guess: int
+) -> tuple[int, float, float]:
+    """Largest end of stage s if it starts at layer `first`, ends by `limit`, fits and takes at most `goal_s`.
+
+    Also the makespans with that end and with one layer more (inf if that does not fit). The search goes out from a
+    guess in growing steps and bisects once it has passed the end.
+    """
+    low, high, taken, longer = first, limit, 0.0, np.inf
+    at, step = max(first + 1, min(limit, guess)), 1
     while low < high:
-        middle = (low + high + 1) // 2
-        if stage_option(bank, stages, s, first, middle)[1] >= 0 and kinds_makespan_s(bank, stages, s) <= goal_s:
-            low = middle
+        makespan = np.inf
+        if stage_option(bank, stages, s, first, at)[1] >= 0:
+            makespan = kinds_makespan_s(bank, stages, s)
+        if makespan <= goal_s and makespan < np.inf:
+            low, taken = at, makespan
         else:
-            high = middle - 1
-    return low
+            high, longer = at - 1, makespan
+        if high == limit:
+            at = min(high, low + step)
+        elif low == first:
+            at = max(low + 1, high + 1 - step)
+        else:
+            at = (low + high + 1) // 2
+        step *= 2
+    return low, taken, longer
 
 
 @inner
-def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray) -> float:
-    """Cut the layers so that n stages take at most `goal_s` each: fills `trial`; the longest makespan, inf if none.
+def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray) -> tuple[float, float]:
+    """Cut the layers so that n stages take at most `goal_s` each: the longest makespan, inf if none.
 
     Stage by stage the longest run of layers that stays within the goal is taken (no other choice leaves less to the
-    stages after it, because time and memory never fall with more layers).
+    stages after it, because time and memory never fall with more layers). Also the least goal above this one under
+    which a stage would take more.
+
+    Parameters
+    ----------
+    trial : ndarray, shape (rows + 1,)
+        In: a cut that may be near; out: the cut.
     """
     layers = bank.parameters.shape[1] - 1
+    worst, next_s, before = 0.0, np.inf, trial[0]
     trial[0] = 0
-    worst = 0.0
     for s in range(n):
-        at = trial[s]
-        end = _extend(bank, stages, s, at, layers - (n - 1 - s), goal_s)
+        at, guess = trial[s], trial[s] + trial[s + 1] - before
+        end, taken, longer = _extend(bank, stages, s, at, layers - (n - 1 - s), goal_s, guess)
+        next_s = min(next_s, longer)
         if end <= at or (s == n - 1 and end < layers):
-            return np.inf
-        stage_option(bank, stages, s, at, end)
-        worst = max(worst, kinds_makespan_s(bank, stages, s))
+            return np.inf, next_s
+        worst = max(worst, taken)
+        before = trial[s + 1]
         trial[s + 1] = end
-    return worst
+    return worst, next_s
 
 
 @inner
@@ -300,19 +330,20 @@ def split_layers(
     options : ndarray, shape (3, rows)
         Out: recomputation, ZeRO and blocks recomputed.
     """
+    layers = bank.parameters.shape[1] - 1
+    for s in range(n + 1):
+        trial[s] = s * layers // n
     low, high = 0.0, np.inf
-    for _ in range(26):
-        worst = _cut_within(bank, stages, n, 0.5 * (low + high) if high < np.inf else np.inf, trial)
+    while high == np.inf or high - low > 1e-4 * high:
+        worst, next_s = _cut_within(bank, stages, n, 0.5 * (low + high) if high < np.inf else np.inf, trial)
         if worst < np.inf:
             high = worst
             for s in range(n + 1):
                 bounds[s] = trial[s]
         elif high == np.inf:
             return np.inf
-        else:
-            low = 0.5 * (low + high)
-        if high - low <= 1e-4 * high:
-            break
+        else:  # nothing changes before the next goal
+            low = max(0.5 * (low + high), next_s)
     for s in range(n):
         options[0, s], options[1, s], options[2, s] = stage_option(bank, stages, s, bounds[s], bounds[s + 1])
     return high
@@ -348,8 +379,8 @@ def split_layers_under_way(
     Returns
     -------
     bool
-        Whether there is another cut, of less than `high`; else `bounds` and `options` are as they were, but not what
-        `stages` says of seconds.
+        Whether there is another cut, of less than `high`; else `bounds` and `options` are as they were, but not
+        `kind_seconds`.
     """
     found = False
     while high - low > SHORTER * high:
@@ -360,7 +391,7 @@ def split_layers_under_way(
                 window += stages.kind_counts[s, i]
             under_way = bank.micro_batches * away_s[s] / goal
             in_flight_estimate(bank, stages, s, min(float(bank.micro_batches), window + under_way))
-        if _cut_within(bank, stages, n, goal, trial) < np.inf:
+        if _cut_within(bank, stages, n, goal, trial)[0] < np.inf:
             high, found = goal, True
             for s in range(n + 1):
                 bounds[s] = trial[s]
@@ -368,6 +399,8 @@ def split_layers_under_way(
                 options[0, s], options[1, s], options[2, s] = stage_option(bank, stages, s, trial[s], trial[s + 1])
         else:
             low = goal
+    for s in range(n if found else 0):
+        _work_by(bank, stages, s, (options[0, s], options[1, s], options[2, s]), bounds[s], bounds[s + 1])
     return found
 
 
