@@ -313,6 +313,14 @@ def least_part(runtime: Runtime, batch: Batch) -> float:
     return 0.5 + 0.5 * gathered
 
 
+def summed_part(zero: int, runtime: Runtime) -> float:
+    """Part of an all-reduce inside a region that a step waits for at its end before it updates: ZeRO gathers updated
+    weights instead of gradients, and has scattered these before where it does so after every micro-batch."""
+    if not zero or runtime.owned_weights:
+        return 1.0
+    return 0.0 if zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch) else 0.5
+
+
 class Places(NamedTuple):
     """Where a stage's gradients are added up before what is packed goes from place to place."""
 
@@ -429,9 +437,8 @@ def stage_reduction(
             region_s, gather_s = zero_sums_s(group, zero, batch, runtime, arrays, whole_s=inside_s, model=model)
             node_s = 0.0
         elif not runtime.owned_weights:
-            scattered = zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch)
             gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
-            node_s, region_s = (0.0, 0.0) if scattered else (0.5 * node_s, 0.5 * region_s)
+            node_s, region_s = (summed_part(zero, runtime) * seconds for seconds in (node_s, region_s))
             region_s += copies_s(
                 float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, places.apart, arrays
             )

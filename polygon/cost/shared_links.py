@@ -29,7 +29,7 @@ def busy_on_shared(
     reductions : sequence of ReductionCost
         Of every stage; with local steps as a mean over the steps.
     n_bytes : sequence of float
-        Gradient bytes that a worker of each stage holds.
+        Gradient bytes of a worker of each stage that are summed inside regions at the end of a step (`summed_part`).
 
     Returns
     -------

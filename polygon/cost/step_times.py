@@ -10,7 +10,7 @@ import numpy as np
 
 from polygon.cost.finish import done_s, reduction_spans_s
 from polygon.cost.overlap import Overlap, overlap_of
-from polygon.cost.reduction import ReductionCost, stage_devices, stage_reduction
+from polygon.cost.reduction import ReductionCost, stage_devices, stage_reduction, summed_part
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
@@ -279,7 +279,8 @@ def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[st
     reductions, n_bytes, first_s = [NOTHING] * stages, [0.0] * stages, 0.0
     for g in range(plan.groups):  # the sums of a group's stages count as those of its first
         terms = _group_terms(plan, tables, place, traffic, g)
-        reductions[g], n_bytes[g] = terms.reduction.with_local_steps(plan.local_steps), terms.n_bytes
+        reductions[g] = terms.reduction.with_local_steps(plan.local_steps)
+        n_bytes[g] = terms.n_bytes * summed_part(plan.stages[g].zero, problem.runtime)
         first_s = max(first_s, terms.first_s)
         for k, part in enumerate(range(g, stages, plan.groups)):
             mine = place.members(part)

@@ -63,7 +63,8 @@ class Reductions(NamedTuple):
     tied: np.ndarray
     """Seconds of the update, and before it of the exchange of tied embeddings."""
     n_bytes: np.ndarray
-    """Gradient bytes of a worker."""
+    card_bytes: np.ndarray
+    """Gradient bytes of a worker, and of these what nodes of a region sum at the end of a step."""
     lane_bytes: np.ndarray
     lanes: np.ndarray
     """As in `pairs_free_s`."""
@@ -98,14 +99,15 @@ class FluidWork(NamedTuple):
     """(classes,) of one stage, as in `levels_s`."""
     pair_share: np.ndarray
     """(regions, regions), as in `levels_s`."""
+    packs: np.ndarray
     apart: np.ndarray
-    """(regions,) none: as in `levels_s`, where nodes of a region send one another nothing packed."""
+    """(regions,) whether nodes of a region send one another packed gradients, and none that does: as in `levels_s`."""
     levels: LevelsRoom
 
 
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, n_bytes, lane_bytes, begin, tail, zeros = np.zeros((10, rows))
+    whole, inside, far, update, tied, n_bytes, card_bytes, lane_bytes, begin, tail, zeros = np.zeros((11, rows))
     return Reductions(
         whole=whole,
         inside=inside,
@@ -113,6 +115,7 @@ def reductions_for(rows: int) -> Reductions:
         update=update,
         tied=tied,
         n_bytes=n_bytes,
+        card_bytes=card_bytes,
         lane_bytes=lane_bytes,
         lanes=np.zeros(rows, dtype=np.int64),
         begin=begin,
@@ -139,6 +142,7 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         pools=np.zeros(classes, dtype=np.int64),
         degrees=np.zeros(classes, dtype=np.int64),
         pair_share=np.zeros((regions, regions)),
+        packs=np.zeros(regions, dtype=np.bool_),
         apart=np.zeros(regions, dtype=np.bool_),
         levels=levels_room(classes, regions),
     )
@@ -369,9 +373,10 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
                     together += 1.0
             work.pair_share[a, b] = together
+    _find_packing(bank, work, n, options)
     tied = 0.0
     if bank.tied_values > 0 and n > 1:
-        tied = _tied_s(bank, stages, n - 1)
+        tied = _tied_s(bank, stages, n - 1, work.packs)
     for s in range(n):
         m = stages.members[s]
         n_values, update = 0.0, 0.0
@@ -387,6 +392,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         of.n_bytes[s], of.update[s] = n_values * bank.gradient_bytes, update
         of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
+        of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
         if m > 1 or stages.counts[s, 0] * bank.cp > 1:
             lent, lanes, packs = 0, 0, False
             for a in range(regions):
@@ -394,18 +400,13 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                     continue
                 lanes = nodes[s, a] if lent == 0 else min(lanes, nodes[s, a])
                 lent += 1
-                packs = packs or (nodes[s, a] > 1 and bank.packs_inside[a])
-            for i in range(m):  # ZeRO would divide inside nodes alone, which must give it something to divide by
-                alone = hosts.member_most[s, i] * bank.cp < 2
-                packs = packs and not (options[ZERO, s] > 0 and alone)
+                packs = packs or (nodes[s, a] > 1 and work.packs[a])
             inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
-                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
-                    bank, work, s, options[ZERO, s], bank.packs_inside
-                )
+                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(bank, work, s, options[ZERO, s], work.packs)
                 if packed_s + packed_across_s < inside_s + across_s:
                     inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
-                    of.far[s] = far_s
+                    of.far[s], of.card_bytes[s] = far_s, of.n_bytes[s] * bank.packed_ratio
             if gather_s > 0:
                 of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
             of.whole[s], of.inside[s] = inside_s + across_s, inside_s
@@ -413,6 +414,25 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
     return _norm_s(bank, work, n, options)
+
+
+@inner
+def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> None:
+    """Fill `packs`: regions whose nodes may send one another packed gradients, as `Decoder` has them.
+
+    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, have something to divide by.
+    """
+    nodes, packs = work.places.nodes, work.packs
+    for a in range(nodes.shape[1]):
+        packs[a] = bank.packs_inside[a]
+    for s in range(n):
+        places, alone = 0, False
+        for a in range(nodes.shape[1]):
+            places += nodes[s, a] > 0
+        for i in range(work.stages.members[s]):
+            alone = alone or work.hosts.member_most[s, i] * bank.cp < 2
+        for a in range(nodes.shape[1] if places > 1 or (options[ZERO, s] > 0 and alone) else 0):
+            packs[a] = packs[a] and nodes[s, a] == 0
 
 
 @inner
@@ -439,9 +459,17 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
     if zero > 0:  # half of it scatters gradients, and half gathers updated weights
         if zero < 3:
             gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
-        inside_s *= 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
+        inside_s *= _summed_part(bank, zero)
         inside_s += copies_s(n_bytes, m, work.pools, hosts.member_nodes[s], work.degrees, apart, bank.links)
     return inside_s, gather_s, across_s, far_s
+
+
+@inner
+def _summed_part(bank: Bank, zero: int) -> float:
+    """As `polygon.cost.reduction.summed_part`."""
+    if zero == 0:
+        return 1.0
+    return 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
 
 
 @inner
@@ -527,7 +555,7 @@ def _with_reductions(
         update = max(update, of.update[s])
         early += backward + work.message[s]
     if shared:
-        free = cards_free_s(bank, work.hosts, n, nodes, of.n_bytes, of.begin, of.tail)
+        free = cards_free_s(bank, work.hosts, n, nodes, of.card_bytes, of.begin, of.tail)
         local_step, step = max(local_step, free), max(step, free)
         args = bank, work.hosts, n, of.lane_bytes, of.lanes
         step = pairs_free_s(*args, of.begin, of.tail, step)
@@ -542,7 +570,7 @@ def _with_reductions(
 
 
 @inner
-def _tied_s(bank: Bank, stages: Stages, last: int) -> float:
+def _tied_s(bank: Bank, stages: Stages, last: int, packs: np.ndarray) -> float:
     """Seconds to exchange the gradient of tied embeddings between first and last stage, over their best link."""
     best = np.inf
     for i in range(stages.members[0]):
@@ -555,7 +583,8 @@ def _tied_s(bank: Bank, stages: Stages, last: int) -> float:
                 continue
             rate = bank.links.bytes_per_s[bank.pool[a], bank.pool[b]]
             if rate > 0:
-                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]]
+                apart = bank.region[a] != bank.region[b] or packs[bank.region[a]]
+                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if apart else 1.0
                 seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
                 best = min(best, bank.links.latency_s[bank.pool[a], bank.pool[b]] + seconds)
     return best

@@ -240,8 +240,8 @@ def cards_free_s(
     nodes : ndarray, shape (rows, regions)
         As `find_hosts` fills it.
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
-        Gradient bytes of a worker of each stage, when it begins to reduce (later stages first), and seconds from the
-        end of its reduction to the end of its step.
+        Gradient bytes of a worker of each stage that nodes of a region sum at the end of a step, when it begins to
+        reduce (later stages first), and seconds from the end of its reduction to the end of its step.
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):

@@ -23,7 +23,7 @@ GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16
 def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
-    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.n_bytes, begin_s, tail_s)
+    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.card_bytes, begin_s, tail_s)
     return cards, pairs_free_s(bank, hosts, n, of.lane_bytes, of.lanes, begin_s, tail_s, 0.0)
 
 
