@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polygon.planning.search_engine import Effort
 
-QUICK = Effort(fluid_evaluations=1500, exact_evaluations=40, patience=600)
+QUICK = Effort(fluid_evaluations=4000, exact_evaluations=60, patience=1600)
 THOROUGH = Effort(begins_with=QUICK)
 EFFORTS = {"quick": QUICK, "thorough": THOROUGH, "long": replace(THOROUGH, rounds=8)}
 """Quick answers in about a second for clusters of up to some hundred devices; each begins with what goes before it."""

@@ -287,6 +287,7 @@ def find_plan(
     ranked.sort(key=lambda pair: pair[0])
     spent_s = time.perf_counter() - began
     first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
+    simple = candidates.elite
 
     def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
         if tell is None:
@@ -319,7 +320,7 @@ def find_plan(
         exact,
         rng,
         _limit(count, count, left_s),
-        start=[*known, *(x for _, _, x in uniform[:2]), *candidates.elite[: max(1, count // 3)]],
+        start=[*known, *(x for _, _, x in uniform[:2]), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
         callback=told(Message("phase.exact"), effort.exact_evaluations),
     )
     # Exact candidates have the packings that suit a message alone; only here are others tried as well.
@@ -430,6 +431,15 @@ def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
         told(Message("phase.round", round=index + 1, phase=phase), (index + part) / rounds, best)
 
     return of_one
+
+
+def _in_turn(found: list[Allocation], simple: list[Allocation]) -> list[Allocation]:
+    """One of what the fluid search has found, one of the simple starts, and so on.
+
+    The longer the fluid objective is searched, the more of the best are what it misjudges: simple ones stay in the race.
+    """
+    pairs = itertools.zip_longest(found, simple)
+    return list({id(x): x for pair in pairs for x in pair if x is not None}.values())
 
 
 def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:
