@@ -40,6 +40,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.formats.convert import model_data
+from polygon.formats.convert_plan import plan_data
 from polygon.formats.files import write_json
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
@@ -363,11 +364,13 @@ def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = Fal
             # Ranks of a pipeline wait before their passes, others do not.
             predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
             lines = train(lab, problem, plan, args.steps, emulated=not network.real)
-            measured_s = float(np.mean([line["seconds"] for line in lines[LEFT_OUT:]]))
-            row = {
+            steps_s = [line["seconds"] for line in lines]
+            measured_s = float(np.mean(steps_s[LEFT_OUT:]))
+            row: dict[str, Any] = {
                 "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
                 "measured_s": measured_s, "error": predicted.step_s / measured_s - 1, "terms": predicted.terms,
-                "seconds_by_kind": lines[-1]["seconds_by_kind"],
+                "seconds_by_kind": lines[-1]["seconds_by_kind"], "steps_s": steps_s,
+                "plan_file": plan_data(problem, plan),
             }  # fmt: skip
             rows.append(row)
             print(
@@ -389,13 +392,16 @@ def run_networks(
     TALK.parent.mkdir(exist_ok=True)
     TALK.write_text("")
     print(header)
-    rows = [row for network in networks if args.only in network.name for row in run(network, args)]
+    rows: list[dict[str, Any]] = []
+    for network in networks:
+        if args.only in network.name:
+            rows += run(network, args)
+            write_json(out, {"arguments": vars(args), "rows": rows})
     if not rows:
         raise SystemExit(f"--only: found {args.only}, expected a part of one of {[n.name for n in networks]}")
     errors = [abs(row["error"]) for row in rows]
     tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
     print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
-    out.write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=1))
     return rows
 
 
