@@ -138,6 +138,21 @@ NETWORKS = (
         card_mbit_per_s=70,
     ),
     Network(
+        name="narrow cards, two stages a host, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 60}),
+        devices_per_host=2,
+        card_mbit_per_s=60,
+    ),
+    Network(
+        name="narrow cards, five beside one, emulated",
+        hosts=(("slow",) * 5, ("slow",)),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 60}),
+        card_mbit_per_s=60,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -312,6 +327,13 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
         plans["a pipeline in every region"] = plan_of(
             cluster, list(pairwise(cut)), of_place, size=1, compression="none", spans=2
         )
+    per_host, hosts = cluster.pools[0].devices_per_node, cluster.pools[0].nodes
+    if per_host > 1 and hosts > 1:
+        cut = np.linspace(0, MODEL.layers, per_host + 1).round().astype(int).tolist()
+        plans["a pipeline in every host"] = plan_of(
+            cluster, list(pairwise(cut)), [everyone[d::per_host] for d in range(per_host)], size=1, compression="none",
+            spans=2,
+        )  # fmt: skip
     plans["data parallel"] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="none", spans=1)
     return plans
 

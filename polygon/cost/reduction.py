@@ -2,7 +2,8 @@
 
 Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a node by its measured table, over
 several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors reduce-scatter
-and gather in two levels, as gloo does under the runner: in every node, then between the nodes. Between regions the
+and gather in two levels, as gloo does under the runner: in every node, then between the nodes, where fewer leaders than
+members pass more than a ring (`passes_of_card`). Between regions the
 parts of k node pairs travel side by side (BlueConnect, Cho et al. 2019), k being the least number of nodes that a
 region lends to the stage.
 
@@ -114,6 +115,29 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
     return 2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s)
 
 
+@kernel
+def passes_of_card(members: int, leaders: int) -> float:
+    """How many times a gradient passes a leader's card, in and out of a region, where so many add it up for the others.
+
+    Few members send their parts straight to who adds them up, and get them back so: (P + L - 2) / L for L leaders of P,
+    which for L = P is the 2 (P - 1) / P of a ring. More add up a piece each for the leaders, and pass it on later:
+    (P - 1) / P (2 + 1 / L) (`polygon_comm.reduction.SumGroup`).
+    """
+    if members <= 1:
+        return 0.0
+    if members <= max(3, leaders + 1):
+        return (members + leaders - 2) / leaders
+    return (members - 1) / members * (2 + 1 / leaders)
+
+
+@kernel
+def lent_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float, passes: float) -> float:
+    """A ring's latencies (`ring_s`) and so many passes of a card."""
+    if members <= 1:
+        return 0.0
+    return 2 * (members - 1) * latency_s + passes * n_bytes / bytes_per_s if bytes_per_s > 0 else np.inf
+
+
 class LevelsRoom(NamedTuple):
     """Room in which `levels_s` works."""
 
@@ -216,27 +240,32 @@ def levels_s(
     whole : bool
         Whether places send each other whole gradients in one round (`exchange_rounds`).
     """
-    node_s = 0.0
-    found = 0
-    region_s = 0.0
-    i = 0
+    found, i = 0, 0
     while i < count:
         r = links.region[pools[i]]
-        end = i
+        end, total = i, 0
         while end < count and links.region[pools[end]] == r:
+            total += nodes[end]
             end += 1
-        total, workers, latency, rate, nccl = 0, 0, 0.0, np.inf, True
-        room.latency_s[found], room.bytes_per_s[found] = 0.0, np.inf
+        room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
+        found += 1
+        i = end
+    places, parallel = side_by_side(found, room)
+    node_s, region_s = 0.0, 0.0
+    for a in range(found):
+        i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
+        r, total = links.region[pools[i]], room.nodes[a]
+        workers, latency, rate, nccl = 0, 0.0, np.inf, True
+        room.latency_s[a], room.bytes_per_s[a] = 0.0, np.inf
         for j in range(i, end):
-            total += nodes[j]
             workers += nodes[j] * members[j]
             nccl = nccl and links.collective[pools[j], 4] > 0
             for k in range(i, end):
                 if k != j or nodes[j] > 1:
                     latency = max(latency, links.ring_latency_s[pools[j], pools[k]])
                     rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
-                    room.latency_s[found] = max(room.latency_s[found], links.latency_s[pools[j], pools[k]])
-                    room.bytes_per_s[found] = min(room.bytes_per_s[found], links.bytes_per_s[pools[j], pools[k]])
+                    room.latency_s[a] = max(room.latency_s[a], links.latency_s[pools[j], pools[k]])
+                    room.bytes_per_s[a] = min(room.bytes_per_s[a], links.bytes_per_s[pools[j], pools[k]])
         own_s, own_node_s = 0.0, 0.0
         for j in range(i, end):
             p = pools[j]
@@ -247,13 +276,10 @@ def levels_s(
                 each = ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p])
                 own_node_s = max(own_node_s, each)
         if not nccl and not apart[r]:
-            own_s = links.collective[pools[i], 5] * ring_s(n_bytes, total, latency, rate)
+            passes = passes_of_card(total, parallel if places > 1 else total)
+            own_s = links.collective[pools[i], 5] * lent_s(n_bytes, total, latency, rate, passes)
         node_s, region_s = max(node_s, own_node_s), max(region_s, own_s)
-        room.near_s[found] = own_node_s + own_s
-        room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
-        found += 1
-        i = end
-    places, parallel = side_by_side(found, room)
+        room.near_s[a] = own_node_s + own_s
     if places == 1:
         return node_s, region_s, 0.0, 0.0
     rounds = exchange_rounds(places, whole)
