@@ -8,7 +8,8 @@ might take. Prints a table, the mean error, and how the plan predicted best did;
 
 With `--drawn 20` the networks are drawn instead: two to four regions, devices of unequal speed, 5 to 200 ms and 20 to
 500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
-these two with micro-batches dealt by speed, so that shares are uneven.
+these two with micro-batches dealt by speed, so that shares are uneven. `--again FILE` measures nothing: it prices anew
+what a run has measured, on the links as they were.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.formats.convert import model_data
-from polygon.formats.convert_plan import plan_data
-from polygon.formats.files import write_json
+from polygon.formats.convert_plan import plan_data, plan_from_spec
+from polygon.formats.files import read_json, write_json
+from polygon.formats.schema import PlanSpec, check
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
 from runners.engine.options import Options
@@ -392,14 +394,37 @@ def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = Fal
                 "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
                 "measured_s": measured_s, "error": predicted.step_s / measured_s - 1, "terms": predicted.terms,
                 "seconds_by_kind": lines[-1]["seconds_by_kind"], "steps_s": steps_s,
-                "plan_file": plan_data(problem, plan),
+                "plan_file": plan_data(problem, plan), "emulated": not network.real,
             }  # fmt: skip
             rows.append(row)
-            print(
-                f"{network.name:<37}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
-                f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",
-                flush=True,
-            )
+            show(row)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row."""
+    print(
+        f"{row['network']:<41}{row['plan']:<30}{row['ranks']:>3} ranks{1e3 * row['predicted_s']:>9.0f}"
+        f"{1e3 * row['measured_s']:>9.0f} ms{100 * row['error']:>8.1f} %",
+        flush=True,
+    )
+
+
+def show_errors(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what is to be said of the errors of some rows."""
+    errors = [abs(row["error"]) for row in rows]
+    tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
+    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
+
+
+def price_again(path: str) -> list[dict[str, Any]]:
+    """Rows of a former run, but for layers profiled then, with what their plans are predicted to take now."""
+    rows = [row for row in read_json(path)["rows"] if row["emulated"]]
+    for row in rows:
+        known = plan_from_spec(check(PlanSpec, row["plan_file"]))
+        row["predicted_s"] = estimate(known.problem, known.plan).step_s
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        show(row)
     return rows
 
 
@@ -421,9 +446,7 @@ def run_networks(
             write_json(out, {"arguments": vars(args), "rows": rows})
     if not rows:
         raise SystemExit(f"--only: found {args.only}, expected a part of one of {[n.name for n in networks]}")
-    errors = [abs(row["error"]) for row in rows]
-    tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
-    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
+    show_errors(rows)
     return rows
 
 
@@ -439,9 +462,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
+    parser.add_argument("--again", metavar="FILE", help="price what a run measured (out/lab_prediction.json) anew")
     args = parser.parse_args()
+    if args.again:
+        show_errors(price_again(args.again))
+        return
     networks = [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS
-    header = f"{'network':<37}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
+    header = f"{'network':<41}{'plan':<30}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
     run = partial(run_network, drawn=args.drawn > 0)
     rows = run_networks(networks, run, args, header, Path("out/lab_prediction.json"))
     for name in dict.fromkeys(row["network"] for row in rows):
