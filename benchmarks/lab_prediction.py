@@ -78,6 +78,8 @@ class Network:
     devices_per_host: int = 1
     card_mbit_per_s: float = 1000.0
     """Of every host: all its links together get no more."""
+    processors: bool = False
+    """Whether devices are said to be processors: sums inside regions are then priced as gloo's, else as NCCL's."""
     real: bool = False
 
 
@@ -153,6 +155,7 @@ NETWORKS = (
         latency_ms=symmetric(2, {(0, 1): 20}),
         mbit_per_s=symmetric(2, {(0, 1): 60}),
         card_mbit_per_s=60,
+        processors=True,
     ),
     Network(
         name="two hosts, real",
@@ -207,7 +210,10 @@ def cluster_of(network: Network) -> Cluster:
         latency_s=np.array(network.latency_ms) * 1e-3,
         bytes_per_s=np.array(network.mbit_per_s) * 1e6 / 8,
         capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: device(name) for name in FACTORS},
+        catalogue={
+            name: replace(device(name), architecture="cpu" if network.processors else device(name).architecture)
+            for name in FACTORS
+        },
     )
 
 
