@@ -38,6 +38,7 @@ from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.plan import Plan, Problem
+from polygon.formats.convert_plan import plan_data
 from polygon.planning.search_engine import Effort, find_plan
 from runners.lab_net.linux import TcpSettings
 from runners.lab_net.running import Lab
@@ -151,7 +152,7 @@ def run_network(network: Network, args: argparse.Namespace) -> list[dict[str, An
             "predicted_s": predicted_s, "median_s": float(np.median(every_s)), "mean_s": float(np.mean(every_s)),
             "error": predicted_s / float(np.mean(every_s)) - 1, "longest_over_median": float(max(ratios)),
             "collapsed_steps": int(sum(ratio > COLLAPSED for ratio in ratios)),
-            "dropped_segments": sum(dropped for _, dropped in found_runs),
+            "dropped_segments": sum(dropped for _, dropped in found_runs), "plan_file": plan_data(problem, plans[name]),
         }  # fmt: skip
         rows.append(row)
         times = "".join(f"{1e3 * float(row[key]):>7.0f}" for key in ("predicted_s", "median_s", "mean_s"))

@@ -8,7 +8,8 @@ might take. Prints a table, the mean error, and how the plan predicted best did;
 
 With `--drawn 20` the networks are drawn instead: two to four regions, devices of unequal speed, 5 to 200 ms and 20 to
 500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
-these two with micro-batches dealt by speed, so that shares are uneven.
+these two with micro-batches dealt by speed, so that shares are uneven. `--again FILE` measures nothing: it prices anew
+what a run has measured, on the links as they were.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.formats.convert import model_data
-from polygon.formats.files import write_json
+from polygon.formats.convert_plan import plan_data, plan_from_spec
+from polygon.formats.files import read_json, write_json
+from polygon.formats.schema import PlanSpec, check
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
 from runners.engine.options import Options
@@ -75,6 +78,8 @@ class Network:
     devices_per_host: int = 1
     card_mbit_per_s: float = 1000.0
     """Of every host: all its links together get no more."""
+    processors: bool = False
+    """Whether devices are said to be processors: sums inside regions are then priced as gloo's, else as NCCL's."""
     real: bool = False
 
 
@@ -137,6 +142,22 @@ NETWORKS = (
         card_mbit_per_s=70,
     ),
     Network(
+        name="narrow cards, two stages a host, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 60}),
+        devices_per_host=2,
+        card_mbit_per_s=60,
+    ),
+    Network(
+        name="narrow cards, five beside one, emulated",
+        hosts=(("slow",) * 5, ("slow",)),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 60}),
+        card_mbit_per_s=60,
+        processors=True,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -189,7 +210,10 @@ def cluster_of(network: Network) -> Cluster:
         latency_s=np.array(network.latency_ms) * 1e-3,
         bytes_per_s=np.array(network.mbit_per_s) * 1e6 / 8,
         capacity_bytes_per_s=np.full((n, n), np.inf),
-        catalogue={name: device(name) for name in FACTORS},
+        catalogue={
+            name: replace(device(name), architecture="cpu" if network.processors else device(name).architecture)
+            for name in FACTORS
+        },
     )
 
 
@@ -311,6 +335,13 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
         plans["a pipeline in every region"] = plan_of(
             cluster, list(pairwise(cut)), of_place, size=1, compression="none", spans=2
         )
+    per_host, hosts = cluster.pools[0].devices_per_node, cluster.pools[0].nodes
+    if per_host > 1 and hosts > 1:
+        cut = np.linspace(0, MODEL.layers, per_host + 1).round().astype(int).tolist()
+        plans["a pipeline in every host"] = plan_of(
+            cluster, list(pairwise(cut)), [everyone[d::per_host] for d in range(per_host)], size=1, compression="none",
+            spans=2,
+        )  # fmt: skip
     plans["data parallel"] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=2, compression="none", spans=1)
     return plans
 
@@ -363,18 +394,43 @@ def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = Fal
             # Ranks of a pipeline wait before their passes, others do not.
             predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
             lines = train(lab, problem, plan, args.steps, emulated=not network.real)
-            measured_s = float(np.mean([line["seconds"] for line in lines[LEFT_OUT:]]))
-            row = {
+            steps_s = [line["seconds"] for line in lines]
+            measured_s = float(np.mean(steps_s[LEFT_OUT:]))
+            row: dict[str, Any] = {
                 "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
                 "measured_s": measured_s, "error": predicted.step_s / measured_s - 1, "terms": predicted.terms,
-                "seconds_by_kind": lines[-1]["seconds_by_kind"],
+                "seconds_by_kind": lines[-1]["seconds_by_kind"], "steps_s": steps_s,
+                "plan_file": plan_data(problem, plan), "emulated": not network.real,
             }  # fmt: skip
             rows.append(row)
-            print(
-                f"{network.name:<37}{name:<28}{plan.world_size:>3} ranks{1e3 * predicted.step_s:>9.0f}"
-                f"{1e3 * measured_s:>9.0f} ms{100 * float(row['error']):>8.1f} %",
-                flush=True,
-            )
+            show(row)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row."""
+    print(
+        f"{row['network']:<41}{row['plan']:<30}{row['ranks']:>3} ranks{1e3 * row['predicted_s']:>9.0f}"
+        f"{1e3 * row['measured_s']:>9.0f} ms{100 * row['error']:>8.1f} %",
+        flush=True,
+    )
+
+
+def show_errors(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what is to be said of the errors of some rows."""
+    errors = [abs(row["error"]) for row in rows]
+    tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
+    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
+
+
+def price_again(path: str) -> list[dict[str, Any]]:
+    """Rows of a former run, but for layers profiled then, with what their plans are predicted to take now."""
+    rows = [row for row in read_json(path)["rows"] if row["emulated"]]
+    for row in rows:
+        known = plan_from_spec(check(PlanSpec, row["plan_file"]))
+        row["predicted_s"] = estimate(known.problem, known.plan).step_s
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        show(row)
     return rows
 
 
@@ -389,13 +445,14 @@ def run_networks(
     TALK.parent.mkdir(exist_ok=True)
     TALK.write_text("")
     print(header)
-    rows = [row for network in networks if args.only in network.name for row in run(network, args)]
+    rows: list[dict[str, Any]] = []
+    for network in networks:
+        if args.only in network.name:
+            rows += run(network, args)
+            write_json(out, {"arguments": vars(args), "rows": rows})
     if not rows:
         raise SystemExit(f"--only: found {args.only}, expected a part of one of {[n.name for n in networks]}")
-    errors = [abs(row["error"]) for row in rows]
-    tail = f"95th percentile {100 * np.percentile(errors, 95):.1f} %, largest {100 * max(errors):.1f} %"
-    print(f"mean error {100 * np.mean(errors):.1f} %, {tail}, {len(rows)} plans")
-    out.write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=1))
+    show_errors(rows)
     return rows
 
 
@@ -411,9 +468,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
+    parser.add_argument("--again", metavar="FILE", help="price what a run measured (out/lab_prediction.json) anew")
     args = parser.parse_args()
+    if args.again:
+        show_errors(price_again(args.again))
+        return
     networks = [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS
-    header = f"{'network':<37}{'plan':<28}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
+    header = f"{'network':<41}{'plan':<30}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
     run = partial(run_network, drawn=args.drawn > 0)
     rows = run_networks(networks, run, args, header, Path("out/lab_prediction.json"))
     for name in dict.fromkeys(row["network"] for row in rows):

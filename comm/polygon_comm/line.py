@@ -1,7 +1,8 @@
-"""Sums on their way: each begins, advances and ends in threads of its own, so that none waits for another one's part.
+"""Sums on their way: each begins, gathers, advances and ends in threads of its own, so that none waits for another
+one's part.
 
 Packing and sending the next vector does not wait until an earlier one has arrived, and what has arrived is unpacked at
-once; each of the three is done in one fixed order, since collectives inside a region need one.
+once; each of the four is done in one fixed order, since collectives inside a region need one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Pending:
     ----------
     arrive : callable
         Waits until the sum is there.
+    gather : callable, optional
+        Waits for what the region's members have, and sends it on.
     advance : callable, optional
         Waits for what a second round of messages needs, and sends that.
     finish : callable, optional
@@ -48,14 +51,22 @@ class Pending:
         self,
         arrive: Callable[[], None],
         *,
+        gather: Callable[[], None] = _nothing,
         advance: Callable[[], None] = _nothing,
         finish: Callable[[], None] = _nothing,
     ) -> None:
-        self._advance, self._arrive, self._finish = advance, arrive, finish
-        self._advanced, self._arrived = False, False
+        self._gather, self._advance, self._arrive, self._finish = gather, advance, arrive, finish
+        self._gathered, self._advanced, self._arrived = False, False, False
+
+    def gather(self) -> None:
+        """Send the first round, if that has not been done."""
+        if not self._gathered:
+            self._gathered = True
+            self._gather()
 
     def advance(self) -> None:
         """Send the second round, if there is one and it has not been sent."""
+        self.gather()
         if not self._advanced:
             self._advanced = True
             self._advance()
@@ -83,8 +94,8 @@ class SumLine:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        names = ("begin", "advance", "end", "advance-exchange", "end-exchange")
-        self._begin, *rest = [accelerator.threads(1, f"sum-{name}") for name in names]
+        names = ("begin", "gather", "advance", "end", "advance-exchange", "end-exchange")
+        self._begin, self._gather, *rest = [accelerator.threads(1, f"sum-{name}") for name in names]
         self._finish = accelerator.finish
         self._sums, self._exchanges = (rest[0], rest[1]), (rest[2], rest[3])
         self._added: list[Future[None]] = []
@@ -133,7 +144,8 @@ class SumLine:
             self._under_way, self._bytes = self._under_way + 1, self._bytes + n_bytes
         with self._told(future):
             pending = begin()
-            advanced = threads[0].submit(pending.advance)
+            gathered = self._gather.submit(pending.gather)
+            advanced = threads[0].submit(self._advance, pending, gathered)
             threads[1].submit(self._end, pending, advanced, n_bytes, end, future)
             return
         self._leave(n_bytes)
@@ -141,6 +153,11 @@ class SumLine:
     def _room(self, n_bytes: int) -> bool:
         small = self._bytes + n_bytes <= BYTES_UNDER_WAY and self._under_way < MOST_UNDER_WAY
         return self._under_way < SUMS_UNDER_WAY or small
+
+    @staticmethod
+    def _advance(pending: Pending, gathered: Future[None]) -> None:
+        gathered.result()
+        pending.advance()
 
     def _end(
         self,
@@ -188,5 +205,5 @@ class SumLine:
 
     def close(self) -> None:
         """End the threads."""
-        for thread in (self._begin, *self._sums, *self._exchanges):
+        for thread in (self._begin, self._gather, *self._sums, *self._exchanges):
             thread.shutdown()

@@ -81,7 +81,7 @@ class OuterUpdate:
             self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
             self.weights.sub_(sent).add_(self.start)
 
-        return Pending(under_way.arrive, advance=under_way.advance, finish=finish)
+        return Pending(under_way.arrive, gather=under_way.gather, advance=under_way.advance, finish=finish)
 
     def begin_now(self) -> Pending:
         """Start to average the weights as they are."""

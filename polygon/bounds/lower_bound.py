@@ -30,7 +30,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from polygon.bounds.region_sets import RegionSets, Ways, region_sets
-from polygon.bounds.region_sums import Hop, Links, groups_by_capacity, summing_sets
+from polygon.bounds.region_sums import Hop, LedSets, Links, groups_by_capacity, led_sets, summing_sets
 from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
 from polygon.bounds.stage_tiers import (
     Distances,
@@ -135,7 +135,8 @@ def _bound(tables: CostTables, local_steps: int) -> LowerBound:
             # The most promising first: the others then need one look each.
             for some in sorted(sets.bins(), key=lambda some: float((some.waits_s + size.work / some.capacity).min())):
                 regions_s = min(regions_s, stages.apart_s(some, regions_s))
-            regions_s = min(regions_s, stages.single_s(sets, regions_s), stages.interleaved_s(sets, regions_s))
+            led = traffic.led(size, stages.hidden_s, stages.last)
+            regions_s = min(regions_s, stages.single_s(led, regions_s), stages.interleaved_s(sets, regions_s))
             if local_steps > 1:
                 regions_s = min(regions_s, stages.local_s(regions_s))
         elif size.path_s > LONGER * regions_s:
@@ -365,6 +366,15 @@ class _Traffic:
             self._region_capacity(size.device_capacity), self._ways(size.micro_batch_size), least_s=size.least_s
         )
 
+    def led(self, size: _Size, hidden_s: float, last: float) -> LedSets:
+        """Sets of regions that each hold the whole model (`led_sets`)."""
+        n_bytes = float(self.gradient_bytes[0, -1])
+        values = np.array([n_bytes / self.tables.problem.batch.gradient_bytes])
+        wire_bytes = float(self._gradient_wire_bytes(values)[0])
+        capacity = self._region_capacity(size.device_capacity)
+        links, sets = self._links_between_regions(), self.sets_of_regions
+        return led_sets(links, sets, capacity, n_bytes, wire_bytes, hidden_s=hidden_s, last=last)
+
     def _ways(self, micro_batch_size: int) -> Ways:
         """Links between regions; messages that a runtime sends between computing count in its workers' time alone."""
         links, cluster = self.tables.links, self.tables.problem.cluster
@@ -486,6 +496,8 @@ class _Stages:
             part = np.maximum((count - 1) / count, _hidden_part(runtime))
             hidden_s = (backward_s + more_s) * part
             last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
+            if not more:
+                self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
             # Where regions shard gradients or weights inside, that is traffic of micro-batches, not of the end.
             inside_s = np.array([np.maximum(whole_s * last, whole_s - hidden_s), np.zeros_like(whole_s)])
             across = traffic.across(size.device_capacity, hidden_s, last)
@@ -609,16 +621,16 @@ class _Stages:
             least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
         return min(known_s, least_s + waits_s)
 
-    def single_s(self, sets: RegionSets, known_s: float) -> float:
-        """Least time of one stage in all regions, whose devices find the norm in what they have summed."""
-        several = sets.some(sets.same & (sets.first_s > 0))
-        pipeline = self.pipeline._replace(tier_s=self.near_s)
-        for some in several.bins():
-            most, first_s = float(some.capacity.max()), float(some.first_s.min())
-            only_s = known_s - first_s
-            least_s = self.least_s(constant(most), only_s, only=pipeline, most_stages=1, further=False)
-            known_s = min(known_s, least_s + first_s)
-        return known_s
+    def single_s(self, led: LedSets, known_s: float) -> float:
+        """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""
+        tier_s = self.pipeline.tier_s.copy()
+        tier_s[:, self.inside :] = 0.0
+        pipeline = self.pipeline._replace(tier_s=tier_s)
+        least = partial(self.least_s, most_stages=1, further=False)
+        least_s = least(constant(float(led.capacity.max(initial=0.0))), known_s, only=pipeline)
+        if least_s < known_s:
+            least_s = max(least_s, least(led.most, known_s, only=pipeline._replace(whole=False)))
+        return least_s
 
     def interleaved_s(self, sets: RegionSets, known_s: float) -> float:
         """Least time of an interleaved plan; `known_s` if that is less.

@@ -240,3 +240,73 @@ def groups_by_capacity(capacity: np.ndarray, most: int) -> Sequence[np.ndarray]:
     """Sets put together, those with less compute first; at most so many groups."""
     order = np.argsort(capacity, kind="stable")
     return [part for part in np.array_split(order, min(len(order), most) or 1) if len(part)]
+
+
+class LedSets(NamedTuple):
+    """Sets of regions that each hold the whole model, and begin a step as they have the sums of the one before.
+
+    Attributes
+    ----------
+    capacity : ndarray, shape (sets,)
+        Compute of all regions.
+    away : ndarray, shape (sets,)
+        Compute times seconds of a step in which some of it is certain to wait.
+    busy_s : ndarray, shape (sets,)
+        Seconds that a step keeps the slowest link busy.
+    """
+
+    capacity: np.ndarray
+    away: np.ndarray
+    busy_s: np.ndarray
+
+    def most(self, time_s: float) -> float:
+        """Most compute in steps of so much time, over that time."""
+        return float(np.where(self.busy_s <= time_s, self.capacity - self.away / time_s, 0.0).max(initial=0.0))
+
+
+def led_sets(
+    links: Links,
+    sets: SummingSets,
+    capacity: np.ndarray,
+    n_bytes: float,
+    wire_bytes: float,
+    *,
+    hidden_s: float,
+    last: float,
+) -> LedSets:
+    """What no region can compute in a step, because of the ways of gradients (`polygon.cost.finish.led_s`).
+
+    A step T is at least the mean of any cycle of regions. With x_ab the mean of both ways between a and b, what
+    backward hides left out: in two rounds a region's own sums come back over b, so that it computes for T - x_ab or
+    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods compute alone counts.
+
+    Parameters
+    ----------
+    capacity : ndarray, shape (regions,)
+    n_bytes, wire_bytes : float
+        Gradient of the whole model as it is inside a region and packed between regions.
+    hidden_s : float
+        Most of a sum that backward hides.
+    last : float
+        Least part of it, latency apart, that backward does not hide.
+    """
+    total, nothing = sets.capacity(capacity), np.zeros(len(sets.count))
+    if sets.members.shape[1] > 1:
+        return LedSets(total, nothing, nothing)
+    away, busy_s = nothing.copy(), nothing.copy()
+    for i, members in enumerate(sets.members[:, 0]):
+        some = np.flatnonzero(members)
+        pairs = np.ix_(some, some)
+        lanes = max(float(sets.lanes[i]), float(sets.nodes[i]) / len(some)) if wire_bytes < n_bytes else sets.lanes[i]
+        sent_s = 2 * wire_bytes / len(some) / lanes * links.slowness[pairs]
+        np.fill_diagonal(sent_s, 0.0)
+        busy_s[i] = sent_s.max()
+        mean_s, far_s = (sent_s + sent_s.T) / 2, (links.latency_s[pairs] + links.latency_s[pairs].T) / 2
+        wait_s = sets.rounds[i] * far_s + np.maximum(last * mean_s, mean_s - hidden_s)
+        np.fill_diagonal(wait_s, 0.0)
+        held = capacity[some]
+        if sets.rounds[i] == 2:
+            away[i] = held @ wait_s.max(axis=1)
+        else:
+            away[i] = (2 * wait_s * np.minimum(held[:, None], held[None, :])).max()
+    return LedSets(total, away, busy_s)

@@ -187,7 +187,8 @@ def estimate(
     times = times or step_times(plan, tables)
     done = times.done_s
     step_s = float(done.max())
-    last = int(done.argmax())
+    # Where regions lead by turns several end a step with it; of these the one that computes longest tells why.
+    last = int(done.argmax()) if times.ways is None else int(np.lexsort((times.ends_s, done))[-1])
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)
@@ -218,7 +219,10 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     """Split the step, as the worker that ends last sees it, into terms that add up."""
     schedule = times.schedule
     stage = int(times.place.stage[last])
-    slowest = int(np.flatnonzero(times.place.stage == stage)[times.ends_s[times.place.stage == stage].argmax()])
+    peers = times.place.stage == stage
+    if times.ways is not None:
+        peers &= times.place.region == times.place.region[last]
+    slowest = int(np.flatnonzero(peers)[times.ends_s[peers].argmax()])
     counts = np.bincount(schedule.routes.ravel(), minlength=len(schedule.forward_s))
     same = schedule.holder == schedule.holder[slowest]
     compute = float((counts * (schedule.forward_s + schedule.backward_s))[same].sum())

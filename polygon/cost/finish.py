@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.cost.overlap import Overlap, gathered_s, summed_s
+from polygon.cost.overlap import Overlap, gathered_s, seen_parts, summed_s
 from polygon.jit.compilation import general
 
 
@@ -99,4 +99,76 @@ def done_s(
         for s in range(group, stages, groups):
             for w in range(offset[s], offset[s + 1] if s + 1 < stages else workers):
                 done[w] = summed[s] + update_s[w] + seen + first_s
+    return done
+
+
+@general
+def led_s(
+    ends_s: np.ndarray,
+    backward_s: np.ndarray,
+    region: np.ndarray,
+    regions: np.ndarray,
+    whole_s: np.ndarray,
+    last_s: np.ndarray,
+    busy_s: float,
+    layers: float,
+    update_s: np.ndarray,
+    more_s: float,
+    overlap: Overlap,
+) -> np.ndarray:
+    """When each worker has its next weights, the mean per step, where regions begin a step as they are done with one.
+
+    A region that has waited for a slow way begins the next step late, and the gradients that come over a quick one are
+    then early: regions lead by turns. With M[b, a] the time from region a's begin to region b's end, begins follow
+    x_b(t + 1) = max over a of x_a(t) + M[b, a], and a step takes the largest mean of M over a cycle of regions
+    (Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, theorem 3.23), which Karp's recursion
+    finds (Discrete Mathematics 23, 1978). No link carries more than one step in a step, and no worker is done later
+    than if all had begun together.
+
+    Parameters
+    ----------
+    ends_s, backward_s, update_s : ndarray, shape (workers,)
+        End of the last action, backward of a micro-batch, and update.
+    region : ndarray of int, shape (workers,)
+    regions, whole_s, last_s, busy_s
+        Of `polygon.cost.reduction.Ways`.
+    layers : float
+        Of the stage.
+    more_s : float
+        What follows the update: gathers of weights.
+    """
+    n = len(regions)
+    hidden, _ = seen_parts(layers, overlap)
+    slowest, update = np.full(n, -1), np.zeros(n)
+    of = np.searchsorted(regions, region)
+    for w in range(len(ends_s)):
+        r = of[w]
+        update[r] = max(update[r], update_s[w])
+        if slowest[r] < 0 or ends_s[w] > ends_s[slowest[r]]:
+            slowest[r] = w
+    steps = np.empty((n, n))
+    for a in range(n):
+        end, window = ends_s[slowest[a]], hidden * backward_s[slowest[a]]
+        for b in range(n):
+            summed = max(end + last_s[b, a], end - window + whole_s[b, a])
+            summed += overlap.contention * min(whole_s[b, a], window)
+            steps[b, a] = summed + update[b] + more_s
+    longest = np.full((n + 1, n), -np.inf)
+    longest[0, 0] = 0.0
+    for k in range(n):
+        for b in range(n):
+            for a in range(n):
+                longest[k + 1, b] = max(longest[k + 1, b], longest[k, a] + steps[b, a])
+    mean = busy_s
+    for b in range(n):
+        least = np.inf
+        for k in range(n):
+            if longest[k, b] > -np.inf:
+                least = min(least, (longest[n, b] - longest[k, b]) / (n - k))
+        mean = max(mean, least)
+    if not steps.max() < np.inf:
+        mean = np.inf
+    done = np.empty(len(ends_s))
+    for w in range(len(ends_s)):
+        done[w] = min(mean, steps[of[w]].max() - update[of[w]] + update_s[w])
     return done

@@ -61,6 +61,16 @@ def visible_s(communication_s: float, compute_s: float, contention: float) -> fl
 
 
 @kernel
+def seen_parts(layers: float, overlap: Overlap) -> tuple[float, float]:
+    """Part of a backward beside which gradients are summed, and part of the sums that none of it hides."""
+    if overlap.data == 0:
+        return 0.0, 1.0
+    if overlap.by_layer:
+        return (layers - 1) / layers, 1 / layers
+    return overlap.hidden_part, overlap.last_bucket
+
+
+@kernel
 def summed_s(
     end_s: float, backward_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
 ) -> tuple[float, float]:
@@ -71,11 +81,7 @@ def summed_s(
     gradient waits for all of backward; one that fills buckets hides `hidden_part` of B and is left with `last_bucket`
     of R; what runs beside backward slows it (`contention`).
     """
-    if overlap.data == 0:
-        return end_s, end_s + whole_s
-    hidden, last = overlap.hidden_part, overlap.last_bucket
-    if overlap.by_layer:
-        hidden, last = (layers - 1) / layers, 1 / layers
+    hidden, last = seen_parts(layers, overlap)
     window_s = hidden * backward_s
     end = max(end_s + latency_s + (whole_s - latency_s) * last, end_s - window_s + whole_s)
     return end_s - window_s, end + overlap.contention * min(whole_s, window_s)

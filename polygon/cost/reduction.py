@@ -2,7 +2,8 @@
 
 Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a node by its measured table, over
 several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors reduce-scatter
-and gather in two levels, as gloo does under the runner: in every node, then between the nodes. Between regions the
+and gather in two levels, as gloo does under the runner: in every node, then between the nodes, where fewer leaders than
+members pass more than a ring (`passes_of_card`). Between regions the
 parts of k node pairs travel side by side (BlueConnect, Cho et al. 2019), k being the least number of nodes that a
 region lends to the stage.
 
@@ -16,6 +17,9 @@ With n bytes per worker of a processor, g workers in a node, N nodes in a region
 A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
 does: two places send one another their whole gradients (one latency), more of them exchange parts and then the sums of
 the parts, every pair of places at once (two latencies); packing and unpacking of what crosses are added to it.
+
+Where every device finds the gradient's norm in what it has, a region begins the next step as soon as it has all sums,
+and may lead: `ways_s` has what each region's gradients take to reach each other one (`polygon.cost.finish.led_s`).
 
 With local steps regions meet every H steps: the first two levels run in every step, and after each H-th update all
 three once more, for the outer gradient (`with_local_steps`).
@@ -32,11 +36,34 @@ import numpy as np
 from polygon.cost.collectives import ring_pass_s
 from polygon.cost.memory import state_bytes
 from polygon.cost.network import ring_kernel
+from polygon.cost.overlap import overlap_of, seen_parts
 from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import COMPRESSIONS, Plan
 from polygon.domain.runtime import Runtime
-from polygon.jit.compilation import kernel
+from polygon.jit.compilation import general, kernel
+
+MOST_LEADING = 64
+"""Regions up to which it is looked at whether they lead by turns; more of them wait for the longest way."""
+
+
+class Ways(NamedTuple):
+    """What gradients take from region to region, over whoever adds them up.
+
+    Attributes
+    ----------
+    regions : ndarray of int, shape (regions,)
+        Their numbers in the cluster, ascending.
+    whole_s, last_s : ndarray, shape (regions, regions)
+        [target, source] seconds of all gradients, and of those that backward does not hide.
+    busy_s : float
+        Seconds that a step keeps the busiest link busy.
+    """
+
+    regions: np.ndarray
+    whole_s: np.ndarray
+    last_s: np.ndarray
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +83,8 @@ class ReductionCost:
     """Seconds after the update in which the weights that ZeRO has divided are gathered."""
     outer_s: float = 0.0
     """Seconds after the update, the mean per step, in which regions that take local steps meet."""
+    ways: Ways | None = None
+    """Where regions may lead by turns, what their gradients take to one another."""
 
     @property
     def total_s(self) -> float:
@@ -72,6 +101,7 @@ class ReductionCost:
             latency_s=0.0,
             across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
             outer_s=self.total_s / steps,
+            ways=None,
         )
 
 
@@ -85,6 +115,29 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
     return 2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s)
 
 
+@kernel
+def passes_of_card(members: int, leaders: int) -> float:
+    """How many times a gradient passes a leader's card, in and out of a region, where so many add it up for the others.
+
+    Few members send their parts straight to who adds them up, and get them back so: (P + L - 2) / L for L leaders of P,
+    which for L = P is the 2 (P - 1) / P of a ring. More add up a piece each for the leaders, and pass it on later:
+    (P - 1) / P (2 + 1 / L) (`polygon_comm.reduction.SumGroup`).
+    """
+    if members <= 1:
+        return 0.0
+    if members <= max(3, leaders + 1):
+        return (members + leaders - 2) / leaders
+    return (members - 1) / members * (2 + 1 / leaders)
+
+
+@kernel
+def lent_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float, passes: float) -> float:
+    """A ring's latencies (`ring_s`) and so many passes of a card."""
+    if members <= 1:
+        return 0.0
+    return 2 * (members - 1) * latency_s + passes * n_bytes / bytes_per_s if bytes_per_s > 0 else np.inf
+
+
 class LevelsRoom(NamedTuple):
     """Room in which `levels_s` works."""
 
@@ -96,13 +149,15 @@ class LevelsRoom(NamedTuple):
     latency_s: np.ndarray
     bytes_per_s: np.ndarray
     """(regions,) of a message between two nodes of each."""
+    near_s: np.ndarray
+    """(regions,) seconds of the sums inside each."""
 
 
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
     first, nodes, places = np.zeros((3, most), dtype=np.int64)
-    return LevelsRoom(first, nodes, places, np.zeros(most), np.zeros(most))
+    return LevelsRoom(first, nodes, places, np.zeros(most), np.zeros(most), np.zeros(most))
 
 
 @kernel
@@ -185,69 +240,151 @@ def levels_s(
     whole : bool
         Whether places send each other whole gradients in one round (`exchange_rounds`).
     """
-    node_s = 0.0
-    found = 0
-    region_s = 0.0
-    i = 0
+    found, i = 0, 0
     while i < count:
         r = links.region[pools[i]]
-        end = i
+        end, total = i, 0
         while end < count and links.region[pools[end]] == r:
+            total += nodes[end]
             end += 1
-        total, workers, latency, rate, nccl = 0, 0, 0.0, np.inf, True
-        room.latency_s[found], room.bytes_per_s[found] = 0.0, np.inf
+        room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
+        found += 1
+        i = end
+    places, parallel = side_by_side(found, room)
+    node_s, region_s = 0.0, 0.0
+    for a in range(found):
+        i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
+        r, total = links.region[pools[i]], room.nodes[a]
+        workers, latency, rate, nccl = 0, 0.0, np.inf, True
+        room.latency_s[a], room.bytes_per_s[a] = 0.0, np.inf
         for j in range(i, end):
-            total += nodes[j]
             workers += nodes[j] * members[j]
             nccl = nccl and links.collective[pools[j], 4] > 0
             for k in range(i, end):
                 if k != j or nodes[j] > 1:
                     latency = max(latency, links.ring_latency_s[pools[j], pools[k]])
                     rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
-                    room.latency_s[found] = max(room.latency_s[found], links.latency_s[pools[j], pools[k]])
-                    room.bytes_per_s[found] = min(room.bytes_per_s[found], links.bytes_per_s[pools[j], pools[k]])
+                    room.latency_s[a] = max(room.latency_s[a], links.latency_s[pools[j], pools[k]])
+                    room.bytes_per_s[a] = min(room.bytes_per_s[a], links.bytes_per_s[pools[j], pools[k]])
+        own_s, own_node_s = 0.0, 0.0
         for j in range(i, end):
             p = pools[j]
             if nccl:
                 near = members[j] if apart[r] else workers
-                each = collective_s(n_bytes / degrees[j], near, members[j], p, latency, rate, 2, links)
-                region_s = max(region_s, each)
+                own_s = max(own_s, collective_s(n_bytes / degrees[j], near, members[j], p, latency, rate, 2, links))
             else:
-                node_s = max(node_s, ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p]))
+                each = ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p])
+                own_node_s = max(own_node_s, each)
         if not nccl and not apart[r]:
-            region_s = max(region_s, links.collective[pools[i], 5] * ring_s(n_bytes, total, latency, rate))
-        room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
-        found += 1
-        i = end
-    places, parallel = 0, room.nodes[0] // room.places[0]
-    for a in range(found):
-        places += room.places[a]
-        parallel = min(parallel, room.nodes[a] // room.places[a])
+            passes = passes_of_card(total, parallel if places > 1 else total)
+            own_s = links.collective[pools[i], 5] * lent_s(n_bytes, total, latency, rate, passes)
+        node_s, region_s = max(node_s, own_node_s), max(region_s, own_s)
+        room.near_s[a] = own_node_s + own_s
     if places == 1:
         return node_s, region_s, 0.0, 0.0
     rounds = exchange_rounds(places, whole)
     across_s, far_s = 0.0, 0.0
     for a in range(found):
         for b in range(found):
-            # Which pool stands for a region does not matter: links between regions are the same for all its pools.
-            pa, pb = pools[room.first[a]], pools[room.first[b]]
-            ra, rb = links.region[pa], links.region[pb]
-            # A card sends to all the other places at once.
-            card = links.card_bytes_per_s[pa] * parallel / (places - 1)
-            if a != b:
-                stages = max(1.0, pair_share[ra, rb]) * room.places[a]
-                # What leaves a region goes to all places elsewhere at once.
-                capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
-                capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
-                latency, rate = links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * parallel, card, capacity)
-            elif room.places[a] > 1:
-                latency, rate = room.latency_s[a], min(room.bytes_per_s[a], card)
-            else:
-                continue
-            far_s = max(far_s, rounds * latency)
-            n = 2 * wire_bytes / places
-            across_s = max(across_s, rounds * latency + n / rate if rate > 0 else np.inf)
+            latency, rate = between(a, b, pools, pair_share, links, places, parallel, room)
+            if rate >= 0:
+                far_s = max(far_s, rounds * latency)
+                n = 2 * wire_bytes / places
+                across_s = max(across_s, rounds * latency + n / rate if rate > 0 else np.inf)
     return node_s, region_s, across_s, far_s
+
+
+@kernel
+def side_by_side(found: int, room: LevelsRoom) -> tuple[int, int]:
+    """Places in so many regions, and nodes of every place that send at the same time."""
+    places, parallel = 0, room.nodes[0] // room.places[0]
+    for a in range(found):
+        places += room.places[a]
+        parallel = min(parallel, room.nodes[a] // room.places[a])
+    return places, parallel
+
+
+@kernel
+def between(
+    a: int,
+    b: int,
+    pools: np.ndarray,
+    pair_share: np.ndarray,
+    links: LinkArrays,
+    places: int,
+    parallel: int,
+    room: LevelsRoom,
+) -> tuple[float, float]:
+    """Latency and bytes/s of what a place in one region sends to a place in another, or to another in the same.
+
+    The rate is 0 without a link, and -1 where there is nobody to send to.
+    """
+    # Which pool stands for a region does not matter: links between regions are the same for all its pools.
+    pa, pb = pools[room.first[a]], pools[room.first[b]]
+    ra, rb = links.region[pa], links.region[pb]
+    # A card sends to all the other places at once.
+    card = links.card_bytes_per_s[pa] * parallel / (places - 1)
+    if a == b:
+        return (room.latency_s[a], min(room.bytes_per_s[a], card)) if room.places[a] > 1 else (0.0, -1.0)
+    stages = max(1.0, pair_share[ra, rb]) * room.places[a]
+    # What leaves a region goes to all places elsewhere at once.
+    capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
+    capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
+    return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * parallel, card, capacity)
+
+
+@general
+def ways_s(
+    found: int,
+    pools: np.ndarray,
+    wire_bytes: float,
+    pair_share: np.ndarray,
+    links: LinkArrays,
+    whole: bool,
+    packing_s: float,
+    near_s: np.ndarray,
+    last: float,
+    room: LevelsRoom,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Seconds from region to region of all gradients and of the part that no backward hides, [target, source] each,
+    and `Ways.busy_s`.
+
+    In one round every place sends to every other. In two, the place that adds up a part sends the sum on: of a way over
+    a third region each link carries its half, of one that ends or begins there the link carries both rounds.
+
+    Parameters
+    ----------
+    found : int
+        Regions, as `levels_s` left them in `room`; the parameters named alike are its.
+    packing_s : float
+        Of packing and unpacking.
+    near_s : ndarray, shape (found,)
+        Of the sums inside each region: half before the way, half after it.
+    last : float
+        Part of all that is not latency which no backward hides.
+    """
+    places, parallel = side_by_side(found, room)
+    far_s, half_s = np.full((found, found), -1.0), np.zeros((found, found))
+    for a in range(found):
+        for b in range(found):
+            latency, rate = between(a, b, pools, pair_share, links, places, parallel, room)
+            if rate >= 0:
+                far_s[a, b], half_s[a, b] = latency, wire_bytes / places / rate if rate > 0 else np.inf
+    all_s, end_s = np.full((found, found), -np.inf), np.full((found, found), -np.inf)
+    rounds = exchange_rounds(places, whole)
+    for a in range(found):
+        # Nobody ends before the sums of the own region.
+        all_s[a, a], end_s[a, a] = near_s[a], last * near_s[a]
+        for b in range(found):
+            ends_s = packing_s + 0.5 * (near_s[a] + near_s[b])
+            if far_s[a, b] >= 0:
+                latency, n = far_s[a, b], ends_s + 2 * half_s[a, b]
+                all_s[b, a], end_s[b, a] = max(all_s[b, a], latency + n), max(end_s[b, a], latency + last * n)
+            for k in range(found if rounds == 2 else 0):
+                if far_s[a, k] >= 0 and far_s[k, b] >= 0:
+                    latency, n = far_s[a, k] + far_s[k, b], ends_s + half_s[a, k] + half_s[k, b]
+                    all_s[b, a], end_s[b, a] = max(all_s[b, a], latency + n), max(end_s[b, a], latency + last * n)
+    return all_s, end_s, 2 * half_s.max()
 
 
 @kernel
@@ -407,6 +544,7 @@ def stage_reduction(
         wire, part = wire * places.total / 2, n_values
         sent = wire * lanes
     arrays = links.arrays(runtime.bucket_bytes)
+    room = levels_room(len(pools), len(pools))
     node_s, region_s, across_s, latency_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
@@ -419,8 +557,9 @@ def stage_reduction(
         places.apart,
         arrays,
         mode == "powersgd",
-        levels_room(len(pools), len(pools)),
+        room,
     )
+    summed_s = node_s + region_s
     gather_s, zero = 0.0, plan.stages[stage].zero
     if zero:
         inside_s = node_s + region_s
@@ -447,14 +586,23 @@ def stage_reduction(
     if plan.reduction == "central-server" and len(regions) == 1 and workers > 1 and nccl:
         # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
         region_s *= workers / (workers - 1)
+    codec_s = packing_s(part, batch, mode, pools, degrees, places.total, links)
+    ways = None
+    if plan.gradient_everywhere and 1 < len(regions) <= MOST_LEADING:
+        _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
+        near_s = room.near_s[: len(regions)] * ((node_s + region_s) / summed_s if summed_s else 1.0)
+        share = pair_share.astype(float)
+        found = ways_s(len(regions), pools, sent, share, arrays, mode == "powersgd", codec_s, near_s, last, room)
+        ways = Ways(links.region[pools][room.first[: len(regions)]], *found)
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s + packing_s(part, batch, mode, pools, degrees, places.total, links),
+        across_s=across_s + codec_s,
         latency_s=latency_s,
         gather_s=gather_s,
         across_bytes=_across_bytes(places, wire),
         wire_bytes=wire,
+        ways=ways,
     )
 
 

@@ -5,7 +5,7 @@ link passes their bytes at its rate: of stages that begin to use it at b_1 <= b_
 and so on, the last ends no earlier than max_j (b_j + w_j + w_{j+1} + ...). `stage_reduction` prices each stage
 by itself, with its latencies; here is what it cannot know.
 
-Considered are node pairs between regions, and a node's card within its region; not that both use the same card.
+Considered are node pairs between regions, and a node's card with all that it sends, within its region and out of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def busy_on_shared(
     Returns
     -------
     tuple of ndarray, shape (links, stages) each
-        Seconds on the cards of nodes within regions, and on node pairs between regions; no rows without sharing.
+        Seconds on the cards of nodes, and on node pairs between regions; no rows without sharing. With local steps
+        cards have what stays within regions, which is what a step waits for.
     """
     stages = len(plan.stages)
     hosted = np.unique(place.node * stages + place.stage) // stages
@@ -66,6 +67,9 @@ def busy_on_shared(
         for a, b, sent_bytes in reductions[s].across_bytes:
             rate_ab = links.cluster.bytes_per_s[a, b]
             from_a, to_b = leaders[a], leaders[b]
+            if plan.local_steps == 1 and not places.apart[a]:
+                out = np.isin(nodes, from_a) & several[nodes]
+                cards.add(s, nodes[out], sent_bytes / len(from_a) / links.card_bytes_per_s[pool[out]])
             if places.total > len(leaders):  # every place sends to every other
                 from_a, to_b = np.repeat(from_a, len(leaders[b])), np.tile(to_b, len(leaders[a]))
             both = several[from_a] & several[to_b] & (rate_ab > 0)
@@ -119,5 +123,5 @@ class _Rows:
             return np.zeros((0, self._stages))
         links, row = np.unique(np.concatenate(self._links), return_inverse=True)
         table = np.zeros((len(links), self._stages))
-        table[row, np.concatenate(self._stage)] = np.concatenate(self._seconds)
+        np.add.at(table, (row, np.concatenate(self._stage)), np.concatenate(self._seconds))
         return table[(table > 0).sum(axis=1) > 1]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from polygon.cost.finish import done_s, reduction_spans_s
-from polygon.cost.overlap import Overlap, overlap_of
-from polygon.cost.reduction import ReductionCost, stage_devices, stage_reduction, summed_part
+from polygon.cost.finish import done_s, led_s, reduction_spans_s
+from polygon.cost.overlap import Overlap, gathered_s, overlap_of
+from polygon.cost.reduction import ReductionCost, Ways, stage_devices, stage_reduction, summed_part
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
@@ -92,9 +92,26 @@ class StepTimes:
             end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
         return end_s
 
+    @property
+    def ways(self) -> Ways | None:
+        """Where regions may lead by turns, what gradients take from one to another."""
+        return self.reductions[0].ways
+
     @cached_property
     def done_s(self) -> np.ndarray:
-        """When each worker has reduced and updated, shape (workers,)."""
+        """When each worker has reduced and updated, shape (workers,); where regions lead, the mean per step."""
+        if self.ways is not None:
+            seen_s = gathered_s(float(self.sums[2, 0]), float(self.schedule.forward_s.max()), self.overlaps)
+            return led_s(
+                self.ends_s,
+                self.schedule.backward_s,
+                self.place.region,
+                *self.ways,
+                float(self.layers[0]),
+                self.update_s,
+                seen_s + self.first_s,
+                self.overlaps,
+            )
         done = done_s(
             self.reduced_s,
             self.place.offset,

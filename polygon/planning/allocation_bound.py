@@ -155,7 +155,12 @@ def reduction_floor_s(
     alone = np.ones(used, dtype=np.int64)
     wire = n_bytes * limits.gradient_ratio
     room = LevelsRoom(
-        np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used, np.int64), np.empty(used), np.empty(used)
+        np.empty(used, np.int64),
+        np.empty(used, np.int64),
+        np.empty(used, np.int64),
+        np.empty(used),
+        np.empty(used),
+        np.empty(used),
     )
     _, _, across_s, far_s = levels_s(
         n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, room
@@ -250,6 +255,8 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
             reduced = max(reduced, inside + across - hidden)
         if across > 0 and limits.local_steps > 1:
             reduced = min(reduced, (inside + across) / limits.local_steps)
+        if everywhere and across > 0:  # regions lead by turns, and nobody waits for the longest way in every step
+            reduced = 0.0
         whole = whole_makespan_s(counts[s], seconds[s], k, bank.micro_batches) * (1 - SLACK)
         at_end = tied if s == 0 or s == n - 1 else 0.0
         floor = max(floor, begins + whole + max(reduced + at_end + update, back + (tied if s > 0 else 0.0)))

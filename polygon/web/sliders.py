@@ -97,10 +97,14 @@ class PricedChange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaterReduction(StepTimes):
-    """Times of a step whose reductions begin later than the last backward would let them."""
+    """Times of a step whose reductions begin later than the last backward would let them; regions begin together."""
 
     overlap: float
     """1: as soon as a layer's gradient is whole; 0: when all are."""
+
+    @property
+    def ways(self) -> None:
+        """None: nobody leads."""
 
     @cached_property
     def reduction_spans_s(self) -> np.ndarray:

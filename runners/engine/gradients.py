@@ -124,7 +124,7 @@ class Bucket:
             if narrow is not self.vector:
                 self.vector.copy_(narrow)
 
-        return Pending(sum_.arrive, advance=sum_.advance, finish=finish)
+        return Pending(sum_.arrive, gather=sum_.gather, advance=sum_.advance, finish=finish)
 
     @property
     def may_ask(self) -> bool:
@@ -280,7 +280,7 @@ class Reducer:
             with self._log.interval("reduce", f"reduce {bucket.name}"):
                 begun()
 
-        return Pending(end, advance=begun.advance)
+        return Pending(end, gather=begun.gather, advance=begun.advance)
 
     def expect(self) -> None:
         """Let the others send early, from now on, what this rank sums in the step; some sums ahead."""

@@ -60,6 +60,7 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
         ((0, 0, 0, 1, 1, 2, 2), "int8", 1, (0, 0, 1, 2, 3, 4, 5)),
         ((0, 0, 0, 0, 1), "none", 1, None),
         ((0, 0, 1, 1), "none", 1, (0, 1, 2, 3)),
+        ((0, 0, 0, 0, 1, 1), "int8", 1, (0, 1, 2, 3, 4, 5)),
     ],
 )
 def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):

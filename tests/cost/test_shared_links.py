@@ -59,6 +59,31 @@ def test_stages_on_one_node_pair_take_turns():
     assert apart.whole_reductions_s == pytest.approx([cost.total_s for cost in apart.reductions])
 
 
+def test_a_card_passes_what_stays_and_what_leaves():
+    """Two nodes a region that both stages use: each card sends its half of both gradients inside, and to the other
+    region what its node pair carries."""
+    cluster = cluster_of([[("t4", 2, 2)]] * 2)
+    batch = Batch(global_batch=8, seq_len=256, precision="fp32")
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+    layers, links = problem.model.layers, CostTables(problem).links
+    stages = tuple(
+        Stage(
+            first_layer=s * layers // 2,
+            last_layer=(s + 1) * layers // 2,
+            workers=tuple(Worker(pool=r, devices=(4 * r + 2 * n + s,)) for r in range(2) for n in range(2)),
+        )
+        for s in range(2)
+    )
+    routes = np.array([[m % 4] * 2 for m in range(8)])
+    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (8, 4)))
+    times = step_times(plan, CostTables(problem))
+    assert times.shared_cards_s.shape == (4, 2)
+    for s, cost in enumerate(times.reductions):
+        n_bytes = cost.across_bytes[0][2]  # unpacked: a region sends the other as much as a worker holds
+        inside_s, out_s = n_bytes / links.bytes_per_s[0, 0], n_bytes / 2 / links.card_bytes_per_s[0]
+        assert times.shared_cards_s[:, s] == pytest.approx(np.full(4, inside_s + out_s))
+
+
 def test_regions_that_meet_share_too():
     """With local steps all stages meet after the update, so that a link passes the sum of their bytes."""
     together = two_stages(1, 2, local_steps=4)

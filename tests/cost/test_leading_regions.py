@@ -1,0 +1,119 @@
+"""Regions that lead by turns: a step is the largest mean of the ways' times over a cycle of regions."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polygon.bounds.region_sums import Hop, Links, led_sets, summing_sets
+from polygon.cost.estimate import estimate
+from polygon.cost.finish import led_s
+from polygon.cost.overlap import overlap_of
+from polygon.cost.reduction import passes_of_card
+from polygon.cost.step_times import step_times
+from polygon.cost.tables import CostTables
+from tests.cost.test_step_times import far_problem, replicas
+from tests.nightly import cases
+
+
+def done_of(ends_s, whole_s, last_s=None, busy_s=0.0, updates_s=None):
+    """One worker a region, nothing hidden by backward."""
+    n, problem = len(ends_s), far_problem(2)
+    overlap = overlap_of(problem.runtime, problem.batch)._replace(data=0)
+    ends_s, updates_s = np.array(ends_s, dtype=float), np.zeros(n) if updates_s is None else updates_s
+    whole_s = np.array(whole_s, dtype=float)
+    regions = np.arange(n)
+    of = (whole_s if last_s is None else last_s, busy_s, 4.0, updates_s, 0.0, overlap)
+    return led_s(ends_s, np.zeros(n), regions, regions, whole_s, *of)
+
+
+@settings(deadline=None, max_examples=cases(30))
+@given(n=st.integers(1, 5), seed=st.integers(0, 10_000))
+def test_a_step_is_what_many_steps_take_on_average(n, seed):
+    """Begins of steps, followed one by one, grow by the largest cycle mean."""
+    rng = np.random.default_rng(seed)
+    ends_s, updates_s, whole_s = rng.uniform(0, 2, n), rng.uniform(0, 0.5, n), rng.uniform(0, 3, (n, n))
+    done = done_of(ends_s, whole_s, updates_s=updates_s)
+    steps, begin_s, seen = 120 * 60, np.zeros(n), []
+    matrix = ends_s[None, :] + whole_s + updates_s[:, None]
+    for _ in range(steps):
+        begin_s = (begin_s[None, :] + matrix).max(axis=1)
+        seen.append(begin_s.max())
+    # Cycles have up to five regions: 60 steps are a whole number of rounds of any.
+    assert done.max() == pytest.approx((seen[-1] - seen[-1 - 60 * 60]) / 3600)
+    assert done.max() <= matrix.max() * (1 + 1e-12)
+
+
+def test_two_regions_take_the_mean_of_both_ways():
+    """A slow way there and a quick one back: neither 3 s nor 1 s a step, but never less than computing takes, nor than
+    a link is busy."""
+    ways = [[0.0, 0.5], [2.5, 0.0]]
+    assert done_of([0.5, 0.5], ways).max() == pytest.approx(2.0)
+    assert done_of([2.9, 0.5], ways).max() == pytest.approx((2.9 + 2.5 + 0.5 + 0.5) / 2)
+    assert done_of([0.5, 4.0], ways).max() == pytest.approx(4.0)
+    assert done_of([0.5, 0.5], ways, busy_s=2.4).max() == pytest.approx(2.4)
+    assert done_of([0.5, 0.5], np.full((2, 2), np.inf)).max() == np.inf
+
+
+def test_nobody_leads_where_links_are_alike_or_all_wait_for_the_norm():
+    """Then a step is what it is where all begin together; else a narrow way costs only its part of the mean."""
+    problem = far_problem(2, 2e9)
+    tables, plan = CostTables(problem), replicas(problem)
+    alike = step_times(plan, tables)
+    alone_s = alike.reduced_s.max() + alike.update_s.max()
+    assert alike.step_s == pytest.approx(alone_s)
+    rate = problem.cluster.bytes_per_s.copy()
+    rate[1, 0] /= 4
+    narrow = replace(problem, cluster=replace(problem.cluster, bytes_per_s=rate))
+    times, waiting = (step_times(p, CostTables(narrow)) for p in (plan, replicas(narrow, zero=2)))
+    longest_s = times.reduced_s.max() + times.update_s.max()
+    busy_s = times.reductions[0].ways.busy_s
+    assert times.step_s == pytest.approx(max((alone_s + longest_s) / 2, busy_s))
+    assert times.step_s < longest_s
+    assert waiting.ways is None
+    terms = estimate(narrow, plan).terms
+    assert sum(terms.values()) == pytest.approx(times.step_s)
+    assert min(terms.values()) >= -1e-12
+
+
+@settings(deadline=None, max_examples=cases(40))
+@given(n=st.integers(2, 4), seed=st.integers(0, 9999), rounds=st.integers(1, 2), hidden_s=st.floats(0, 2))
+def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
+    """Whatever regions compute, a step in which gradients go by these ways leaves no room for more."""
+    rng = np.random.default_rng(seed)
+    apart = 1 - np.eye(n)
+    latency_s, slowness = rng.uniform(0, 0.5, (n, n)) * apart, 10 ** rng.uniform(-1, 1, (n, n)) * apart
+    none = np.zeros((n, n))
+    links = Links(
+        latency_s=latency_s, slowness=slowness, shared=none, egress=np.zeros(n), nodes=np.ones(n, dtype=np.int64),
+        hop=Hop(0.0, 1.0, 0.0),
+    )  # fmt: skip
+    sets = summing_sets(links, whole=rounds == 1)
+    capacity, ends_s = rng.uniform(1, 5, n), rng.uniform(0.1, 3, n) + hidden_s
+    rounds, last = 1 if n == 2 else rounds, 0.25
+    sent_s, whole_s, last_s = 2 / n * slowness, np.zeros((n, n)), np.zeros((n, n))
+    for a in range(n):
+        for b in range(n):
+            ways = [(latency_s[a, b], sent_s[a, b])] if a != b else [(0.0, 0.0)]
+            if rounds == 2:
+                ways += [
+                    (latency_s[a, k] + latency_s[k, b], (sent_s[a, k] + sent_s[k, b]) / 2)
+                    for k in range(n)
+                    if k not in (a, b)
+                ]
+            whole_s[b, a] = max(far_s + n_s for far_s, n_s in ways) - hidden_s
+            last_s[b, a] = max(far_s + last * n_s for far_s, n_s in ways)
+    step_s = done_of(ends_s, np.maximum(whole_s, last_s), busy_s=sent_s.max()).max()
+    led = led_sets(links, sets, capacity, 1.0, 1.0, hidden_s=hidden_s, last=last)
+    assert capacity @ ends_s <= led.most(step_s) * step_s * (1 + 1e-9)
+
+
+def test_leaders_pass_what_others_add_up():
+    """All of them: a ring; one of three: both others' parts each way; one of many: pieces."""
+    for members in (2, 3, 4):
+        assert passes_of_card(members, members) == pytest.approx(2 * (members - 1) / members)
+    assert passes_of_card(1, 1) == 0
+    assert passes_of_card(3, 1) == 2
+    assert passes_of_card(5, 1) == pytest.approx(0.8 * 3)
