@@ -43,10 +43,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-DEFAULT = (
-    "polygon/cost", "polygon/planning", "comm/polygon_comm",
-    *(f"runners/engine/{name}.py" for name in ("metrics", "update", "gradients", "data", "checkpoint", "log")),
-)  # fmt: skip
+DEFAULT = ("polygon/cost", "polygon/planning", "comm/polygon_comm", "runners/engine")
 TESTS = {"polygon_comm": "comm", "engine": "runners", "lab_net": "lab", "probe_net": "lab"}
 """Folders of tests that are not called as the folder of the module."""
 OPERATORS = {
