@@ -214,6 +214,42 @@ def test_kept_terms_are_those_of_a_plan_priced_anew():
     assert step_times(whole, tables).step_s == step_times(whole, CostTables(problem)).step_s
 
 
+@pytest.mark.parametrize("inside", [(), (0,), (1,), (0, 1)])
+def test_the_order_of_regions_is_nothing_to_a_sum(inside):
+    """One node here and three there, or three here and one there, whichever of them send packed parts inside."""
+    card = Link(latency_s=5e-5, bytes_per_s=1e8)
+    found = []
+    for nodes, packing in (((1, 3), inside), ((3, 1), [1 - region for region in inside])):
+        cluster = cluster_of([[("t4", n, 1)] for n in nodes], latency_s=LATENCY_S, bytes_per_s=2e7, between=card)
+        problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=12, seq_len=256))
+        workers = [Worker(pool=int(d >= nodes[0]), devices=(d,)) for d in range(4)]
+        stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=tuple(workers)),)
+        routes = np.arange(12)[:, None] % 4
+        plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+        plan = packed(plan, 2, "int8")
+        more = (replace(plan.links[0], source=region, target=region) for region in packing)
+        found.append(step_times(replace(plan, links=(*plan.links, *more)), CostTables(problem)).reductions[0].total_s)
+    assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_packing_and_unpacking_keep_the_devices_from_computing(mode):
+    """Both directions of a pipeline over two regions: each pass is longer by what its worker packs and unpacks."""
+    problem = far_problem(2)
+    tables, plan = CostTables(problem), in_two(replicas(problem), problem)
+
+    def times(kind):
+        packing = {"activations": kind, "activation_gradients": kind, "weight_gradients": "none"}
+        links = (LinkUse(source=a, target=1 - a, **packing) for a in (0, 1))
+        return step_times(replace(plan, links=tuple(links)), tables)
+
+    plain, found = times("none"), times(mode)
+    packing_s = found.messages.codec_s
+    assert (plain.messages.codec_s == 0).all() and (packing_s > 0).all()
+    assert found.schedule.forward_s == pytest.approx(plain.schedule.forward_s + packing_s[0])
+    assert found.schedule.backward_s == pytest.approx(plain.schedule.backward_s + packing_s[1])
+
+
 @given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))
 def test_messages_that_follow_one_another_are_waited_for_one_by_one(sent_s):
     """A stage with one neighbour waits for its one message either way; one with two for the longer, or for both."""
