@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
@@ -230,6 +231,21 @@ def test_the_order_of_regions_is_nothing_to_a_sum(inside):
         more = (replace(plan.links[0], source=region, target=region) for region in packing)
         found.append(step_times(replace(plan, links=(*plan.links, *more)), CostTables(problem)).reductions[0].total_s)
     assert found[0] == pytest.approx(found[1])
+
+
+@given(nodes=st.integers(1, 8), n_bytes=st.floats(1e3, 1e10))
+def test_copies_send_their_parts_from_all_nodes_at_once(nodes, n_bytes):
+    """Two shard groups on so many nodes each sum as two on one node do with so many times less; one has no copy."""
+    cluster = cluster_of([[("a100-40gb", 16, 8), ("a100-40gb", 16, 8)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    arrays = CostTables(problem).links.arrays(25e6)
+
+    def copies(n, count, nodes):
+        ones = np.ones(count, dtype=np.int64)
+        return copies_s(n, count, np.arange(count), nodes * ones, ones, np.zeros(1, dtype=np.bool_), arrays)
+
+    assert copies(n_bytes, 2, nodes) == pytest.approx(copies(n_bytes / nodes, 2, 1))
+    assert copies(n_bytes, 2, nodes) > copies(n_bytes, 1, nodes) == 0
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
