@@ -22,7 +22,7 @@ from polygon.__main__ import COMMANDS, module_of
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "instances" / "README.md", *(ROOT / "docs").rglob("*.md"))
 OURS = re.compile(
-    r"(?:make|polygon|python -m (?:polygon|runners|benchmarks|tests)[\w.]*|python (?:runners|benchmarks)/\w+\.py"
+    r"(?:make|polygon|python -m (?:polygon|runners|benchmarks)[\w.]*|python (?:runners|benchmarks)/\w+\.py"
     r"|torchrun|deepspeed (?=--))(?=\s|$).*"
 )
 PLACEHOLDERS = {"N": "2", "i": "0"}
