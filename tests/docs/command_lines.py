@@ -100,7 +100,9 @@ def fault_of(line: str, *, shortened: bool = False) -> str | None:
     except Understood:
         return None
     except SystemExit as left:
-        fine = (left.code in (0, None) and "--help" in rest) or (shortened and MISSING in said.getvalue())
+        fine = (left.code in (0, None) and {"--help", "--version"} & set(rest)) or (
+            shortened and MISSING in said.getvalue()
+        )
         return None if fine else f"exit {left.code}: {said.getvalue()[-300:]}"
     except Exception as error:  # noqa: BLE001 - it is the answer
         return repr(error)
