@@ -233,6 +233,31 @@ def test_the_order_of_regions_is_nothing_to_a_sum(inside):
     assert found[0] == pytest.approx(found[1])
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_senders_on_a_node_share_what_leaves_it(lanes):
+    """One pipeline has the link's rate; of so many from one node to another a message takes as many times as long."""
+    cluster = cluster_of([[("t4", 1, 4)], [("t4", 1, 4)]], latency_s=LATENCY_S, bytes_per_s=1e8)
+    batch = Batch(global_batch=12, seq_len=256)
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+
+    def busy_s(width):
+        cuts = ((0, 0, 4), (1, 4, problem.model.layers))
+        stages = tuple(
+            Stage(
+                first_layer=a, last_layer=b, workers=tuple(Worker(pool=r, devices=(4 * r + d,)) for d in range(width))
+            )
+            for r, a, b in cuts
+        )
+        routes = np.repeat(np.arange(12)[:, None] % width, 2, axis=1)
+        plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (2 * width, width)))
+        messages = step_times(plan, CostTables(problem)).messages
+        return messages.busy_s, messages.n_bytes / 1e8
+
+    alone_s, by_rate_s = busy_s(1)
+    assert alone_s == pytest.approx(by_rate_s)
+    assert busy_s(lanes)[0] == pytest.approx(lanes * alone_s.flat[0])
+
+
 @given(nodes=st.integers(1, 8), n_bytes=st.floats(1e3, 1e10))
 def test_copies_send_their_parts_from_all_nodes_at_once(nodes, n_bytes):
     """Two shard groups on so many nodes each sum as two on one node do with so many times less; one has no copy."""
