@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: most of what is installed never is.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # One thread a process: ranks and test workers share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -16,6 +17,10 @@ help: ## this list
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/plan.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
+	$(PIP) --editable .
+	@touch $@
 
 $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[train]'
@@ -43,17 +48,17 @@ demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -
 	@echo 'Predicted timeline: $(OUT)/predicted.json   measured: $(OUT)/run/trace.json   (open in ui.perfetto.dev)'
 
 # Once, where every worker of the tests would do it otherwise.
-kernels: $(VENV)/test.installed ## compile the planner's kernels
+kernels: $(VENV)/plan.installed ## compile the planner's kernels
 	$(BIN)/python -m tests.kernels
 
-test: kernels ## install polygon and run all tests
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+test: $(VENV)/test.installed kernels ## install polygon and run all tests
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-quick: kernels ## tests that take little time, before a commit
-	$(BIN)/python -m pytest -n 3 --dist worksteal --quick
+quick: $(VENV)/test.installed kernels ## tests that take little time, before a commit
+	$(BIN)/python -m pytest -n 4 --dist worksteal --quick
 
-nightly: kernels pages ## all tests with ten times as many cases, and with what is tried at night alone (hours)
-	$(BIN)/python -m pytest -n 3 --dist worksteal --hypothesis-profile=nightly
+nightly: $(VENV)/test.installed kernels pages ## all tests with ten times as many cases, and with what is tried at night alone (hours)
+	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=nightly
 
 lint: $(VENV)/test.installed ## ruff, import-linter and mypy
 	$(BIN)/ruff check .
@@ -80,8 +85,8 @@ mutants: $(VENV)/test.installed ## put small faults into the code and list those
 site: $(VENV)/site.installed ## build the documentation into out/site, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pages: $(VENV)/test.installed ## do all that tutorial and how-tos say, in empty folders
-	$(BIN)/python -m tests.docs.page_commands docs/tutorial.md docs/how-to/*.md
+pages: $(VENV)/test.installed ## do all that README, tutorial, formulas and how-tos say, in empty folders
+	$(BIN)/python -m tests.docs.page_commands README.md docs/tutorial.md docs/overhead.md docs/how-to/*.md
 
 wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
 	@rm -rf out/wheel && mkdir -p out/wheel/empty

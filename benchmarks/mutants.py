@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -43,10 +44,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-DEFAULT = (
-    "polygon/cost", "polygon/planning", "comm/polygon_comm",
-    *(f"runners/engine/{name}.py" for name in ("metrics", "update", "gradients", "data", "checkpoint", "log")),
-)  # fmt: skip
+DEFAULT = ("polygon/cost", "polygon/planning", "comm/polygon_comm", "runners/engine")
 TESTS = {"polygon_comm": "comm", "engine": "runners", "lab_net": "lab", "probe_net": "lab"}
 """Folders of tests that are not called as the folder of the module."""
 OPERATORS = {
@@ -86,6 +84,14 @@ class Mutant:
         source = original(self.path)
         return source[: self.start] + self.text.encode() + source[self.end :]
 
+    def is_program(self) -> bool:
+        """Whether Python takes it."""
+        try:
+            compile(self.source(), self.path, "exec", dont_inherit=True)
+        except SyntaxError:
+            return False
+        return True
+
     def diff(self) -> str:
         """The lines that differ."""
         before, after = (text.decode().splitlines() for text in (original(self.path), self.source()))
@@ -113,11 +119,6 @@ class Places(ast.NodeVisitor):
         )
 
     def _add(self, kind: str, start: int, end: int, text: str) -> None:
-        changed = self.source[:start] + text.encode() + self.source[end:]
-        try:
-            compile(changed, self.path, "exec", dont_inherit=True)
-        except SyntaxError:
-            return
         self.found.append(Mutant(self.path, kind, start, end, text))
 
     def _between(self, left: ast.expr, right: ast.expr, sign: str) -> tuple[int, int]:
@@ -259,9 +260,10 @@ def drawn(paths: Iterable[str], count: int, seed: int) -> list[Mutant]:
         for mutant in mutants_of(path):
             places.setdefault((path, mutant.start, mutant.end), []).append(mutant)
     rng = np.random.default_rng(seed)
-    chosen = rng.permutation(len(places))[:count]
     groups = list(places.values())
-    return [groups[place][int(rng.integers(len(groups[place])))] for place in chosen]
+    order = (groups[place] for place in rng.permutation(len(groups)))
+    chosen = (group[int(rng.integers(len(group)))] for group in order)
+    return list(itertools.islice((mutant for mutant in chosen if mutant.is_program()), count))
 
 
 def test_folder(path: str) -> Path:

@@ -363,7 +363,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 
     Returns the seconds in which all regions agree on the gradient's norm; inf where a link is missing.
     """
-    stages, hosts, of = work.stages, work.hosts, work.reduction
+    stages, of = work.stages, work.reduction
     nodes = work.places.nodes
     regions, layers = nodes.shape[1], bank.parameters.shape[1] - 1
     for a in range(regions):
@@ -420,7 +420,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> None:
     """Fill `packs`: regions whose nodes may send one another packed gradients, as `Decoder` has them.
 
-    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, have something to divide by.
+    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, must find several there.
     """
     nodes, packs = work.places.nodes, work.packs
     for a in range(nodes.shape[1]):

@@ -436,7 +436,7 @@ def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
 def _in_turn(found: list[Allocation], simple: list[Allocation]) -> list[Allocation]:
     """One of what the fluid search has found, one of the simple starts, and so on.
 
-    The longer the fluid objective is searched, the more of the best are what it misjudges: simple ones stay in the race.
+    The longer the fluid objective is searched, the more of the best are what it misjudges, unlike simple ones.
     """
     pairs = itertools.zip_longest(found, simple)
     return list({id(x): x for pair in pairs for x in pair if x is not None}.values())

@@ -2,9 +2,20 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from polygon_comm.link_watch import LEAST_WAITING, RESTART_S, WINDOW_S, WINDOWS, LinkWatch, WatchedLink, reason
+from polygon_comm import link_watch
+from polygon_comm.link_watch import (
+    LATEST_RESTART_S,
+    LEAST_WAITING,
+    RESTART_S,
+    WINDOW_S,
+    WINDOWS,
+    LinkWatch,
+    WatchedLink,
+    reason,
+)
 from polygon_comm.pacing import NEAR, PREFERRED, Seen, congestion_control, prefer, prefer_near, restart, seen
 
 from tests.patience import eventually
@@ -112,6 +123,24 @@ def test_bbr_begins_anew_and_keeps_its_window(pair):
 def test_a_narrowed_window_is_left_alone(recovering, window, whole):
     """bbr widens it again by itself, unless it begins anew meanwhile."""
     assert state(recovering=recovering, window=window).whole_window == whole
+
+
+@pytest.mark.parametrize(
+    ("idle", "whole", "ages_s"),
+    [(True, True, [0, RESTART_S, 2 * RESTART_S]), (False, True, [LATEST_RESTART_S - RESTART_S]), (True, False, [])],
+)
+def test_controls_begin_anew_sooner_where_nothing_is_under_way(monkeypatch, idle, whole, ages_s):
+    """At the first look and every 3 s; every 8 s where something is; a narrowed window is left as it is."""
+    begun, now = [], 0.0
+    monkeypatch.setattr(link_watch, "restart", lambda descriptor: begun.append(now))
+    monkeypatch.setattr(
+        link_watch, "seen", lambda descriptor: SimpleNamespace(idle=idle, whole_window=whole, unsent_bytes=0)
+    )
+    link = WatchedLink("rank 1", [7], 1e9)
+    for second in range(int(2 * RESTART_S) + 1):
+        now = float(second)
+        link.look(now)
+    assert begun == ages_s
 
 
 def test_a_watch_ends_when_it_is_closed(pair):

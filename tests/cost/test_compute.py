@@ -101,6 +101,13 @@ def test_dropout_and_determinism_slow_fused_attention_by_what_is_published():
     assert (dropped[0] - forward_s) / 0.25 > flops / 312e12
 
 
+def test_the_embedding_moves_bytes():
+    """On a slow memory its backward takes to its forward as the accesses of an element: eight to five."""
+    slow = replace(A100, memory_bytes_per_s=A100.memory_bytes_per_s / 100)
+    times = layer_times(gpt(), Batch(global_batch=1, seq_len=65536), slow, NVLINK)
+    assert times.backward_s[0] / times.forward_s[0] == pytest.approx(8 / 5, rel=1e-3)
+
+
 def test_optimizer_is_memory_bound():
     """30 bytes a parameter at 70-100 % of the memory bandwidth."""
     seconds = update_s(1e9, A100, Batch(global_batch=1, seq_len=128))

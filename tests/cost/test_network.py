@@ -20,6 +20,7 @@ from polygon.cost.network import (
     intra_kernel,
     intra_node_all_reduce_s,
     ring_kernel,
+    socket_share,
 )
 from polygon.domain.cluster import Link
 from tests.nightly import cases
@@ -118,3 +119,10 @@ def test_sums_over_pcie_take_what_sailors_profiles_show():
             assert four_s == pytest.approx(seconds - took[board, 1, size] / k, rel=0.1)
             checked += 1
     assert checked > 8
+
+
+def test_sockets_reach_of_fast_links_what_was_measured():
+    """Shares of 10, 32 and 100 Gbit/s lie within nccl-tests' (those of `socket_share`); what is slower gets 0.9."""
+    found = socket_share(np.array([1.0, 10.0, 32.0, 100.0]) * 1e9 / 8)
+    assert found[:2] == pytest.approx(0.9)
+    assert 0.46 <= found[2] <= 0.7 and 0.32 <= found[3] <= 0.48

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
@@ -212,6 +213,82 @@ def test_kept_terms_are_those_of_a_plan_priced_anew():
             assert step_times(changed, tables).step_s == step_times(changed, CostTables(problem)).step_s
     routes[:] = 0
     assert step_times(whole, tables).step_s == step_times(whole, CostTables(problem)).step_s
+
+
+@pytest.mark.parametrize("inside", [(), (0,), (1,), (0, 1)])
+def test_the_order_of_regions_is_nothing_to_a_sum(inside):
+    """One node here and three there, or three here and one there, whichever of them send packed parts inside."""
+    card = Link(latency_s=5e-5, bytes_per_s=1e8)
+    found = []
+    for nodes, packing in (((1, 3), inside), ((3, 1), [1 - region for region in inside])):
+        cluster = cluster_of([[("t4", n, 1)] for n in nodes], latency_s=LATENCY_S, bytes_per_s=2e7, between=card)
+        problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=12, seq_len=256))
+        workers = [Worker(pool=int(d >= nodes[0]), devices=(d,)) for d in range(4)]
+        stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=tuple(workers)),)
+        routes = np.arange(12)[:, None] % 4
+        plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+        plan = packed(plan, 2, "int8")
+        more = (replace(plan.links[0], source=region, target=region) for region in packing)
+        found.append(step_times(replace(plan, links=(*plan.links, *more)), CostTables(problem)).reductions[0].total_s)
+    assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_senders_on_a_node_share_what_leaves_it(lanes):
+    """One pipeline has the link's rate; of so many from one node to another a message takes as many times as long."""
+    cluster = cluster_of([[("t4", 1, 4)], [("t4", 1, 4)]], latency_s=LATENCY_S, bytes_per_s=1e8)
+    batch = Batch(global_batch=12, seq_len=256)
+    problem = Problem(cluster=cluster, model=small_gpt(tied_embeddings=False), batch=batch)
+
+    def busy_s(width):
+        cuts = ((0, 0, 4), (1, 4, problem.model.layers))
+        stages = tuple(
+            Stage(
+                first_layer=a, last_layer=b, workers=tuple(Worker(pool=r, devices=(4 * r + d,)) for d in range(width))
+            )
+            for r, a, b in cuts
+        )
+        routes = np.repeat(np.arange(12)[:, None] % width, 2, axis=1)
+        plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (2 * width, width)))
+        messages = step_times(plan, CostTables(problem)).messages
+        return messages.busy_s, messages.n_bytes / 1e8
+
+    alone_s, by_rate_s = busy_s(1)
+    assert alone_s == pytest.approx(by_rate_s)
+    assert busy_s(lanes)[0] == pytest.approx(lanes * alone_s.flat[0])
+
+
+@given(nodes=st.integers(1, 8), n_bytes=st.floats(1e3, 1e10))
+def test_copies_send_their_parts_from_all_nodes_at_once(nodes, n_bytes):
+    """Two shard groups on so many nodes each sum as two on one node do with so many times less; one has no copy."""
+    cluster = cluster_of([[("a100-40gb", 16, 8), ("a100-40gb", 16, 8)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    arrays = CostTables(problem).links.arrays(25e6)
+
+    def copies(n, count, nodes):
+        ones = np.ones(count, dtype=np.int64)
+        return copies_s(n, count, np.arange(count), nodes * ones, ones, np.zeros(1, dtype=np.bool_), arrays)
+
+    assert copies(n_bytes, 2, nodes) == pytest.approx(copies(n_bytes / nodes, 2, 1))
+    assert copies(n_bytes, 2, nodes) > copies(n_bytes, 1, nodes) == 0
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_packing_and_unpacking_keep_the_devices_from_computing(mode):
+    """Both directions of a pipeline over two regions: each pass is longer by what its worker packs and unpacks."""
+    problem = far_problem(2)
+    tables, plan = CostTables(problem), in_two(replicas(problem), problem)
+
+    def times(kind):
+        packing = {"activations": kind, "activation_gradients": kind, "weight_gradients": "none"}
+        links = (LinkUse(source=a, target=1 - a, **packing) for a in (0, 1))
+        return step_times(replace(plan, links=tuple(links)), tables)
+
+    plain, found = times("none"), times(mode)
+    packing_s = found.messages.codec_s
+    assert (plain.messages.codec_s == 0).all() and (packing_s > 0).all()
+    assert found.schedule.forward_s == pytest.approx(plain.schedule.forward_s + packing_s[0])
+    assert found.schedule.backward_s == pytest.approx(plain.schedule.backward_s + packing_s[1])
 
 
 @given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))

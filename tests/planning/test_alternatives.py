@@ -97,9 +97,24 @@ def test_possible_alternatives_break_no_rule(groups, bytes_per_s):
     assert explainer.structure(plan) not in structures
 
 
-def test_one_region_only_means_one_region(wide_plan):
+@pytest.fixture(scope="module")
+def wide_ideas(wide_plan):
+    """What becomes of the ideas."""
+    return Explainer(WIDE, wide_plan).explain(count=0)
+
+
+def test_plans_of_ideas_are_among_those_that_differ(wide_plan, wide_ideas):
+    """Each in other regions or of another number of stages is there, whatever the short search finds."""
+    explainer = Explainer(WIDE, wide_plan)
+    plans = [idea.plan for idea in wide_ideas.alternatives if idea.plan is not None]
+    different = explainer.different_plans(1000, wide_ideas.alternatives)
+    found = {explainer.structure(alternative.plan) for alternative in different}
+    assert {explainer.structure(plan) for plan in plans} - {explainer.structure(wide_plan)} <= found
+
+
+def test_one_region_only_means_one_region(wide_ideas):
     """The plan of an idea does what the idea says."""
-    found = Explainer(WIDE, wide_plan).explain(count=0)
+    found = wide_ideas
     only_t4 = Message("idea.only_device", device="t4")
     for alternative in found.alternatives:
         if alternative.idea.kind == "idea.only_region" and alternative.plan:

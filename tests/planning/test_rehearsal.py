@@ -128,3 +128,14 @@ def test_what_is_split_stays_split_and_sizes_have_limits():
         small, _ = rehearsal_problem(replace(problem, model=model), whole)
         assert small.model.blocks < 30
         assert small.model.dense_blocks == min(dense, small.model.blocks)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0, 2.6875, 3.5, 4.0])
+def test_widths_keep_their_ratio_in_eights(ratio):
+    """Of feed-forward layers and experts to the model: as it is, to the nearest eight, and eight at least."""
+    problem, plan = routed_problem(2)
+    width = 1600
+    model = replace(problem.model, hidden_size=width, heads=10, kv_heads=10, head_dim=160, ffn_size=int(ratio * width))
+    small = rehearsal_problem(replace(problem, model=model), plan)[0].model
+    assert small.ffn_size % 8 == 0
+    assert abs(small.ffn_size - max(8, ratio * small.hidden_size)) <= 4

@@ -17,6 +17,7 @@ from runners.recipes.backends import Job
 from runners.recipes.backends.engine_backend import options_of, problem_and_plan
 from runners.recipes.data import training_and_validation
 from runners.recipes.recipe_schema import Recipe
+from tests.nightly import at_night
 from tests.real_ranks import run_ranks
 
 STEPS, BALANCE = 6, 0.02
@@ -122,12 +123,12 @@ def agree(steps, expected):
     ("kind", "parallel"),
     [
         ("dense", {"cp": 4}),
-        ("dense", {"tp": 2, "cp": 2, "zero": 1}),
         ("dense", {"tp": 2, "cp": 2, "zero": 3, "sequence": True}),
         ("moe", {"tp": 2, "cp": 2, "ep": 2}),
         ("moe", {"tp": 2, "pp": 2, "sequence": True}),
         ("moe", {"dp": 2, "cp": 2, "ep": 4}),
         ("moe", {"dp": 2, "pp": 2, "ep": 2, "zero": 3}),
+        *at_night(("dense", {"tp": 2, "cp": 2, "zero": 1})),
     ],
 )
 def test_no_degree_changes_the_losses(plain, kind, parallel):

@@ -86,7 +86,7 @@ def measure(words):
 def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
     """Ctrl-C after a pass: a file that says it is not complete, exit 0."""
     path = tmp_path / "bench.json"
-    words = ["--seconds", "60", "--dtype", "fp32", "--device", "cpu", "-o", path]
+    words = ["--seconds", "20", "--dtype", "fp32", "--device", "cpu", "-o", path]
     with Program(measure, words, tmp_path) as program:
         assert program.stderr.readline().startswith("every operator measured once after ")
         program.send_signal(signal.SIGINT)

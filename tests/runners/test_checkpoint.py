@@ -109,6 +109,14 @@ def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
 
 
+def test_saves_of_later_steps_are_neither_counted_nor_removed(tmp_path):
+    """Another run's step 99 is in the folder: of this one the last two stay beside it."""
+    step_directory(tmp_path, 99).mkdir()
+    options = Options(steps=3, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoints_kept=2)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    assert steps_in(tmp_path) == [2, 3, 99]
+
+
 def launch_on_a_full_disk(words):
     """The launcher, with files of at most `LARGEST` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
