@@ -555,12 +555,13 @@ def _with_reductions(
         update = max(update, of.update[s])
         early += backward + work.message[s]
     if shared:
-        free = cards_free_s(bank, work.hosts, n, nodes, of.card_bytes, of.begin, of.tail)
-        local_step, step = max(local_step, free), max(step, free)
-        args = bank, work.hosts, n, of.lane_bytes, of.lanes
-        step = pairs_free_s(*args, of.begin, of.tail, step)
+        hosts, lanes = work.hosts, of.lanes
+        free = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.lane_bytes, lanes, of.begin, of.tail)
+        step = pairs_free_s(bank, hosts, n, of.lane_bytes, lanes, of.begin, of.tail, max(step, free))
         if local_steps > 1:
-            outer = pairs_free_s(*args, of.zeros, of.zeros, outer)
+            free = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.zeros, lanes, of.begin, of.tail)
+            local_step = max(local_step, free)
+            outer = pairs_free_s(bank, hosts, n, of.lane_bytes, lanes, of.zeros, of.zeros, outer)
     if norm > 0:
         step, local_step = step + norm + update, local_step + update
     local_step += outer / local_steps

@@ -231,9 +231,17 @@ def find_crowds(hosts: Hosts, n: int, nodes: np.ndarray, leaving: np.ndarray, cr
 
 @inner
 def cards_free_s(
-    bank: Bank, hosts: Hosts, n: int, nodes: np.ndarray, n_bytes: np.ndarray, begin_s: np.ndarray, tail_s: np.ndarray
+    bank: Bank,
+    hosts: Hosts,
+    n: int,
+    nodes: np.ndarray,
+    n_bytes: np.ndarray,
+    sent_bytes: np.ndarray,
+    lanes: np.ndarray,
+    begin_s: np.ndarray,
+    tail_s: np.ndarray,
 ) -> float:
-    """When stages that share the cards of nodes within their regions have reduced and done the rest, at the earliest.
+    """When stages that share the cards of nodes have reduced and done the rest, at the earliest.
 
     Parameters
     ----------
@@ -242,21 +250,31 @@ def cards_free_s(
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
         Gradient bytes of a worker of each stage that nodes of a region sum at the end of a step, when it begins to
         reduce (later stages first), and seconds from the end of its reduction to the end of its step.
+    sent_bytes, lanes : ndarray, shape (rows,)
+        As for `pairs_free_s`; zeros if the step does not wait for what leaves regions.
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):
         for r in range(nodes.shape[1]):
-            count, e = nodes[s, r], hosts.first[s, r]
+            count, e, lane = nodes[s, r], hosts.first[s, r], 0
+            away = 0.0
+            for b in range(nodes.shape[1] if e != NONE else 0):
+                away += sent_bytes[s] * bank.gradient_ratio[r, b] if b != r and nodes[s, b] > 0 else 0.0
             while e != NONE:
                 above = hosts.above[e]
                 end, tail = 0.0, 0.0
                 if above != NONE:
                     end, tail = hosts.end_s[above], hosts.tail_s[above]
-                if count > 1:
-                    rate = bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
-                    end = max(end, begin_s[s]) + 2 * (1 - 1 / count) * n_bytes[s] / rate
+                busy = 2 * (1 - 1 / count) * n_bytes[s] / bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
+                if lane < lanes[s]:
+                    busy += away / bank.links.card_bytes_per_s[hosts.pool[e]]
+                lane += 1
+                if busy > 0:
+                    used = end > 0
+                    end = max(end, begin_s[s]) + busy
                     tail = max(tail, tail_s[s])
-                    latest = max(latest, end + tail)
+                    if used:
+                        latest = max(latest, end + tail)
                 hosts.end_s[e], hosts.tail_s[e] = end, tail
                 e = hosts.following[e]
     return latest

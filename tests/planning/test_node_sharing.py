@@ -23,7 +23,7 @@ GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16
 def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
-    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.card_bytes, begin_s, tail_s)
+    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.card_bytes, of.lane_bytes, of.lanes, begin_s, tail_s)
     return cards, pairs_free_s(bank, hosts, n, of.lane_bytes, of.lanes, begin_s, tail_s, 0.0)
 
 
@@ -53,7 +53,7 @@ def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     begin_s = np.zeros(len(x.workers))
     begin_s[:n] = np.sort(rng.uniform(0, 2, n))[::-1]
     found = free_s(decoder.bank(x.setting), work, n, begin_s, np.zeros_like(begin_s))
-    n_bytes = work.reduction.n_bytes[:n]
+    n_bytes = work.reduction.card_bytes[:n]
     busy = busy_on_shared(plan, place, decoder.tables.links, times.reductions, n_bytes)
     for mine_s, busy_s in zip(found, busy, strict=True):
         exact_s = last_end_s(begin_s[:n], busy_s).max()
@@ -70,7 +70,8 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     work, bank = decoder._work(2), decoder.bank(x.setting)
     zeros = np.zeros(2)
     cards_s, pairs_s = free_s(bank, work, 2, zeros, zeros)
-    assert cards_s == 0
+    sent_bytes = work.reduction.lane_bytes[:2].sum() * bank.gradient_ratio[0, 2]
+    assert cards_s == pytest.approx(sent_bytes / bank.links.card_bytes_per_s[[0, 3]].min())
     rate = bank.links.bytes_per_s[0, 3] / bank.gradient_ratio[0, 2]
     assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
     late = np.array([5.0, 0.0])
