@@ -34,14 +34,17 @@ from tests.web.fuzzing import fuzz
 
 
 def cpu_s(server: Server) -> float:
-    """CPU seconds that the server and its processes have used (Linux)."""
-    ticks = 0
+    """CPU seconds that the server and the processes below it have used (Linux)."""
+    ticks, parents = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has ended meanwhile
             fields = stat.read_text("utf-8").rsplit(")", 1)[1].split()
-            if server.process.pid in (int(stat.parent.name), int(fields[1])):
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            process = int(stat.parent.name)
+            parents[process], ticks[process] = int(fields[1]), int(fields[11]) + int(fields[12])
+    mine = {server.process.pid}
+    while more := {process for process, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(ticks[process] for process in mine if process in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def idle_s(server: Server, plan: str, count: int = 40) -> float:
