@@ -146,7 +146,7 @@ def longest_task_s(server: Server, plan: str) -> float:
         page.goto(f"{server.url}/#plan={plan}")
         page.locator("[data-chart=gantt] canvas").wait_for()
         page.evaluate(watch)
-        for place in ("[data-region] circle", ".strip > li"):
+        for place in ("[data-region][tabindex='0'] circle", ".strip > li"):
             for spot in page.locator(place).all()[:10]:
                 spot.hover()
         canvas = page.locator("[data-chart=gantt] canvas")
