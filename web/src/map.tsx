@@ -2,7 +2,7 @@
 
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { geoDistance, geoMercator, geoPath, type GeoProjection } from "d3-geo";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomTransform } from "d3-zoom";
@@ -99,14 +99,15 @@ interface Props {
 
 export function WorldMap({ places, links = [], height, label, onSelect, onMove }: Props): JSX.Element {
   const frame = useRef<SVGSVGElement>(null);
-  const [width, setWidth] = useState(760);
+  const [width, setWidth] = useState(0);
   const [view, setView] = useState<ZoomTransform>(zoomIdentity);
   const zooming = useRef(zoom<SVGSVGElement, unknown>().scaleExtent([1 / MOST, MOST]));
   const [whole, setWhole] = useState(false);
   const dragged = useRef<string>("");
+  useLayoutEffect(() => { setWidth(frame.current!.clientWidth); }, []); // once it is known, the land is drawn, and not before
   useEffect(() => {
     const element = frame.current!;
-    const watch = new ResizeObserver(() => setWidth(element.clientWidth || 760));
+    const watch = new ResizeObserver(() => setWidth(element.clientWidth));
     watch.observe(element);
     zooming.current
       .filter((e: Event) => !(e.target as Element).closest("[data-region]") && (e.type !== "wheel" || (e as WheelEvent).ctrlKey || (e as WheelEvent).metaKey))
@@ -115,8 +116,8 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     return () => watch.disconnect();
   }, []);
   useEffect(() => {
-    if (places.length && !performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
-  }, [places.length]);
+    if (places.length && width && !performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
+  }, [places.length, width]);
   const at = points(places);
   // What a plan does not use may lie far away; the map shows it on demand.
   const near = at.filter((_, i) => places[i].used);
@@ -124,14 +125,14 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   const fitted = fits && !whole;
   const key = places.map((p) => `${p.name} ${fitted && p.used ? 1 : 0}`).join("\n");
   // While a region is dragged the map stands still.
-  const base = useMemo(() => project(fitted ? near : at, width, height), [key, width, height]);
+  const base = useMemo(() => project(fitted ? near : at, width || 760, height), [key, width, height]);
   const home = (): void => { select(frame.current!).call(zooming.current.transform, zoomIdentity); };
   const projection = useMemo(() => {
     const moved = geoMercator().rotate(base.rotate()).scale(base.scale() * view.k);
     const [x, y] = base.translate();
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
-  const shape = useMemo(() => geoPath(projection)(land) ?? "", [projection]);
+  const shape = useMemo(() => (width ? geoPath(projection)(land) ?? "" : ""), [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
@@ -146,10 +147,10 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   return (
     <div class="map" style={{ height: `${height}px` }}>
       <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
-        {places.every(placed) && <path d={shape} fill={ink().land} />}
-        <Ways seen={seen} where={where} projection={projection} />
+        {width > 0 && places.every(placed) && <path d={shape} fill={ink().land} />}
+        {width > 0 && <><Ways seen={seen} where={where} projection={projection} />
         <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
-          onSelect={onSelect} onDrag={onMove && move} />
+          onSelect={onSelect} onDrag={onMove && move} /></>}
       </svg>
       <div class="map-tools">
         <button type="button" aria-label={t("zoomIn")} onClick={() => by(1.6)}>+</button>
