@@ -237,7 +237,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
   const lit = state.value;
   const inside = x >= 0 && x <= width && y >= 0 && y <= height;
   return (
-    <g data-region={p.name} class={lit ? "region lit" : "region"} tabIndex={inside ? 0 : -1} role="button"
+    <g data-region={p.name} class={lit ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
       aria-label={p.used === undefined ? `${brief(p.name, 20)} ${p.devices}` : `${brief(p.name, 20)} ${p.used}/${p.devices}: ${t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
