@@ -126,8 +126,8 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
         """Everything shown of a plan, with changes applied."""
-        async with turn.one() as waited:
-            if waited and await request.is_disconnected():  # a slider that has moved on
+        async with turn.one():
+            if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
             return await answered(job, "view", language, changes)
 
@@ -241,17 +241,16 @@ class Turns:
         self._turns = Semaphore(2)
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[bool]:
-        """Have a turn; says whether it had to be waited for."""
+    async def one(self) -> AsyncIterator[None]:
+        """Wait for a turn, and have it."""
         if self._turns.statistics().tasks_waiting >= CROWD:
             self._pricing.grow()
         while self._processes < self._pricing.processes:
             self._processes += 1
             self._turns.release()
             self._turns.release()
-        waits = self._turns.value == 0
         async with self._turns:
-            yield waits
+            yield
 
 
 def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:
