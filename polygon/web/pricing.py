@@ -108,7 +108,8 @@ class Pricing:
         return self._starting
 
     async def _add(self) -> None:
-        self._workers.append(await _Worker.started())
+        worker = await _Worker.started()  # meanwhile the list may be another
+        self._workers.append(worker)
 
     def grow(self) -> None:
         """Start another, unless one is starting or every core has one; it is asked once it is ready."""
