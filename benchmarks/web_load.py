@@ -4,8 +4,8 @@
 
 Prints wall and CPU seconds: what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th
 percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from
-navigation to its first chart, and its longest task while the pointer and the keys move over that plan; and for the
-fuzz, requests sent and answers by status. Any error or 5xx fails.
+navigation to its first chart, and its longest task (CPU) while that plan opens and while pointer and keys move over it;
+and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from tests.web.fuzzing import fuzz
 
 
 def cpu_s(server: Server) -> float:
-    """CPU seconds that the server and its processes have used (Linux)."""
-    ticks = 0
+    """CPU seconds that the server and the processes below it have used (Linux)."""
+    ticks, parents = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has ended meanwhile
             fields = stat.read_text("utf-8").rsplit(")", 1)[1].split()
-            if server.process.pid in (int(stat.parent.name), int(fields[1])):
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            process = int(stat.parent.name)
+            parents[process], ticks[process] = int(fields[1]), int(fields[11]) + int(fields[12])
+    mine = {server.process.pid}
+    while more := {process for process, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(ticks[process] for process in mine if process in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def idle_s(server: Server, plan: str, count: int = 40) -> float:
@@ -128,31 +131,44 @@ def ten_thousand(server: Server) -> str:
     return job
 
 
-def longest_task_s(server: Server, plan: str) -> float:
-    """The longest that the page computes at a stretch while pointer and keys move over map, stages and timeline."""
+def longest_tasks_s(server: Server, plan: str) -> tuple[float, float]:
+    """The most CPU seconds of the page at a stretch: while it opens, and while pointer and keys move over map, stages
+    and timeline. Not wall time, which others on the machine lengthen."""
     from playwright.sync_api import sync_playwright
 
-    watch = """() => { window.longest = 0; new PerformanceObserver(list => {
-      for (const e of list.getEntries()) window.longest = Math.max(window.longest, e.duration);
-    }).observe({type: 'longtask'}) }"""
     path = next(p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name)))
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1366, "height": 900})
         page.set_default_timeout(PATIENCE_S * 1e3)
+        page.goto(f"{server.url}/api/v1/catalogue")
+        browser.start_tracing(page=page)
         page.goto(f"{server.url}/#plan={plan}")
-        page.locator("[data-chart=gantt] canvas").wait_for()
-        page.evaluate(watch)
-        for place in ("[data-region] circle", ".strip > li"):
+        canvas = page.locator("[data-chart=gantt] canvas")
+        canvas.wait_for()
+        opened_s = _longest_s(browser.stop_tracing())
+        browser.start_tracing(page=page)
+        for place in ("[data-region][tabindex='0'] circle", ".strip > li"):
             for spot in page.locator(place).all()[:10]:
                 spot.hover()
-        canvas = page.locator("[data-chart=gantt] canvas")
         for key in ("+", "+", "-"):
             with page.expect_response(re.compile("/timeline")):
                 canvas.press(key)
-        longest_ms = float(page.evaluate("window.longest"))
+        moved_s = _longest_s(browser.stop_tracing())
         browser.close()
-    return longest_ms / 1e3
+    return opened_s, moved_s
+
+
+def _longest_s(trace: bytes) -> float:
+    """Of a trace of Chromium's: CPU seconds of the longest task of a page's thread that is not the tracing's own."""
+    events = json.loads(trace)["traceEvents"]
+    mine = {(e["pid"], e["tid"]) for e in events
+            if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"}  # fmt: skip
+    rows = [e for e in events if e.get("ph") == "X" and (e["pid"], e["tid"]) in mine]
+    tracing = [e["ts"] for e in rows if e["name"] == "V8.InvokeApiInterruptCallbacks" and e.get("tdur", 0) > 20_000]
+    tasks = (e for e in rows if e["name"].endswith("RunTask"))
+    own = (e for e in tasks if not any(e["ts"] <= at <= e["ts"] + e["dur"] for at in tracing))
+    return max(e.get("tdur", 0) for e in own) / 1e6
 
 
 def main() -> int:
@@ -180,8 +196,9 @@ def main() -> int:
             long_timeline(server, plan)
             many = ten_thousand(server)
             if shutil.which("chromium"):
-                longest_ms = 1e3 * longest_task_s(server, many)
-                print(f"10,240 devices: longest task of the page {longest_ms:.0f} ms (0: none of 50 ms)")
+                opened_s, moved_s = longest_tasks_s(server, many)
+                print(f"10,240 devices: longest task of the page {opened_s * 1e3:.0f} CPU-ms while it opens, "
+                      f"{moved_s * 1e3:.0f} while pointer and keys move")  # fmt: skip
                 for view, wall_s, page_s in first_chart(server, plan):
                     print(f"first chart, {view}: {wall_s:.2f} s after navigation, {page_s:.2f} s of it computing")
             if not args.skip_fuzz:

@@ -284,6 +284,18 @@ class GroupTerms:
     update_s: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupWork:
+    """The part of `GroupTerms` that links between regions do not change; `n_values` are the gradients that a worker
+    holds, all its tensor-parallel ranks together."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    first_s: float
+    n_values: float
+    update_s: np.ndarray
+
+
 NOTHING = ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
 
 
@@ -378,12 +390,40 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
 
 def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traffic, group: int) -> GroupTerms:
     """What a group's stages need, kept for the next plan that has the same ones and the same traffic."""
-    parts = range(group, len(plan.stages), plan.groups)
-    objects = (traffic, *(plan.stages[part] for part in parts))
-    known = tables.group_terms.get(objects, group, plan.reduction)
+    stages = plan.stages[group :: plan.groups]
+    known = tables.group_terms.get((traffic, *stages), group, plan.reduction)
     if known is not None:
         return known
-    problem, stage, mine = tables.problem, plan.stages[group], place.members(group)
+    problem, work = tables.problem, _group_work(plan, tables, place, group)
+    made = GroupTerms(
+        forward_s=work.forward_s,
+        backward_s=work.backward_s,
+        first_s=work.first_s,
+        reduction=stage_reduction(
+            plan,
+            group,
+            work.n_values,
+            problem.batch,
+            tables.links,
+            place,
+            traffic.shared,
+            problem.runtime,
+            problem.model,
+        ),
+        n_bytes=float(work.n_values * problem.batch.gradient_bytes),
+        update_s=work.update_s,
+    )
+    return tables.group_terms.put(made, (traffic, *stages), group, plan.reduction)
+
+
+def _group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> GroupWork:
+    """What a group's stages compute; kept for plans that hold the same ones, whatever joins the regions."""
+    parts = range(group, len(plan.stages), plan.groups)
+    objects, values = tuple(plan.stages[part] for part in parts), (plan.micro_batch_size, plan.packed_inside)
+    known = tables.group_work.get(objects, *values)
+    if known is not None:
+        return known
+    stage, mine = plan.stages[group], place.members(group)
     forward, backward, first_s = np.empty((len(parts), stage.width)), np.empty((len(parts), stage.width)), 0.0
     for row, part in enumerate(parts):
         kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[part])
@@ -395,21 +435,17 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
             first_s = max(first_s, seen_s)
         forward[row], backward[row] = of_kind[:, kind]
     held = {tp: sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in set(place.tp[mine].tolist())}
-    n_values = max(tp * count for tp, count in held.items())
     divided = place.shards[group] if stage.zero else np.ones(stage.width, dtype=np.int64)
     kinds, kind = alike(place.pool[mine], place.tp[mine], divided)
     each = np.array([tables.update_s(pool, held[tp] / k) for pool, tp, k in kinds])
-    made = GroupTerms(
+    made = GroupWork(
         forward_s=forward,
         backward_s=backward,
         first_s=first_s,
-        reduction=stage_reduction(
-            plan, group, n_values, problem.batch, tables.links, place, traffic.shared, problem.runtime, problem.model
-        ),
-        n_bytes=float(n_values * problem.batch.gradient_bytes),
+        n_values=max(tp * count for tp, count in held.items()),
         update_s=each[kind],
     )
-    return tables.group_terms.put(made, objects, group, plan.reduction)
+    return tables.group_work.put(made, objects, *values)
 
 
 def gradient_norm_s(tables: CostTables, place: Placement) -> float:

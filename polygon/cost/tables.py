@@ -93,6 +93,8 @@ class CostTables:
         their execution do not, and what one group of workers needs."""
         self.plan_traffic = Kept[Any](KEPT_PLANS)
         self.group_terms = Kept[Any](KEPT_GROUPS)
+        self.group_work = Kept[Any](KEPT_GROUPS)
+        """What such a group computes, which links between regions do not change."""
         self.stage_rows = Kept[tuple[float, ...]](KEPT_GROUPS)
         """What memory needs of a group's stages (`polygon.cost.estimate.group_rows`)."""
         self._places = Kept[Placement](KEPT_PLANS)
@@ -124,6 +126,7 @@ class CostTables:
         other = self.for_problem(problem)
         other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
         other._places, other.plan_memory, other.stage_rows = self._places, self.plan_memory, self.stage_rows
+        other.group_work = self.group_work
         return other
 
     def placement(self, plan: Plan) -> Placement:

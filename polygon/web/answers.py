@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from asyncio import wrap_future
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,21 +43,40 @@ class Answers:
 
     def get(self, asked: Hashable, work: Callable[[], Any]) -> Any:
         """The kept answer, or that of `work`, which is kept."""
+        future, mine = self._place(asked)
+        if mine:
+            with self._settled(asked, future):
+                future.set_result(work())
+        return future.result()
+
+    async def later(self, asked: Hashable, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The same where the work is waited for by an event loop."""
+        future, mine = self._place(asked)
+        if mine:
+            with self._settled(asked, future):
+                future.set_result(await work())
+        return future.result() if future.done() else await wrap_future(future)
+
+    def _place(self, asked: Hashable) -> tuple[Future[Any], bool]:
+        """Where the answer is or will be, and whether the caller is to work it out."""
         with self._lock:
             future = self._kept.get(asked)
-            mine = future is None
-            if future is None:
-                future = self._kept[asked] = Future()
-                while len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
-            else:
+            if future is not None:
                 self._kept.move_to_end(asked)
-        if mine:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                with self._lock:
-                    self._kept.pop(asked, None)
-                future.set_exception(error)
-                raise
-        return future.result()
+                return future, False
+            future = self._kept[asked] = Future()
+            future.set_running_or_notify_cancel()  # who no longer waits must not take it from the others
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+            return future, True
+
+    @contextmanager
+    def _settled(self, asked: Hashable, future: Future[Any]) -> Iterator[None]:
+        """Tell an error of the work to all who wait, and forget it."""
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                self._kept.pop(asked, None)
+            future.set_exception(error)
+            raise

@@ -80,7 +80,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         await run_in_threadpool(rehearsals.close)
         await run_in_threadpool(jobs.close)
-        await run_in_threadpool(pricing.close)
+        await pricing.close()
         store.close()
 
     app = FastAPI(

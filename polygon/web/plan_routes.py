@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from asyncio import Queue, create_task, get_running_loop
+from asyncio import Queue, create_task
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from anyio import CapacityLimiter, Semaphore, to_thread
+from anyio import Semaphore
 from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
@@ -47,8 +47,6 @@ MOST_ANSWERS = 500
 """Kept, some 30 kB each."""
 CROWD = 8
 """What-ifs that wait for their turn, from which on another process is started."""
-MOST_ASKED = 100
-"""Questions that wait for their answers at the same time, each in a thread that does nothing else."""
 
 
 class DeployRequest(Strict):
@@ -89,22 +87,17 @@ Load = Callable[[str], Loaded]
 def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     """Everything asked about a plan; returns what loads one."""
     plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
-    waiting = CapacityLimiter(MOST_ASKED)
     turn = Turns(pricing)
 
     def load(job: str) -> Loaded:
         return plans.get(job, lambda: read_plan(*stored(store, job)))
-
-    def kept(question: Question, tell: Tell | None) -> bytes:
-        """The answer to a question about a plan: worked out once, then kept."""
-        return bytes(answers.get(question, lambda: pricing.ask(question, tell)))
 
     async def answered(
         job: str, what: str, language: Asked, changes: Changes | None = None, tell: Tell | None = None, **arguments: Any
     ) -> Response:
         own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
         question = Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
-        text = await to_thread.run_sync(kept, question, tell, limiter=waiting)
+        text = await answers.later(question, lambda: pricing.ask(question, tell))
         return Response(text, media_type="application/json")
 
     @app.post("/api/v1/plans", status_code=201, responses=RESPONSES, response_model=responses.Job)
@@ -156,13 +149,9 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
         """The same as server-sent events, known so far, whenever one more limit is found."""
         stored(store, job)
         told: Queue[bytes] = Queue()
-        loop = get_running_loop()
 
         async def events() -> AsyncIterator[bytes]:
-            def tell(part: bytes) -> None:
-                loop.call_soon_threadsafe(told.put_nowait, part)
-
-            whole = create_task(answered(job, "limits", language, tell=tell))
+            whole = create_task(answered(job, "limits", language, tell=told.put_nowait))
             whole.add_done_callback(lambda _: told.put_nowait(b""))
             while part := await told.get():
                 yield b"data: " + part + b"\n\n"

@@ -1,31 +1,40 @@
 """Processes of their own in which plans are priced: what-ifs take no turn from the server, nor it from them.
 
-Questions go through a pipe and answers come back by the number of the question, those in parts part by part. Quick ones
-are answered as they come, the others one after another in a thread beside them. The first process starts with the first
-question and answers all that are not quick; more, up to one a core, start where many wait, and share the quick ones. A
-process keeps the plans that it was last asked about, ends when the pipe closes (so with the server, however that ends),
-and is started anew if it is lost.
+Questions go through a socket and answers come back by the number of the question, those in parts part by part. Quick
+ones are answered as they come, the others one after another in a thread beside them. The first process starts with the
+first question and answers all that are not quick; more, up to one a core, start where many wait, and share the quick
+ones. They are forked from one that has loaded what pricing needs and has no threads. A process keeps the plans that it
+was last asked about, ends when the socket closes (so with the server, however that ends), and is started anew if it is
+lost.
+
+In the server all of it happens in the event loop: no thread wakes for an answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import struct
 import threading
+from asyncio import Future, Task
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
+
+from anyio import from_thread
+from fastapi.concurrency import run_in_threadpool
 
 from polygon.domain.errors import PolygonError
 from polygon.domain.message import Language
-from polygon.web import questions, views
+from polygon.web import questions
 from polygon.web.answers import Answers, compact
 from polygon.web.sliders import Changes
 
@@ -38,10 +47,15 @@ TRIES = 2
 MOST_PROCESSES = 4
 """However many cores there are."""
 
-READY = 0
-"""In place of a question's number: the kernels are loaded."""
+LENGTH = struct.Struct("!i")
+"""Before each message, as `Connection` of the standard library has it."""
 
 Tell = Callable[[bytes], None]
+
+# Not forked from the server, which has threads and a database open, but from a process that has only loaded what is
+# needed to price: one more is there at once, and costs what it changes in memory.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["polygon.web.pricing_ready"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +82,7 @@ class LostError(Exception):
 
 
 class Pricing:
-    """The processes, seen from the server.
+    """The processes, seen from the server; everything but `start` is called in its event loop.
 
     Parameters
     ----------
@@ -78,27 +92,37 @@ class Pricing:
 
     def __init__(self, read: Callable[[str], tuple[str, Mapping[str, Any]]]) -> None:
         self._read = read
-        self._lock = threading.Lock()
         self._workers: list[_Worker] = []
+        self._starting: Task[None] | None = None
         self._most = min(MOST_PROCESSES, os.cpu_count() or 1)
 
     def start(self) -> None:
-        """Have a process ready before the first question."""
-        self._running(quick=False)
+        """Have a process ready before the first question; called in a thread of the event loop's pool."""
+        if not self._workers:
+            from_thread.run_sync(self._begin)
+
+    def _begin(self) -> Task[None]:
+        """One more process, unless one is starting."""
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._add())
+        return self._starting
+
+    async def _add(self) -> None:
+        worker = await _Worker.started()  # meanwhile the list may be another
+        self._workers.append(worker)
 
     def grow(self) -> None:
         """Start another, unless one is starting or every core has one; it is asked once it is ready."""
-        with self._lock:
-            if len(self._workers) < self._most and all(worker.ready for worker in self._workers):
-                self._workers.append(_Worker())
+        if 0 < len(self._workers) < self._most:
+            self._begin()
 
     @property
     def processes(self) -> int:
         """How many answer quick questions."""
-        return max(1, sum(worker.ready for worker in self._workers))
+        return max(1, len(self._workers))
 
-    def ask(self, question: Question, tell: Tell | None = None) -> bytes:
-        """The answer as JSON; `tell` hears of its parts, from another thread.
+    async def ask(self, question: Question, tell: Tell | None = None) -> bytes:
+        """The answer as JSON; `tell` hears of its parts.
 
         Raises
         ------
@@ -108,90 +132,115 @@ class Pricing:
             Where the process is lost again and again.
         """
         for attempt in range(TRIES):
-            worker = self._running(quick=question.what in questions.QUICK)
+            worker = await self._running(quick=question.what in questions.QUICK)
             try:
                 try:
-                    return worker.ask(question, tell)
+                    return await worker.ask(question, tell)
                 except NoPlanError:
-                    return worker.ask(replace(question, plan=self._read(question.job)), tell)
+                    plan = await run_in_threadpool(self._read, question.job)
+                    return await worker.ask(replace(question, plan=plan), tell)
             except LostError:
                 if attempt + 1 == TRIES:
                     raise
         raise AssertionError
 
-    def _running(self, *, quick: bool) -> _Worker:
-        """The first process, or for what is quick the least busy of those that are ready."""
-        with self._lock:
-            self._workers = [worker for worker in self._workers if not worker.lost] or [_Worker()]
-            first, *others = self._workers
-            return min((first, *(worker for worker in others if quick and worker.ready)), key=_Worker.waiting)
+    async def _running(self, *, quick: bool) -> _Worker:
+        """The first process, or for what is quick the least busy."""
+        while not (alive := [worker for worker in self._workers if not worker.lost]):
+            self._workers = alive
+            await asyncio.shield(self._begin())
+        self._workers = alive
+        return min(alive if quick else alive[:1], key=_Worker.waiting)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the processes."""
-        with self._lock:
-            for worker in self._workers:
-                worker.close()
+        if self._starting is not None:
+            await self._starting
+        for worker in self._workers:
+            worker.close()
+            worker.process.terminate()
+            await run_in_threadpool(worker.process.join)
 
 
-class _Worker:
+class _Worker(asyncio.Protocol):
     """One life of a process."""
 
-    def __init__(self) -> None:
-        # Not forked: the server has threads and a database open.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs,), name="pricing", daemon=True)
-        self.process.start()
-        theirs.close()
-        self.ready, self.lost = False, False
-        self._lock = threading.Lock()
+    def __init__(self, process: Any) -> None:
+        self.process = process
+        self.lost = False
+        self._transport: asyncio.Transport | None = None
         self._asked: dict[int, tuple[Future[bytes], Tell | None]] = {}
         self._numbers = 0
-        threading.Thread(target=self._listen, name="pricing", daemon=True).start()
+        self._read = bytearray()
+
+    @classmethod
+    async def started(cls) -> _Worker:
+        """A process that waits for questions."""
+
+        def begin() -> tuple[socket.socket, Any]:
+            ours, theirs = CONTEXT.Pipe()
+            with ours, theirs:
+                process = CONTEXT.Process(target=work, args=(theirs,), name="pricing", daemon=True)
+                process.start()
+                return socket.socket(fileno=os.dup(ours.fileno())), process
+
+        own, process = await run_in_threadpool(begin)
+        own.setblocking(False)
+        _, worker = await asyncio.get_running_loop().create_connection(lambda: cls(process), sock=own)
+        return worker
 
     def waiting(self) -> int:
         """Questions that wait for their answers."""
         return len(self._asked)
 
-    def ask(self, question: Question, tell: Tell | None) -> bytes:
-        future: Future[bytes] = Future()
-        with self._lock:
-            if self.lost:
-                raise LostError
-            self._numbers += 1
-            self._asked[self._numbers] = future, tell
-            try:
-                self._pipe.send((self._numbers, question))
-            except OSError as error:
-                raise LostError from error
-        return future.result()
+    def ask(self, question: Question, tell: Tell | None) -> Future[bytes]:
+        """The answer, once it is there."""
+        if self.lost or self._transport is None:
+            raise LostError
+        self._numbers += 1
+        future: Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[self._numbers] = future, tell
+        message = pickle.dumps((self._numbers, question), pickle.HIGHEST_PROTOCOL)
+        self._transport.writelines((LENGTH.pack(len(message)), message))
+        return future
 
-    def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, answer, last = self._pipe.recv()
-                if number == READY:
-                    self.ready = True
-                    continue
-                future, tell = self._asked[number]
-                if not last:
-                    if tell is not None:
-                        tell(answer)
-                    continue
-                del self._asked[number]
-                if isinstance(answer, BaseException):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
-        with self._lock:
-            self.lost = True
-            for future, _ in self._asked.values():
-                future.set_exception(LostError())
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep what writes to the process."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        """Tell who asked, once an answer is whole."""
+        self._read += data
+        while len(self._read) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._read)[0]
+            if len(self._read) < end:
+                return
+            number, answer, last = pickle.loads(memoryview(self._read)[LENGTH.size : end])
+            del self._read[:end]
+            future, tell = self._asked[number]
+            if not last:
+                if tell is not None:
+                    tell(answer)
+                continue
+            del self._asked[number]
+            if future.done():
+                continue  # who asked no longer waits
+            if isinstance(answer, BaseException):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.join()
-        self._pipe.close()
+        """Ask nothing more."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """The process has ended."""
+        self.lost = True
+        for future, _tell in self._asked.values():
+            if not future.done():
+                future.set_exception(LostError())
 
 
 # In the process
@@ -234,12 +283,6 @@ def work(pipe: Connection) -> None:
         while True:
             answer(*slow.get())
 
-    small = questions.small_plan()
-    if small is not None:
-        views.warm_up(*small)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: the collector need not look at it again and again
-    send(READY, b"", last=True)
     threading.Thread(target=one_after_another, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -172,7 +172,9 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
         with np.errstate(divide="ignore"):
             most = changes.streams * WINDOW_USE * SOCKET_WINDOW_BYTES / (latency_s + latency_s.T)
         rate = np.where(far, np.minimum(rate, most), rate)
-    batch = replace(problem.batch, global_batch=problem.batch.global_batch * changes.accumulation)
+    batch = problem.batch
+    if changes.accumulation > 1:
+        batch = replace(batch, global_batch=batch.global_batch * changes.accumulation)
     same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
     if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
         return problem

@@ -1,5 +1,6 @@
 """An answer is worked out once, whoever asks."""
 
+import asyncio
 import json
 import math
 import threading
@@ -36,6 +37,29 @@ def test_equal_questions_at_the_same_time_are_worked_out_once():
         go.set()
         assert [future.result(timeout=PATIENCE_S) for future in asked] == ["answer"] * 8
     assert len(calls) == 1
+
+
+def test_who_waits_in_an_event_loop_gets_the_same_answer():
+    """Eight wait for what one works out; one of them gives up, and an error is told to all and not kept."""
+    answers, calls = Answers(4), []
+
+    async def work():
+        calls.append(1)
+        await asyncio.sleep(0)
+        if len(calls) > 1:
+            raise ValueError("no")
+        return "answer"
+
+    async def ask(question):
+        asked = [asyncio.ensure_future(answers.later(question, work)) for _ in range(8)]
+        await asyncio.sleep(0)
+        asked[3].cancel()
+        return await asyncio.gather(*asked[:3], *asked[4:], return_exceptions=True)
+
+    assert asyncio.run(ask("question")) == ["answer"] * 7
+    assert asyncio.run(ask("question")) == ["answer"] * 7 and len(calls) == 1
+    assert [str(error) for error in asyncio.run(ask("other"))] == ["no"] * 7
+    assert len(calls) == 2
 
 
 def test_only_the_latest_are_kept():

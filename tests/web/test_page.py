@@ -250,6 +250,18 @@ def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     expect(fresh.locator("#cluster-error")).to_contain_text("count: found 0")
 
 
+def test_the_file_is_there_before_the_server_answers(fresh, server):
+    """A server that searches may take its time: after a reload the file beside the fields is the one of before."""
+    fresh.locator("#tab-cluster").click()
+    file = fresh.locator("#yaml")
+    expect(file).to_have_value(re.compile("frankfurt"))
+    before = file.input_value()
+    fresh.route("**/api/v1/clusters", lambda _: None)  # never answered
+    fresh.reload()
+    expect(file).to_have_value(before)
+    assert fresh.faults == []
+
+
 def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):
     """Neither adds one; the dragged region has another place and everything else stays."""
     fresh.locator("#tab-cluster").click()
@@ -369,6 +381,34 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     page.goto("about:blank")
     page.goto(f"{server.url}/#plan=nowhere")
     page.locator("#trouble", has_text="nowhere: there is no such").wait_for()
+
+
+def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):
+    """Of ten regions of the world a plan uses three close ones: their links are seen; the others come back."""
+    cluster = server.request("GET", "/api/v1/instances/aws-regions")[2]
+    far = sorted({region["name"] for region in cluster["regions"]} - {"ireland", "london", "frankfurt"})
+    problem = {"cluster": cluster, "model": "opt-350m", "batch": {"global_batch": 8, "seq_len": 128},
+               "constraints": {"forbidden_regions": far, "first_stage_regions": ["ireland"],
+                               "last_stage_regions": ["frankfurt"]}}  # fmt: skip
+    job = server.request("POST", "/api/v1/jobs", {"problem": problem, "name": "near"})[2]["id"]
+    assert eventually(lambda: server.request("GET", f"/api/v1/jobs/{job}")[2]["has_plan"])
+    visit(page, server, job)
+    used = [page.locator(f"[data-region={name}] circle").first for name in ("ireland", "frankfurt")]
+
+    def apart():
+        (a, b) = (spot.bounding_box() for spot in used)
+        return abs(a["x"] - b["x"])
+
+    near = apart()
+    assert near > 100
+    expect(page.locator("[data-region=sydney]")).to_have_attribute("tabindex", "-1")
+    page.get_by_role("button", name="Show all", exact=True).click()
+    expect(page.locator("[data-region=sydney]")).to_have_attribute("tabindex", "0")
+    assert apart() < near / 4
+    page.get_by_role("button", name="Show what the plan uses").click()
+    assert apart() == pytest.approx(near)
+    page.locator("[data-region=london]").focus()
+    assert page.evaluate("document.activeElement.dataset.region") == "london"
 
 
 def test_timeline_opens_stages_zooms_and_shows_a_measured_trace(page, server, wide_plan, tmp_path):

@@ -1,5 +1,6 @@
 """Plans are priced in a process of its own: the same answers, whatever becomes of the process."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -19,16 +20,24 @@ from tests.patience import PATIENCE_S, eventually
 TEXT = format_json(plan_data(*planned()))
 
 
+LOOP = asyncio.new_event_loop()
+
+
 @pytest.fixture(scope="module")
 def pricing():
     own = Pricing(lambda _: (TEXT, {}))
+    running = threading.Thread(target=LOOP.run_forever)
+    running.start()
     yield own
-    own.close()
+    asyncio.run_coroutine_threadsafe(own.close(), LOOP).result(PATIENCE_S)
+    LOOP.call_soon_threadsafe(LOOP.stop)
+    running.join(PATIENCE_S)
+    LOOP.close()
 
 
 def asked(pricing, what="view", changes="{}", tell=None, **arguments):
     question = Question(job="a", what=what, changes=changes, arguments=tuple(arguments.items()))
-    return orjson.loads(pricing.ask(question, tell))
+    return orjson.loads(asyncio.run_coroutine_threadsafe(pricing.ask(question, tell), LOOP).result(PATIENCE_S))
 
 
 def test_answers_are_those_of_this_process(pricing):
@@ -74,10 +83,11 @@ def test_more_processes_share_what_is_quick(pricing):
     """Where many wait another starts; it is asked once it is ready, and what takes long stays with the first."""
     pricing._most = 2
     step_s = asked(pricing)["estimate"]["step_s"]
-    pricing.grow()
-    pricing.grow()
-    assert len(pricing._workers) == 2
+    for _ in range(3):
+        LOOP.call_soon_threadsafe(pricing.grow)
     assert eventually(lambda: pricing.processes == 2)
+    LOOP.call_soon_threadsafe(pricing.grow)
+    assert asked(pricing)["estimate"]["step_s"] == step_s and pricing.processes == 2
     first, other = pricing._workers
     os.kill(first.process.pid, signal.SIGSTOP)
     waits = threading.Thread(target=asked, args=(pricing, "assumed"))

@@ -17,19 +17,38 @@ import { Yaml } from "./yaml";
 const MATRICES = ["latency_ms", "bandwidth_gbps", "capacity_gbps"];
 /** The cluster with every value spelt out, as the server reads the draft; null while it is wrong. */
 interface Resolved { full: Data; yaml: string; error: string }
+const NONE: Resolved = { full: null, yaml: "", error: "" };
+
+// The last answer of the server, kept over a reload: its next one may take a while where it is searching.
+const KEY = "polygon-resolved";
+function remembered(cluster: string): Resolved {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEY) ?? "null");
+    return kept?.cluster === cluster ? { ...kept.found, error: "" } : NONE;
+  } catch {
+    return NONE;
+  }
+}
+function remember(cluster: string, found: Data): void {
+  try {
+    sessionStorage.setItem(KEY, JSON.stringify({ cluster, found }));
+  } catch {
+    sessionStorage.removeItem(KEY); // too large for the browser's quota
+  }
+}
 
 const onCluster = (change: (cluster: Data) => void, of = ""): void => edit((d) => change(d.cluster), of);
 
 export function Editor(): JSX.Element {
   const cluster = draft.value.cluster;
-  const [resolved, set] = useState<Resolved>({ full: null, yaml: "", error: "" });
   const text = JSON.stringify(cluster);
+  const [resolved, set] = useState<Resolved>(() => remembered(text));
   useEffect(() => {
     const stop = new AbortController();
     const timer = setTimeout(() => {
-      if (!cluster.regions.length) return set({ full: null, yaml: "", error: "" });
+      if (!cluster.regions.length) return set(NONE);
       post("/clusters", { cluster: trimmed(cluster) }, stop.signal)
-        .then((data) => { set({ ...data, error: "" }); unmark(); })
+        .then((data) => { set({ ...data, error: "" }); remember(text, data); unmark(); })
         .catch((e: Error) => {
           if (stop.signal.aborted) return;
           const r = /^cluster\.regions\[(\d+)\]/.exec(e.message);

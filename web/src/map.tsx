@@ -1,7 +1,8 @@
 // The map: land at its true aspect, regions, and what crosses between them; pan, zoom, drag.
 
+import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { geoDistance, geoMercator, geoPath, type GeoProjection } from "d3-geo";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomTransform } from "d3-zoom";
@@ -61,6 +62,8 @@ function points(places: Place[]): Point[] {
   });
 }
 
+// How many times a map of the world may be enlarged: for regions in one place, and for some that lie close together.
+const MOST_ONE = 3, MOST = 60;
 // The cut of the map lies in the widest gap between regions, so that no pair is torn apart.
 function project(at: Point[], width: number, height: number): GeoProjection {
   const x = at.map((p) => p[0]).sort((a, b) => a - b);
@@ -74,7 +77,8 @@ function project(at: Point[], width: number, height: number): GeoProjection {
   const pad = 46;
   const shape = { type: "MultiPoint" as const, coordinates: around };
   projection.fitExtent([[pad, pad], [width - pad, height - pad]], shape);
-  const most = (1.35 * width) / (2 * Math.PI) * 2.2;
+  const apart = around.some((p) => kmBetween(p, around[0]) > 1);
+  const most = ((apart ? MOST : MOST_ONE) * width) / (2 * Math.PI);
   if (!Number.isFinite(projection.scale()) || projection.scale() > most) {
     const centre = around.reduce((sum, p) => [sum[0] + p[0] / around.length, sum[1] + p[1] / around.length], [0, 0]) as Point;
     projection.scale(most).translate([0, 0]);
@@ -95,13 +99,15 @@ interface Props {
 
 export function WorldMap({ places, links = [], height, label, onSelect, onMove }: Props): JSX.Element {
   const frame = useRef<SVGSVGElement>(null);
-  const [width, setWidth] = useState(760);
+  const [width, setWidth] = useState(0);
   const [view, setView] = useState<ZoomTransform>(zoomIdentity);
-  const zooming = useRef(zoom<SVGSVGElement, unknown>().scaleExtent([0.5, 24]));
+  const zooming = useRef(zoom<SVGSVGElement, unknown>().scaleExtent([1 / MOST, MOST]));
+  const [whole, setWhole] = useState(false);
   const dragged = useRef<string>("");
+  useLayoutEffect(() => { setWidth(frame.current!.clientWidth); }, []); // once it is known, the land is drawn, and not before
   useEffect(() => {
     const element = frame.current!;
-    const watch = new ResizeObserver(() => setWidth(element.clientWidth || 760));
+    const watch = new ResizeObserver(() => setWidth(element.clientWidth));
     watch.observe(element);
     zooming.current
       .filter((e: Event) => !(e.target as Element).closest("[data-region]") && (e.type !== "wheel" || (e as WheelEvent).ctrlKey || (e as WheelEvent).metaKey))
@@ -110,18 +116,23 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     return () => watch.disconnect();
   }, []);
   useEffect(() => {
-    if (places.length && !performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
-  }, [places.length]);
+    if (places.length && width && !performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
+  }, [places.length, width]);
   const at = points(places);
-  const key = places.map((p) => p.name).join("\n");
+  // What a plan does not use may lie far away; the map shows it on demand.
+  const near = at.filter((_, i) => places[i].used);
+  const fits = near.length > 0 && near.length < at.length;
+  const fitted = fits && !whole;
+  const key = places.map((p) => `${p.name} ${fitted && p.used ? 1 : 0}`).join("\n");
   // While a region is dragged the map stands still.
-  const base = useMemo(() => project(at, width, height), [key, width, height]);
+  const base = useMemo(() => project(fitted ? near : at, width || 760, height), [key, width, height]);
+  const home = (): void => { select(frame.current!).call(zooming.current.transform, zoomIdentity); };
   const projection = useMemo(() => {
     const moved = geoMercator().rotate(base.rotate()).scale(base.scale() * view.k);
     const [x, y] = base.translate();
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
-  const shape = useMemo(() => geoPath(projection)(land) ?? "", [projection]);
+  const shape = useMemo(() => (width ? geoPath(projection)(land) ?? "" : ""), [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
@@ -136,15 +147,16 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   return (
     <div class="map" style={{ height: `${height}px` }}>
       <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
-        {places.every(placed) && <path d={shape} fill={ink().land} />}
-        <Ways seen={seen} where={where} projection={projection} />
+        {width > 0 && places.every(placed) && <path d={shape} fill={ink().land} />}
+        {width > 0 && <><Ways seen={seen} where={where} projection={projection} />
         <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
-          onSelect={onSelect} onDrag={onMove && move} />
+          onSelect={onSelect} onDrag={onMove && move} /></>}
       </svg>
       <div class="map-tools">
         <button type="button" aria-label={t("zoomIn")} onClick={() => by(1.6)}>+</button>
         <button type="button" aria-label={t("zoomOut")} onClick={() => by(1 / 1.6)}>−</button>
-        <button type="button" aria-label={t("zoomAll")} onClick={() => select(frame.current!).call(zooming.current.transform, zoomIdentity)}>⤢</button>
+        {fits && <button type="button" aria-pressed={!whole} aria-label={t("zoomUsed")} title={t("zoomUsed")} onClick={() => { setWhole(false); home(); }}>◎</button>}
+        <button type="button" aria-label={t("zoomAll")} title={t("zoomAll")} onClick={() => { setWhole(true); home(); }}>⤢</button>
       </div>
     </div>
   );
@@ -152,26 +164,26 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
 
 function Ways({ seen, where, projection }: { seen: Way[]; where: Map<string, Point>; projection: GeoProjection }): JSX.Element {
   const most = Math.max(1, ...seen.map((w) => w.bytes[0] + w.bytes[1]));
-  const now = pointed.value;
-  const lit = (w: Way): boolean => now.link === `${w.a}\n${w.b}` || (now.region !== undefined && (w.a === now.region || w.b === now.region));
-  const any = now.link !== undefined || now.region !== undefined;
+  return <g>{seen.map((w) => <Arc key={`${w.a}\n${w.b}`} w={w} most={most} curve={bow(projection(where.get(w.a)!)!, projection(where.get(w.b)!)!)} />)}</g>;
+}
+function Arc({ w, most, curve }: { w: Way; most: number; curve: Bow }): JSX.Element {
+  const id = `${w.a}\n${w.b}`;
+  // Only what changes is drawn again.
+  const dim = useComputed(() => {
+    const { link, region } = pointed.value;
+    return (link !== undefined || region !== undefined) && link !== id && region !== w.a && region !== w.b;
+  });
+  const moved = w.bytes[0] + w.bytes[1];
+  const size = 1.2 + 4 * Math.sqrt(moved / most);
+  const heads = [w.bytes[0] > 0 ? 0.62 : null, w.bytes[1] > 0 ? -0.38 : null].filter((x): x is number => x !== null);
+  const words = `${w.a} – ${w.b}: ${bytes(moved)}, ${t("inUse", { part: percent(w.busy) })}, ${gbps(w.gbps)}, ${ms(w.latency_ms)}`;
   return (
-    <g>{seen.map((w) => {
-      const id = `${w.a}\n${w.b}`;
-      const curve = bow(projection(where.get(w.a)!)!, projection(where.get(w.b)!)!);
-      const moved = w.bytes[0] + w.bytes[1];
-      const size = 1.2 + 4 * Math.sqrt(moved / most);
-      const heads = [w.bytes[0] > 0 ? 0.62 : null, w.bytes[1] > 0 ? -0.38 : null].filter((x): x is number => x !== null);
-      const words = `${w.a} – ${w.b}: ${bytes(moved)}, ${t("inUse", { part: percent(w.busy) })}, ${gbps(w.gbps)}, ${ms(w.latency_ms)}`;
-      return (
-        <g key={id} class={any && !lit(w) ? "way dim" : "way"} style={{ color: useColor(w.busy) }}
-          onPointerEnter={() => (pointed.value = { link: id })} onPointerLeave={() => (pointed.value = {})}>
-          <path d={drawn(curve)} fill="none" stroke="currentColor" stroke-width={size} stroke-linecap="round" />
-          <path d={drawn(curve)} fill="none" stroke="transparent" stroke-width="14"><title>{words}</title></path>
-          {heads.map((part) => <Head key={part} curve={curve} part={part} size={size} />)}
-        </g>
-      );
-    })}</g>
+    <g class={dim.value ? "way dim" : "way"} style={{ color: useColor(w.busy) }}
+      onPointerEnter={() => (pointed.value = { link: id })} onPointerLeave={() => (pointed.value = {})}>
+      <path d={drawn(curve)} fill="none" stroke="currentColor" stroke-width={size} stroke-linecap="round" />
+      <path d={drawn(curve)} fill="none" stroke="transparent" stroke-width="14"><title>{words}</title></path>
+      {heads.map((part) => <Head key={part} curve={curve} part={part} size={size} />)}
+    </g>
   );
 }
 // A way as a bow: the ends and the point that pulls it up.
@@ -208,27 +220,34 @@ function Regions({ places, at, projection, width, height, onSelect, onDrag }: Re
     return { x, y, r: 4 + 5 * Math.sqrt(Math.max(0, p.devices) / biggest) };
   });
   const labels = spread(places.map((p, i) => ({ ...spots[i], text: brief(p.name, 20) })), width, height);
-  const now = pointed.value;
+  return <g>{places.map((p, i) => <Region key={p.name} p={p} color={regionColor(i)} spot={spots[i]} label={labels[i]} width={width} height={height} onSelect={onSelect} onDrag={onDrag} />)}</g>;
+}
+interface OneRegion extends Pick<RegionProps, "width" | "height" | "onSelect" | "onDrag"> {
+  p: Place;
+  color: string;
+  spot: { x: number; y: number; r: number };
+  label: Label | null;
+}
+function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneRegion): JSX.Element {
+  const { x, y, r } = spot;
+  const state = useComputed(() => {
+    const { region, link } = pointed.value;
+    return region === p.name || (onDrag && selected.value === p.name) || (link ?? "").split("\n").includes(p.name);
+  });
+  const lit = state.value;
+  const inside = x >= 0 && x <= width && y >= 0 && y <= height;
   return (
-    <g>{places.map((p, i) => {
-      const { x, y, r } = spots[i];
-      const color = regionColor(i);
-      const lit = now.region === p.name || (onDrag && selected.value === p.name) || (now.link ?? "").split("\n").includes(p.name);
-      const label = labels[i];
-      return (
-        <g key={p.name} data-region={p.name} class={lit ? "region lit" : "region"} tabIndex={0} role="button"
-          aria-label={p.used === undefined ? `${brief(p.name, 20)} ${p.devices}` : `${brief(p.name, 20)} ${p.used}/${p.devices}: ${t("usedOf", { used: p.used, all: p.devices })}`}
-          onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
-          onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
-          onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
-          onPointerDown={(e) => { if (onDrag) { e.currentTarget.setPointerCapture(e.pointerId); } }}
-          onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
-          <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
-          {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
-          {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{p.used === undefined ? p.devices : `${p.used}/${p.devices}`}</tspan></text>}
-        </g>
-      );
-    })}</g>
+    <g data-region={p.name} class={lit ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
+      aria-label={p.used === undefined ? `${brief(p.name, 20)} ${p.devices}` : `${brief(p.name, 20)} ${p.used}/${p.devices}: ${t("usedOf", { used: p.used, all: p.devices })}`}
+      onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
+      onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
+      onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
+      onPointerDown={(e) => { if (onDrag) { e.currentTarget.setPointerCapture(e.pointerId); } }}
+      onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
+      <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
+      {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
+      {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{p.used === undefined ? p.devices : `${p.used}/${p.devices}`}</tspan></text>}
+    </g>
   );
 }
 interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }

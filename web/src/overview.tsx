@@ -1,6 +1,8 @@
 // The plan at a glance: map and stages, linked, and the step below them.
 
+import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
 import type { Data } from "./api";
 import { regionColor } from "./colors";
 import { WorldMap, UseScale, placed, type Place } from "./map";
@@ -47,29 +49,32 @@ function Bar({ name, part, title }: { name: string; part: number; title?: string
 
 function Strip({ v }: { v: Data }): JSX.Element {
   const index = new Map<string, number>(v.regions.map((r: Data, i: number) => [r.name, i]));
-  const now = pointed.value;
-  const regionsOf = (s: Data): string[] => [...new Set<string>(s.workers.map((w: Data) => w.region))];
   return (
     <section class="section" aria-label={t("stages")}>
       <div class="section-head"><h2>{t("stages")}</h2><span class="soft">{t("stagesNote", { micro: v.micro_batches, size: v.micro_batch_size })}</span></div>
-      <ol class="strip">{v.stages.map((s: Data, i: number) => {
-        const mine = regionsOf(s);
-        const lit = now.stage === i || (now.region !== undefined && mine.includes(now.region)) || (now.link !== undefined && now.link.split("\n").some((r) => mine.includes(r)));
-        const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
-        const part = full.peak_bytes / full.limit_bytes;
-        return (
-          <li key={i} class={lit ? "lit" : undefined} tabIndex={0} data-stage={i}
-            onPointerEnter={() => (pointed.value = { stage: i })} onPointerLeave={() => (pointed.value = {})}
-            onFocus={() => (pointed.value = { stage: i })} onBlur={() => (pointed.value = {})}>
-            <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
-            <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
-              <li key={j} title={`${w.region}: ${w.workers} × ${w.tp} ${w.device}`}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
-            ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
-            <Bar name={t("busy")} part={Math.max(...s.workers.map((w: Data) => w.busy))} />
-            <Bar name={t("memory")} part={part} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} />
-          </li>
-        );
-      })}</ol>
+      <ol class="strip">{v.stages.map((s: Data, i: number) => <Stage key={i} s={s} i={i} index={index} />)}</ol>
     </section>
+  );
+}
+
+function Stage({ s, i, index }: { s: Data; i: number; index: Map<string, number> }): JSX.Element {
+  const mine = useMemo(() => new Set<string>(s.workers.map((w: Data) => w.region)), [s]);
+  // Only the stages that light up or go dark are drawn again.
+  const lit = useComputed(() => {
+    const { stage, region, link } = pointed.value;
+    return stage === i || (region !== undefined && mine.has(region)) || (link !== undefined && link.split("\n").some((r) => mine.has(r)));
+  });
+  const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
+  return (
+    <li class={lit.value ? "lit" : undefined} tabIndex={0} data-stage={i}
+      onPointerEnter={() => (pointed.value = { stage: i })} onPointerLeave={() => (pointed.value = {})}
+      onFocus={() => (pointed.value = { stage: i })} onBlur={() => (pointed.value = {})}>
+      <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
+      <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
+        <li key={j} title={`${w.region}: ${w.workers} × ${w.tp} ${w.device}`}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
+      ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
+      <Bar name={t("busy")} part={Math.max(...s.workers.map((w: Data) => w.busy))} />
+      <Bar name={t("memory")} part={full.peak_bytes / full.limit_bytes} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} />
+    </li>
   );
 }

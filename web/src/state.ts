@@ -95,6 +95,7 @@ export async function attempt(work: () => Promise<void>): Promise<void> {
 
 // The open plan
 
+let known: Promise<Data> = Promise.resolve();
 let loaded = "";
 let plans = new AbortController();
 async function load(id: string): Promise<void> {
@@ -116,8 +117,9 @@ async function load(id: string): Promise<void> {
       loading.value = false;
     });
     if (tried.value) void reprice();
+    await known;
     void loadLimits(id, gone).catch(say);
-    if (!changed.value) take(await get(`/jobs/${id}/request`, gone), catalogue.value.models.map((m: Data) => m.name));
+    if (!changed.value) take(await get(`/jobs/${id}/request`, gone), (await known).models.map((m: Data) => m.name));
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
     batch(() => {
@@ -256,14 +258,16 @@ export async function begin(): Promise<void> {
     const now = address();
     if (!going && now !== location.hash) history.replaceState(null, "", now);
   });
-  const [known, cluster] = await Promise.all([get("/catalogue"), isNew && !planId.value ? get(`/instances/${FIRST}`).catch(() => null) : null]);
-  batch(() => {
-    if (cluster) start(cluster);
-    catalogue.value = known; // from here on the rail can be edited
-  });
+  known = get("/catalogue");
+  const first = isNew && !planId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
   effect(() => {
     const id = planId.value;
     if (id !== loaded) void load(id);
+  });
+  const [all, cluster] = await Promise.all([known, first]);
+  batch(() => {
+    if (cluster) start(cluster);
+    catalogue.value = all; // from here on the rail can be edited
   });
   effect(() => {
     void changes.value;

@@ -1,7 +1,8 @@
 // The predicted step, a row a stage: bars where there is room for them, bands where there is none; zoom asks for more.
 
+import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { download, get, post, type Data } from "./api";
 import { dark, ink, kindColors, regionColor } from "./colors";
 import { percent, roundSeconds, seconds } from "./format";
@@ -19,6 +20,7 @@ export function Timeline(): JSX.Element {
   const [window_, setWindow] = useState<Window | null>(null);
   const [opened, setOpened] = useState<number[]>([]);
   const [sends, setSends] = useState(false);
+  const [asTable, setAsTable] = useState(false);
   const [error, setError] = useState("");
   const step_s = shown.value.estimate.step_s;
   const what = JSON.stringify(changes.value);
@@ -52,8 +54,8 @@ export function Timeline(): JSX.Element {
       </div>
       {error && <p class="error" role="alert" id="trace-error">{error}</p>}
       {data ? <Rows name="gantt" label={t("gantt")} rows={data.rows} kinds={data.kinds} window={now} whole={step_s} opened={opened} toggle={toggle} setWindow={setWindow} /> : <Skeleton lines={5} />}
-      {data && <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("workersTable")} head={[t("stage"), t("workers"), t("devices"), t("computeTime"), t("busy")]} numeric={[3, 4]}
-        rows={data.rows.map((r: Data) => [String(r.stage), `${r.worker + 1} / ${r.width}`, `${r.device}${r.tp > 1 ? ` × ${r.tp}` : ""} · ${r.region}`, seconds(r.busy_s), percent(r.busy_s / data.step_s)])} /></details>}
+      {data && <details class="as-table" onToggle={(e) => setAsTable(e.currentTarget.open)}><summary>{t("workersTable")}</summary>{asTable && <Table label={t("workersTable")} head={[t("stage"), t("workers"), t("devices"), t("computeTime"), t("busy")]} numeric={[3, 4]}
+        rows={data.rows.map((r: Data) => [String(r.stage), `${r.worker + 1} / ${r.width}`, `${r.device}${r.tp > 1 ? ` × ${r.tp}` : ""} · ${r.region}`, seconds(r.busy_s), percent(r.busy_s / data.step_s)])} />}</details>}
     </section>
   );
 }
@@ -88,8 +90,11 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
     return () => watch.disconnect();
   }, []);
   const height = rows.length * ROW + AXIS;
-  const lit = pointed.value.stage;
-  useEffect(() => draw(canvas.current!, width, height, rows, kinds, now, lit), [rows, width, now.from, now.to, lit, dark.value]);
+  // What the pointer is on changes often: the bars are drawn once, and then lit or dimmed row by row.
+  const bars = useMemo(() => drawn(width, height, rows, kinds, now), [rows, width, now.from, now.to, dark.value]);
+  const drawing = useSignal({ bars, rows });
+  useEffect(() => { drawing.value = { bars, rows }; }, [bars]);
+  useSignalEffect(() => show(canvas.current!, drawing.value.bars, drawing.value.rows, pointed.value.stage));
   const clamp = (from: number, to: number): void => {
     const length = Math.min(whole, Math.max(whole / 1e5, to - from));
     const start = Math.max(0, Math.min(whole - length, from));
@@ -127,12 +132,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   return (
     <div class="gantt" data-chart={name}>
       <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.3)}px` }}>{rows.map((r, i) => (
-        <li key={i} style={{ height: `${ROW}px` }} class={lit === r.stage ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
-          {toggle && r.width > 1 && (i === 0 || rows[i - 1].stage !== r.stage)
-            ? <button type="button" class="twist" aria-expanded={opened.includes(r.stage)} aria-label={t("openStage", { stage: r.stage, n: r.width })} onClick={() => toggle(r.stage)}>{opened.includes(r.stage) ? "▾" : "▸"}</button> : <span class="twist" />}
-          {index.has(r.region) && <i class="dot" style={{ background: regionColor(index.get(r.region)!) }} />}
-          <b>{r.stage}</b> <span>{r.device}{r.width > 1 && !opened.includes(r.stage) && toggle ? ` · 1/${r.width}` : ""}</span>
-        </li>))}</ul>
+        <RowLabel key={`${r.stage} ${r.worker}`} r={r} first={i === 0 || rows[i - 1].stage !== r.stage} opened={opened.includes(r.stage)} toggle={toggle} color={index.has(r.region) ? regionColor(index.get(r.region)!) : undefined} />))}</ul>
       <div class="gantt-place" ref={place}>
         <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}. ${t("ganttHint")}`} onKeyDown={key}
           onPointerMove={hover} onPointerLeave={() => { setTip(null); pointed.value = {}; }}
@@ -141,6 +141,19 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
         {tip && <div class="tip" style={{ left: `${Math.min(tip.x, width - 180)}px`, top: `${tip.y}px` }}>{tip.text}</div>}
       </div>
     </div>
+  );
+}
+
+interface LabelProps { r: Data; first: boolean; opened: boolean; toggle?: (stage: number) => void; color?: string }
+function RowLabel({ r, first, opened, toggle, color }: LabelProps): JSX.Element {
+  const lit = useComputed(() => pointed.value.stage === r.stage);
+  return (
+    <li style={{ height: `${ROW}px` }} class={lit.value ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
+      {toggle && r.width > 1 && first
+        ? <button type="button" class="twist" aria-expanded={opened} aria-label={t("openStage", { stage: r.stage, n: r.width })} onClick={() => toggle(r.stage)}>{opened ? "▾" : "▸"}</button> : <span class="twist" />}
+      {color && <i class="dot" style={{ background: color }} />}
+      <b>{r.stage}</b> <span>{r.device}{r.width > 1 && !opened && toggle ? ` · 1/${r.width}` : ""}</span>
+    </li>
   );
 }
 
@@ -157,8 +170,24 @@ function spoken(row: Data, kinds: string[], at: number, near: number): string {
   return `${maybe(SPOKEN[kinds[k]])}${m >= 0 ? ` ${m}` : ""}: ${seconds(a)} + ${seconds(b - a)}`;
 }
 
-function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Data[], kinds: string[], now: Window, lit: number | undefined): void {
+function show(canvas: HTMLCanvasElement, bars: HTMLCanvasElement, rows: Data[], lit: number | undefined): void {
   const ratio = devicePixelRatio || 1;
+  if (canvas.width !== bars.width) canvas.width = bars.width;
+  if (canvas.height !== bars.height) canvas.height = bars.height;
+  const pen = canvas.getContext("2d")!;
+  pen.clearRect(0, 0, bars.width, bars.height);
+  const copy = (top: number, bottom: number, alpha = 1): void => {
+    pen.globalAlpha = alpha;
+    if (bottom > top) pen.drawImage(bars, 0, top, bars.width, bottom - top, 0, top, bars.width, bottom - top);
+  };
+  const edge = (row: number): number => Math.round(row * ROW * ratio);
+  if (lit !== undefined) rows.forEach((row, r) => copy(edge(r), edge(r + 1), lit === row.stage ? 1 : 0.45));
+  copy(lit === undefined ? 0 : edge(rows.length), bars.height);
+}
+
+function drawn(width: number, height: number, rows: Data[], kinds: string[], now: Window): HTMLCanvasElement {
+  const ratio = devicePixelRatio || 1;
+  const canvas = document.createElement("canvas");
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d")!;
@@ -167,7 +196,6 @@ function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Da
   const x = (s: number): number => ((s - now.from) / (now.to - now.from)) * width;
   rows.forEach((row, r) => {
     const top = r * ROW + 4, tall = ROW - 9;
-    pen.globalAlpha = lit === undefined || lit === row.stage ? 1 : 0.45;
     pen.fillStyle = colors.idle;
     pen.fillRect(0, top, width, tall);
     for (const [a, b, parts] of row.bands) {
@@ -187,7 +215,6 @@ function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Da
       pen.fillRect(left, beside ? top + tall + 1 : top, Math.max(0.7, right - left - gap), beside ? 3 : tall);
     }
   });
-  pen.globalAlpha = 1;
   pen.fillStyle = soft.soft;
   pen.strokeStyle = soft.line;
   pen.font = "11px system-ui, sans-serif";
@@ -200,6 +227,7 @@ function draw(canvas: HTMLCanvasElement, width: number, height: number, rows: Da
     pen.stroke();
     if (at < width - 36) pen.fillText(roundSeconds(Number(s.toPrecision(6))), at + 3, height - 6);
   }
+  return canvas;
 }
 function nice(value: number): number {
   const scale = 10 ** Math.floor(Math.log10(value));
