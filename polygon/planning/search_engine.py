@@ -250,23 +250,122 @@ def find_plan(
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     candidates = Candidates(decoder, most_stages(problem))
     decoder.warm_up()
-    began = time.perf_counter()
+    clock = _Clock(effort.time_limit_s)
+    begun = _begin(decoder, candidates, groups, known, effort, clock)
+    spent_s, simple = clock.spent_s, candidates.elite
 
-    def seconds_left(part: float) -> float:
-        return part * effort.time_limit_s - (time.perf_counter() - began)
+    def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
+        if tell is None:
+            return None
+        return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
 
+    budget = 1 if begun.interrupted else effort.fluid_evaluations
+    fluid = Genetic().solve(
+        candidates,
+        rng,
+        _limit(budget, effort.patience, max(0.0, 0.65 * effort.time_limit_s - spent_s)),
+        start=begun.best[:12],
+        callback=told(Message("phase.memetic"), effort.fluid_evaluations),
+    )
+    evaluations, seconds = fluid.evaluations + len(begun.starts), spent_s + fluid.seconds
+    interrupted = begun.interrupted or fluid.stopped_by == "interrupt"
+
+    def none(reason: Message, bills: Sequence[tuple[Bill, Allocation]] = ()) -> Found:
+        return Found(
+            plan=None,
+            value_s=math.inf,
+            reason=reason,
+            evaluations=evaluations,
+            seconds=seconds,
+            interrupted=interrupted,
+            bills=tuple(bills),
+        )
+
+    if not candidates.elite and not begun.uniform:
+        return none(_why_not(decoder, begun.starts))
+    exact = ExactCandidates(decoder, candidates.space.groups)
+    count = 6 if interrupted else effort.exact_evaluations
+    result = Restarts(patience=max(20, count // 4)).solve(
+        exact,
+        rng,
+        _limit(count, count, max(0.2, effort.time_limit_s - spent_s - fluid.seconds)),
+        start=[*known, *(x for _, _, x in begun.uniform), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
+        callback=told(Message("phase.exact"), effort.exact_evaluations),
+    )
+    evaluations, seconds = evaluations + result.evaluations, seconds + result.seconds
+    draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
+    if draft is None:
+        return none(_why_not(decoder, candidates.elite[:8]))
+    if not interrupted:
+        draft = _polish(decoder, exact, draft, begun.uniform, effort, clock)
+    interrupted = interrupted or result.stopped_by == "interrupt"
+    value, plan, chosen = draft
+    others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
+    bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
+    if value >= OVER_LIMIT:
+        return none(Message("reason.no_plan_within_limits", over=over_limits(problem, bills[0][0])), bills)
+    return Found(
+        plan=replace(plan, solver="memetic"),
+        value_s=value,
+        evaluations=evaluations,
+        seconds=seconds,
+        interrupted=interrupted,
+        bills=tuple(bills),
+    )
+
+
+class _Clock:
+    """Of one search."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._began = limit_s, time.perf_counter()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self._began
+
+    def left_s(self, part: float = 1.0) -> float:
+        """Seconds left of a part of the limit."""
+        return part * self._limit_s - self.spent_s
+
+
+_Draft = tuple[float, Plan, Allocation]
+"""A value, the plan that has it, and the allocation that it is a plan of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """Where a search begins: all starts, those that have a plan, best first, and at most two uniform splits."""
+
+    starts: list[Allocation]
+    best: list[Allocation]
+    uniform: list[_Draft]
+    interrupted: bool
+
+
+def _begin(
+    decoder: Decoder,
+    candidates: Candidates,
+    groups: Groups | None,
+    known: Sequence[Allocation],
+    effort: Effort,
+    clock: _Clock,
+) -> _Begun:
+    """Value the simple starts by the fluid objective, and the best uniform splits exactly, in half of the time."""
     interrupted = False
     ranked: list[tuple[float, int]] = []
-    uniform: list[tuple[float, Plan, Allocation]] = []
+    uniform: list[_Draft] = []
     starts = list(known)
+    rows = candidates.space.groups
+    value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
     try:
-        value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
-        starts += grown_starts(decoder, candidates.space.groups, value_of_start, lambda: seconds_left(0.3))
+        starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
         sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
-        starts += replicated_starts(decoder, candidates.space.groups, sizes, value_of_start, lambda: seconds_left(0.35))
-        starts += window_starts(decoder, candidates.space.groups, sizes, value_of_start, lambda: seconds_left(0.38))
+        starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35))
+        starts += window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
-            if i > FEWEST_STARTS and seconds_left(0.4) <= 0:
+            if i > FEWEST_STARTS and clock.left_s(0.4) <= 0:
                 break
             starts.append(x)
         if decoder.rules:
@@ -274,111 +373,57 @@ def find_plan(
         for i, x in enumerate(starts):
             value, starts[i] = candidates.evaluate_degrees(x)
             ranked.append((value, i))
-            if seconds_left(0.4) <= 0 and math.isfinite(min(ranked)[0]):
+            if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
                 break
-        uniform = uniform_starts(
-            decoder,
-            candidates.space.groups,
-            most_rows=effort.fluid_evaluations // 3,
-            seconds_left=lambda: seconds_left(0.5),
-        )
+        most_rows = effort.fluid_evaluations // 3
+        uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
     except KeyboardInterrupt:
         interrupted = True
     ranked.sort(key=lambda pair: pair[0])
-    spent_s = time.perf_counter() - began
-    first = [starts[i] for value, i in ranked[:12] if math.isfinite(value)]
-    simple = candidates.elite
+    best = [starts[i] for value, i in ranked if math.isfinite(value)]
+    return _Begun(starts=starts, best=best, uniform=uniform, interrupted=interrupted)
 
-    def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
-        if tell is None:
-            return None
-        return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
 
-    budget = 1 if interrupted else effort.fluid_evaluations
-    fluid = Genetic().solve(
-        candidates,
-        rng,
-        _limit(budget, effort.patience, max(0.0, 0.65 * effort.time_limit_s - spent_s)),
-        start=first,
-        callback=told(Message("phase.memetic"), effort.fluid_evaluations),
-    )
-    evaluations, seconds = fluid.evaluations + len(starts), spent_s + fluid.seconds
-    interrupted = interrupted or fluid.stopped_by == "interrupt"
-    if not candidates.elite and not uniform:
-        return Found(
-            plan=None,
-            value_s=math.inf,
-            reason=_why_not(decoder, starts),
-            evaluations=evaluations,
-            seconds=seconds,
-            interrupted=interrupted,
+def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft]) -> _Draft | None:
+    """The best plan of some allocations and uniform splits.
+
+    Exact candidates have the packings that suit a message alone; only here are others tried as well. What a uniform
+    split says beside its allocation (chunks, say) may be what makes it the best.
+    """
+    plans = [(decoder.decode(x), x) for x in found]
+    drafts = [(decoder.plan_value(plan), plan, x) for plan, x in plans if isinstance(plan, Plan)]
+    drafts = [draft for draft in drafts if draft[0] < math.inf]
+    best = min(drafts, key=lambda draft: draft[0], default=None)
+    if uniform and (best is None or uniform[0][0] < best[0]):
+        return uniform[0]
+    return best
+
+
+def _polish(
+    decoder: Decoder, exact: ExactCandidates, draft: _Draft, uniform: Sequence[_Draft], effort: Effort, clock: _Clock
+) -> _Draft:
+    """Small changes of the best plan and of those that are nearly as good: they can turn the order of allocations, and
+    of the two cuts of an allocation's layers."""
+    value, plan, chosen = draft
+    several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
+    drafts: list[tuple[Plan | Infeasible, Allocation]] = [(plan, chosen)]
+    if several:
+        near = [entry for entry in uniform if entry[0] <= (1 + RUNNER_UP) * value]
+        drafts += [(split, x) for _, split, x in near if x is not chosen]
+    cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
+    drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND)]
+
+    def better(plan: Plan, evaluations: int) -> tuple[float, Plan]:
+        changed = polished(
+            plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=lambda: clock.left_s() <= 0
         )
-    exact = ExactCandidates(decoder, candidates.space.groups)
-    left_s = max(0.2, effort.time_limit_s - spent_s - fluid.seconds)
-    count = 6 if interrupted else effort.exact_evaluations
-    result = Restarts(patience=max(20, count // 4)).solve(
-        exact,
-        rng,
-        _limit(count, count, left_s),
-        start=[*known, *(x for _, _, x in uniform[:2]), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
-        callback=told(Message("phase.exact"), effort.exact_evaluations),
-    )
-    # Exact candidates have the packings that suit a message alone; only here are others tried as well.
-    value, plan, chosen = math.inf, None, None
-    for x in ([] if result.solution is None else [result.solution]) + gentle:
-        outcome = decoder.decode(x)
-        if isinstance(outcome, Plan) and (found := decoder.plan_value(outcome)) < value:
-            value, plan, chosen = found, outcome, x
-    # What a uniform split says beside its allocation (chunks, say) may be what makes it the best.
-    near = [entry for entry in uniform[:2] if entry[0] <= (1 + RUNNER_UP) * value]
-    if near and near[0][0] < value:
-        value, plan, chosen = near[0]
-    if plan is None or chosen is None:
-        reason = _why_not(decoder, candidates.elite[:8])
-        return Found(plan=None, value_s=math.inf, reason=reason, evaluations=evaluations, seconds=seconds)
-    if not interrupted:
-        several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
-        drafts: list[tuple[Plan | Infeasible, Allocation]] = [(plan, chosen)]
-        drafts += [(split, x) for _, split, x in near if x is not chosen and several]
-        # Small changes can turn the order of allocations, and of the two cuts of an allocation's layers.
-        cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
-        drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND)]
+        return decoder.plan_value(changed), changed
 
-        def polish(draft: Plan, evaluations: int) -> tuple[float, Plan]:
-            better = polished(
-                draft,
-                decoder.tables,
-                decoder.plan_value,
-                evaluations=evaluations,
-                expired=lambda: seconds_left(1.0) <= 0,
-            )
-            return decoder.plan_value(better), better
-
-        # Both cuts are often the same.
-        distinct = {decoder.plan_value(draft): (draft, x) for draft, x in drafts if isinstance(draft, Plan)}
-        tried = [(*polish(draft, effort.polish_evaluations // TRIALS), x) for draft, x in distinct.values()]
-        _, plan, chosen = min(tried, key=lambda entry: entry[0])
-        value, plan = polish(plan, effort.polish_evaluations)
-    others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
-    bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
-    if value >= OVER_LIMIT:
-        reason = Message("reason.no_plan_within_limits", over=over_limits(problem, bills[0][0]))
-        return Found(
-            plan=None,
-            value_s=math.inf,
-            reason=reason,
-            evaluations=evaluations,
-            seconds=seconds,
-            bills=tuple(bills),
-        )
-    return Found(
-        plan=replace(plan, solver="memetic"),
-        value_s=value,
-        evaluations=evaluations + result.evaluations,
-        seconds=seconds + result.seconds,
-        interrupted=interrupted or result.stopped_by == "interrupt",
-        bills=tuple(bills),
-    )
+    # Both cuts are often the same.
+    distinct = {decoder.plan_value(plan): (plan, x) for plan, x in drafts if isinstance(plan, Plan)}
+    tried = [(*better(plan, effort.polish_evaluations // TRIALS), x) for plan, x in distinct.values()]
+    _, plan, chosen = min(tried, key=lambda entry: entry[0])
+    return *better(plan, effort.polish_evaluations), chosen
 
 
 def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None) -> Found:
