@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 from benchmarks import native_instances
 from polygon.cost.tables import CostTables
@@ -158,6 +159,14 @@ def children() -> Iterator[int]:
                 yield int(pid)
 
 
+@pytest.fixture
+def own_workers() -> Iterator[None]:
+    """Processes of joblib that no other test meets: what is killed may be noticed after the sweep has ended."""
+    yield
+    get_reusable_executor().shutdown(wait=True, kill_workers=True)
+
+
+@pytest.mark.usefixtures("own_workers")
 def test_a_killed_worker_costs_nothing(tmp_path: Path) -> None:
     """SIGKILL one of two workers after the first run: every run is made all the same, and each is recorded once."""
     chosen = suites.suite("ptafm", [])
