@@ -15,7 +15,7 @@ def test_they_are_found():
         "python -m runners.launch plan.json --rehearse --max-ranks 8",
         "python -m runners.lab --change tokyo-0 all connected=no",
         "polygon calibrate LOG_DIR... -o cluster.calibration.json",
-        "python -m benchmarks.lab_prediction --drawn 10 --steps 6",
+        "python -m benchmarks.lab_prediction --drawn 20",
     ):
         assert line in {found for found, *_ in LINES}, line
     assert len(LINES) > 150

@@ -116,6 +116,8 @@ class ZeroReplica:
             warnings.simplefilter("ignore")  # deepspeed 0.19 uses what torch 2.13 calls deprecated
             import deepspeed
 
+            if device.type == "cpu":  # its sums in shared memory would be compiled first, for minutes; gloo is there
+                deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.utils.logger.setLevel("WARNING")
             deepspeed.init_distributed()
             groups = [
