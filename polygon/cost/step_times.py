@@ -223,6 +223,9 @@ def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
 
 def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     """Simulate a plan's schedule and price its reduction and update."""
+    known: StepTimes | None = tables.paced_times.get((plan,))
+    if known is not None:
+        return known
     durations, terms = plan_terms(plan, tables)
     order, first = backward_order(windows(plan))
     schedule = ScheduleTimes(order=order, first=first, chunks=plan.chunks, **durations)
@@ -394,7 +397,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
     known = tables.group_terms.get((traffic, *stages), group, plan.reduction)
     if known is not None:
         return known
-    problem, work = tables.problem, _group_work(plan, tables, place, group)
+    problem, work = tables.problem, group_work(plan, tables, place, group)
     made = GroupTerms(
         forward_s=work.forward_s,
         backward_s=work.backward_s,
@@ -416,7 +419,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
     return tables.group_terms.put(made, (traffic, *stages), group, plan.reduction)
 
 
-def _group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> GroupWork:
+def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> GroupWork:
     """What a group's stages compute; kept for plans that hold the same ones, whatever joins the regions."""
     parts = range(group, len(plan.stages), plan.groups)
     objects, values = tuple(plan.stages[part] for part in parts), (plan.micro_batch_size, plan.packed_inside)

@@ -92,6 +92,8 @@ class CostTables:
         """What `polygon.cost.step_times` works out of a plan and its spans do not change; then what its layers and
         their execution do not, and what one group of workers needs."""
         self.plan_traffic = Kept[Any](KEPT_PLANS)
+        self.paced_times = Kept[Any](KEPT_PLANS)
+        """Times of plans whose spans were found by simulating them (`polygon.planning.warmup_depths`)."""
         self.group_terms = Kept[Any](KEPT_GROUPS)
         self.group_work = Kept[Any](KEPT_GROUPS)
         """What such a group computes, which links between regions do not change."""

@@ -17,7 +17,7 @@ import numpy as np
 from polygon.cost.convergence import Allowed, allowed
 from polygon.cost.estimate import worker_memory
 from polygon.cost.money import Bill, priced, step_bill
-from polygon.cost.step_times import StepTimes, alike, stage_seconds, step_times
+from polygon.cost.step_times import StepTimes, group_work, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
@@ -111,13 +111,13 @@ class Decoder:
         self.classes = worker_classes(self.tables, tensor_limit)
         self.degrees = parallel_degrees(problem)
         """Context- and expert-parallel degrees that the search may choose."""
-        self._paced: tuple[Plan, StepTimes] | None = None
         if self.classes:
             self.may = allowed(problem)
             self._chain = nested(problem)
             self.rules = StageRules(problem, np.array([problem.cluster.pools[p].region for p, _ in self.classes]))
             self._bills = FluidBills(problem, self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
+            self._packings = lru_cache(maxsize=None)(self._pays)
             self._work = lru_cache(maxsize=None)(self._room)
 
     def _build_bank(self, setting: Setting, may: Allowed) -> Bank:
@@ -229,12 +229,9 @@ class Decoder:
         for cut in cuts[1:]:
             if not isinstance(best, Plan):
                 break
-            paced, value = self._paced, self.plan_value(best)
             other = self._decode_cut(allocation, may, cut)
-            if isinstance(other, Plan) and self.plan_value(other) < value:
+            if isinstance(other, Plan) and self.plan_value(other) < self.plan_value(best):
                 best = other
-            else:
-                self._paced = paced
         return best
 
     def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int) -> Plan | Infeasible:
@@ -252,7 +249,6 @@ class Decoder:
         if paced is None:
             shortest = tuple((1,) * stage.width for stage in draft.stages)
             return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
-        self._paced = paced
         return self._with_local_steps(paced[0], may)
 
     def _with_local_steps(self, plan: Plan, may: Allowed) -> Plan:
@@ -345,16 +341,9 @@ class Decoder:
         """Forward and backward of a micro-batch on every worker, what is seen of ZeRO's traffic included."""
         routes = np.zeros((1, len(stages)), dtype=np.int64)
         draft = Plan(stages=tuple(stages), routes=routes, micro_batch_size=micro_batch_size, spans=())
-        place, seconds = self.tables.placement(draft), []
-        for s in range(len(stages)):
-            mine = place.members(s)
-            kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
-            of_kind = [
-                sum(stage_seconds(draft, self.tables, s, pool=pool, tp=tp, shards=shards, place=place)[:2])
-                for pool, tp, shards in kinds
-            ]
-            seconds.append(np.array(of_kind)[kind])
-        return seconds
+        place = self.tables.placement(draft)
+        work = [group_work(draft, self.tables, place, s) for s in range(len(stages))]
+        return [of.forward_s[0] + of.backward_s[0] for of in work]
 
     def _message_s(self, setting: Setting, may: Allowed) -> np.ndarray:
         """Seconds of one message between regions; inf where there is no link."""
@@ -362,17 +351,24 @@ class Decoder:
         with np.errstate(divide="ignore"):
             return cluster.latency_s + self._bank(setting, may).activation_wire / cluster.bytes_per_s
 
+    def _pays(self, micro_batch_size: int, may: Allowed) -> tuple[np.ndarray, np.ndarray, str, np.ndarray]:
+        """What is quickest for a message alone: activations down and up, weight gradients, and where inside regions."""
+        gradients = gradient_mode(self.tables, may.weight_gradients)
+        return (
+            activation_modes(self.tables, micro_batch_size, may.activations),
+            activation_modes(self.tables, micro_batch_size, may.activation_gradients),
+            gradients,
+            pays_inside(self.tables, gradients),
+        )
+
     def _links(self, stages: list[Stage], micro_batch_size: int, may: Allowed) -> tuple[LinkUse, ...]:
         """One entry for every ordered pair of regions between which the plan may send."""
         cluster = self.problem.cluster
-        down = activation_modes(self.tables, micro_batch_size, may.activations)
-        up = activation_modes(self.tables, micro_batch_size, may.activation_gradients)
-        gradients = gradient_mode(self.tables, may.weight_gradients)
+        down, up, gradients, inside = self._packings(micro_batch_size, may)
         places = [{cluster.pools[w.pool].region for w in stage.workers} for stage in stages]
         regions = sorted(set[int]().union(*places))
         # Nodes send one another packed gradients where that pays, no stage adds up with other regions and ZeRO, if any,
         # has something to divide by inside nodes.
-        inside = pays_inside(self.tables, gradients)
         summing = summing_inside(self.problem, stages) if inside.any() else []
         whole = [
             len(of) == 1 and not (stage.zero and alone_on_nodes(self.problem, stage))
@@ -430,9 +426,7 @@ class Decoder:
         return None
 
     def step_times(self, plan: Plan) -> StepTimes:
-        """Exact times of a plan; those of the plan decoded last are known."""
-        if self._paced is not None and plan is self._paced[0]:
-            return self._paced[1]
+        """Exact times of a plan."""
         return step_times(plan, self.tables)
 
 

@@ -226,7 +226,7 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
 
 
 @inner
-def cards_s(bank: Bank, places: Places, n: int, shared: bool) -> float:
+def cards_s(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -> float:
     """The time in which the busiest nodes' cards send all that they send: activations down and gradients up.
 
     The crowd of stages that share nodes is that of `find_crowds`.
@@ -245,7 +245,7 @@ def cards_s(bank: Bank, places: Places, n: int, shared: bool) -> float:
                     n_bytes += part * bank.activation_wire[r, other]
             if n_bytes > 0:
                 crowd = places.crowd[s, r] if shared else 1.0
-                card = bank.links.card_bytes_per_s[places.pool[s, r]] * places.nodes[s, r]
+                card = bank.links.card_bytes_per_s[places.pool[s, r]] * _even(places, hosts, s, r)
                 longest = max(longest, bank.micro_batches * n_bytes * crowd / card)
     return longest
 
@@ -269,13 +269,19 @@ def _way_s(
     latency, n_bytes = bank.links.latency_s[pa, pb], bank.activation_wire[a, b]
     rate, card = bank.links.bytes_per_s[pa, pb] / pair_crowd, bank.links.card_bytes_per_s[pa] / card_crowd
     nodes, workers = places.nodes[s, a], places.workers[s, a]
-    together = min(rate * nodes * places.nodes[q, b], card * nodes)
+    together = min(rate * _even(places, hosts, q, b), card) * _even(places, hosts, s, a)
     alone = min(rate, card) * nodes / workers
     if a != b:
         together = min(together, bank.links.capacity_bytes_per_s[a, b])
         alone = min(alone, bank.links.capacity_bytes_per_s[a, b] / workers)
     seconds = latency + n_bytes / alone + bank.activation_codec_s[a, b]
     return seconds, bank.micro_batches * n_bytes * part / together
+
+
+@inner
+def _even(places: Places, hosts: Hosts, s: int, r: int) -> float:
+    """Nodes of a stage in a region, as many as there would be if all had as much to do as the busiest."""
+    return places.rates[s, r] / hosts.busiest[s, r]
 
 
 @inner

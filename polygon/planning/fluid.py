@@ -340,7 +340,7 @@ def _pipeline_s(
         away_s[s] = 2 * (sent if bank.overlap.p2p else 0.0)
         work.mean[s] = min(slowest, width / rate) + away_s[s]
     if bank.overlap.p2p:
-        link_bound = max(link_bound, cards_s(bank, places, n, shared))
+        link_bound = max(link_bound, cards_s(bank, places, work.hosts, n, shared))
     fill, stay, away, held_s = 0.0, 0.0, 0.0, 0.0
     for s in range(n - 1, -1, -1):
         fill += work.passing[s] + 2 * work.message[s]

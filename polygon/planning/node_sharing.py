@@ -42,6 +42,10 @@ class Hosts(NamedTuple):
     stage: np.ndarray
     pool: np.ndarray
     workers: np.ndarray
+    rate: np.ndarray
+    """(entries,) micro-batches per second."""
+    busiest: np.ndarray
+    """(rows, regions) the highest of these rates."""
     following: np.ndarray
     """(entries,) the next of the same stage and region."""
     above: np.ndarray
@@ -73,6 +77,8 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         stage=np.zeros(entries, dtype=np.int64),
         pool=np.zeros(entries, dtype=np.int64),
         workers=np.zeros(entries, dtype=np.int64),
+        rate=np.zeros(entries),
+        busiest=np.zeros((rows, regions)),
         following=np.zeros(entries, dtype=np.int64),
         above=np.zeros(entries, dtype=np.int64),
         mate=np.zeros(entries, dtype=np.int64),
@@ -94,7 +100,7 @@ def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hos
     for s in range(n):
         at[s] = 0
         for r in range(nodes.shape[1]):
-            nodes[s, r], hosts.first[s, r] = 0, NONE
+            nodes[s, r], hosts.first[s, r], hosts.busiest[s, r] = 0, NONE, 0.0
     entries, several = 0, False
     while True:
         p = NONE
@@ -128,10 +134,9 @@ def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hos
             device, left = room.first[k], room.workers[k]
             while left > 0:
                 here = min(left, (per_node - device % per_node + tp - 1) // tp)
-                e = _enter(hosts, first_node + device // per_node, s, entries)
+                e, r = _enter(hosts, first_node + device // per_node, s, entries), bank.region[kind]
                 if e == entries:
-                    r = bank.region[kind]
-                    hosts.pool[e], hosts.workers[e], hosts.following[e] = p, 0, NONE
+                    hosts.pool[e], hosts.workers[e], hosts.rate[e], hosts.following[e] = p, 0, 0.0, NONE
                     if hosts.first[s, r] == NONE:
                         hosts.first[s, r] = e
                     else:
@@ -142,6 +147,8 @@ def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hos
                     several = several or hosts.above[e] != NONE or hosts.lowest[hosts.node[e]] != e
                     entries += 1
                 hosts.workers[e] += here
+                hosts.rate[e] += here / stages.seconds[s, i]
+                hosts.busiest[s, r] = max(hosts.busiest[s, r], hosts.rate[e])
                 hosts.member_most[s, i] = max(hosts.member_most[s, i], hosts.workers[e])
                 device += here * tp
                 left -= here

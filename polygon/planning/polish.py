@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from polygon.cost.estimate import worker_memory
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
@@ -27,6 +28,8 @@ MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
 """Blocks by which a border, or a number of recomputed blocks, is moved."""
 FEWEST, MOST_ACTIONS = 20, 2_000_000
 """Changes that are priced however large the step, and micro-batches times stages that are priced in all."""
+HURDLE = 1.1
+"""Of the best step: a change that takes longer at its first pace gets no other."""
 GAIN = 1e-4
 """Part by which a change has to shorten the step to be kept."""
 
@@ -48,29 +51,34 @@ def polished(
         Whether time is up.
     """
     best, value = plan, value_of(plan)
+    hurdle_s = HURDLE * step_times(plan, tables).step_s
     drafts, failures, at = list(changes(best, tables)), 0, 0
     # A large step takes long to price: of it fewer changes are.
     affordable = MOST_ACTIONS // max(1, plan.micro_batches * len(plan.stages))
     for _ in range(max(FEWEST, min(evaluations, affordable))):
         if failures >= len(drafts) or expired():
             break
-        candidate = fitted(drafts[at % len(drafts)], tables)
+        candidate = fitted(drafts[at % len(drafts)], tables, hurdle_s)
         found = value_of(candidate) if candidate is not None else math.inf
         # What helped once is tried again first: changes keep their places in the list. A change that helps may still
         # be one that the rules forbid, as ZeRO-3 with local steps.
         helps = candidate is not None and found < value - GAIN * abs(value)
         if candidate is not None and helps and not violations(tables.problem, candidate, tables):
             best, value, failures = candidate, found, 0
+            hurdle_s = HURDLE * step_times(best, tables).step_s
             drafts = list(changes(best, tables))
         else:
             at, failures = at + 1, failures + 1
     return best
 
 
-def fitted(draft: Plan, tables: CostTables) -> Plan | None:
-    """The draft with spans, or where it is interleaved with recomputed blocks, that its memory holds; None if none."""
+def fitted(draft: Plan, tables: CostTables, hurdle_s: float = math.inf) -> Plan | None:
+    """The draft with spans, or where it is interleaved with recomputed blocks, that its memory holds; None if none.
+
+    Where the first spans give a step above `hurdle_s`, no others are tried.
+    """
     if draft.chunks == 1 and len(draft.stages) > 1:
-        paced = Pacing(draft, tables).best()
+        paced = Pacing(draft, tables).best(hurdle_s)
         return None if paced is None else paced[0]
     while True:
         place = tables.placement(draft)

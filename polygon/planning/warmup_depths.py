@@ -28,29 +28,28 @@ class StagePace(NamedTuple):
     messages: float
     last: float
     """Behind the last stage nothing is waited for, but its spans lengthen the windows before it."""
+    kept: float
+    """Part of what working takes for which stages leave room in the memory of those before them."""
 
 
 PACES = (
-    StagePace(1.0, 1.0, 1.0),
-    StagePace(1.0, 1.0, 0.7),
-    StagePace(1.5, 1.5, 0.4),
-    StagePace(1.5, 1.5, 1.0),
-    StagePace(2.0, 2.0, 0.4),
-    StagePace(3.0, 3.0, 0.4),
+    StagePace(1.0, 1.0, 0.7, kept=1.0),
+    StagePace(1.5, 0.5, 0.4, kept=0.5),
+    StagePace(1.0, 3.0, 0.4, kept=1.0),
+    StagePace(1.0, 0.5, 1.0, kept=0.0),
+    StagePace(1.0, 0.25, 0.7, kept=0.5),
+    StagePace(0.8, 0.0, 0.7, kept=0.0),
+    StagePace(1.0, 1.0, 0.7, kept=0.0),
+    StagePace(3.0, 3.0, 0.4, kept=1.0),
+    StagePace(1.5, 1.5, 0.4, kept=0.0),
+    StagePace(2.0, 2.0, 0.4, kept=1.0),
 )
-TIGHT_PACES = (
-    StagePace(3.0, 0.0, 1.0),
-    StagePace(2.0, 0.0, 1.0),
-    StagePace(1.5, 0.0, 1.0),
-    StagePace(1.0, 0.5, 1.0),
-    StagePace(1.5, 0.5, 0.4),
-    StagePace(1.0, 0.25, 0.7),
-    StagePace(1.0, 0.0, 1.0),
-    StagePace(0.8, 0.0, 0.7),
-    StagePace(0.5, 0.0, 0.5),
-    StagePace(0.0, 0.0, 0.0),
-)
-"""Where memory does not hold the first pace. The last, every backward at once, it holds if it holds any."""
+"""Of 42 tried on some 4,000 drafts, those that together come within 0.2 % of the best of all in the mean, the most
+useful first."""
+AT_ONCE = StagePace(0.0, 0.0, 0.0, kept=0.0)
+"""Every backward at once: memory holds this pace if it holds any."""
+LOOKS = 2
+"""Paces that are simulated before a plan is given up."""
 
 
 def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
@@ -96,11 +95,46 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
 
 
 @general
+def find_limits(
+    routes: np.ndarray, order: np.ndarray, offset: np.ndarray, room: np.ndarray, least: np.ndarray, limits: np.ndarray
+) -> None:
+    """The longest window of every micro-batch in every stage for which memory holds it there and before.
+
+    Parameters
+    ----------
+    routes, order, offset, room
+        As in `cut_spans`.
+    least : ndarray of int64, shape (workers,)
+        Spans to keep for the workers before.
+    limits : ndarray of int64, shape (micro_batches, stages)
+        Out; below 1 where memory does not hold these spans.
+    """
+    micro_batches, stages = routes.shape
+    limits[:, 0] = stages * micro_batches
+    for s in range(stages):
+        first = 0
+        while first < micro_batches:
+            local = routes[order[first, s], s]
+            worker = offset[s] + local
+            last = first
+            while last < micro_batches and routes[order[last, s], s] == local:
+                last += 1
+            for j in range(first, last):
+                m = order[j, s]
+                if j + room[worker] < last:
+                    limits[m, s] = min(limits[m, s], order[j + room[worker], s] - m)
+                if s + 1 < stages:
+                    limits[m, s + 1] = limits[m, s] - least[worker]
+            first = last
+
+
+@general
 def cut_spans(
     routes: np.ndarray,
     order: np.ndarray,
     offset: np.ndarray,
     room: np.ndarray,
+    limits: np.ndarray,
     spans: np.ndarray,
     windows: np.ndarray,
 ) -> bool:
@@ -116,6 +150,8 @@ def cut_spans(
     offset : ndarray of int64, shape (stages,)
         First worker of each stage.
     room : ndarray of int64, shape (workers,)
+    limits : ndarray of int64, shape (micro_batches, stages)
+        Of `find_limits`: windows are no longer, if spans of at least 1 allow that.
     spans : ndarray of int64, shape (workers,)
         In: what is wanted; out: what is held.
     windows : ndarray of int64, shape (micro_batches, stages)
@@ -129,6 +165,11 @@ def cut_spans(
         while first < micro_batches:
             local = routes[order[first, s], s]
             worker = offset[s] + local
+            last = first
+            while last < micro_batches and routes[order[last, s], s] == local:
+                m = order[last, s]
+                spans[worker] = max(1, min(spans[worker], limits[m, s] - behind[m]))
+                last += 1
             last = first
             while last < micro_batches and routes[order[last, s], s] == local:
                 end = order[last, s] + behind[order[last, s]]
@@ -153,7 +194,7 @@ class Pacing:
     """Spans for the routes of one plan."""
 
     def __init__(self, plan: Plan, tables: CostTables) -> None:
-        self.plan = plan
+        self.plan, self._tables = plan, tables
         self.times = step_times(plan, tables)
         self._least = wanted_spans(self.times, messages=False)
         self._away = wanted_spans(self.times, messages=True) - self._least
@@ -174,7 +215,11 @@ class Pacing:
         wanted[place.offset[-1] :] *= pace.last
         spans = np.clip(np.ceil(wanted - 1e-6), 1, micro_batches).astype(np.int64)
         windows = np.empty((micro_batches, stages), dtype=np.int64)
-        held = cut_spans(routes, self._order, place.offset, self._room, spans, windows)
+        limits = np.full((micro_batches, stages), stages * micro_batches, dtype=np.int64)
+        if pace.kept > 0:
+            least = np.ceil(pace.kept * self._least - 1e-6).astype(np.int64)
+            find_limits(routes, self._order, place.offset, self._room, least, limits)
+        held = cut_spans(routes, self._order, place.offset, self._room, limits, spans, windows)
         return (spans, windows) if held else None
 
     def timed(self, windows: np.ndarray) -> StepTimes:
@@ -183,14 +228,17 @@ class Pacing:
         schedule = replace(self.times.schedule, order=order, first=first)
         return replace(self.times, schedule=schedule, ends_s=schedule.simulate()[0])
 
-    def best(self) -> tuple[Plan, StepTimes] | None:
-        """The plan at its best pace, and its times; None if memory holds none."""
+    def best(self, hurdle_s: float = math.inf) -> tuple[Plan, StepTimes] | None:
+        """The plan at its best pace, and its times; None if memory holds none.
+
+        Where the first few paces that memory holds take more than `hurdle_s`, no other is tried.
+        """
         best: tuple[float, np.ndarray, StepTimes] | None = None
         seen: set[bytes] = set()
-        cuts = [self.windows(pace) for pace in PACES]
-        if cuts[0] is None:
-            cuts += [self.windows(pace) for pace in TIGHT_PACES]
-        for cut in cuts:
+        for pace in (*PACES, AT_ONCE):
+            if best is not None and (pace is AT_ONCE or (len(seen) >= LOOKS and best[0] > hurdle_s)):
+                break
+            cut = self.windows(pace)
             if cut is None or cut[0].tobytes() in seen:
                 continue
             seen.add(cut[0].tobytes())
@@ -198,7 +246,10 @@ class Pacing:
             step_s = times.step_s
             if best is None or step_s < best[0]:
                 best = step_s, cut[0], times
-        return None if best is None else (replace(self.plan, spans=by_stage(best[1], best[2])), best[2])
+        if best is None:
+            return None
+        plan = replace(self.plan, spans=by_stage(best[1], best[2]))
+        return plan, self._tables.paced_times.put(best[2], (plan,))
 
 
 def by_stage(values: np.ndarray, times: StepTimes) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,16 @@ from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.warmup_depths import PACES, TIGHT_PACES, Pacing, StagePace, by_stage, cut_spans, wanted_spans
+from polygon.planning.warmup_depths import (
+    AT_ONCE,
+    PACES,
+    Pacing,
+    StagePace,
+    by_stage,
+    cut_spans,
+    find_limits,
+    wanted_spans,
+)
 from tests.linked_regions import cluster_of, small_gpt
 from tests.small_problems import small_cluster, small_model, small_plan
 
@@ -35,12 +44,12 @@ def over_memory(plan, tables, place):
     return need > tables.limit_bytes[place.pool]
 
 
-@pytest.mark.parametrize("pace", PACES + TIGHT_PACES)
+@pytest.mark.parametrize("pace", (*PACES, AT_ONCE))
 def test_every_pace_fits_memory_and_is_timed_as_the_plan_is(pacing, pace):
     """No worker is over its memory, and the time is that of the plan with these spans."""
     paced, plan, tables = pacing
     cut = paced.windows(pace)
-    assert cut is not None or pace != TIGHT_PACES[-1]
+    assert cut is not None or pace != AT_ONCE
     if cut is None:
         return
     spans, windows = cut
@@ -48,7 +57,7 @@ def test_every_pace_fits_memory_and_is_timed_as_the_plan_is(pacing, pace):
     times = step_times(slower, tables)
     assert not over_memory(slower, tables, times.place).any()
     assert paced.timed(windows).step_s == pytest.approx(times.step_s, rel=1e-12)
-    assert pace not in PACES or times.step_s >= step_times(plan, tables).step_s * (1 - 1e-12)
+    assert times.step_s >= step_times(plan, tables).step_s * (1 - 1e-12)
 
 
 def test_wanted_spans_of_a_plan_by_hand():
@@ -70,7 +79,7 @@ def test_wanted_spans_of_a_plan_by_hand():
 def test_a_span_that_was_cut_down_cannot_be_longer(pacing):
     """One more on a worker of the first stage whose span memory cut down is over its memory."""
     paced, plan, tables = pacing
-    spans, _ = paced.windows(StagePace(1000.0, 1000.0, 0.0))
+    spans, _ = paced.windows(StagePace(1000.0, 1000.0, 0.0, kept=0.0))
     place = paced.times.place
     cut = np.flatnonzero((spans < plan.micro_batches) & (place.stage == 0))
     assert len(cut)
@@ -87,10 +96,25 @@ def test_the_kernel_is_its_python(pacing):
     rng = np.random.default_rng(0)
     for _ in range(5):
         workers = sum(stage.width for stage in plan.stages)
-        wanted, room = rng.integers(1, 40, workers), rng.integers(1, 6, workers)
+        wanted, room, least = rng.integers(1, 40, workers), rng.integers(1, 6, workers), rng.integers(0, 3, workers)
         results = []
-        for kernel in (cut_spans, cut_spans.py_func):
-            spans, windows = wanted.copy(), np.zeros(plan.routes.shape, dtype=np.int64)
-            held = kernel(plan.routes, order, paced.times.place.offset, room, spans, windows)
-            results.append((held, spans.tolist(), windows.tolist() if held else None))
+        for find, cut in ((find_limits, cut_spans), (find_limits.py_func, cut_spans.py_func)):
+            spans, (windows, limits) = wanted.copy(), np.zeros((2, *plan.routes.shape), dtype=np.int64)
+            find(plan.routes, order, paced.times.place.offset, room, least, limits)
+            held = cut(plan.routes, order, paced.times.place.offset, room, limits, spans, windows)
+            results.append((held, limits.tolist(), spans.tolist(), windows.tolist() if held else None))
         assert results[0] == results[1]
+
+
+def test_later_stages_leave_room_for_earlier_ones():
+    """Three stages of one worker that hold 6, 5 and 6 micro-batches: the last two get what leaves 2 to each before."""
+    routes = np.zeros((32, 3), dtype=np.int64)
+    order, offset, room = np.argsort(routes, axis=0, kind="stable"), np.arange(3), np.array([6, 5, 6])
+    limits = np.empty_like(routes)
+    find_limits(routes, order, offset, room, np.array([2, 2, 2]), limits)
+    assert limits[0].tolist() == [6, 4, 2]
+    windows, spans = np.empty_like(routes), np.array([9, 9, 9])
+    assert cut_spans(routes, order, offset, room, limits, spans, windows)
+    assert spans.tolist() == [2, 2, 2] and windows[0].tolist() == [6, 4, 2]
+    spans = np.array([9, 9, 9])
+    assert not cut_spans(routes, order, offset, room, np.full_like(routes, 99), spans, windows), "the last takes all"
