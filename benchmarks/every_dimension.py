@@ -226,7 +226,7 @@ def measured(model: Model, split: Split, precision: str, options: Options, alone
     check_runnable(problem, plan)
     found = run_ranks(losses_of, plan.world_size, problem, plan, options)
     peaks = run_ranks(peak_of, plan.world_size, problem, plan, replace(options, steps=FOLLOWED_STEPS))
-    predicted = predicted_peaks(problem, plan)
+    predicted = predicted_peaks(problem, plan, FOLLOWED_STEPS)
     off = [predicted[rank].total_bytes / peak - 1 for rank, peak in enumerate(peaks)]
     worst = int(np.argmax(np.abs(off)))
     return {

@@ -15,8 +15,9 @@ import numpy as np
 from polygon.cost.memory import LayerMemory, layer_memory
 from polygon.domain.model import Batch, Model
 
-LOSS_BYTES = 4, 8
-"""A logit: what is kept for backward (log-probabilities), and what its start needs beside them."""
+LOSS_BYTES = {False: (4, 8), True: (8, 8)}
+"""A logit, by whether a tensor-parallel group spreads them: what is kept for backward (log-probabilities; spread, what
+the exponential took and gave), and what its start needs beside that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,11 @@ def own_layer_memory(
             shard = way.tp if way.sequence else 1
             kept[layer] = rows * (_norm(model, way, e) + e * model.hidden_size) / shard
             logits = rows * model.vocab_size / (1 if model.family == "vit" else way.tp)
-            kept[layer] += logits * LOSS_BYTES[0]
-            passing[layer] = logits * LOSS_BYTES[1]
+            kept_bytes, more_bytes = LOSS_BYTES[way.tp > 1 and model.family != "vit"]
+            kept[layer] += logits * kept_bytes
+            # After the loss its weight's gradient, before it is added, takes the place of one of the two.
+            weight = e * model.head_weight_parameters() / way.tp if way.trained is None else 0.0
+            passing[layer] = logits * more_bytes + max(0.0, weight - logits * (more_bytes - 4))
         else:
             block, backward = _block(model, way, experts=kind == "moe", e=e)
             kept[layer], passing[layer] = tokens * block, tokens * backward
