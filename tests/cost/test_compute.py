@@ -182,6 +182,18 @@ def test_tokens_go_in_8_bits_where_products_are():
     assert narrow == wide
 
 
+def test_a_device_without_8_bit_products_makes_16_bit_ones():
+    """fp8 is for those that have it; beside them an older device computes as in bf16."""
+    model, link = catalogue.model("llama3-8b"), EIGHT_NODES.intra_node
+
+    def seconds(device: str, precision: str) -> float:
+        batch = Batch(global_batch=8, seq_len=4096, precision=precision)
+        return layer_times(model, batch, catalogue.device(device), link).forward_s[1]
+
+    assert seconds("a100-80gb", "fp8") == seconds("a100-80gb", "bf16")
+    assert seconds("h100-sxm", "fp8") < 0.9 * seconds("h100-sxm", "bf16")
+
+
 @pytest.mark.parametrize("rate", [400e9, 4e9])
 def test_what_hides_behind_compute_slows_it(rate):
     """Beside another micro-batch only the longer of the two counts, and compute takes `contention` longer meanwhile."""
