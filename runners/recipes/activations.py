@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from polygon.cost.memory import LayerMemory, layer_memory
+from polygon.domain.block import shares_heads
 from polygon.domain.model import Batch, Model
 
 LOSS_BYTES = {False: (4, 8), True: (8, 8)}
@@ -57,6 +58,9 @@ def _attention(model: Model, way: Way, e: int) -> float:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Queries, keys and values as attention takes them (repeated for all heads), and its result.
     core = 4 * q * e + 4 * model.heads
+    heads, kv_heads = model.heads / way.tp, max(1.0, model.kv_heads / way.tp)
+    if not shares_heads(heads, kv_heads, way.cp):  # keys and values of all tokens are gathered
+        core += 2 * (way.cp - 1) * q * e
     if way.recompute == "selective":
         return (q + 2 * kv + q) * e
     if not model.learned_positions and model.family != "vit":
