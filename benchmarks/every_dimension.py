@@ -48,6 +48,8 @@ GPT = replace(
     DENSE, name="gpt", family="gpt", kv_heads=8, gated_mlp=False, rms_norm=False, learned_positions=True,
     linear_bias=True, qkv_bias=True,
 )  # fmt: skip
+FEW_HEADS = replace(DENSE, name="few heads", heads=2, kv_heads=2, head_dim=32)
+"""Fewer than the parts of a sequence: keys are gathered then."""
 MOE = replace(
     DENSE, name="experts", experts=4, experts_per_token=2, expert_ffn_size=96, shared_experts=1, tied_embeddings=False
 )
@@ -121,6 +123,7 @@ ALONE: dict[str, tuple[Model, Split, str]] = {
     "tensor parallel, GPT": (GPT, Split(tps=(4,)), "fp32"),
     "sequence parallel": (DENSE, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp32"),
     "context parallel": (DENSE, Split(cp=4), "fp32"),
+    "context parallel, gathered": (FEW_HEADS, Split(cp=4), "fp32"),
     "expert parallel": (MOE, Split(widths=(4,), fields=({"ep": 4},)), "fp32"),
     "pipeline, 1F1B": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4), "fp32"),
     "pipeline, GPipe": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4, gpipe=True), "fp32"),
@@ -226,7 +229,7 @@ def measured(model: Model, split: Split, precision: str, options: Options, alone
     check_runnable(problem, plan)
     found = run_ranks(losses_of, plan.world_size, problem, plan, options)
     peaks = run_ranks(peak_of, plan.world_size, problem, plan, replace(options, steps=FOLLOWED_STEPS))
-    predicted = predicted_peaks(problem, plan)
+    predicted = predicted_peaks(problem, plan, FOLLOWED_STEPS)
     off = [predicted[rank].total_bytes / peak - 1 for rank, peak in enumerate(peaks)]
     worst = int(np.argmax(np.abs(off)))
     return {

@@ -1,6 +1,6 @@
 """The same machines described as one region and as three: what the search makes of each, and what one plan costs.
 
-    python -m benchmarks.region_descriptions [--count 8] [--first 0] [--parity safe]
+    python -m benchmarks.region_descriptions [--count 8] [--first 0] [--parity safe] [--effort thorough]
 
 Draws machines: three groups of equal nodes, every two nodes joined by the same link. Once they are one region with that
 link between its nodes, once three regions with that link inside and between. Prints the steps that `search` finds, and
@@ -24,7 +24,8 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Worker
 from polygon.formats import catalogue
-from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.efforts import EFFORTS
+from polygon.planning.search_engine import find_in_rounds, find_plan
 
 LINKS = (
     "ethernet-10g",
@@ -33,7 +34,6 @@ LINKS = (
     Link(latency_s=2e-2, bytes_per_s=1.25e8),
 )
 LIMIT = 0.03
-EFFORT = Effort(fluid_evaluations=2_000, exact_evaluations=40, patience=800)
 
 
 def drawn(seed: int, parity: str) -> tuple[Problem, Problem, str]:
@@ -71,6 +71,15 @@ def drawn(seed: int, parity: str) -> tuple[Problem, Problem, str]:
     return problem(1), problem(3), words
 
 
+def searched(problem: Problem, effort: str) -> Plan | None:
+    """The plan that the search finds, as the command searches."""
+    return find_in_rounds(
+        lambda place, own, tell: find_plan(problem, np.random.default_rng([0, place]), effort=own),
+        EFFORTS[effort],
+        None,
+    ).plan
+
+
 def in_regions(plan: Plan, one: Problem, three: Problem) -> Plan:
     """The plan for one region said of three: the same devices, what is packed inside packed between as well."""
     pools = three.cluster.pools
@@ -96,11 +105,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=8, help="problems")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--parity", default="safe", help="level of parity")
+    parser.add_argument("--effort", choices=EFFORTS, default="thorough", help="of each search")
     args = parser.parse_args()
     apart = []
     for seed in range(args.first, args.first + args.count):
         one, three, words = drawn(seed, args.parity)
-        plans = [find_plan(p, np.random.default_rng(0), effort=EFFORT).plan for p in (one, three)]
+        plans = [searched(problem, args.effort) for problem in (one, three)]
         if plans[0] is None or plans[1] is None:
             print(f"{seed} {words}: no plan in {'one' if plans[0] is None else 'three'}")
             continue

@@ -211,7 +211,9 @@ efficiency of the architecture at that time."""
 
 
 def silicon(device: Device, precision: str) -> Silicon:
-    """The device in one precision, ready for the operator costs."""
+    """The device in one precision, ready for the operator costs; without 8-bit products it makes 16-bit ones."""
+    if precision == "fp8" and "fp8" not in device.flops:
+        precision = "bf16"
     known = _seen.get((id(device), precision))
     architecture = EFFICIENCY[architecture_of(device)]
     if known is not None and known[1] is architecture:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.domain.block import Block
+from polygon.domain.block import Block, shares_heads
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.optimizer import OPTIMIZERS
@@ -88,6 +88,8 @@ class _Way(NamedTuple):
     ep: int
     keep_operators: bool
     keep_gathered: bool
+    gather_keys: bool
+    """Whether a device's heads that cannot be shared out have the keys and values of all tokens."""
     logit_bytes: int
 
     @property
@@ -191,6 +193,12 @@ def _block_held(block: Block, way: _Way) -> _Held:
     outside = (inputs * e + (2 if way.dropout else 0)) * h / shard
     per_width = 3 if block.gated_mlp else 2
     inside = e * (block.mixing_size + per_width * block.width) / tp + e * block.latent_size
+    if (
+        way.gather_keys
+        and block.linear is None
+        and not shares_heads(block.heads / tp, max(block.kv_heads / tp, 1.0), way.cp)
+    ):
+        inside += e * (way.cp - 1) * max(block.kv_heads / tp, 1.0) * (block.head_dim + block.value_dim)
     whole = tokens * (outside + inside)
     if not way.fused:
         whole *= UNFUSED_FACTOR
@@ -252,6 +260,7 @@ def layer_memory(
         ep=ep,
         keep_operators=runtime.selective == "operators",
         keep_gathered=runtime.keeps_gathered,
+        gather_keys=runtime.context == "heads",
         logit_bytes=LOGIT_BYTES[runtime.loss],
     )
     return _layer_memory(model, way)

@@ -31,6 +31,11 @@ def require_size(value: object, name: str, *, at_most: int = MOST_SIZE, or_zero:
     require(value <= at_most, name, found, Message("expected.at_most", most=at_most))  # type: ignore[operator]
 
 
+def shares_heads(heads: float, kv_heads: float, parts: int) -> bool:
+    """Whether so many devices can share out heads, and keys and values alike: each then has some of all tokens."""
+    return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention: keys and values of all heads come out of one short vector per token.

@@ -55,7 +55,8 @@ class Device:
         return self.architecture in CPU_ARCHITECTURES
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak [FLOP/s]; bf16 on a device without it is taken as fp16 (what the runtime uses there)."""
+        """Dense peak [FLOP/s]; what a device does not have, fp8 or bf16, is taken as what the runtime
+        uses there, bf16 or fp16."""
         for candidate in {"bf16": ("bf16", "fp16"), "fp8": ("fp8", "bf16", "fp16")}.get(precision, (precision,)):
             if candidate in self.flops:
                 return self.flops[candidate]

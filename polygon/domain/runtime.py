@@ -13,6 +13,7 @@ DP_OVERLAP = ("none", "backward", "full")
 LOSSES = ("torch", "vocab-parallel", "fused")
 SELECTIVE = ("attention", "operators")
 EXPERT_DISPATCH = ("experts", "nodes")
+CONTEXT = ("ring", "heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class Runtime:
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
+    context: str = "ring"
+    """How devices that hold parts of a sequence attend to the others': keys and values pass round a `ring`, beside
+    attention; or for attention each gets some `heads` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), and where
+    these cannot be shared out all keys and values (arXiv:2407.21783, section 3.3.2)."""
     tp_overlap: str = "none"
     """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
     dp_overlap: str = "backward"
@@ -106,6 +111,7 @@ class Runtime:
             ("loss", LOSSES),
             ("selective", SELECTIVE),
             ("expert_dispatch", EXPERT_DISPATCH),
+            ("context", CONTEXT),
             ("tp_overlap", TP_OVERLAP),
             ("dp_overlap", DP_OVERLAP),
         ):
@@ -125,6 +131,7 @@ POLYGON = Runtime(
     fused=False,
     loss="torch",
     fused_accumulation=False,
+    context="heads",
     dp_overlap="backward",
     by_layer=True,
     contention=0.0,
@@ -135,6 +142,7 @@ POLYGON = Runtime(
         "fused": "eager torch, runners/engine/layers.py",
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
+        "context": "runners/engine/context.py",
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",

@@ -16,11 +16,13 @@ from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from polygon.domain.block import shares_heads
 from polygon.domain.errors import require
 from polygon.domain.model import Model
-from runners.engine.context import part_of, to_heads, to_tokens
+from runners.engine.context import gathered, part_of, to_heads, to_tokens
 from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.pretrained import Pretrained
@@ -114,6 +116,22 @@ def rotate(x: torch.Tensor, base: float = 10000.0, positions: torch.Tensor | Non
     return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
 
 
+def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The mask by which the last query sees all keys, and each one before it one less.
+
+    On GPUs as torch's own, which its flash kernel takes and no memory holds.
+    """
+    if q.is_cuda:
+        return causal_lower_right(q.shape[2], k.shape[2])
+    ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    return ones.tril_(k.shape[2] - q.shape[2])
+
+
+def _rows(mask: torch.Tensor, context: ExchangeGroup, keys: int) -> torch.Tensor:
+    """Of a mask (batch, 1, tokens, tokens), what a rank's own tokens see of the first so many."""
+    return mask.chunk(context.size, 2)[context.place][..., :keys]
+
+
 class Attention(nn.Module):
     """Multi-head attention, causal where the model is, with fewer key and value heads where it has them."""
 
@@ -140,26 +158,38 @@ class Attention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    @staticmethod
+    def _places(x: torch.Tensor, context: ExchangeGroup) -> torch.Tensor:
+        """Positions of all tokens of sequences, shape (1, tokens), of which `x` has a part."""
+        return torch.arange(x.shape[2] * context.size, device=x.device)[None]
+
     def _core(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None = None
     ) -> torch.Tensor:
         q, k, v = self._heads(query), self._heads(key), self._heads(value)
-        if self.context is not None:
-            q, k, v = to_heads(q, k, v, self.context)
+        context, positions = self.context, None if documents is None else documents.positions
+        mask = None if documents is None else documents.mask
+        share = context is not None and shares_heads(q.shape[1], k.shape[1], context.size)
+        if context is not None and share:
+            q, k, v = to_heads(q, k, v, context)
+        elif context is not None:
+            positions = part_of(self._places(q, context) if positions is None else positions, context)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            positions = None if documents is None else documents.positions
             q, k = rotate(q, self.rope_theta, positions), rotate(k, self.rope_theta, positions)
+        if context is not None and not share:
+            k, v = gathered(k, v, context, causal=self.causal)
+            if mask is not None:
+                mask = _rows(mask, context, k.shape[2])
+            elif self.causal:
+                mask = _ends_together(q, k)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        if documents is None:
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        else:
-            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask)
-        if self.context is not None:
-            mixed = to_tokens(mixed, self.context)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and self.causal)
+        if context is not None and share:
+            mixed = to_tokens(mixed, context)
         return mixed.transpose(1, 2).flatten(2)
 
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:

@@ -68,19 +68,12 @@ def _check_worker(problem: Problem, stage: Stage, worker: Worker, where: str) ->
 
 
 def _check_context(problem: Problem, worker: Worker, where: str) -> None:
-    """Require sequences and heads that the parts of a worker can share."""
+    """Require sequences that the parts of a worker can share."""
     model, seq_len, cp = problem.model, problem.batch.seq_len, worker.cp
     if model.family == "vit":
         raise InputError(f"{where}: found a cp degree of {cp} with an image model, expected a language model")
     if seq_len % cp:
         raise InputError(f"batch.seq_len: found {seq_len}, expected a multiple of the cp degree {cp}")
-    heads, kv_heads = model.heads // worker.tp, max(1, model.kv_heads // worker.tp)
-    if heads % cp:
-        raise InputError(f"{where}: found a cp degree of {cp}, expected a divisor of the {heads} heads of a device")
-    if kv_heads % cp and cp % kv_heads:
-        raise InputError(
-            f"{where}: found a cp degree of {cp}, expected a divisor or multiple of its {kv_heads} kv heads"
-        )
 
 
 def _check_sequence_parallel(problem: Problem, worker: Worker, where: str) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from polygon.cost.memory import LayerMemory, layer_memory
+from polygon.domain.block import shares_heads
 from polygon.domain.model import Batch, Model
 
-LOSS_BYTES = 4, 8
-"""A logit: what is kept for backward (log-probabilities), and what its start needs beside them."""
+LOSS_BYTES = {False: (4, 8), True: (8, 8)}
+"""A logit, by whether a tensor-parallel group spreads them: what is kept for backward (log-probabilities; spread, what
+the exponential took and gave), and what its start needs beside that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,9 @@ def _attention(model: Model, way: Way, e: int) -> float:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Queries, keys and values as attention takes them (repeated for all heads), and its result.
     core = 4 * q * e + 4 * model.heads
+    heads, kv_heads = model.heads / way.tp, max(1.0, model.kv_heads / way.tp)
+    if not shares_heads(heads, kv_heads, way.cp):  # keys and values of all tokens are gathered
+        core += 2 * (way.cp - 1) * q * e
     if way.recompute == "selective":
         return (q + 2 * kv + q) * e
     if not model.learned_positions and model.family != "vit":
@@ -111,8 +116,11 @@ def own_layer_memory(
             shard = way.tp if way.sequence else 1
             kept[layer] = rows * (_norm(model, way, e) + e * model.hidden_size) / shard
             logits = rows * model.vocab_size / (1 if model.family == "vit" else way.tp)
-            kept[layer] += logits * LOSS_BYTES[0]
-            passing[layer] = logits * LOSS_BYTES[1]
+            kept_bytes, more_bytes = LOSS_BYTES[way.tp > 1 and model.family != "vit"]
+            kept[layer] += logits * kept_bytes
+            # After the loss its weight's gradient, before it is added, takes the place of one of the two.
+            weight = e * model.head_weight_parameters() / way.tp if way.trained is None else 0.0
+            passing[layer] = logits * more_bytes + max(0.0, weight - logits * (more_bytes - 4))
         else:
             block, backward = _block(model, way, experts=kind == "moe", e=e)
             kept[layer], passing[layer] = tokens * block, tokens * backward

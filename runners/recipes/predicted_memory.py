@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,54 +13,78 @@ import numpy as np
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, breakdown, stage_rows
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
+from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem, Worker
 from polygon.domain.schedule import Action, worker_order
 from runners.engine.options import Options
-from runners.engine.rank_layout import AHEAD_BYTES, FEWEST_AHEAD
+from runners.engine.rank_layout import AHEAD_BYTES, FEWEST_AHEAD, Layout
 from runners.recipes.activations import Way, own_layer_memory
 
 MEASURED = "tensor-bytes-{}.json"
 
 
-def predicted_peaks(problem: Problem, plan: Plan) -> dict[int, MemoryBreakdown]:
-    """Peak bytes of tensors on every rank, by `polygon.cost.memory`, without the context that only GPUs have."""
-    place = CostTables(problem).placement(plan)
+def predicted_peaks(problem: Problem, plan: Plan, steps: int | None = None) -> dict[int, MemoryBreakdown]:
+    """Peak bytes of tensors on every rank, by `polygon.cost.memory`, without the context that only GPUs have.
+
+    Parameters
+    ----------
+    steps : int, optional
+        Of a run that is shorter than what receives are posted ahead; the peak is that of its second step, the first
+        one with optimizer state.
+    """
+    place, layout = CostTables(problem).placement(plan), Layout(problem, plan)
     found: dict[int, MemoryBreakdown] = {}
     for g, group in enumerate(plan.stages[: plan.groups]):
         for w, worker in enumerate(group.workers):
             stages = range(g, len(plan.stages), plan.groups)
-            parts = [_stage_memory(problem, plan, s, worker, int(place.shards[s][w])) for s in stages]
-            activations, transient = _most(worker_order(plan, g, w), parts)
+            parts = [_stage_memory(layout, s, worker, int(place.shards[s][w])) for s in stages]
             sums = {name: sum(getattr(part, name) for part in parts) for name in ("weights", "gradients", "optimizer")}
-            peak = MemoryBreakdown(
-                **sums,
-                activations=activations,
-                transient=transient,
-                context=0.0,
-            )
-            first = worker.devices[:: worker.tp]
-            messages = _posted_bytes(problem, plan, g, worker)
+            actions = worker_order(plan, g, w)
+            arrives = [_arrives(plan, stages[action.chunk], action) for action in actions]
+            n_bytes = _message_bytes(problem, plan, worker)
+            later = math.inf if steps is None else steps - 2
             for device in worker.devices:
-                more = messages if device in first else 0.0
-                found[plan.device_ranks[device]] = replace(peak, transient=peak.transient + more)
+                talks = device in worker.devices[:: worker.tp]
+                most = min(Options().lookahead, max(FEWEST_AHEAD, AHEAD_BYTES // n_bytes)) if talks else 1
+                activations, transient = _most(actions, parts, _posted_bytes(arrives, later, most, n_bytes))
+                found[plan.device_ranks[device]] = MemoryBreakdown(
+                    **sums, activations=activations, transient=transient, context=0.0
+                )
     return found
 
 
-def _most(actions: Sequence[Action], parts: Sequence[MemoryBreakdown]) -> tuple[float, float]:
+def _arrives(plan: Plan, stage: int, action: Action) -> bool:
+    """Whether an action waits for a message."""
+    return stage > 0 if action.kind == "F" else stage + 1 < len(plan.stages)
+
+
+def _posted_bytes(arrives: Sequence[bool], later: float, most: float, n_bytes: float) -> list[float]:
+    """Bytes of messages while each action is computed: its own, and those that are posted ahead, `most` in all.
+
+    `later`: steps that follow.
+    """
+    left = np.cumsum(arrives[::-1])[::-1] + (later * sum(arrives) if any(arrives) else 0)
+    return [n_bytes * min(most, count) for count in left.tolist()]
+
+
+def _most(
+    actions: Sequence[Action], parts: Sequence[MemoryBreakdown], messages: Sequence[float]
+) -> tuple[float, float]:
     """Activations, and what is needed beside them, when both are most: in some backward."""
     held, found = 0.0, (0.0, 0.0)
-    for action in actions:
+    for action, posted in zip(actions, messages, strict=True):
         part = parts[action.chunk]
         if action.kind == "F":
             held += part.activations
         else:
-            found = max(found, (held, part.transient), key=sum)
+            found = max(found, (held, part.transient + posted), key=sum)
             held -= part.activations
     return found
 
 
-def _stage_memory(problem: Problem, plan: Plan, s: int, worker: Worker, shards: int) -> MemoryBreakdown:
+def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> MemoryBreakdown:
     """Of one stage of a worker, with the activations of one micro-batch."""
+    problem, plan = layout.problem, layout.plan
     stage, batch = plan.stages[s], problem.batch
     way = Way(
         micro_batch=plan.micro_batch_size,
@@ -71,42 +96,78 @@ def _stage_memory(problem: Problem, plan: Plan, s: int, worker: Worker, shards: 
         fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
     )
     layers = own_layer_memory(problem.model, batch, way, stage.first_layer, stage.last_layer)
-    if stage.zero == 3 and shards > 1:
-        layers = replace(layers, transient_bytes=layers.transient_bytes + _fetched(problem, layers, shards))
+    tied, tied_zero, tied_shards = _tied(layout, s, worker)
+    if stage.zero >= 2 and shards > 1:
+        passing = _passing(problem, layers, stage.zero, worker.tp, shards, whole=0.0 if tied_zero >= 2 else tied)
+        layers = replace(layers, transient_bytes=layers.transient_bytes + passing)
     held, _, *rest = stage_rows(layers, stage.first_layer, stage.last_layer)
-    peak = breakdown(*(held, 0.0, *rest), in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0)
+
+    def states(*rows: float, zero: int, shards: int) -> MemoryBreakdown:
+        return breakdown(*rows, in_flight=1.0, zero=zero, shards=shards, batch=batch, context_bytes=0.0)
+
+    peak = states(held, 0.0, *rest, zero=stage.zero, shards=shards)
+    alone = (tied, 0.0, 0.0, 0.0, tied, tied)
+    less = states(*alone, zero=stage.zero, shards=shards)
+    more = states(*alone, zero=tied_zero, shards=tied_shards)
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
-    return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))
+    return replace(
+        peak,
+        weights=peak.weights - less.weights + more.weights,
+        gradients=peak.gradients - less.gradients + more.gradients,
+        optimizer=peak.optimizer - less.optimizer + more.optimizer,
+        activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0),
+    )
 
 
-def _fetched(problem: Problem, layers: LayerMemory, shards: int) -> np.ndarray:
-    """Bytes that ZeRO-3 has of each layer, and of those before and after it, while its backward is computed.
+def _tied(layout: Layout, s: int, worker: Worker) -> tuple[float, int, int]:
+    """Parameters of a tied weight whose copies two stages hold, on one of their devices; its ZeRO stage, and between
+    how many ZeRO divides it: it can do no more than both stages do."""
+    last = len(layout.plan.stages) - 1
+    if not layout.tied_apart or s not in (0, last):
+        return 0.0, 0, 1
+    both, rank = [0, last], layout.plan.device_ranks[worker.devices[0]]
+    zero = layout.zero_of(both)
+    owners = layout.shard_group(rank, layout.group_of(rank, "tied", both)) if zero else (rank,)
+    return layout.problem.model.head_weight_parameters() / worker.tp, zero, len(owners)
 
-    Its weights, its gradient, and that of a weight before it is added; the weights of the layer before that arrive; the
-    gradient of the layer after that leaves.
+
+def _passing(problem: Problem, layers: LayerMemory, zero: int, tp: int, shards: int, *, whole: float) -> np.ndarray:
+    """Bytes that ZeRO-2 and 3 have of each layer, and of those before and after it, while its backward is computed.
+
+    Its whole gradient, and that of the layer after, which leaves; under ZeRO-3 its weights too, those of the layer
+    before, which arrive, and the gradient of one weight before it is added (the head's: see `own_layer_memory`).
+    `whole`: parameters of the first and the last layer that are not divided.
     """
     model, batch = problem.model, problem.batch
     parameters = layers.parameters.copy()
     if model.tied_embeddings and model.family != "vit":
         parameters[-1] += layers.tied_parameters
+    parameters[[0, -1]] -= whole
     before, after = np.roll(parameters, 1), np.roll(parameters, -1)
     before[0] = after[-1] = 0.0
+    if zero == 2:
+        return batch.gradient_bytes * (parameters + after)
     width = max(batch.element_bytes, 2)
-    return 3 * width * parameters + width * (1 - 1 / shards) * before + batch.gradient_bytes * after
+    largest = np.array([_largest_weight(model, layer) / tp for layer in range(model.layers)])
+    return width * (2 * parameters + largest + (1 - 1 / shards) * before) + batch.gradient_bytes * after
+
+
+def _largest_weight(model: Model, layer: int) -> float:
+    """Numbers in the largest matrix of a layer, but for the head."""
+    kind = model.layer_kind(layer)
+    if kind == "embedding":
+        return float(model.layer_parameters(layer))
+    if kind == "head":
+        return 0.0
+    width = model.expert_ffn_size if kind == "moe" else model.ffn_size
+    return float(model.hidden_size * max(model.heads * model.head_dim, width))
 
 
 def _message_bytes(problem: Problem, plan: Plan, worker: Worker) -> float:
     """Of a worker's part of a micro-batch's activations between two stages."""
     values = boundary_values(problem.model, problem.batch, plan.micro_batch_size)
     return values / worker.cp * max(problem.batch.element_bytes, 2)
-
-
-def _posted_bytes(problem: Problem, plan: Plan, group: int, worker: Worker) -> float:
-    """Of the messages that a worker's first ranks expect: receives are posted ahead."""
-    ways = 2 * plan.chunks - (group == 0) - (group == plan.groups - 1)
-    n_bytes = _message_bytes(problem, plan, worker)
-    return n_bytes * min(Options().lookahead, max(FEWEST_AHEAD, AHEAD_BYTES // n_bytes)) if ways else 0.0
 
 
 def write_measured(out: Path, rank: int, peak_bytes: int) -> None:

@@ -182,6 +182,35 @@ def test_tokens_go_in_8_bits_where_products_are():
     assert narrow == wide
 
 
+def test_a_device_without_8_bit_products_makes_16_bit_ones():
+    """fp8 is for those that have it; beside them an older device computes as in bf16."""
+    model, link = catalogue.model("llama3-8b"), EIGHT_NODES.intra_node
+
+    def seconds(device: str, precision: str) -> float:
+        batch = Batch(global_batch=8, seq_len=4096, precision=precision)
+        return layer_times(model, batch, catalogue.device(device), link).forward_s[1]
+
+    assert seconds("a100-80gb", "fp8") == seconds("a100-80gb", "bf16")
+    assert seconds("h100-sxm", "fp8") < 0.9 * seconds("h100-sxm", "bf16")
+
+
+def test_parts_of_a_sequence_are_exchanged_by_heads_or_gathered():
+    """By heads a device sends 7/8 of queries, keys, values and result, both ways, whatever attention takes; where 12
+    heads cannot be shared out by 8, the keys and values of all, and the last part attends nearly twice as long."""
+    device, cp, runtime = catalogue.device("h100-sxm"), 8, Runtime(context="heads")
+    link = Link(latency_s=0.0, bytes_per_s=100e9)
+    batch = Batch(global_batch=8, seq_len=65536)
+
+    def sent_s(heads: int, kv_heads: int) -> float:
+        model = replace(catalogue.model("llama3-8b"), heads=heads, kv_heads=kv_heads, hidden_size=heads * 128)
+        return layer_times(model, batch, device, link, cp=cp, cp_link=link, runtime=runtime).communication_s[1]
+
+    own = 65536 / cp * 128 * 2 / (100e9 * FABRIC_EFFICIENCY)
+    assert sent_s(32, 8) == pytest.approx(2 * (7 / 8 * (32 + 8) * 2 * own + 14 * RING_STEP_S), rel=1e-6)
+    gathered_s = 2 * (7 * 4 * 2 * own + 7 * RING_STEP_S)
+    assert sent_s(12, 4) > 2 * gathered_s  # with what the last part attends longer
+
+
 @pytest.mark.parametrize("rate", [400e9, 4e9])
 def test_what_hides_behind_compute_slows_it(rate):
     """Beside another micro-batch only the longer of the two counts, and compute takes `contention` longer meanwhile."""

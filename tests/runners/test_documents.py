@@ -122,6 +122,7 @@ PLANS = {
     "tensor parallel by tokens, pipeline": (GPT, {"tp": 2, "pp": 2, "sequence_parallel": True}),
     "context parallel": (GPT, {"cp": 2, "dp": 2}),
     "context parallel, rotary, ZeRO-3": (LLAMA, {"cp": 2, "zero": 3}),
+    "context parallel, gathered keys": (LLAMA, {"cp": 8}),
     "experts": (MOE, {"dp": 2, "ep": 2}),
 }
 

@@ -1,0 +1,42 @@
+"""Bytes that ranks are predicted to hold are those that they hold, also where stages share out their states unlike."""
+
+from dataclasses import replace
+
+import pytest
+
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from runners.recipes.predicted_memory import predicted_peaks
+from tests.real_ranks import run_ranks
+from tests.runners.test_every_dimension import losses_and_bytes
+from tests.small_problems import small_cluster, small_model, small_plan
+
+
+def two_stages(zeros, routes):
+    """Two workers, then one, of a small model whose last stage has a copy of the embedding."""
+    batch = Batch(global_batch=2 * len(routes), seq_len=16, precision="fp32")
+    problem = Problem(cluster=small_cluster(3), model=small_model(), batch=batch)
+    plan = small_plan(problem.cluster, [(0, 3), (3, 6)], [[0, 1], [2]], routes)
+    stages = tuple(replace(stage, zero=zero) for stage, zero in zip(plan.stages, zeros, strict=True))
+    return problem, replace(plan, stages=stages, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("zeros", [(2, 0), (3, 1), (2, 2)])
+def test_a_weight_of_two_stages_is_divided_as_both_divide(zeros):
+    """Its sum is theirs together, so that ZeRO does no more to it than the lesser of the two says."""
+    problem, plan = two_stages(zeros, [[m % 2, 0] for m in range(8)])
+    found = run_ranks(losses_and_bytes, 3, problem, plan)
+    predicted = predicted_peaks(problem, plan)
+    for rank, (_, held) in enumerate(found):
+        for what in ("weights", "gradients", "optimizer"):
+            assert held[what] == pytest.approx(getattr(predicted[rank], what), rel=1e-3, abs=1000)
+
+
+def test_who_computes_nothing_expects_nothing():
+    """Receives are posted for a worker's own micro-batches, of the steps that are left."""
+    problem, plan = two_stages((0, 0), [[0, 0]] * 4)
+    peaks = predicted_peaks(problem, plan)
+    assert peaks[1].activations == peaks[1].transient == 0 < peaks[0].transient
+    message = 4 * 2 * 16 * problem.model.hidden_size
+    least, more = (predicted_peaks(problem, plan, steps)[0].transient for steps in (2, 3))
+    assert 0 <= more - least <= 4 * message and more <= peaks[0].transient
