@@ -240,8 +240,8 @@ def _reduction(
         return plain
     if changes.algorithm != "hierarchical":
         total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
-        none = {"node_s": 0.0, "region_s": 0.0, "latency_s": 0.0, "outer_s": 0.0}
-        return replace(plain, **none, across_s=total_s, ways=None)  # nobody leads: each waits for all in every round
+        # Nobody leads: each waits for all in every round.
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0, ways=None)
     assert changes.chunk_mb is not None
     place = times.place
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
@@ -258,7 +258,13 @@ def _reduction(
     ways = plain.ways
     if ways is not None:  # the bytes, and so what keeps links busy, are the same
         ways = ways._replace(whole_s=ways.whole_s * longer, last_s=ways.last_s * longer)
-    return replace(plain, **{name: getattr(plain, name) * longer for name in names}, ways=ways)
+    return replace(
+        plain,
+        node_s=plain.node_s * longer,
+        region_s=plain.region_s * longer,
+        across_s=plain.across_s * longer,
+        ways=ways,
+    )
 
 
 def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:
