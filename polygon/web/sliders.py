@@ -98,6 +98,7 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     """Apply changes to a plan and predict its step.
 
     The lower bound of a changed plan is that of compute and path alone: it holds for any links, packings and steps.
+    Less overlap only makes a plan slower, so that the problem's own bound holds.
 
     Raises
     ------
@@ -105,7 +106,8 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
         For a link between regions that do not exist, and for an unknown device.
     """
     changed, other, tables, times = timed(problem, plan, changes, tables)
-    bound = lower_bound(tables) if changes == NO_CHANGE else link_free_bound(tables)
+    own = changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
+    bound = lower_bound(tables) if own else link_free_bound(tables)
     return PricedChange(
         problem=changed, plan=other, tables=tables, times=times,
         estimate=estimate(changed, other, tables, times), bound=bound,

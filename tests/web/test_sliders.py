@@ -125,6 +125,7 @@ def test_without_overlap_the_whole_reduction_follows_the_backward(case):
     """Overlap 1 is the plan; with 0 every stage reduces for all of its time after its last backward; never faster."""
     before, after = changed(case), changed(case, overlap=0.0)
     assert after.reductions_s == before.reductions_s
+    assert after.bound == before.bound
     assert after.estimate.step_s > before.estimate.step_s
     assert changed(case, overlap=0.5).estimate.step_s <= after.estimate.step_s
     for s, whole_s in enumerate(after.reductions_s):
