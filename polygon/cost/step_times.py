@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,6 +48,8 @@ class StepTimes:
     shared_cards_s: np.ndarray
     shared_pairs_s: np.ndarray
     """Seconds that each stage's reduction keeps links busy which others use too (`shared_links.busy_on_shared`)."""
+    window: float = 1.0
+    """Part used of the last backward beside which the runtime sums; less only where somebody asks what that brings."""
 
     @cached_property
     def reduction_spans_s(self) -> np.ndarray:
@@ -54,7 +57,7 @@ class StepTimes:
         whole_s, latency_s = self.sums[:2]
         return reduction_spans_s(
             self.ends_s,
-            self.schedule.backward_s,
+            self.window * self.schedule.backward_s,
             self.place.offset,
             self.chunks,
             whole_s,
@@ -104,7 +107,7 @@ class StepTimes:
             seen_s = gathered_s(float(self.sums[2, 0]), float(self.schedule.forward_s.max()), self.overlaps)
             return led_s(
                 self.ends_s,
-                self.schedule.backward_s,
+                self.window * self.schedule.backward_s,
                 self.place.region,
                 *self.ways,
                 float(self.layers[0]),
@@ -130,6 +133,11 @@ class StepTimes:
     def step_s(self) -> float:
         """Makespan of the whole step [s]; inf where a needed link is missing."""
         return float(self.done_s.max())
+
+
+def sums_of(reductions: Sequence[ReductionCost]) -> np.ndarray:
+    """`StepTimes.sums` of the reductions of all stages, shape (4, stages) [s]."""
+    return np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy()
 
 
 def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -323,7 +331,7 @@ def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[st
         "messages": traffic.messages,
         "place": place,
         "reductions": tuple(reductions),
-        "sums": np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy(),
+        "sums": sums_of(reductions),
         "tied_s": traffic.tied_s,
         "norm_s": 0.0 if silent else traffic.farthest_s,
         "update_s": updates,

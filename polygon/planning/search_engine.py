@@ -296,9 +296,12 @@ def find_plan(
     draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
     if draft is None:
         return none(_why_not(decoder, candidates.elite[:8]))
-    if not interrupted:
-        draft = _polish(decoder, exact, draft, begun.uniform, effort, clock)
     interrupted = interrupted or result.stopped_by == "interrupt"
+    if not interrupted:
+        try:
+            draft = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
+        except KeyboardInterrupt:
+            interrupted = True
     value, plan, chosen = draft
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
@@ -400,10 +403,16 @@ def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Dra
 
 
 def _polish(
-    decoder: Decoder, exact: ExactCandidates, draft: _Draft, uniform: Sequence[_Draft], effort: Effort, clock: _Clock
+    decoder: Decoder,
+    exact: ExactCandidates,
+    draft: _Draft,
+    uniform: Sequence[_Draft],
+    effort: Effort,
+    clock: _Clock,
+    tell: Tell | None,
 ) -> _Draft:
     """Small changes of the best plan and of those that are nearly as good: they can turn the order of allocations, and
-    of the two cuts of an allocation's layers."""
+    of the two cuts of an allocation's layers. `tell` may interrupt it."""
     value, plan, chosen = draft
     several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
     drafts: list[tuple[Plan | Infeasible, Allocation]] = [(plan, chosen)]
@@ -413,10 +422,13 @@ def _polish(
     cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
     drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND)]
 
+    def expired() -> bool:
+        if tell:
+            tell(Message("phase.exact"), 1.0, value)
+        return clock.left_s() <= 0
+
     def better(plan: Plan, evaluations: int) -> tuple[float, Plan]:
-        changed = polished(
-            plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=lambda: clock.left_s() <= 0
-        )
+        changed = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
         return decoder.plan_value(changed), changed
 
     # Both cuts are often the same.

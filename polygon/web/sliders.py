@@ -6,17 +6,16 @@ Every change goes through the same cost functions as the search. Three of them r
   the worst hop (latency a, rate b): ring 2 (p-1) (a + n / (p b)); double tree; sharded server 2 (a + (p-1) n / (p b));
   central server 2 (a + (p-1) n / b).
 - *chunk_mb* sends the reduction in k = ceil(n / chunk) pieces that follow each other through the levels:
-  T = sum_l (a_l + b_l / k) + (k - 1) max_l (a_l + b_l / k), where level l needs a_l for nothing and a_l + b_l for all.
-- *overlap* o: a stage of n layers, whose last backward takes B and ends at e, reduces for T seconds from
-  e - o B (n - 1) / n on, and ends no sooner than e + T / n. The plan itself has o = 1, no overlap is o = 0.
+  T = sum_l (a_l + b_l / k) + (k - 1) max_l (a_l + b_l / k), where level l needs a_l for nothing and a_l + b_l for all;
+  where regions lead by turns (`polygon.cost.finish.led_s`), what goes from one to another takes as much longer.
+- *overlap* o: of the last backward only the part o of what the runtime sums beside (`polygon.cost.overlap.summed_s`)
+  is used. The plan itself has o = 1, no overlap is o = 0.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.reduction import ReductionCost, group_packing, stage_reduction
-from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times
+from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
@@ -95,34 +94,11 @@ class PricedChange:
     """Whole reduction of every stage, hidden part included."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LaterReduction(StepTimes):
-    """Times of a step whose reductions begin later than the last backward would let them; regions begin together."""
-
-    overlap: float
-    """1: as soon as a layer's gradient is whole; 0: when all are."""
-
-    @property
-    def ways(self) -> None:
-        """None: nobody leads."""
-
-    @cached_property
-    def reduction_spans_s(self) -> np.ndarray:
-        """When every stage begins [0] and ends [1] to reduce (the module's docstring has the formula): (2, stages)."""
-        spans = np.empty((2, len(self.reductions)))
-        for stage, (cost, n) in enumerate(zip(self.reductions, self.layers, strict=True)):
-            mine = np.flatnonzero(self.place.stage == stage)
-            last = mine[self.ends_s[mine].argmax()]
-            end_s, whole_s = float(self.ends_s[last]), cost.total_s
-            begin_s = end_s - self.overlap * float(self.schedule.backward_s[last]) * (n - 1) / n
-            spans[:, stage] = begin_s, max(end_s + whole_s / n, begin_s + whole_s)
-        return spans
-
-
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:
     """Apply changes to a plan and predict its step.
 
     The lower bound of a changed plan is that of compute and path alone: it holds for any links, packings and steps.
+    Less overlap only makes a plan slower, so that the problem's own bound holds.
 
     Raises
     ------
@@ -130,7 +106,8 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
         For a link between regions that do not exist, and for an unknown device.
     """
     changed, other, tables, times = timed(problem, plan, changes, tables)
-    bound = lower_bound(tables) if changes == NO_CHANGE else link_free_bound(tables)
+    own = changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
+    bound = lower_bound(tables) if own else link_free_bound(tables)
     return PricedChange(
         problem=changed, plan=other, tables=tables, times=times,
         estimate=estimate(changed, other, tables, times), bound=bound,
@@ -151,9 +128,10 @@ def timed(
     plan = _changed_plan(changed, plan, changes, tables)
     times = step_times(plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)
-    if whole != times.reductions or changes.overlap < 1:
-        fields = {field.name: getattr(times, field.name) for field in dataclasses.fields(times)}
-        times = LaterReduction(**{**fields, "reductions": whole}, overlap=changes.overlap)
+    if whole is not times.reductions:
+        times = replace(times, reductions=whole, sums=sums_of(whole))
+    if changes.overlap < 1:
+        times = replace(times, window=changes.overlap)
     return changed, plan, tables, times
 
 
@@ -264,7 +242,8 @@ def _reduction(
         return plain
     if changes.algorithm != "hierarchical":
         total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
-        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0)
+        # Nobody leads: each waits for all in every round.
+        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0, ways=None)
     assert changes.chunk_mb is not None
     place = times.place
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
@@ -277,8 +256,17 @@ def _reduction(
     fixed = [getattr(empty, name) for name in names]
     each = [a + max(0.0, getattr(plain, name) - a) / pieces for name, a in zip(names, fixed, strict=True)]
     total_s = sum(each) + (pieces - 1) * max(each)
-    whole = plain.total_s or 1.0
-    return replace(plain, **{name: getattr(plain, name) / whole * total_s for name in names})
+    longer = total_s / (plain.total_s or 1.0)
+    ways = plain.ways
+    if ways is not None:  # the bytes, and so what keeps links busy, are the same
+        ways = ways._replace(whole_s=ways.whole_s * longer, last_s=ways.last_s * longer)
+    return replace(
+        plain,
+        node_s=plain.node_s * longer,
+        region_s=plain.region_s * longer,
+        across_s=plain.across_s * longer,
+        ways=ways,
+    )
 
 
 def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:

@@ -1,6 +1,7 @@
 """Plans that the search makes, and the bound that none may beat."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -122,6 +123,30 @@ def test_an_interrupted_search_keeps_a_plan_that_can_be_run():
     found = find_plan(problem, np.random.default_rng(0), effort=FAST, tell=interrupt)
     assert found.interrupted
     assert violations(problem, found.plan) == []
+
+
+def test_whoever_stops_late_does_not_wait_for_small_changes():
+    """Once the exact race has begun, nothing more is tried after an interrupt, and the plan so far is kept."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
+    parts = []
+
+    def interrupt_at(count):
+        def tell(phase, part, best):
+            if phase.kind == "phase.exact":
+                parts.append(part)
+            if len(parts) == count:
+                raise KeyboardInterrupt
+
+        parts.clear()
+        return find_plan(problem, np.random.default_rng(0), effort=FAST, tell=tell), len(parts)
+
+    _, whole = interrupt_at(math.inf)
+    assert whole > 3
+    for count in (1, whole // 2, whole):
+        found, told = interrupt_at(count)
+        assert found.interrupted and told == count
+        assert violations(problem, found.plan) == []
 
 
 def test_forbidden_region_is_left_out():

@@ -1,6 +1,7 @@
 """Every toggle of the page changes the numbers that it should, in the direction that it must."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from polygon.domain.errors import InputError
 from polygon.web.sliders import Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
 from polygon.web.views import advice, front, km_between, sensitivities, view
+from tests.cost.test_step_times import far_problem, replicas
 from tests.exported_plans import DIMENSIONS, of_dimensions, wide
 
 
@@ -123,12 +125,39 @@ def test_without_overlap_the_whole_reduction_follows_the_backward(case):
     """Overlap 1 is the plan; with 0 every stage reduces for all of its time after its last backward; never faster."""
     before, after = changed(case), changed(case, overlap=0.0)
     assert after.reductions_s == before.reductions_s
+    assert after.bound == before.bound
     assert after.estimate.step_s > before.estimate.step_s
     assert changed(case, overlap=0.5).estimate.step_s <= after.estimate.step_s
     for s, whole_s in enumerate(after.reductions_s):
         begin_s, end_s = after.times.reduction_span_s(s)
         assert begin_s == after.times.ends_s[after.times.place.stage == s].max()
         assert end_s - begin_s == pytest.approx(whole_s)
+
+
+def test_where_regions_lead_by_turns_the_sliders_price_it_too():
+    """They begin from the plan's own step, the mean over a cycle of regions, and never say less; a flat algorithm, for
+    which each waits for all, has no such mean."""
+    problem = far_problem(2, 2e9)
+    rate = problem.cluster.bytes_per_s.copy()
+    rate[1, 0] /= 4
+    problem = replace(problem, cluster=replace(problem.cluster, bytes_per_s=rate))
+    case = problem, replicas(problem), CostTables(problem)
+    planned = changed(case)
+    assert planned.times.ways is not None
+    assert changed(case, overlap=1 - 1e-9).estimate.step_s == pytest.approx(planned.estimate.step_s)
+    assert changed(case, chunk_mb=100_000.0).estimate.step_s == pytest.approx(planned.estimate.step_s)
+    steps = [changed(case, overlap=part).estimate.step_s for part in (1.0, 0.5, 0.0)]
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+    assert changed(case, chunk_mb=0.01).estimate.step_s > planned.estimate.step_s
+    assert changed(case, algorithm="ring").times.ways is None
+
+
+def test_a_runtime_that_hides_nothing_has_nothing_to_lose():
+    """The slider of overlap takes away from what the runtime sums beside backward, and never adds any."""
+    problem = far_problem(2)
+    problem = replace(problem, runtime=replace(problem.runtime, dp_overlap="none"))
+    case = problem, replicas(problem), CostTables(problem)
+    assert changed(case, overlap=0.5).estimate.step_s == changed(case).estimate.step_s
 
 
 def test_links_and_prices(case):
