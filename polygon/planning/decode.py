@@ -21,7 +21,7 @@ from polygon.cost.step_times import StepTimes, group_work, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
-from polygon.planning.device_assignment import deal_devices
+from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
     BETTER,
@@ -270,6 +270,8 @@ class Decoder:
         rows = allocation.workers // cp
         rows = rows[rows.any(axis=1)]
         workers: list[list[Worker]] = [[] for _ in rows]
+        tied = self.problem.model.tied_embeddings
+        order = [dealt_as(place, len(rows), tied) for place in range(len(rows))]
         of_pool: dict[int, list[int]] = {}
         for c in np.flatnonzero(rows.any(axis=0)).tolist():
             of_pool.setdefault(self.classes[c][0], []).append(c)
@@ -277,8 +279,8 @@ class Decoder:
             columns = sorted(of_pool[p], key=lambda c: -self.classes[c][1])
             pool = self.problem.cluster.pools[p]
             degrees = [self.classes[c][1] * cp for c in columns]
-            dealt = deal_devices(rows[:, columns], degrees, pool.devices, pool.devices_per_node)
-            for s, devices in enumerate(dealt):
+            dealt = deal_devices(rows[np.ix_(order, columns)], degrees, pool.devices, pool.devices_per_node)
+            for s, devices in zip(order, dealt, strict=True):
                 begins = [(pool.first_device + first, n) for first, n in devices]
                 workers[s] += [Worker(pool=p, devices=tuple(range(a, a + n)), cp=cp) for a, n in begins]
         return [

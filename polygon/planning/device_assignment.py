@@ -1,7 +1,8 @@
 """Which devices of a pool serve which stage: the workers of a stage on as few nodes as can be.
 
 Larger degrees go first, so that no worker straddles two nodes. Of one degree stages come in their order, which puts
-neighbours on one node; or the widest first, if otherwise a group that one node could hold would be on two.
+neighbours on one node; or the widest first, if otherwise a group that one node could hold would be on two. Where first
+and last stage exchange the gradient of tied embeddings the last comes right after the first (`dealt_as`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ def deal_devices(counts: np.ndarray, degrees: Sequence[int], devices: int, per_n
         tp, first = int(room.tp[g]), int(room.first[k])
         result[room.stage[g]] += [(first + i * tp, tp) for i in range(room.workers[k])]
     return result
+
+
+@kernel
+def dealt_as(place: int, stages: int, tied: bool) -> int:
+    """The stage that is dealt in a place, of so many stages."""
+    if not tied or place == 0:
+        return place
+    return stages - 1 if place == 1 else place - 1
 
 
 @kernel

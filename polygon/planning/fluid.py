@@ -35,7 +35,7 @@ from polygon.planning.layer_split import (
     split_layers,
     split_layers_under_way,
 )
-from polygon.planning.node_sharing import Hosts, cards_free_s, find_hosts, hosts_for, pairs_free_s
+from polygon.planning.node_sharing import Hosts, cards_free_s, common_nodes, find_hosts, hosts_for, pairs_free_s
 from polygon.planning.problem_arrays import ZERO, Bank
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
 
@@ -376,7 +376,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
     _find_packing(bank, work, n, options)
     tied = 0.0
     if bank.tied_values > 0 and n > 1:
-        tied = _tied_s(bank, stages, n - 1, work.packs)
+        tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
     for s in range(n):
         m = stages.members[s]
         n_values, update = 0.0, 0.0
@@ -571,21 +571,28 @@ def _with_reductions(
 
 
 @inner
-def _tied_s(bank: Bank, stages: Stages, last: int, packs: np.ndarray) -> float:
-    """Seconds to exchange the gradient of tied embeddings between first and last stage, over their best link."""
-    best = np.inf
+def _tied_s(bank: Bank, stages: Stages, hosts: Hosts, last: int, packs: np.ndarray) -> float:
+    """Seconds to exchange the gradient of tied embeddings between first and last stage, inside a node if they share
+    one, else over their best link."""
+    best, together, least = np.inf, False, bank.tp[stages.classes[0, 0]]
+    for r in range(packs.shape[0]):
+        together = together or common_nodes(hosts, 0, last, r) > 0
     for i in range(stages.members[0]):
         for j in range(stages.members[last]):
-            a, b = stages.classes[0, i], stages.classes[last, j]
-            p = bank.pool[a]
-            if p == bank.pool[b] and bank.nodes[a] == 1:  # both are on it, and send over its fabric
-                n_bytes = bank.tied_values * bank.gradient_bytes / min(bank.tp[a], bank.tp[b])
-                best = min(best, bank.links.node_latency_s[p] + n_bytes / bank.links.node_bytes_per_s[p])
-                continue
-            rate = bank.links.bytes_per_s[bank.pool[a], bank.pool[b]]
+            least = min(least, bank.tp[stages.classes[0, i]], bank.tp[stages.classes[last, j]])
+    for i in range(stages.members[0]):
+        a = stages.classes[0, i]
+        p = bank.pool[a]
+        if together:
+            n_bytes = bank.tied_values * bank.gradient_bytes / least
+            best = min(best, bank.links.node_latency_s[p] + n_bytes / bank.links.node_bytes_per_s[p])
+            continue
+        for j in range(stages.members[last]):
+            b = stages.classes[last, j]
+            rate = bank.links.bytes_per_s[p, bank.pool[b]]
             if rate > 0:
                 apart = bank.region[a] != bank.region[b] or packs[bank.region[a]]
                 ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if apart else 1.0
                 seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
-                best = min(best, bank.links.latency_s[bank.pool[a], bank.pool[b]] + seconds)
+                best = min(best, bank.links.latency_s[p, bank.pool[b]] + seconds)
     return best

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.jit.compilation import inner
-from polygon.planning.device_assignment import Dealing, deal, dealing_for
+from polygon.planning.device_assignment import Dealing, deal, dealing_for, dealt_as
 from polygon.planning.problem_arrays import Bank
 from polygon.planning.stage_lists import Stages
 
@@ -112,7 +112,8 @@ def find_hosts(bank: Bank, stages: Stages, n: int, nodes: np.ndarray, hosts: Hos
         if p == NONE:
             return several
         groups, kind = 0, 0
-        for s in range(n):
+        for place in range(n):
+            s = dealt_as(place, n, bank.tied_values > 0)
             while at[s] < stages.members[s] and bank.pool[stages.classes[s, at[s]]] == p:
                 kind = stages.classes[s, at[s]]
                 j = groups

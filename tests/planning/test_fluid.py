@@ -50,15 +50,19 @@ def test_compiled_and_plain_python_agree():
     assert plain == pytest.approx(compiled, rel=1e-12)
 
 
-def test_tied_embeddings_of_one_node_take_its_fabric_in_the_relaxation_too():
-    """Two stages on one node behind a slow network: the relaxation waits for the network no more than the step does."""
+@pytest.mark.parametrize(("nodes", "stages"), [(1, 2), (2, 4)])
+def test_tied_embeddings_of_one_node_take_its_fabric_in_the_relaxation_too(nodes, stages):
+    """Stages of two on nodes of four behind a slow network: the last is dealt beside the first, and the relaxation
+    waits for the network no more than the step does."""
     slow = Link(latency_s=1e-3, bytes_per_s=1e7)
-    cluster = cluster_of([[("a100-40gb", 1, 4)]], inside=Link(latency_s=5e-6, bytes_per_s=1e11), between=slow)
+    cluster = cluster_of([[("a100-40gb", nodes, 4)]], inside=Link(latency_s=5e-6, bytes_per_s=1e11), between=slow)
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
     decoder = Decoder(problem)
-    workers = np.array([[2 if tp == 1 else 0 for _, tp in decoder.classes]] * 2)
+    workers = np.array([[2 if tp == 1 else 0 for _, tp in decoder.classes]] * stages)
     x = Allocation(workers=workers, micro_batch_size=1)
-    exact_s = decoder.step_times(decoder.decode(x)).step_s
+    plan = decoder.decode(x)
+    assert {d // 4 for s in (0, -1) for worker in plan.stages[s].workers for d in worker.devices} == {0}
+    exact_s = decoder.step_times(plan).step_s
     assert decoder.fluid_s(x)[0] < 1.5 * exact_s < small_gpt().head_weight_parameters() * 4 / 1e7
 
 
