@@ -164,7 +164,7 @@ def agree(store: Store, rank: int, world_size: int, run: str, code: str, data: s
         if rank == 0:
             # Rank 0 keeps the meeting point: it must not leave before all who came have read the verdict.
             for other in range(world_size):
-                if store.check([f"digest/{other}"]):
+                if store.check([f"came/{other}"]):
                     store.get(f"seen/{other}")
     except RuntimeError as error:
         raise RunFailedError(f"rank {rank}: the ranks did not meet: {str(error).splitlines()[0]}") from error

@@ -13,7 +13,7 @@ from polygon.domain.plan import Problem
 from polygon.formats.files import write_plan
 from runners.dist_runner import main as dist_runner
 from runners.engine import rendezvous as meeting
-from runners.engine.rendezvous import RunFailedError, open_store, own_address, unreachable
+from runners.engine.rendezvous import RunFailedError, agree, open_store, own_address, unreachable
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S, eventually
 from tests.real_programs import Program, ran
@@ -102,6 +102,30 @@ def test_a_rank_that_is_there_twice_is_named(world_size, tmp_path):
     else:
         assert codes[0] == 0 and sorted(codes[1:]) == [0, 2], said
         assert line in said[1:] and not any("Traceback" in text for text in said)
+
+
+def test_rank_0_stays_until_all_who_came_have_read_the_verdict():
+    """Also a rank that has come, and not yet said what it runs, when another one of its number makes the verdict."""
+    port = free_port()
+    first, second = (open_store("127.0.0.1", port, rank, PATIENCE_S) for rank in (0, 1))
+    assert second.add("came/1", 1) == 1
+    with pytest.raises(InputError, match="found 1 twice") as again:
+        agree(second, 1, 3, "run", "code", "data", "127.0.0.1")
+    said = []
+
+    def stay():
+        with pytest.raises(InputError) as caught:
+            agree(first, 0, 3, "run", "code", "data", "127.0.0.1")
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert second.get("verdict").decode() == str(again.value)
+    thread.join(0.2)
+    assert thread.is_alive()
+    second.set("seen/1", "1")
+    thread.join()
+    assert said == [str(again.value)]
 
 
 def three_ranks():
