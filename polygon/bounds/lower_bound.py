@@ -12,6 +12,8 @@
 - **Regions.** All wait for the latency of the first stage's sum and for the gradient's norm, and regions that do not
   hold the first stage wait for messages; for every set of regions (`polygon.bounds.region_sets`), joined with the three
   above. Interleaved plans are bounded by themselves.
+- **Traffic.** A region computes no more than its links bring micro-batches for, unless it has gradients to exchange
+  instead (`polygon.bounds.region_traffic`); part of *Regions*.
 
 All of this for every micro-batch size, of which the least counts. docs/objectives.md has the inequalities, and the
 plans that are not counted.
@@ -31,6 +33,7 @@ from scipy.optimize import linprog
 
 from polygon.bounds.region_sets import RegionSets, Ways, region_sets
 from polygon.bounds.region_sums import Hop, LedSets, Links, groups_by_capacity, led_sets, summing_sets
+from polygon.bounds.region_traffic import Borders, Layers, RegionTraffic, borders
 from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
 from polygon.bounds.stage_tiers import (
     Distances,
@@ -45,12 +48,14 @@ from polygon.bounds.stage_tiers import (
     region_tiers,
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
+from polygon.cost.memory import state_bytes
 from polygon.cost.reduction import least_part
 from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, RECOMPUTE, Problem
 from polygon.domain.runtime import Runtime
 
+MESSAGES = ("activations", "activation_gradients")
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
 LONGER = 2
@@ -204,6 +209,8 @@ class _Size:
         ends = [layer_kinds.index(names[layer]) for layer in (0, -1)]
         self.rest_work = float(prices[ends].sum()) * self.micro_batches
         """Of these, of the first and the last layer."""
+        self.layer_work = prices[[layer_kinds.index(name) for name in names]] * self.micro_batches
+        """Of these, of every layer, shape (layers,)."""
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., 1:-1].min(axis=(1, 2, 3), initial=np.inf)
         """Least seconds of forward and of backward of a layer that is neither the first nor the last."""
         self.alike = len(set(names[1:-1])) == 1 and len(layer_kinds) == 3
@@ -360,6 +367,52 @@ class _Traffic:
         worth = np.where(used, devices * device_capacity[self.kinds.of_pool], 0.0)
         return np.bincount(self.tables.links.region, weights=worth, minlength=len(cluster.regions))
 
+    @cached_property
+    def _used_regions(self) -> np.ndarray:
+        return np.unique(self.tables.links.region[self.kinds.of_pool >= 0])
+
+    @cached_property
+    def _borders(self) -> Borders:
+        problem, links, cluster = self.tables.problem, self.tables.links, self.tables.problem.cluster
+        used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
+        some = self._used_regions
+
+        def total(values: list[float]) -> np.ndarray:
+            weights = np.array(values)
+            return np.bincount([pool.region for pool in used], weights=weights, minlength=len(cluster.regions))[some]
+
+        nodes, context = total([pool.nodes for pool in used]), problem.runtime.context_bytes
+        part = np.ix_(some, some)
+        rate = np.where(np.eye(len(some), dtype=bool), 0.0, cluster.bytes_per_s[part] * np.outer(nodes, nodes))
+        capacity = links.capacity_bytes_per_s[part]
+        return borders(
+            np.minimum(rate / links.factor, capacity),
+            # Where sums share a node pair, they take turns at what the cluster says.
+            np.minimum(rate / min(links.factor, 1.0), capacity),
+            links.egress_bytes_per_s[some],
+            total([pool.nodes * links.card_bytes_per_s[pool.index] for pool in used]),
+            total([pool.devices * max(0.0, self.tables.limit_bytes[pool.index] - context) for pool in used]),
+        )
+
+    def between_regions(self, size: _Size) -> RegionTraffic:
+        """What passes the borders of regions where micro-batches have a size."""
+        problem, one = self.tables.problem, np.arange(self.tables.problem.model.layers)
+        gradients = self.gradient_bytes[one, one + 1]
+        values = gradients / problem.batch.gradient_bytes
+        held = self.tables.memory(1, size.micro_batch_size, "none").layers.parameters
+        capacity = self._region_capacity(size.device_capacity)[self._used_regions]
+        down, up = (self._wire_bytes(size.micro_batch_size, self._modes[t]) for t in MESSAGES)
+        return RegionTraffic(
+            borders=self._borders,
+            layers=Layers(
+                work=size.layer_work / size.work,
+                gradient_bytes=np.minimum(gradients, self._gradient_wire_bytes(values)),
+                state_bytes=held * sum(state_bytes(problem.batch)),
+            ),
+            part=capacity / size.work,
+            message_bytes=(down * size.micro_batches, up * size.micro_batches),
+        )
+
     def sets(self, size: _Size) -> RegionSets:
         """Sets of regions for micro-batches of a size."""
         return region_sets(
@@ -382,7 +435,7 @@ class _Traffic:
         linked = cluster.bytes_per_s > 0
         least_s = self.message_s(micro_batch_size)
         over = []
-        for traffic in ("activations", "activation_gradients"):
+        for traffic in MESSAGES:
             wire = self._wire_bytes(micro_batch_size, self._modes[traffic])
             with np.errstate(divide="ignore"):
                 rate = np.minimum(cluster.bytes_per_s / links.factor, links.capacity_bytes_per_s)
@@ -477,7 +530,7 @@ class _Stages:
     """The dynamic program over stages for one micro-batch size."""
 
     def __init__(self, size: _Size, traffic: _Traffic) -> None:
-        self.size = size
+        self.size, self.traffic_s = size, traffic.between_regions(size).least_s
         capacity = size.class_capacity
         ratio = capacity / capacity.min()
         inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed))
@@ -613,13 +666,16 @@ class _Stages:
         rest : float
             Work beside the pipeline's.
         """
+        if self.traffic_s >= known_s:
+            return known_s
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
         least = partial(self.least_s, most_stages=most_stages, further=further)
+
         least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
         if least_s + waits_s < known_s and sets.away.any():
             part, most_s = pipeline._replace(whole=False), known_s - waits_s
             least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
-        return min(known_s, least_s + waits_s)
+        return min(known_s, max(least_s + waits_s, self.traffic_s))
 
     def single_s(self, led: LedSets, known_s: float) -> float:
         """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""

@@ -142,7 +142,8 @@ class SummingSets:
         if (wire_bytes < n_bytes).any():
             parts = sent * (self.count / self.nodes)[:, None]
             apart = [rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin)]
-            best = np.minimum(best, np.maximum(np.maximum(*apart), leaves / hop.card_bytes_per_s))
+            left_s = leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None])
+            best = np.minimum(best, np.maximum(np.maximum(*apart), left_s))
         return best
 
 
@@ -299,6 +300,10 @@ def led_sets(
         pairs = np.ix_(some, some)
         lanes = max(float(sets.lanes[i]), float(sets.nodes[i]) / len(some)) if wire_bytes < n_bytes else sets.lanes[i]
         sent_s = 2 * wire_bytes / len(some) / lanes * links.slowness[pairs]
+        # All that leaves a region passes its egress, whoever it goes to.
+        sent_s = np.maximum(sent_s, 2 * wire_bytes * (1 - 1 / len(some)) * links.egress[some][:, None])
+        if wire_bytes >= n_bytes:
+            sent_s = np.maximum(sent_s, 2 * wire_bytes / len(some) * links.shared[pairs])
         np.fill_diagonal(sent_s, 0.0)
         busy_s[i] = sent_s.max()
         mean_s, far_s = (sent_s + sent_s.T) / 2, (links.latency_s[pairs] + links.latency_s[pairs].T) / 2

@@ -117,9 +117,10 @@ class Executions:
         self.spreads = [ep for ep in divisors(model.experts or 1) if ep <= of.shards]
         self._sequence = (False, True) if of.tp > 1 and tokens % (of.tp * of.cp) == 0 else (False,)
 
-    def least_s(self, recompute: str, *, accumulates: bool) -> tuple[np.ndarray, np.ndarray]:
+    def least_s(self, recompute: str, *, accumulates: bool, spread: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Least seconds of forward and of backward of every layer, shape (layers,) each.
 
+        Experts of a stage are spread over so many devices, by default over as many as is best for each layer.
         Gradients need not be added up in layers where they can be sharded (ZeRO-3), unless a stage `accumulates` them.
         """
         accumulates = accumulates or self._of.shards < 2
@@ -127,7 +128,7 @@ class Executions:
             self._tables.times(
                 self._of.pool, self._of.tp, self._size, recompute, self._of.cp, ep, sequence, accumulates
             ).layers
-            for ep in self.spreads
+            for ep in (self.spreads if spread is None else [spread])
             for sequence in self._sequence
         ]
         return np.min([of.forward_s for of in found], axis=0), np.min([of.backward_s for of in found], axis=0)
@@ -187,13 +188,13 @@ def fitting_s(
                 elif not runtime.zero2_by_micro_batch:
                     need = np.minimum(need, held_values * per_weight + shared * (per_gradient + per_optimizer))
                 room = limit - context_bytes - need - transient
-                forward, backward = ways.least_s("none", accumulates=not sharded)
+                forward, backward = ways.least_s("none", accumulates=not sharded, spread=ep)
                 once = forward + backward
                 # What recomputing gives and costs, at the best rate of any layer.
                 gives, rate = np.zeros(layers), 0.0
                 for recompute in RECOMPUTE[1:]:
                     freed = plain.activation_bytes - memory[recompute].activation_bytes
-                    more_s = sum(ways.least_s(recompute, accumulates=not sharded)) - once
+                    more_s = sum(ways.least_s(recompute, accumulates=not sharded, spread=ep)) - once
                     gives = np.maximum(gives, freed)
                     good = freed > 0
                     if good.any():
