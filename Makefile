@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
-# Modules are compiled when they are first imported: most of what is installed never is.
+# Modules are compiled when they are first imported, and kept: most of what is installed never is. Where the environment
+# forbids to keep them every process compiles torch anew, which takes twice as long as to import it.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # One thread a process: ranks and test workers share the machine's cores.
 export OMP_NUM_THREADS ?= 1
