@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polygon.cost.compute import LayerTimes, model_flops_per_step
-from polygon.cost.memory import MemoryBreakdown, breakdown, gradient_copies, stage_rows
+from polygon.cost.memory import MemoryBreakdown, breakdown, divided_less, gradient_copies, stage_rows
 from polygon.cost.money import step_bill, traffic_bytes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
@@ -105,9 +105,48 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
             for tp, units, shards in kinds
         ]
         result += [of_kind[k] for k in kind]
+    _tied_ends(plan, tables, place, result)
     result *= plan.chunks
     tables.plan_memory[plan] = result
     return result
+
+
+def _tied_ends(plan: Plan, tables: CostTables, place: Placement, memory: list[MemoryBreakdown]) -> None:
+    """Let the embedding and the head's copy of it, where two groups have them, be divided by what both ends do.
+
+    Ranks add up such a weight whole where workers are cut differently, else divide it by the lesser ZeRO stage, among
+    all of both ends (`runners.engine.rank_layout`).
+    """
+    model, batch, runtime = tables.problem.model, tables.problem.batch, tables.problem.runtime
+    first, last = plan.stages[0], plan.stages[-1]
+    if not model.tied_embeddings or model.family == "vit" or plan.groups == 1 or not max(first.zero, last.zero):
+        return
+    if not runtime.by_layer:  # sums a stage's gradients as one, whatever is in them
+        return
+    alike = len({worker.tp for stage in (first, last) for worker in stage.workers}) == 1
+    zero = min(first.zero, last.zero) if alike and plan.reduction == "all-reduce" else 0
+    most = [stage.shards for stage in (first, last) if stage.shards]
+    ends = [(0, first), (plan.groups - 1, last)]
+    # Where both ends are in a place, all their workers there divide it; a place is a region, or one of its nodes.
+    apart = np.isin(place.region, list(plan.packed_inside))
+    places = np.where(apart, -1 - place.node, place.region)
+    held = Counter[int]()
+    for group, _ in ends:
+        for where in places[place.members(group)].tolist():
+            held[where] += int(place.cp[group])
+    for group, stage in ends:
+        mine, copies = place.members(group), gradient_copies(batch, runtime, stage.zero)
+        known: dict[tuple[int, ...], MemoryBreakdown] = {}
+        for i, tp, own in zip(
+            range(mine.start, mine.stop), place.tp[mine].tolist(), place.shards[group].tolist(), strict=True
+        ):
+            less = zero, min([*most, held[int(places[i])]])
+            if less != (stage.zero, own):
+                key = id(memory[i]), *less
+                if key not in known:
+                    tied = model.head_weight_parameters() / tp
+                    known[key] = divided_less(memory[i], tied, batch, (stage.zero, own), less, copies)
+                memory[i] = known[key]
 
 
 def group_memory(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -373,3 +373,34 @@ def breakdown(
         transient=transient_bytes,
         context=context_bytes,
     )
+
+
+def divided_less(
+    peak: MemoryBreakdown,
+    parameters: float,
+    batch: Batch,
+    own: tuple[int, int],
+    less: tuple[int, int],
+    copies: float = 0.0,
+) -> MemoryBreakdown:
+    """Memory of a device on which ZeRO divides some parameters less than the others: a tied weight, by what both its
+    stages do.
+
+    Parameters
+    ----------
+    parameters : float
+        How many, on this device.
+    own, less : pair of int
+        ZeRO stage, and devices over which it divides: of `peak`, and of these parameters.
+    copies : float
+        As `gradient_copies` of `breakdown`.
+    """
+    parts = [
+        breakdown(
+            parameters, 0.0, 0.0, 0.0, parameters, parameters,
+            in_flight=0.0, zero=zero, shards=shards, batch=batch, context_bytes=0.0, gradient_copies=copies,
+        )
+        for zero, shards in (own, less)
+    ]  # fmt: skip
+    states = {name: getattr(parts[1], name) - getattr(parts[0], name) for name in ("weights", "gradients", "optimizer")}
+    return replace(peak, **{name: getattr(peak, name) + more for name, more in states.items()})

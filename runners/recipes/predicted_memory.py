@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polygon.cost.memory import LayerMemory, MemoryBreakdown, breakdown, stage_rows
+from polygon.cost.memory import LayerMemory, MemoryBreakdown, breakdown, divided_less, stage_rows
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.model import Model
@@ -102,22 +102,11 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         layers = replace(layers, transient_bytes=layers.transient_bytes + passing)
     held, _, *rest = stage_rows(layers, stage.first_layer, stage.last_layer)
 
-    def states(*rows: float, zero: int, shards: int) -> MemoryBreakdown:
-        return breakdown(*rows, in_flight=1.0, zero=zero, shards=shards, batch=batch, context_bytes=0.0)
-
-    peak = states(held, 0.0, *rest, zero=stage.zero, shards=shards)
-    alone = (tied, 0.0, 0.0, 0.0, tied, tied)
-    less = states(*alone, zero=stage.zero, shards=shards)
-    more = states(*alone, zero=tied_zero, shards=tied_shards)
+    peak = breakdown(held, 0.0, *rest, in_flight=1.0, zero=stage.zero, shards=shards, batch=batch, context_bytes=0.0)
+    peak = divided_less(peak, tied, batch, (stage.zero, shards), (tied_zero, tied_shards))
     # What is sent to the next stage stays until its gradient comes.
     sent = _message_bytes(problem, plan, worker) / (way.tp if way.sequence else 1)
-    return replace(
-        peak,
-        weights=peak.weights - less.weights + more.weights,
-        gradients=peak.gradients - less.gradients + more.gradients,
-        optimizer=peak.optimizer - less.optimizer + more.optimizer,
-        activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0),
-    )
+    return replace(peak, activations=peak.activations + (sent if s + 1 < len(plan.stages) else 0.0))
 
 
 def _tied(layout: Layout, s: int, worker: Worker) -> tuple[float, int, int]:

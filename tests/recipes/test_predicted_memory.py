@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from polygon.cost.estimate import worker_memory
+from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from runners.recipes.predicted_memory import predicted_peaks
@@ -26,10 +28,12 @@ def test_a_weight_of_two_stages_is_divided_as_both_divide(zeros):
     """Its sum is theirs together, so that ZeRO does no more to it than the lesser of the two says."""
     problem, plan = two_stages(zeros, [[m % 2, 0] for m in range(8)])
     found = run_ranks(losses_and_bytes, 3, problem, plan)
-    predicted = predicted_peaks(problem, plan)
+    tables = CostTables(problem)
+    predicted, planned = predicted_peaks(problem, plan), worker_memory(plan, tables, tables.placement(plan))
     for rank, (_, held) in enumerate(found):
         for what in ("weights", "gradients", "optimizer"):
             assert held[what] == pytest.approx(getattr(predicted[rank], what), rel=1e-3, abs=1000)
+            assert getattr(planned[rank], what) == pytest.approx(getattr(predicted[rank], what), rel=1e-3)
 
 
 def test_who_computes_nothing_expects_nothing():
