@@ -105,56 +105,41 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
             for tp, units, shards in kinds
         ]
         result += [of_kind[k] for k in kind]
-    _tied_ends(plan, tables, place, result)
     result *= plan.chunks
     tables.plan_memory[plan] = result
     return result
-
-
-def _tied_ends(plan: Plan, tables: CostTables, place: Placement, memory: list[MemoryBreakdown]) -> None:
-    """Let the embedding and the head's copy of it, where two groups have them, be divided by what both ends do.
-
-    Ranks add up such a weight whole where workers are cut differently, else divide it by the lesser ZeRO stage, among
-    all of both ends (`runners.engine.rank_layout`).
-    """
-    model, batch, runtime = tables.problem.model, tables.problem.batch, tables.problem.runtime
-    first, last = plan.stages[0], plan.stages[-1]
-    if not model.tied_embeddings or model.family == "vit" or plan.groups == 1 or not max(first.zero, last.zero):
-        return
-    if not runtime.by_layer:  # sums a stage's gradients as one, whatever is in them
-        return
-    alike = len({worker.tp for stage in (first, last) for worker in stage.workers}) == 1
-    zero = min(first.zero, last.zero) if alike and plan.reduction == "all-reduce" else 0
-    most = [stage.shards for stage in (first, last) if stage.shards]
-    ends = [(0, first), (plan.groups - 1, last)]
-    # Where both ends are in a place, all their workers there divide it; a place is a region, or one of its nodes.
-    apart = np.isin(place.region, list(plan.packed_inside))
-    places = np.where(apart, -1 - place.node, place.region)
-    held = Counter[int]()
-    for group, _ in ends:
-        for where in places[place.members(group)].tolist():
-            held[where] += int(place.cp[group])
-    for group, stage in ends:
-        mine, copies = place.members(group), gradient_copies(batch, runtime, stage.zero)
-        known: dict[tuple[int, ...], MemoryBreakdown] = {}
-        for i, tp, own in zip(
-            range(mine.start, mine.stop), place.tp[mine].tolist(), place.shards[group].tolist(), strict=True
-        ):
-            less = zero, min([*most, held[int(places[i])]])
-            if less != (stage.zero, own):
-                key = id(memory[i]), *less
-                if key not in known:
-                    tied = model.head_weight_parameters() / tp
-                    known[key] = divided_less(memory[i], tied, batch, (stage.zero, own), less, copies)
-                memory[i] = known[key]
 
 
 def group_memory(
     plan: Plan, tables: CostTables, group: int, *, tp: int, in_flight: float, shards: int
 ) -> MemoryBreakdown:
     """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight."""
-    rows = group_rows(plan, tables, group, tp)
-    return memory_of(rows, plan.stages[group].zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
+    rows, zero = group_rows(plan, tables, group, tp), plan.stages[group].zero
+    peak = memory_of(rows, zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
+    less = _tied_end(plan, tables, group, shards)
+    if less == (zero, shards):
+        return peak
+    batch, tied = tables.problem.batch, tables.problem.model.head_weight_parameters() / tp
+    return divided_less(peak, tied, batch, (zero, shards), less, gradient_copies(batch, tables.problem.runtime, zero))
+
+
+def _tied_end(plan: Plan, tables: CostTables, group: int, shards: int) -> tuple[int, int]:
+    """ZeRO stage of the embedding, or of the head's copy of it in another group, and devices over which it divides.
+
+    Ranks add up such a weight whole where workers are cut differently, else divide it by the lesser stage of both ends
+    (`runners.engine.rank_layout`; where both are in a region by the workers of both, which is left out here). A runtime
+    that sums a stage's gradients as one divides it as it does all others.
+    """
+    model, stages = tables.problem.model, plan.stages
+    own = stages[group].zero, shards
+    if not model.tied_embeddings or model.family == "vit" or plan.groups == 1 or group not in (0, plan.groups - 1):
+        return own
+    ends = stages[0], stages[-1]
+    if not tables.problem.runtime.by_layer or not own[0]:
+        return own
+    alike = len({worker.tp for stage in ends for worker in stage.workers}) == 1
+    zero = min(stage.zero for stage in ends) if alike and plan.reduction == "all-reduce" else 0
+    return zero, min([shards, *(stage.shards for stage in ends if stage.shards)])
 
 
 def group_rows(plan: Plan, tables: CostTables, group: int, tp: int) -> tuple[float, ...]:
