@@ -137,8 +137,7 @@ def _tied_end(plan: Plan, tables: CostTables, group: int, shards: int) -> tuple[
     ends = stages[0], stages[-1]
     if not tables.problem.runtime.by_layer or not own[0]:
         return own
-    alike = len({worker.tp for stage in ends for worker in stage.workers}) == 1
-    zero = min(stage.zero for stage in ends) if alike and plan.reduction == "all-reduce" else 0
+    zero = min(stage.zero for stage in ends) if plan.ends_alike and plan.reduction == "all-reduce" else 0
     return zero, min([shards, *(stage.shards for stage in ends if stage.shards)])
 
 

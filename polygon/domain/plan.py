@@ -276,6 +276,11 @@ class Plan:
         return np.bincount(self.routes[:, stage], minlength=self.stages[stage].width)
 
     @cached_property
+    def ends_alike(self) -> bool:
+        """Whether all workers of the first and of the last stage have one tensor-parallel degree."""
+        return len({worker.tp for stage in (self.stages[0], self.stages[-1]) for worker in stage.workers}) == 1
+
+    @cached_property
     def device_ranks(self) -> dict[int, int]:
         """Rank of every used device: used devices in the order of their numbers, so a node's ranks are consecutive."""
         used = sorted({device for stage in self.stages for worker in stage.workers for device in worker.devices})
