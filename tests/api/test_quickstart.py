@@ -3,9 +3,7 @@
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.patience import PATIENCE_S
 
@@ -31,6 +29,10 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_runs_and_was_run(path, tmp_path, monkeypatch):
     """No cell raises; each that spoke when the notebook was written speaks again; the last one finds all well."""
+    # Seconds to import: not for every worker that collects the tests.
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "comm"), *filter(None, [os.environ.get("PYTHONPATH")])])
     )

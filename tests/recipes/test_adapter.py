@@ -19,7 +19,6 @@ from runners.recipes.replicas.loop import check_replicated
 from runners.recipes.replicas.whole import WholeModel
 from runners.recipes.weights import load_weights
 
-peft = pytest.importorskip("peft", reason="peft is not installed: its files are not tried")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: its models are not tried")
 # peft 0.21 calls what transformers 5.23 calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -83,7 +82,13 @@ def model(request):
     return request.param
 
 
-def test_peft_loads_what_was_trained_here(model, tmp_path):
+@pytest.fixture
+def peft():
+    """Seconds to import: not for every worker that collects the tests."""
+    return pytest.importorskip("peft", reason="peft is not installed: its files are not tried")
+
+
+def test_peft_loads_what_was_trained_here(model, peft, tmp_path):
     """Beside the same base, peft's own loader gives our loss to 1e-4, which training has moved from the base's."""
     theirs = theirs_of(model)
     theirs.save_pretrained(tmp_path / "base")
@@ -106,7 +111,7 @@ def test_peft_loads_what_was_trained_here(model, tmp_path):
     assert float(again(inputs, targets).detach()) == after
 
 
-def test_an_adapter_of_peft_is_read(model, tmp_path):
+def test_an_adapter_of_peft_is_read(model, peft, tmp_path):
     """What peft saved beside transformers' model gives the same loss here; a head that it leaves out stays as it is."""
     theirs = theirs_of(model)
     theirs.save_pretrained(tmp_path / "base")

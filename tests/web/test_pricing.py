@@ -17,15 +17,17 @@ from polygon.web.sliders import Changes
 from tests.exported_plans import planned
 from tests.patience import PATIENCE_S, eventually
 
-TEXT = format_json(plan_data(*planned()))
-
-
 LOOP = asyncio.new_event_loop()
+
+
+def text():
+    """The plan that is asked about, as a file."""
+    return format_json(plan_data(*planned()))
 
 
 @pytest.fixture(scope="module")
 def pricing():
-    own = Pricing(lambda _: (TEXT, {}))
+    own = Pricing(lambda _: (text(), {}))
     running = threading.Thread(target=LOOP.run_forever)
     running.start()
     yield own
@@ -43,7 +45,7 @@ def asked(pricing, what="view", changes="{}", tell=None, **arguments):
 def test_answers_are_those_of_this_process(pricing):
     """A what-if, priced there and here."""
     changes = Changes(bandwidth_factor=2.0)
-    here = questions.view(questions.load(TEXT, {}), changes)
+    here = questions.view(questions.load(text(), {}), changes)
     there = asked(pricing, changes=changes.model_dump_json(exclude_defaults=True))
     assert there["estimate"]["step_s"] == here["estimate"]["step_s"]
 
