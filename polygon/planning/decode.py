@@ -246,10 +246,20 @@ class Decoder:
         if isinstance(draft, Infeasible):
             return draft
         paced = Pacing(draft, self.tables).best()
+        if paced is None and (alike := self._dividing_ends_alike(draft)) is not None:
+            paced = Pacing(alike, self.tables).best()
         if paced is None:
             shortest = tuple((1,) * stage.width for stage in draft.stages)
             return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
         return self._with_local_steps(paced[0], may)
+
+    def _dividing_ends_alike(self, plan: Plan) -> Plan | None:
+        """The plan with one ZeRO stage at both ends, by the lesser of which a weight is divided that both have."""
+        first, *middle, last = plan.stages if len(plan.stages) > 1 else (plan.stages[0],) * 2
+        zero = max(first.zero, last.zero)
+        if not self.problem.model.tied_embeddings or first.zero == last.zero or not min(first.zero, last.zero):
+            return None
+        return replace(plan, stages=(replace(first, zero=zero), *middle, replace(last, zero=zero)))
 
     def _with_local_steps(self, plan: Plan, may: Allowed) -> Plan:
         """The plan with the fewest allowed local steps within 1 % of the best, or with none if they do not help."""

@@ -91,6 +91,9 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: i
     held = _held(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
+    if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
+        less = bank.held_bytes[0] - bank.held_bytes[zero] + bank.divided_bytes[0] - bank.divided_bytes[zero] / shards
+        held += bank.tied[c] * (less + bank.outside_bytes * (1 - 1 / shards))
     return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
 
 

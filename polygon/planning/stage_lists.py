@@ -34,6 +34,8 @@ class Stages(NamedTuple):
     """Micro-batches in flight on a worker of a kind."""
     outer_bytes: np.ndarray
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
+    whole_ties: np.ndarray
+    """(1,) whether ZeRO divides no weight that the first and the last stage both have."""
 
 
 def stages_for(rows: int, classes: int) -> Stages:
@@ -52,6 +54,7 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
+        whole_ties=np.zeros(1, dtype=np.bool_),
     )
 
 
@@ -96,3 +99,21 @@ def merge_kinds(bank: Bank, stages: Stages, n: int) -> None:
                 stages.kind_shards[s, at] = min(stages.kind_shards[s, at], shards)
                 stages.kind_spread[s, at] = max(stages.kind_spread[s, at], shards)
         stages.kind_members[s] = k
+    stages.whole_ties[0] = _ties_are_whole(bank, stages, n)
+
+
+@inner
+def _ties_are_whole(bank: Bank, stages: Stages, n: int) -> bool:
+    """Whether the ends are cut unlike, or one of them has a single device (`polygon.cost.estimate.group_memory`)."""
+    if n == 1 or not bank.overlap.by_layer:
+        return False
+    degree = bank.tp[stages.kinds[0, 0]]
+    for s in (0, n - 1):
+        devices = 0
+        for i in range(stages.kind_members[s]):
+            if bank.tp[stages.kinds[s, i]] != degree:
+                return True
+            devices += stages.kind_counts[s, i] * bank.cp
+        if devices == 1:
+            return True
+    return False

@@ -16,7 +16,6 @@ from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from polygon.domain.block import shares_heads
@@ -122,6 +121,9 @@ def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     On GPUs as torch's own, which its flash kernel takes and no memory holds.
     """
     if q.is_cuda:
+        # Brings torch's compiler along, which takes as long to import as torch.
+        from torch.nn.attention.bias import causal_lower_right
+
         return causal_lower_right(q.shape[2], k.shape[2])
     ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     return ones.tril_(k.shape[2] - q.shape[2])
