@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -274,6 +274,28 @@ def replicated_starts(
                     value, x = less, fewer
         result.append(x)
     return result
+
+
+def closed_starts(decoder: Decoder, starts: Iterable[Allocation]) -> Iterator[Allocation]:
+    """Of pipelines that end elsewhere than they begin, those that come back: an end is halved, and holds both.
+
+    First and last stage of a model with tied embeddings exchange the gradient of these; over links between regions that
+    may take longer than everything else. Nothing for other models.
+    """
+    model = decoder.problem.model
+    if not model.tied_embeddings or model.family == "vit":
+        return
+    region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
+    for x in starts:
+        rows = x.workers[x.workers.any(axis=1)]
+        if 2 <= len(rows) < len(x.workers) and not set(region_of[rows[0] > 0]) & set(region_of[rows[-1] > 0]):
+            for end, others in ((rows[0], rows[1:]), (rows[-1], rows[:-1])):
+                # Of classes with odd numbers every second one gets the larger part.
+                part = (end + np.cumsum(end % 2) % 2) // 2
+                if part.any() and (end - part).any():
+                    closed = np.zeros_like(x.workers)
+                    closed[: len(rows) + 1] = np.vstack([part, others, end - part])
+                    yield replace(x, workers=closed)
 
 
 def window_starts(

@@ -20,6 +20,7 @@ from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandid
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.fluid import FIRST, SECOND
 from polygon.planning.initial_solutions import (
+    closed_starts,
     grown_starts,
     kind_sequences,
     replicated_starts,
@@ -38,6 +39,8 @@ from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, T
 MAX_STAGES = 32
 FEWEST_STARTS = 100
 """Simple starts that are looked at however short the time limit, so that something feasible is met."""
+CLOSED = 48
+"""Best of the starts of which `closed_starts` are made."""
 MOST_OF_LENGTH = 1_000
 """Sequences of device types of one length, above which only the plainest of them are looked at."""
 MOST_SEQUENCES = 3_000
@@ -373,11 +376,18 @@ def _begin(
             starts.append(x)
         if decoder.rules:
             starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
-        for i, x in enumerate(starts):
-            value, starts[i] = candidates.evaluate_degrees(x)
-            ranked.append((value, i))
-            if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
-                break
+
+        def rank(first: int) -> None:
+            for i, x in enumerate(starts[first:], first):
+                value, starts[i] = candidates.evaluate_degrees(x)
+                ranked.append((value, i))
+                if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
+                    break
+
+        rank(0)
+        plain = len(starts)
+        starts += closed_starts(decoder, [starts[i] for value, i in sorted(ranked)[:CLOSED] if math.isfinite(value)])
+        rank(plain)
         most_rows = effort.fluid_evaluations // 3
         uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
     except KeyboardInterrupt:

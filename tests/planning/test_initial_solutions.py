@@ -9,7 +9,7 @@ import pytest
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.initial_solutions import replicated_starts, window_starts
+from polygon.planning.initial_solutions import closed_starts, replicated_starts, window_starts
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -53,6 +53,24 @@ def test_near_regions_share_a_pipeline_each_with_stages_of_its_own(decoder):
     assert set.union(*used[0]) in ({0, 2}, {1, 3})
     values = [cities.value(x) for x in starts]
     assert values == sorted(values)
+
+
+def test_pipelines_of_tied_models_come_back_to_where_they_begin(decoder):
+    """Either end is halved and nobody is lost; over slow links that is quicker than the pipeline it came from."""
+    slow = replace(decoder.problem.cluster, bytes_per_s=np.full((4, 4), 5e7))
+    tied = Decoder(replace(decoder.problem, cluster=slow))
+    one_way = Allocation(workers=np.array([[0, 4, 0, 0], [0, 0, 5, 0], [0, 0, 0, 0]]), micro_batch_size=1)
+    found = list(closed_starts(tied, [one_way]))
+    assert [x.workers.tolist() for x in found] == [
+        [[0, 2, 0, 0], [0, 0, 5, 0], [0, 2, 0, 0]],
+        [[0, 0, 3, 0], [0, 4, 0, 0], [0, 0, 2, 0]],
+    ]
+    assert min(tied.value(x) for x in found) < tied.value(one_way)
+    # Closed already; no room for one stage more; nobody to halve; nothing tied.
+    assert not list(closed_starts(tied, [found[0], replace(one_way, workers=one_way.workers[:2])]))
+    assert not list(closed_starts(tied, [replace(one_way, workers=np.minimum(one_way.workers, 1))]))
+    untied = replace(decoder.problem, model=replace(decoder.problem.model, tied_embeddings=False))
+    assert not list(closed_starts(Decoder(untied), [one_way]))
 
 
 def test_what_is_slow_is_left_out_of_a_window_as_well(decoder):
