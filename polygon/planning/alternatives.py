@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 
@@ -219,16 +219,13 @@ class Explainer:
 
     def _data_parallel(self) -> Outcome:
         """All devices in one stage: shares by speed, or equal ones."""
-        batch = self.problem.batch.global_batch
-        by_speed = self._best(
-            replace(x, workers=self._at_most(x.workers[0], batch // size) * (np.arange(len(x.workers)) == 0)[:, None])
-            for size in self._sizes()
-            for x in self._everything_in_one_stage(size)
-        )
+        by_speed = self._best(x for size in self._sizes() for x in self._one_stage(size))
         return faster_of(by_speed, self.naive.best("one stage", lambda row: row["pp"] == 1))
 
     def _whole_nodes(self, widest: int) -> Outcome:
-        return self.naive.best("whole nodes", lambda row: row["tp"] == widest and row["pp"] == 1)
+        """A worker a node: nodes of any widths with shares by speed, or equal ones with equal shares."""
+        by_speed = self._best(x for size in self._sizes() for x in islice(self._one_stage(size, from_widest=True), 1))
+        return faster_of(by_speed, self.naive.best("whole nodes", lambda row: row["tp"] == widest and row["pp"] == 1))
 
     def _pipeline(self) -> Outcome:
         return self.naive.best("pipeline", lambda row: row["tp"] == 1 and row["pp"] > 1)
@@ -247,9 +244,16 @@ class Explainer:
                 column[p] = c
         return column
 
-    def _everything_in_one_stage(self, size: int) -> Iterator[Allocation]:
+    def _one_stage(self, size: int, *, from_widest: bool = False) -> Iterator[Allocation]:
+        """As many of all workers as there are micro-batches."""
+        for x in self._everything_in_one_stage(size, from_widest=from_widest):
+            row = self._at_most(x.workers[0], self.problem.batch.global_batch // size)
+            yield replace(x, workers=row * (np.arange(len(x.workers)) == 0)[:, None])
+
+    def _everything_in_one_stage(self, size: int, *, from_widest: bool = False) -> Iterator[Allocation]:
+        """For every degree, the least first or the widest, in each pool the widest workers up to it."""
         pools = self.problem.cluster.pools
-        for tp in sorted({t for _, t in self.decoder.classes}):
+        for tp in sorted({t for _, t in self.decoder.classes}, reverse=from_widest):
             workers = np.zeros_like(self.allocation.workers)
             for p, c in self._columns(tp).items():
                 workers[0, c] = pools[p].devices // self.decoder.classes[c][1]

@@ -52,6 +52,16 @@ def test_uniform_ideas_are_nested():
     assert naive.best("none", lambda row: False).reason == Message("reason.no_such_plan")
 
 
+def test_whole_nodes_of_unlike_widths_train_together():
+    """Four devices a node here and two there: each worker is a node."""
+    problem = problem_of(([("a100-40gb", 1, 4)], [("v100-16gb", 3, 2)]), batch=40)
+    explainer = Explainer(problem, uniform_plan(problem, ParallelConfig(dp=5, tp=2)))
+    outcome = explainer._whole_nodes(4)
+    assert outcome.bill is not None, outcome.reason
+    assert violations(problem, outcome.plan) == []
+    assert {(worker.pool, worker.tp) for worker in outcome.plan.workers} <= {(0, 4), (1, 2)}
+
+
 def test_a_stage_has_no_more_workers_than_micro_batches():
     """Few large micro-batches over many workers: those of the largest pools take part."""
     problem = problem_of(([("a100-40gb", 1, 4)], [("v100-16gb", 2, 1), ("t4", 1, 4)]), batch=4)
