@@ -138,11 +138,12 @@ def test_flows_share_a_capacity():
         assert eventually(lambda: rate_is_as_asked(lab, (0, 1), capacity))
 
         def both_get_a_part():
-            before = lab.counters()
             start_s = time.monotonic()
+            before = lab.counters()
             send_to_both(lab)
-            elapsed_s = time.monotonic() - start_s
-            sent = {pair: count[0] - before.get(pair, (0,))[0] for pair, count in lab.counters().items()}
+            after = lab.counters()
+            elapsed_s = time.monotonic() - start_s  # of all that is counted
+            sent = {pair: count[0] - before.get(pair, (0,))[0] for pair, count in after.items()}
             assert sent[0, 1] + sent[0, 2] <= 1.05 * capacity * elapsed_s
             return min(sent[0, 1], sent[0, 2]) > 0.1 * max(sent[0, 1], sent[0, 2])
 
