@@ -48,6 +48,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and path in SLOW else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pages first: they wait for browsers and servers, while other workers compute."""
+    items.sort(key=lambda item: item.path.parent.name != "web")
+
+
 def process_state() -> dict[str, Any]:
     """What all tests of a process share, as far as tests and what they call are likely to change it."""
     torch = sys.modules.get("torch")
