@@ -115,9 +115,10 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         forward += ROUTING_HOST_PART * eager_f + EXPERT_CASTS[0] * casts
         backward += ROUTING_HOST_PART * eager_b + EXPERT_CASTS[1] * casts
     sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
-    gathered = split.runtime.context == "heads" and block.linear is None
-    context_s = _exchanged_heads_s if gathered else _ring_attention_s
-    ring_f, ring_b = context_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
+    if split.runtime.context == "heads" and block.linear is None:
+        ring_f = ring_b = _exchanged_heads_s(block, chip, split)
+    else:
+        ring_f, ring_b = _ring_attention_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
     expert_f = expert_b = 0.0
     if block.experts:
         expert_f, expert_b, slower_f, slower_b = _experts_s(block, chip, split, forward, backward)
@@ -249,17 +250,15 @@ def _ring_attention_s(
     return exposed_f, exposed_b
 
 
-def _exchanged_heads_s(
-    block: Block, chip: Silicon, split: LayerSplit, attention_f: float, attention_b: float
-) -> tuple[float, float]:
-    """Exposed seconds of exchanging tokens for heads and back, forward and backward; nothing hides them.
+def _exchanged_heads_s(block: Block, chip: Silicon, split: LayerSplit) -> float:
+    """Seconds of exchanging tokens for heads and back, in forward and again in backward; nothing hides them.
 
-    Where heads cannot be shared out keys and values are gathered, and of causal attention the last part of a sequence
-    has 2 - 1 / cp times the mean.
+    Where heads cannot be shared out keys and values are gathered. Of causal attention all devices do as much: each has
+    a piece from the front of a sequence and one from its back.
     """
     cp, link = split.cp, split.cp_link
     if cp == 1:
-        return 0.0, 0.0
+        return 0.0
     heads, kv = block.heads / split.tp, max(block.kv_heads / split.tp, 1.0)
     wide, message_s = block.head_dim + block.value_dim, RING_STEP_S + link.latency_s
 
@@ -268,10 +267,8 @@ def _exchanged_heads_s(
         return split.communication * (wire_s + messages * message_s)
 
     if shares_heads(heads, kv, cp):
-        seconds = sent_s((cp - 1) / cp * (heads + max(kv, cp)) * wide, 2 * (cp - 1))
-        return seconds, seconds
-    seconds, late = sent_s((cp - 1) * kv * wide, cp - 1), 1 - 1 / cp if block.causal else 0.0
-    return seconds + late * attention_f, seconds + late * attention_b
+        return sent_s((cp - 1) / cp * (heads + max(kv, cp)) * wide, 2 * (cp - 1))
+    return sent_s((cp - 1) * kv * wide, cp - 1)
 
 
 def _experts_s(

@@ -7,7 +7,7 @@ its first weights from a generator of its own, so that a layer starts the same w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from polygon.domain.block import shares_heads
 from polygon.domain.errors import require
 from polygon.domain.model import Model
-from runners.engine.context import gathered, part_of, to_heads, to_tokens
+from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tokens
 from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.pretrained import Pretrained
@@ -79,8 +79,9 @@ class TokenEmbedding(nn.Module):
         if documents is not None:
             places = documents.positions if self.context is None else part_of(documents.positions, self.context)
             return x + split(self.positions(places), self.split_over)
-        first = 0 if self.context is None else self.context.place * ids.shape[1]
-        return x + split(self.positions.weight[None, first : first + ids.shape[1]], self.split_over)
+        tokens = ids.shape[1] * (1 if self.context is None else self.context.size)
+        learned = self.positions.weight[None, :tokens]
+        return x + split(learned if self.context is None else part_of(learned, self.context), self.split_over)
 
 
 class ImageEmbedding(nn.Module):
@@ -127,11 +128,6 @@ def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return causal_lower_right(q.shape[2], k.shape[2])
     ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     return ones.tril_(k.shape[2] - q.shape[2])
-
-
-def _rows(mask: torch.Tensor, context: ExchangeGroup, keys: int) -> torch.Tensor:
-    """Of a mask (batch, 1, tokens, tokens), what a rank's own tokens see of the first so many."""
-    return mask.chunk(context.size, 2)[context.place][..., :keys]
 
 
 class Attention(nn.Module):
@@ -181,18 +177,35 @@ class Attention(nn.Module):
         if self.rotary:
             q, k = rotate(q, self.rope_theta, positions), rotate(k, self.rope_theta, positions)
         if context is not None and not share:
-            k, v = gathered(k, v, context, causal=self.causal)
-            if mask is not None:
-                mask = _rows(mask, context, k.shape[2])
-            elif self.causal:
-                mask = _ends_together(q, k)
+            k, v = gathered(k, v, context)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        if context is not None and not share:
+            return self._of_pieces(q, k, v, spans_of(k.shape[2], context), mask).transpose(1, 2).flatten(2)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and self.causal)
-        if context is not None and share:
+        if context is not None:
             mixed = to_tokens(mixed, context)
         return mixed.transpose(1, 2).flatten(2)
+
+    def _of_pieces(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of the queries of some spans of tokens, one after another, to the keys and values of all."""
+        mixed = []
+        for piece, (begin, end) in zip(q.split([end - begin for begin, end in spans], 2), spans, strict=True):
+            seen = end if self.causal else k.shape[2]
+            keys, values = k[:, :, :seen], v[:, :, :seen]
+            own = None if mask is None else mask[..., begin:end, :seen]
+            if mask is None and self.causal:
+                own = _ends_together(piece, keys)
+            mixed.append(functional.scaled_dot_product_attention(piece, keys, values, attn_mask=own))
+        return torch.cat(mixed, 2)
 
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         key, value = (layer if self.kv_rows is None else Rows(layer, self.kv_rows) for layer in (self.key, self.value))
