@@ -79,12 +79,15 @@ class NaivePlans:
                 reason = reason or outcome.reason
             else:
                 drafts.append((outcome.bill.step_s, len(drafts), plan))
-        finalists = []
-        for _, _, draft in sorted(drafts, key=lambda entry: entry[:2])[:FINALISTS]:
+        settled = []
+        for step_s, i, draft in drafts:
+            # Before they are compared: with unlike numbers of stages plans send unlike amounts, which packing shrinks.
             outcome = checked(self.problem, self.decoder.settled(draft), self.tables, self.decoder)
-            if outcome.bill is None:
+            if outcome.bill is None or outcome.bill.step_s > step_s:
                 outcome = checked(self.problem, draft, self.tables, self.decoder)
-            finalists.append(polished_outcome(self.decoder, outcome))
+            settled.append(((outcome.bill or self.decoder.bill(draft)).step_s, i, outcome))
+        best = sorted(settled, key=lambda entry: entry[:2])[:FINALISTS]
+        finalists = [polished_outcome(self.decoder, outcome) for _, _, outcome in best]
         if not finalists:
             return Outcome(reason=reason or Message("reason.no_such_plan"))
         return min(finalists, key=lambda outcome: outcome.bill.step_s if outcome.bill else math.inf)
