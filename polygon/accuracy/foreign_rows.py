@@ -144,11 +144,12 @@ def _switches(row: Mapping[str, Any], runtime: Runtime, recompute: str) -> dict[
     """What the row's fields say of its program: overlap, where it is one of our words; how DeepSpeed fetches."""
     said = _plain(str(row.get("overlap") or "")).lower()
     switches: dict[str, Any] = {"dp_overlap": said} if said in DP_OVERLAP else {}
-    if runtime.name == "deepspeed" and int(row.get("zero_stage") or 0) == 3:
+    if runtime.name in ("deepspeed", "deepspeed-2021") and int(row.get("zero_stage") or 0) == 3:
         hidden = int(row.get("hidden_size") or 0)
         matrix = hidden * int(row.get("ffn_size") or 4 * hidden)
         gated = bool(row.get("gated_mlp"))
-        switches["dp_overlap"] = "none" if matrix > LIVE_PARAMETERS else "backward"
+        if runtime.dp_overlap != "none":
+            switches["dp_overlap"] = "none" if matrix > LIVE_PARAMETERS else "backward"
         layer = 4 * hidden**2 + (3 if gated else 2) * matrix
         switches["gathers_again"] = recompute == "full" and 2 * layer > LIVE_PARAMETERS
     return switches
