@@ -36,7 +36,9 @@ def main() -> None:
     lower_bound(CostTables(problem))
     nodes = cluster_of([[("a100-40gb", 2, 2)], [("t4", 3, 2)]], capacity=2e8)
     shared = replace(problem, cluster=nodes)
-    estimate(shared, uniform_plan(shared, ParallelConfig(dp=2, pp=4, micro_batch_size=1)))
+    for known in (problem, shared):
+        for dp, pp in ((1, 4), (2, 2), (4, 1)):
+            estimate(known, uniform_plan(known, ParallelConfig(dp=dp, pp=pp, micro_batch_size=1)))
 
 
 if __name__ == "__main__":
