@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.planning.objectives import objective_named
 
     talk = cli.Talk(quiet=args.quiet)
-    with talk.progress("searching", 1.0) as show:
+    with talk.progress("searching", 1.0) as show, cli.sigterm_interrupts():
 
         def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")

@@ -217,7 +217,7 @@ def test_checker_finds_what_is_broken(change):
 
 @pytest.mark.parametrize("objective", [STEP_TIME, MONEY])
 def test_more_rounds_are_never_worse_and_begin_with_the_same(objective):
-    """The best of N searches is the best of the first N: three rounds are no worse than one, and end where it is enough."""
+    """The best of N searches is the best of the first N: three are no worse than one, and end where it is enough."""
     cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 2)], [("v100-16gb", 1, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
 
