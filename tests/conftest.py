@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "web")
 
 
+def pytest_collection_finish() -> None:
+    """Whatever was imported last, ranks are forked from a server that has loaded what they need."""
+    if "tests.real_ranks" in sys.modules:
+        sys.modules["tests.real_ranks"].prepare_server()
+
+
 def process_state() -> dict[str, Any]:
     """What all tests of a process share, as far as tests and what they call are likely to change it."""
     torch = sys.modules.get("torch")
