@@ -1,4 +1,4 @@
-"""Descent by random moves: the local search that other solvers build on, and plain restarts of it."""
+"""Descent by random moves: the local search that other solvers build on, restarts of it, and races."""
 
 from __future__ import annotations
 
@@ -43,3 +43,41 @@ class Restarts(Solver):
             x = search.problem.random(search.rng)
             descend(search, x, search.evaluate(x), self.patience)
             search.round()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Racing(Solver):
+    """Descents side by side, by successive halving: the better half goes on for twice as long, until one is left.
+
+    Then a race of the next solutions given, or of random ones, begins. K. Jamieson and A. Talwalkar, Non-stochastic
+    best arm identification and hyperparameter optimization, AISTATS 2016.
+    """
+
+    racers: int = 16
+    lap: int = 60
+    """Moves of every racer before the first halving."""
+
+    def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
+        """See `Solver.explore`."""
+        waiting = [(value, x) for value, x in started if math.isfinite(value)]
+        while True:
+            racing, waiting = waiting[: self.racers], waiting[self.racers :]
+            while len(racing) < self.racers:
+                x = search.problem.random(search.rng)
+                racing.append((search.evaluate(x), x))
+            moves = self.lap
+            while len(racing) > 1:
+                racing = [_moved(search, x, value, moves) for value, x in racing]
+                racing.sort(key=lambda racer: racer[0])
+                racing, moves = racing[: len(racing) // 2], 2 * moves
+                search.round()
+
+
+def _moved(search: Search[S], x: S, value: float, moves: int) -> tuple[float, S]:
+    """What so many random moves lead to, if those are taken that are not worse."""
+    for _ in range(moves):
+        y = search.problem.neighbour(x, search.rng)
+        y_value = search.evaluate(y)
+        if y_value <= value:
+            x, value = y, y_value
+    return value, x

@@ -77,10 +77,17 @@ class Candidates(SearchProblem[Allocation]):
         A structure is a number of stages, the worker classes used, and a setting. The fluid value misjudges
         some structures more than others, so the best few of all would often be of one kind.
         """
-        ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
-        overall = [x for _, _, x, _ in ranked]
-        different = [x for _, _, x, place in sorted(ranked, key=lambda entry: (entry[3], *entry[:2]))]
-        return list({id(x): x for pair in zip(overall, different, strict=True) for x in pair}.values())
+        overall = [x for _, _, x, _ in self._ranked()]
+        return list({id(x): x for pair in zip(overall, self.different, strict=True) for x in pair}.values())
+
+    @property
+    def different(self) -> list[Allocation]:
+        """Allocations met: the best of every structure, then the second best, and so on."""
+        return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: (entry[3], *entry[:2]))]
+
+    def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
+        """Values, numbers, allocations and places in their structure of the good ones met, best first."""
+        return sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
 
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""

@@ -35,7 +35,15 @@ from polygon.planning.layer_split import (
     split_layers,
     split_layers_under_way,
 )
-from polygon.planning.node_sharing import Hosts, cards_free_s, common_nodes, find_hosts, hosts_for, pairs_free_s
+from polygon.planning.node_sharing import (
+    Hosts,
+    cards_free_s,
+    common_nodes,
+    find_hosts,
+    hosts_for,
+    least_on_node,
+    pairs_free_s,
+)
 from polygon.planning.problem_arrays import ZERO, Bank
 from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
 
@@ -197,7 +205,7 @@ def fluid_step_s(
         in_flight_estimate(bank, stages, s, float(window))
     if split_layers(bank, stages, n, work.trial, bounds, options) == np.inf:
         return np.inf, NO_MEMORY
-    value = _value_s(bank, work, n, bounds, options, stages_out)
+    value = _value_s(bank, work, x, n, bounds, options, stages_out)
     if value == np.inf:
         return value, NO_LINK
     if cut == FIRST:
@@ -206,7 +214,7 @@ def fluid_step_s(
     old_bounds, old_options, old_out = work.old
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
     if split_layers_under_way(bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options):
-        other = _value_s(bank, work, n, bounds, options, stages_out)
+        other = _value_s(bank, work, x, n, bounds, options, stages_out)
         if other < value or cut == SECOND:
             return other, FITS
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
@@ -260,33 +268,86 @@ def _copy(
 
 @inner
 def _value_s(
-    bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray, stages_out: np.ndarray
+    bank: Bank,
+    work: FluidWork,
+    x: np.ndarray,
+    n: int,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    stages_out: np.ndarray,
 ) -> float:
     """Seconds per step of n stages whose layers are cut; inf where a link is missing."""
-    stages = work.stages
-    ways = 1
+    best, several, idle, shared, norm = np.inf, False, False, False, 0.0
+    for way in range(2):
+        if way == 0 or idle:  # regions that keep their shares leave nobody out
+            several = _list_members(bank, work.stages, x, n)
+            idle = way == 0 and bank.ep == 1 and _leave_out_idle(bank, work.stages, n)
+            find_places(bank, work.stages, n, work.places)
+            shared = find_hosts(bank, work.stages, n, work.places.nodes, work.hosts)
+            norm = _price_reductions(bank, work, n, bounds, options)
+        if norm < np.inf:
+            end = _pipeline_s(bank, work, n, bounds, options, way == 1, shared)
+            local_steps = bank.local_steps if way == 1 or not several else 1
+            value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
+            if value < best or way == 0:
+                best = value
+                stages_out[1], stages_out[2] = way, steps
+        if not several:
+            break
+    return best
+
+
+@inner
+def _list_members(bank: Bank, stages: Stages, x: np.ndarray, n: int) -> bool:
+    """List classes, workers and their seconds of n > 1 stages; whether some stage is in several regions."""
+    gather_stages(x, stages, bank.cp)
+    several = False
     for s in range(n):
         for i in range(stages.members[s]):
-            at = 0
-            while stages.kinds[s, at] != bank.kind[stages.classes[s, i]]:
-                at += 1
-            stages.seconds[s, i] = stages.kind_seconds[s, at]
-            if n > 1 and bank.region[stages.classes[s, i]] != bank.region[stages.classes[s, 0]]:
-                ways = 2
-    find_places(bank, stages, n, work.places)
-    shared = find_hosts(bank, stages, n, work.places.nodes, work.hosts)
-    norm = _price_reductions(bank, work, n, bounds, options)
-    if norm == np.inf:
-        return np.inf
-    best = np.inf
-    for way in range(ways):
-        end = _pipeline_s(bank, work, n, bounds, options, way == 1, shared)
-        local_steps = bank.local_steps if way + 1 == ways else 1
-        value, steps = _with_reductions(bank, work, n, bounds, options, end, local_steps, norm, shared)
-        if value < best or way == 0:
-            best = value
-            stages_out[1], stages_out[2] = way, steps
-    return best
+            c = stages.classes[s, i]
+            stages.seconds[s, i] = stages.kind_seconds[s, _kind_at(bank, stages, s, c)]
+            several = several or (n > 1 and bank.region[c] != bank.region[stages.classes[s, 0]])
+    return several
+
+
+@inner
+def _kind_at(bank: Bank, stages: Stages, s: int, c: int) -> int:
+    """The place of a class's kind in the list of stage s."""
+    at = 0
+    while stages.kinds[s, at] != bank.kind[c]:
+        at += 1
+    return at
+
+
+@inner
+def _leave_out_idle(bank: Bank, stages: Stages, n: int) -> bool:
+    """Take from the lists of classes the workers that get no micro-batch, as `Decoder` does; whether there are any.
+
+    With the makespan T of a stage those that need more than T for one are idle. Of those that need T for one, only as
+    many work as the others leave micro-batches for, the first of the stage's list.
+    """
+    any_idle = False
+    for s in range(n):
+        longest = kinds_makespan_s(bank, stages, s) * (1 + 1e-6)
+        left = bank.micro_batches
+        for i in range(stages.members[s]):
+            if stages.seconds[s, i] < longest / (1 + 2e-6):
+                left -= stages.counts[s, i] * int(longest / stages.seconds[s, i])
+        kept = 0
+        for i in range(stages.members[s]):
+            count, seconds = stages.counts[s, i], stages.seconds[s, i]
+            if seconds > longest:
+                count = 0
+            elif seconds >= longest / (1 + 2e-6):
+                count = min(count, max(left, 0))
+                left -= count
+            any_idle = any_idle or count < stages.counts[s, i]
+            if count > 0:
+                stages.classes[s, kept], stages.counts[s, kept] = stages.classes[s, i], count
+                stages.seconds[s, kept] = seconds
+                kept += 1
+        stages.members[s] = kept
+    return any_idle
 
 
 @inner
@@ -312,11 +373,13 @@ def _pipeline_s(
         return np.inf
     bottleneck, link_bound, before, longest_s = 0.0, 0.0, 0.0, 0.0
     for s in range(n):
-        slowest, fastest = 0.0, np.inf
+        slowest, fastest, width, rate = 0.0, np.inf, 0.0, 0.0
         makespan = kinds_makespan_s(bank, stages, s)
         for i in range(stages.kind_members[s]):
             if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
                 slowest = max(slowest, stages.kind_seconds[s, i])
+                width += stages.kind_counts[s, i]
+                rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
             fastest = min(fastest, stages.kind_seconds[s, i])
         if locked:
             for r in range(places.rates.shape[1]):
@@ -333,10 +396,6 @@ def _pipeline_s(
         bottleneck = max(bottleneck, makespan - fastest)
         longest_s = max(longest_s, makespan)
         work.passing[s], work.message[s] = slowest, message
-        width, rate = 0.0, 0.0
-        for i in range(stages.kind_members[s]):
-            width += stages.kind_counts[s, i]
-            rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
         away_s[s] = 2 * (sent if bank.overlap.p2p else 0.0)
         work.mean[s] = min(slowest, width / rate) + away_s[s]
     if bank.overlap.p2p:
@@ -420,7 +479,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> None:
     """Fill `packs`: regions whose nodes may send one another packed gradients, as `Decoder` has them.
 
-    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, must find several there.
+    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, must find several on each.
     """
     nodes, packs = work.places.nodes, work.packs
     for a in range(nodes.shape[1]):
@@ -429,9 +488,9 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> N
         places, alone = 0, False
         for a in range(nodes.shape[1]):
             places += nodes[s, a] > 0
-        for i in range(work.stages.members[s]):
-            alone = alone or work.hosts.member_most[s, i] * bank.cp < 2
-        for a in range(nodes.shape[1] if places > 1 or (options[ZERO, s] > 0 and alone) else 0):
+        for a in range(nodes.shape[1] if options[ZERO, s] > 0 else 0):
+            alone = alone or (nodes[s, a] > 0 and least_on_node(work.hosts, s, a) * bank.cp < 2)
+        for a in range(nodes.shape[1] if places > 1 or alone else 0):
             packs[a] = packs[a] and nodes[s, a] == 0
 
 

@@ -192,6 +192,17 @@ def common_nodes(hosts: Hosts, s: int, t: int, region: int) -> int:
 
 
 @inner
+def least_on_node(hosts: Hosts, s: int, region: int) -> int:
+    """The fewest workers that a stage has on a node of a region on which it is."""
+    e = hosts.first[s, region]
+    least = hosts.workers[e]
+    while e != NONE:
+        least = min(least, hosts.workers[e])
+        e = hosts.following[e]
+    return least
+
+
+@inner
 def near_part(hosts: Hosts, s: int, t: int, region: int, workers: np.ndarray) -> float:
     """Part of the messages between two stages in a region that stay on their node, if partners meet by chance.
 

@@ -33,7 +33,7 @@ from polygon.planning.problem_arrays import Setting
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
-from solvers.local_search import Restarts
+from solvers.local_search import Racing, Restarts
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
 MAX_STAGES = 32
@@ -45,6 +45,11 @@ MOST_OF_LENGTH = 1_000
 """Sequences of device types of one length, above which only the plainest of them are looked at."""
 MOST_SEQUENCES = 3_000
 """Sequences of device types that are looked at, shortest first."""
+
+MOST_LAPS, LAP = 4, 60
+"""Halvings of a race, and moves of every racer in its first lap."""
+RACERS = 2**MOST_LAPS
+"""Starts of a race and of the genetic search, if there are evaluations enough."""
 
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
@@ -255,23 +260,16 @@ def find_plan(
     decoder.warm_up()
     clock = _Clock(effort.time_limit_s)
     begun = _begin(decoder, candidates, groups, known, effort, clock)
-    spent_s, simple = clock.spent_s, candidates.elite
+    simple = candidates.elite
 
     def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
         if tell is None:
             return None
         return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
 
-    budget = 1 if begun.interrupted else effort.fluid_evaluations
-    fluid = Genetic().solve(
-        candidates,
-        rng,
-        _limit(budget, effort.patience, max(0.0, 0.65 * effort.time_limit_s - spent_s)),
-        start=begun.best[:12],
-        callback=told(Message("phase.memetic"), effort.fluid_evaluations),
-    )
-    evaluations, seconds = fluid.evaluations + len(begun.starts), spent_s + fluid.seconds
-    interrupted = begun.interrupted or fluid.stopped_by == "interrupt"
+    memetic = told(Message("phase.memetic"), effort.fluid_evaluations)
+    met, interrupted = _explore(candidates, rng, effort, begun, clock, memetic)
+    evaluations = met + len(begun.starts)
 
     def none(reason: Message, bills: Sequence[tuple[Bill, Allocation]] = ()) -> Found:
         return Found(
@@ -279,7 +277,7 @@ def find_plan(
             value_s=math.inf,
             reason=reason,
             evaluations=evaluations,
-            seconds=seconds,
+            seconds=clock.spent_s,
             interrupted=interrupted,
             bills=tuple(bills),
         )
@@ -291,11 +289,11 @@ def find_plan(
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,
-        _limit(count, count, max(0.2, effort.time_limit_s - spent_s - fluid.seconds)),
+        _limit(count, count, max(0.2, clock.left_s())),
         start=[*known, *(x for _, _, x in begun.uniform), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
         callback=told(Message("phase.exact"), effort.exact_evaluations),
     )
-    evaluations, seconds = evaluations + result.evaluations, seconds + result.seconds
+    evaluations += result.evaluations
     draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
     if draft is None:
         return none(_why_not(decoder, candidates.elite[:8]))
@@ -314,10 +312,44 @@ def find_plan(
         plan=replace(plan, solver="memetic"),
         value_s=value,
         evaluations=evaluations,
-        seconds=seconds,
+        seconds=clock.spent_s,
         interrupted=interrupted,
         bills=tuple(bills),
     )
+
+
+def _explore(
+    candidates: Candidates,
+    rng: np.random.Generator,
+    effort: Effort,
+    begun: _Begun,
+    clock: _Clock,
+    callback: Callable[[Progress, object], None] | None,
+) -> tuple[int, bool]:
+    """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, and whether broken.
+
+    The best of different structures race, and the genetic search goes on from what has come of them: which of the
+    starts lead on shows after some moves, not before them.
+    """
+    if begun.interrupted:
+        return 0, True
+    left, interrupted = effort.fluid_evaluations, False
+    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k) <= left), default=0)
+    for solver, count, patience in (
+        (Racing(racers=racers, lap=LAP), _race(racers), left),
+        (Genetic(), left - _race(racers), effort.patience),
+    ):
+        if interrupted or count == 0:
+            continue
+        stop = _limit(count, patience, max(0.0, clock.left_s(0.65)))
+        result = solver.solve(candidates, rng, stop, start=candidates.different[:RACERS], callback=callback)
+        left, interrupted = left - result.evaluations, result.stopped_by == "interrupt"
+    return effort.fluid_evaluations - left, interrupted
+
+
+def _race(racers: int) -> int:
+    """Evaluations of a race: the starts, and laps that all take as long; none of one racer."""
+    return racers * (1 + LAP * int(math.log2(racers))) if racers > 1 else 0
 
 
 class _Clock:
@@ -342,10 +374,9 @@ _Draft = tuple[float, Plan, Allocation]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """Where a search begins: all starts, those that have a plan, best first, and at most two uniform splits."""
+    """Where a search begins: all starts, and at most two uniform splits."""
 
     starts: list[Allocation]
-    best: list[Allocation]
     uniform: list[_Draft]
     interrupted: bool
 
@@ -392,9 +423,7 @@ def _begin(
         uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
     except KeyboardInterrupt:
         interrupted = True
-    ranked.sort(key=lambda pair: pair[0])
-    best = [starts[i] for value, i in ranked if math.isfinite(value)]
-    return _Begun(starts=starts, best=best, uniform=uniform, interrupted=interrupted)
+    return _Begun(starts=starts, uniform=uniform, interrupted=interrupted)
 
 
 def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft]) -> _Draft | None:

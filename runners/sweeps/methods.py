@@ -14,7 +14,7 @@ from solvers.allocation import AllocationProblem
 from solvers.annealing import Annealing
 from solvers.ants import Ants
 from solvers.genetic import Genetic
-from solvers.local_search import Restarts
+from solvers.local_search import Racing, Restarts
 from solvers.problem import SearchProblem
 from solvers.result import Improvement, SearchResult
 from solvers.stop import AnyOf, MaxEvaluations, Stop
@@ -176,6 +176,7 @@ def planning_methods() -> dict[str, Method]:
         "grown+genetic": Seeded(Genetic(patience=0), grown),
         "grown+annealing": Seeded(Annealing(), grown),
         "grown+restarts": Seeded(Restarts(), grown),
+        "grown+racing": Seeded(Racing(), grown),
         "grown+random": Seeded(Restarts(patience=0), grown),
         "sequences+memetic": Seeded(Genetic(), kind_sequences),
     }
