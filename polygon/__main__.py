@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from importlib import import_module, util
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="polygon",
         description="Plans the training of foundation models on unequal devices in distant data centers.",
         epilog=f"commands:\n{listing}\n\npolygon COMMAND --help says more.",
-        formatter_class=cli.argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"polygon {polygon.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of those below")

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         require(stages <= most_stages(problem), "stages", stages, f"at most {most_stages(problem)} for this problem")
     talk = cli.Talk(quiet=args.quiet)
     effort = Effort(time_limit_s=args.time_limit or float("inf"))
-    with talk.progress("grouping", 1.0) as show:
+    with talk.progress("grouping", 1.0) as show, cli.sigterm_interrupts():
         groups, reason = find_groups(
             problem,
             np.random.default_rng(args.seed),

@@ -22,33 +22,38 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from polygon.api.choices import METHODS, EffortName
 from polygon.commands import cli
 from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.message import Message
 
+if TYPE_CHECKING:
+    from polygon.api.planner import Plan, Result
+    from polygon.domain.groups import Groups
+    from polygon.domain.plan import Problem
+
 MOST_DEVICES_TO_SIMPLIFY = 2_000
 """Clusters with more are not asked for a simpler plan: pricing those that were met takes longer than it is worth."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; see the module's docstring."""
-    parser = planning_parser(
+def parser() -> cli.CommandParser:
+    """Options of the command."""
+    made = planning_parser(
         "polygon search",
         "Find the plan with the least step time, or the best by another objective, within limits.",
         "where the plan goes (JSON)",
     )
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to search (default %(default)s)")
-    parser.add_argument(
+    made.add_argument("--method", choices=METHODS, default=METHODS[0], help="how to search (default %(default)s)")
+    made.add_argument(
         "--configurations",
         type=cli.out_file,
         metavar="FILE",
         help="grid3d: where every configuration goes (default output.json)",
     )
-    parser.add_argument("--robust", action="store_true", help="least upper end of the interval, then fewest parts")
-    parser.add_argument(
+    made.add_argument("--robust", action="store_true", help="least upper end of the interval, then fewest parts")
+    made.add_argument(
         "--effort",
         type=_effort,
         default="thorough",
@@ -56,29 +61,55 @@ def main(argv: list[str] | None = None) -> int:
         help=f"best of N searches, never worse than fewer; or one of {', '.join(get_args(EffortName))} "
         "(default %(default)s, the same as 1)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--until-gap",
         type=cli.number(at_least=0),
         metavar="X",
         help="search again until the step is at most this part above the bound (0.25: a quarter), N times at most",
     )
-    args = parser.parse_args(argv)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see the module's docstring."""
+    args = parser().parse_args(argv)
     problem, groups = cli.read_task(args, "search")
     problem = limited(problem, args)
 
-    from dataclasses import asdict
-
-    from polygon.messages.report import describe_left_out, describe_run, seconds
-    from polygon.planning.left_out import left_out
-    from polygon.planning.objectives import objective_named
+    from polygon.messages.report import seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    with talk.progress("searching", 1.0) as show:
+    result = _searched(args, problem, groups, talk)
+    plan = result.plan
+    if plan is None and result.status == "interrupted":
+        raise KeyboardInterrupt
+    if plan is None:
+        assert result.reason is not None
+        return cli.infeasible(result.reason)
+    if result.status == "interrupted":
+        talk.say("interrupted: this is the best so far")
+    if args.out:
+        plan.save(args.out)
+        talk.say(f"plan in {args.out}")
+    talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
+    if result.status == "proved":
+        talk.say("proved: no allocation of devices to stages has a better plan")
+    plan.assumptions(anew=result.status != "interrupted")
+    data, text = _told(args, problem, result, plan)
+    cli.emit(data, text, as_json=args.json)
+    return cli.EXIT_OK
+
+
+def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk) -> Result:
+    """The search that the options ask for, with its progress."""
+    from polygon.messages.report import seconds
+
+    with talk.progress("searching", 1.0) as show, cli.sigterm_interrupts():
 
         def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
 
-        result = cli.posed(problem, args).search(
+        return cli.posed(problem, args).search(
             objective=args.objective,
             method=args.method,
             effort=args.effort,
@@ -90,46 +121,40 @@ def main(argv: list[str] | None = None) -> int:
             progress=tell,
             configurations=(args.configurations or "output.json") if args.method == "grid3d" else None,
         )
-    plan = result.plan
-    if plan is None and result.status == "interrupted":
-        raise KeyboardInterrupt
-    if plan is None:
-        return cli.infeasible(result.reason)
-    if result.status == "interrupted":
-        talk.say("interrupted: this is the best so far")
-    if args.out:
-        plan.save(args.out)
-        talk.say(f"plan in {args.out}")
-    talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
-    proved = result.status == "proved"
-    if proved:
-        talk.say("proved: no allocation of devices to stages has a better plan")
-    plan.assumptions(anew=result.status != "interrupted")
-    search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": proved}
-    data = {"search": search, **plan.to_dict()}
+
+
+def _told(args: argparse.Namespace, problem: Problem, result: Result, plan: Plan) -> tuple[dict[str, Any], str]:
+    """What the result says of the plan, for machines and for people: what it leaves out, and what else was met."""
+    from dataclasses import asdict
+
+    from polygon.messages.report import describe_left_out, describe_run
+    from polygon.planning.left_out import left_out
+    from polygon.planning.objectives import objective_named
+
+    search = {"evaluations": result.evaluations, "seconds": result.seconds, "proved": result.status == "proved"}
     idle = left_out(problem, plan.data, plan.problem.tables, objective_named(args.objective))
-    data["left_out"] = [asdict(row) for row in idle]
-    text = plan.describe()
+    data = {"search": search, **plan.to_dict(), "left_out": [asdict(row) for row in idle]}
+    parts = [plan.describe()]
     other = result.simpler() if problem.cluster.devices <= MOST_DEVICES_TO_SIMPLIFY else None
     if other is not None:
         longer = other.evaluate().step_s / plan.evaluate().step_s - 1
         data["simpler"] = {"longer_by": longer, "stages": other.stages, "devices": other.devices}
-        text += (
-            f"\n\nsimpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
+        parts.append(
+            f"simpler       {other.stages} stages on {other.devices} devices, {longer:+.1%} (--robust weighs both)"
         )
     gain = result.local_updates()
     if gain is not None:
         words = Message("plan.local_updates", times=gain.times, steps=gain.local_steps, evidence=gain.evidence)
         data["local_updates"] = {**asdict(gain), "text": str(words)}
-        text += f"\n\nlocal steps   {words}"
+        parts.append(f"local steps   {words}")
     if idle:
-        text += "\n\n" + describe_left_out(idle)
+        parts.append(describe_left_out(idle))
+    text = "\n\n".join(parts)
     if args.tokens:
         run = plan.whole_run(args.tokens)
         data["run"] = asdict(run)
         text += "\n" + describe_run(run)
-    cli.emit(data, text, as_json=args.json)
-    return cli.EXIT_OK
+    return data, text
 
 
 def _effort(text: str) -> str | int:

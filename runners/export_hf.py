@@ -66,7 +66,7 @@ def require_transformers() -> None:
     """Raise `InputError` where transformers is not installed."""
     for name in ("transformers", "safetensors"):
         if find_spec(name) is None:
-            raise InputError(f"{name}: found none installed, expected it (pip install -e '.[recipes]')")
+            raise InputError(f"{name}: found none installed, expected it (pip install 'polygon-train[recipes]')")
 
 
 def newest_whole(path: Path, step: int | None, work: Callable[[SavedWeights], T], *, average: bool = False) -> T:

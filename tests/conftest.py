@@ -25,9 +25,8 @@ SLOW = frozenset({
     "planning/test_alternatives.py", "planning/test_exact.py", "planning/test_monotone.py",
     "planning/test_naive_plans.py", "planning/test_objectives.py", "recipes", "rivals",
     "runners/test_bench_device.py", "runners/test_checkpoint.py", "runners/test_data_files.py",
-    "runners/test_every_dimension.py", "runners/test_export_hf.py", "runners/test_launch.py",
-    "runners/test_local_updates.py", "runners/test_native_sweep.py", "runners/test_optimizers.py",
-    "runners/test_streams.py", "runners/test_traffic_packing.py", "runners/test_training.py", "runners/test_zero.py",
+    "runners/test_export_hf.py", "runners/test_launch.py", "runners/test_local_updates.py",
+    "runners/test_native_sweep.py", "runners/test_optimizers.py", "runners/test_training.py",
     "test_environment.py", "test_wheel.py", "web/test_api.py", "web/test_fuzz.py", "web/test_page.py",
     "web/test_runs.py",
 })  # fmt: skip
@@ -51,6 +50,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Pages first: they wait for browsers and servers, while other workers compute."""
     items.sort(key=lambda item: item.path.parent.name != "web")
+
+
+def pytest_collection_finish() -> None:
+    """Whatever was imported last, ranks are forked from a server that has loaded what they need."""
+    if "tests.real_ranks" in sys.modules:
+        sys.modules["tests.real_ranks"].prepare_server()
 
 
 def process_state() -> dict[str, Any]:

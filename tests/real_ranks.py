@@ -6,6 +6,7 @@ The server is forked before any computation, so no rank inherits threads.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import traceback
 from multiprocessing.connection import wait
 
@@ -16,14 +17,25 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # torch.optim imports torch._dynamo (a second) on the first step of an optimizer; tests of ranks import the others,
 # and with them scipy (half a second).
 _PRELOADED = ["torch._dynamo", "runners.engine.run", "pytest", "polygon.export.targets", "runners.dist_runner"]
-_LAST = "tests.frozen"
-CONTEXT.set_forkserver_preload([*_PRELOADED, _LAST])
+_PAGES, _LAST = "polygon.web.pricing", "tests.frozen"
 
 
 def preload(module):
     """Let the server import a module as well, for tests whose ranks all need it; to be called before any test runs."""
     _PRELOADED.append(module)
-    CONTEXT.set_forkserver_preload([*_PRELOADED, _LAST])
+
+
+def prepare_server():
+    """Say what the server loads; once more after all test modules were imported (`tests/conftest.py`).
+
+    There is one server in a process, and the page's pricing has it load its own modules instead when it is imported:
+    then every rank would import torch anew.
+    """
+    pages = [f"{_PAGES}_ready"] if _PAGES in sys.modules else []
+    CONTEXT.set_forkserver_preload([*_PRELOADED, *pages, _LAST])
+
+
+prepare_server()  # for programs that are no tests
 
 
 def _enter(connection, function, rank, port, args):

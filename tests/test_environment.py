@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.patience import PATIENCE_S
+from tests.real_ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,3 +106,13 @@ ensure_kernel_cache([Path.cwd() / "file" / "a", Path.cwd()])
 print("NUMBA_CACHE_DIR" in os.environ)
 """
     assert python(code, tmp_path).strip() == "False"
+
+
+def has_loaded(rank, port):
+    """Whether this rank came with what takes seconds to import."""
+    return {"torch._dynamo", "runners.engine.run"} <= sys.modules.keys()
+
+
+def test_ranks_come_with_what_they_need():
+    """They are forked from a server that has it, though other tests import what has the server load something else."""
+    assert run_ranks(has_loaded, 2) == [True, True]

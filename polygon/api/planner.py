@@ -531,7 +531,7 @@ class Plan:
         """Picture of how busy and how full the workers of every stage are (needs matplotlib)."""
         from polygon.api.plots import plot_stages
 
-        return plot_stages(self.evaluate(), repr(self))
+        return plot_stages(self.data, self.evaluate(), repr(self))
 
     def plot_map(self) -> Figure:
         """Picture of the regions, those that the plan uses, and its traffic between them (needs matplotlib)."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from polygon.cost.estimate import Estimate, WorkerEstimate
 from polygon.domain.cluster import Cluster
+from polygon.domain.plan import Plan
 from polygon.export.chrome_trace import Interval
 from polygon.messages.figures import new_figure
 
@@ -94,11 +95,13 @@ def _traffic(priced: Estimate) -> dict[tuple[str, str], float]:
     return total
 
 
-def plot_stages(priced: Estimate, title: str) -> Figure:
+def plot_stages(plan: Plan, priced: Estimate, title: str) -> Figure:
     """For all equal workers of a stage: the part of the step that they compute, and of their memory that is full."""
     groups: dict[tuple[int, str, str], list[WorkerEstimate]] = {}
     for worker in priced.workers:
-        groups.setdefault((worker.stage, worker.region, worker.device), []).append(worker)
+        devices = len(plan.stages[worker.stage].workers[worker.worker].devices)
+        device = worker.device if devices == 1 else f"{devices} {worker.device}"
+        groups.setdefault((worker.stage, worker.region, device), []).append(worker)
     labels = [f"stage {s}: {len(found)} x {device}, {region}" for (s, region, device), found in groups.items()]
     figure = new_figure(8.4, 1.2 + 0.32 * len(groups), "plot_stages")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -136,7 +139,8 @@ def plot_timeline(intervals: Sequence[Interval], title: str) -> Figure:
         xlim=(0, None),
     )
     axes.invert_yaxis()
-    axes.legend(ncols=5, fontsize=8, loc="lower right")
+    axes.margins(y=0.02)
+    figure.legend(ncols=5, fontsize=8, loc="outside lower center")  # inside it would hide the last workers
     return figure
 
 

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -401,17 +401,21 @@ def stop_signals() -> list[int]:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """For work that asks from time to time: the first Ctrl-C is an answer, the second a KeyboardInterrupt."""
+    """For work that asks from time to time: the first Ctrl-C or SIGTERM is an answer, the second an interrupt."""
     came = False
-    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, signal.default_int_handler)
 
-    with handled_signals([signal.SIGINT], note):
+    with handled_signals(stop_signals(), note):
         yield lambda: came
+
+
+def sigterm_interrupts() -> AbstractContextManager[None]:
+    """For a search that keeps its best at a KeyboardInterrupt: `timeout` and batch systems send SIGTERM instead."""
+    return handled_signals(set(stop_signals()) - {signal.SIGINT}, signal.default_int_handler)
 
 
 class Talk:

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.planning.objectives import over_limits
 
     talk = cli.Talk(quiet=args.quiet)
-    with talk.progress("searching", 1.0) as show:
+    with talk.progress("searching", 1.0) as show, cli.sigterm_interrupts():
         front = cli.posed(problem, args).front(
             seed=args.seed,
             with_energy=args.energy,

@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
 
         from polygon.web.app import LOOPBACK, Settings, create_app
     except ImportError as error:
-        raise InputError(f"serve: found no {error.name}, expected it installed (pip install '.[web]')") from None
+        raise InputError(
+            f"serve: found no {error.name}, expected it installed (pip install 'polygon-train[web]')"
+        ) from None
     tokens = _tokens(args.token or [t for t in [os.environ.get("POLYGON_TOKEN", "")] if t])
     if not tokens and args.host not in LOOPBACK:
         raise InputError(f"host: found {args.host} and no --token, expected one where other machines are let in")

@@ -51,6 +51,8 @@ def parser() -> cli.CommandParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     args = parser().parse_args(argv)
+    if args.update:
+        around_table(args.update)
     profiles = list(model_profiles(files.read_json(args.profiles)).values()) if args.profiles else []
     curves = link_curves(files.read_json(args.network)) if args.network else None
     runs, skipped = read_runs(args.files, curves, args.runtime)
@@ -232,13 +234,19 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def around_table(path: str) -> tuple[str, str]:
+    """A file's text before and after its markers; InputError where it has none."""
+    before, begun, rest = files.read_text(path).partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise InputError(f"{path}: found no {BEGIN} ... {END}, expected both markers")
+    return before, after
+
+
 def update(path: str, table: str) -> None:
     """Replace what stands between the markers of a file."""
-    text = files.read_text(path)
-    if BEGIN not in text or END not in text:
-        raise InputError(f"{path}: found no {BEGIN} ... {END}, expected both markers")
-    before, rest = text.split(BEGIN, 1)
-    files.write_text(path, f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}")
+    before, after = around_table(path)
+    files.write_text(path, f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def plot(rows: Sequence[Row], path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from numba import njit
 from numba.core import event
@@ -19,9 +19,10 @@ from polygon.jit.cache import ensure_kernel_cache
 from polygon.jit.stamp import stamped
 
 ensure_kernel_cache()
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _kept(**options: Any) -> Callable[[Callable], Any]:
+def _kept(**options: Any) -> Callable[[Function], Function]:
     """A decorator that compiles a function when it is first called, once for all processes to come."""
     compiled = njit(cache=True, **options)
     return lambda function: stamped(_without_literals(compiled(function)))

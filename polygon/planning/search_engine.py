@@ -540,7 +540,7 @@ def _in_turn(found: list[Allocation], simple: list[Allocation]) -> list[Allocati
 
 def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:
     """The best few allocations that differ from the chosen one in stages or setting and are nearly as good."""
-    found: dict[tuple, tuple[float, Allocation]] = {}
+    found: dict[tuple[int, object], tuple[float, Allocation]] = {}
     for x, other in exact.met():
         if abs(other - value) <= RUNNER_UP * abs(value):
             kind = (int(x.workers.any(axis=1).sum()), x.setting)

@@ -262,7 +262,7 @@ def default_log_dir(plan: Path) -> Path:
 def require_torch() -> None:
     """Raise `InputError` where torch is not installed, which planning does without."""
     if find_spec("torch") is None:
-        raise InputError("torch: found none installed, expected it (pip install -c constraints.txt -e '.[train]')")
+        raise InputError("torch: found none installed, expected it (pip install 'polygon-train[train]')")
 
 
 def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:

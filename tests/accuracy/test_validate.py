@@ -51,18 +51,33 @@ ERRORS = ROOT / "polygon" / "domain" / "catalogue" / "errors.yaml"
 
 
 @pytest.fixture(scope="module")
-def remade(tmp_path_factory) -> tuple[dict, dict]:
-    """The report and the errors that the command in the header of errors.yaml makes."""
+def remade(tmp_path_factory) -> tuple[dict, dict, list[Row]]:
+    """The report and the errors that the command in the header of errors.yaml makes, and the rows they are made of."""
     (command,) = re.findall(r"^# Made by: polygon validate (.+)$", ERRORS.read_text(), re.MULTILINE)
     target = tmp_path_factory.mktemp("errors") / "errors.yaml"
     argv = []
     for word in shlex.split(command):
         found = sorted(str(path) for path in ROOT.glob(word)) if "/" in word else [word]
         argv += [str(target) if name == "FILE" else name for name in found]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    out, rows, predicted = io.StringIO(), [], validate.predicted
+
+    def kept(*given):
+        found = predicted(*given)
+        rows.extend(found[0])
+        return found
+
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validate, "predicted", kept)
         assert cli.run(validate.main, [*argv, "--json"]) == 0
-    return json.loads(out.getvalue()), parse_yaml(target.read_text())
+    return json.loads(out.getvalue()), parse_yaml(target.read_text()), rows
+
+
+def part(remade: tuple[dict, dict, list[Row]], name: str) -> dict:
+    """The report of one collection alone: what is predicted of a run does not hang on the others."""
+    found, _, rows = remade
+    listed = {entry["id"] for entry in json.loads((MEASURED / name).read_text())["rows"]}
+    skipped = [entry for entry in found["skipped"] if entry["id"] in listed]
+    return validate.report_of([row for row in rows if row.identifier in listed], skipped)
 
 
 def test_promised_accuracy_on_runs_never_fitted(capsys, tmp_path):
@@ -92,9 +107,9 @@ def test_the_table_of_predictions_is_what_its_command_makes(capsys, tmp_path):
     assert Path(page).read_text("utf-8") == (ROOT / "docs" / "prediction.md").read_text("utf-8")
 
 
-def test_promised_accuracy_on_tables_collected_later(capsys):
+def test_promised_accuracy_on_tables_collected_later(remade):
     """Mean error: 10 % in time, 15 % in memory; the intervals hold eight rows of ten; none of them may be fitted."""
-    found = report(capsys, str(MEASURED / "collected_runs.json"))
+    found = part(remade, "collected_runs.json")
     assert not found["calibration"]["datasets"] and not found["skipped"]
     assert found["overall"]["time"]["mean_abs_pct"] <= 10
     assert found["overall"]["memory"]["mean_abs_pct"] <= 15
@@ -104,17 +119,17 @@ def test_promised_accuracy_on_tables_collected_later(capsys):
         assert found["datasets"][name]["time"]["mean_abs_pct"] <= 6
 
 
-def test_promised_accuracy_on_tables_never_looked_at(capsys):
+def test_promised_accuracy_on_tables_never_looked_at(remade):
     """What docs/prediction.md says of the second collection, which led to no change of the model."""
-    found = report(capsys, str(MEASURED / "recipe_runs.json"))
+    found = part(remade, "recipe_runs.json")
     time = found["overall"]["time"]
     assert time["mean_abs_pct"] <= 8 and time["median_abs_pct"] <= 4 and time["interval_coverage_pct"] >= 90
     assert {entry["reason"].split(":")[0] for entry in found["skipped"]} == {"marked as not predictable"}
 
 
-def test_promised_accuracy_on_the_third_collection(capsys):
+def test_promised_accuracy_on_the_third_collection(remade):
     """10 % in the mean, 6.5 % in the median; which of ZeRO-3 and Megatron is faster is known."""
-    found = report(capsys, str(MEASURED / "megatron_runs.json"))
+    found = part(remade, "megatron_runs.json")
     time = found["overall"]["time"]
     assert time["rows"] == 161 and not found["skipped"] and not found["calibration"]["datasets"]
     assert time["mean_abs_pct"] <= 10 and time["median_abs_pct"] <= 6.5 and time["spearman"] >= 0.95
@@ -122,9 +137,9 @@ def test_promised_accuracy_on_the_third_collection(capsys):
     assert found["datasets"]["megatron_sc21_table2"]["time"]["regret_pct"] <= 2
 
 
-def test_promised_accuracy_on_plans_over_slow_links(capsys):
+def test_promised_accuracy_on_plans_over_slow_links(remade):
     """A seventh and a fifth too short in the mean, with the intervals as wide; yet the fastest plan is known."""
-    found = report(capsys, str(MEASURED / "plan_runs.json"))
+    found = part(remade, "plan_runs.json")
     assert {name: kinds["time"]["rows"] for name, kinds in found["datasets"].items()} == {
         "amp_t4x16": 47,
         "dtfm_wan_pp8": 35,
@@ -137,7 +152,7 @@ def test_promised_accuracy_on_plans_over_slow_links(capsys):
 
 def test_nine_rows_of_ten_lie_in_their_intervals(remade):
     """In every shipped collection, without a profile: intervals are made of these errors, so no wider, no narrower."""
-    found, _ = remade
+    found, _, _ = remade
     rows = {row["dataset"] + "/" + row["id"]: row for row in found["rows"] if row["quantity"] == "time"}
     for file in ("published", "collected", "megatron", "recipe", "plan"):
         listed = json.loads((MEASURED / f"{file}_runs.json").read_text())["rows"]
@@ -163,7 +178,7 @@ def test_the_catalogues_errors_are_what_its_command_makes(remade):
 
 def test_errors_are_made_of_what_was_never_fitted(remade):
     """Quantiles by hand, of one group; fitted rows and times from a profile are none of the scores."""
-    found, made = remade
+    found, made, _ = remade
     chosen = [row for row in found["rows"] if row["dataset"] == "internevo_7b"]
     scores = sorted(abs(math.log(row["measured"] / row["predicted"])) for row in chosen)
     assert made["groups"]["ampere/internevo"] == {"error": round(scores[math.ceil(47 * 0.9) - 1], 3), "runs": 46}
@@ -243,7 +258,7 @@ def test_update_replaces_what_is_between_the_markers(capsys, tmp_path):
     assert cli.run(validate.main, [PUBLISHED, "--dataset", "megatron_ci", "--update", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "megatron_ci" in text and "old" not in text
-    page.write_text("nothing")
+    page.write_text(f"{validate.END} nothing {validate.BEGIN}")
     assert cli.run(validate.main, [PUBLISHED, "--update", str(page)]) == 2
     capsys.readouterr()
 
@@ -375,13 +390,13 @@ def test_zones_without_a_network_are_not_expressible():
     assert reason.startswith("no link between the zones us-west1-b and us-central1-a is known")
 
 
-def test_measured_plans_are_read_and_priced(capsys):
+def test_measured_plans_are_read_and_priced(remade):
     """Every row of the file, by the planner's own path; a runtime that nobody knows is refused."""
     data = json.loads((MEASURED / "plan_runs.json").read_text())
     runs = plan_runs(data)
     assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2020"}
     assert [run.step_s for run in runs] == [entry["measured_step_s"] for entry in data["rows"]]
-    found = report(capsys, str(MEASURED / "plan_runs.json"))
+    found = part(remade, "plan_runs.json")
     assert found["overall"]["time"]["rows"] == 82 and not found["skipped"]
     with pytest.raises(InputError, match=r"found runtime 'eagre', expected 'eager'"):
         plan_runs(data | {"rows": [data["rows"][0] | {"runtime": "eagre"}]})

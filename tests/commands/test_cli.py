@@ -15,6 +15,8 @@ from polygon.__main__ import COMMANDS, PROGRAMS, main, module_of
 from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
 from polygon.domain.errors import InputError
+from polygon.planning import frontier
+from polygon.search import main as search
 
 
 def test_bad_input_is_one_line_on_stderr_and_exit_2(capsys):
@@ -60,16 +62,35 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(error, tmp_path):
         assert done.returncode == 1 and done.stderr.startswith("Traceback")
 
 
-def test_first_interrupt_is_an_answer_and_the_second_ends():
-    """Work that asks is told once; who cannot wait presses again."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_interrupt_is_an_answer_and_the_second_ends(number):
+    """Work that asks is told once; who cannot wait presses again. Who answered before does so afterwards."""
+    before = signal.getsignal(number)
     with cli.interruptible() as interrupted:
         assert not interrupted()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert interrupted()
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def test_a_search_that_is_terminated_keeps_its_best(tmp_path, monkeypatch, capsys):
+    """SIGTERM, which `timeout` and batch systems send, is a Ctrl-C: the plan is written, and it is said why."""
+    find, rounds = frontier.find_plan, []
+
+    def find_plan(*args, **fields):
+        rounds.append(1)
+        if len(rounds) > 1:
+            signal.raise_signal(signal.SIGTERM)
+        return find(*args, **fields)
+
+    monkeypatch.setattr(frontier, "find_plan", find_plan)
+    cluster, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
+    cluster.write_text("regions: [{name: lab, nodes: [{device: t4, count: 1, devices_per_node: 2}]}]\n")
+    task = ["--model", "gpt2", "--global-batch", "4", "--seq-len", "128", "--effort", "quick", "--until-gap", "0"]
+    assert cli.run(search, ["--cluster", str(cluster), *task, "-o", str(plan)]) == 0
+    assert "interrupted: this is the best so far" in capsys.readouterr().err and plan.exists()
 
 
 def test_the_runtime_of_a_command_goes_before_that_of_its_file(tmp_path, capsys):

@@ -50,6 +50,7 @@ def test_pareto_writes_front_picture_and_plans_that_can_be_run(task, tmp_path, c
 def test_search_within_limits_or_exit_3(task, tmp_path, capsys):
     """A deadline that can be kept is kept; a budget of nothing is exit 3 with the nearest; evaluate checks it."""
     plan = tmp_path / "plan.json"
+    task += ["--effort", "quick"]
     assert search([*task, "--objective", "money", "--deadline", "100", "--tokens", "1e8", "-o", str(plan)]) == 0
     assert "whole run     1e+08 tokens" in capsys.readouterr().out
     assert files.read_plan(plan).problem.constraints.most_step_s == 100

@@ -217,7 +217,7 @@ def test_checker_finds_what_is_broken(change):
 
 @pytest.mark.parametrize("objective", [STEP_TIME, MONEY])
 def test_more_rounds_are_never_worse_and_begin_with_the_same(objective):
-    """The best of N searches is the best of the first N: 1, 2, 4 rounds never get worse, and end where it is enough."""
+    """The best of N searches is the best of the first N: three are no worse than one, and end where it is enough."""
     cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 2)], [("v100-16gb", 1, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=32, seq_len=512))
 
@@ -225,11 +225,11 @@ def test_more_rounds_are_never_worse_and_begin_with_the_same(objective):
         effort = replace(FAST, fluid_evaluations=60, exact_evaluations=4, **fields)
         return find_within_limits(problem, 7, objective=objective, effort=effort)
 
-    one, two, four = (search(rounds=rounds) for rounds in (1, 2, 4))
-    assert one.value_s >= two.value_s >= four.value_s
-    assert four.evaluations > two.evaluations > one.evaluations
-    assert search(rounds=4, enough=one.value_s).evaluations == one.evaluations
-    assert search(rounds=4, time_limit_s=1e-9).plan is not None
+    one, three = (search(rounds=rounds) for rounds in (1, 3))
+    assert one.value_s >= three.value_s
+    assert three.evaluations > one.evaluations
+    assert search(rounds=3, enough=one.value_s).evaluations == one.evaluations
+    assert search(rounds=3, time_limit_s=1e-9).plan is not None
 
 
 def test_an_interrupt_in_a_later_round_keeps_the_best_so_far():
