@@ -41,6 +41,7 @@ SPECIAL = (
 """Fields of a model that a plain GPT, Llama or vision transformer leaves at their defaults."""
 
 BYTES_PER_ELEMENT = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Of what a matrix product reads, by the precision of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +358,7 @@ class Batch:
     """Sequences (or images) per step."""
     seq_len: int
     precision: str = "bf16"
-    """Of compute, parameters and activations."""
+    """Of compute, parameters and activations; in fp8 the products of blocks alone read 8 bits, all else has 16."""
     gradient_precision: str = "fp32"
     """In which weight gradients are accumulated and reduced."""
     optimizer: str = "adamw"
@@ -369,7 +370,8 @@ class Batch:
             require_size(getattr(self, name), f"batch.{name}", at_most=most)
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)
-            require(value in BYTES_PER_ELEMENT, f"batch.{name}", value, " or ".join(BYTES_PER_ELEMENT))
+            formats = [one for one in BYTES_PER_ELEMENT if name == "precision" or one != "fp8"]
+            require(value in formats, f"batch.{name}", value, " or ".join(formats))
         known = self.optimizer in OPTIMIZERS
         require(known, "batch.optimizer", self.optimizer, one_of(str(self.optimizer), OPTIMIZERS))
 
@@ -380,8 +382,8 @@ class Batch:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one parameter or activation."""
-        return BYTES_PER_ELEMENT[self.precision]
+        """Bytes of one parameter or activation, as it is held and sent."""
+        return max(2, BYTES_PER_ELEMENT[self.precision])
 
     @property
     def gradient_bytes(self) -> int:

@@ -24,9 +24,10 @@ from polygon.domain.model import Model
 from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tokens
 from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
+from runners.engine.float8 import EightBits, fits
 from runners.engine.pretrained import Pretrained
 from runners.engine.runnable import require_plain
-from runners.engine.sequence import Rows, column_products, join, row_product, split, sum_gradients, sum_over
+from runners.engine.sequence import Linear, Rows, column_products, join, row_product, split, sum_gradients, sum_over
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -146,10 +147,10 @@ class Attention(nn.Module):
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
         self.rope_theta = model.rope_theta
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.query = nn.Linear(model.hidden_size, q, bias=model.qkv_bias)
-        self.key = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
-        self.value = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
-        self.output = nn.Linear(q, model.hidden_size, bias=model.linear_bias)
+        self.query = Linear(model.hidden_size, q, bias=model.qkv_bias)
+        self.key = Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.value = Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.output = Linear(q, model.hidden_size, bias=model.linear_bias)
         self.query_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
         self.key_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
 
@@ -225,9 +226,9 @@ class Mlp(nn.Module):
         self.tp: TensorGroup | None = None
         self.by_tokens = False
         self.gelu = "none" if model.family == "vit" else "tanh"
-        self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
-        self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
-        self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
+        self.gate = Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
+        self.up = Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
+        self.down = Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = (self.up,) if self.gate is None else (self.up, self.gate)
@@ -271,7 +272,7 @@ class Head(nn.Module):
         """Ranks between which what arrives here is split by tokens."""
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
-        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
+        self.output = Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
         self.chunk = 0
         """Tokens whose logits are there at a time; 0: all. Where a group has the classes between it, all are."""
         self.correct: torch.Tensor | None = None
@@ -448,6 +449,13 @@ def _read_layer(
         found = pretrained.tensor(full, parameter.shape, shard_dim(model, full, size), place, size)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(found.to(device)))
+
+
+def use_eight_bits(layers: Iterable[nn.Module], *, keeps: bool) -> None:
+    """Let the products of blocks have 8 bits, but for routers; `keeps`: see `EightBits`."""
+    for module in (part for layer in layers if isinstance(layer, Block) for part in layer.modules()):
+        if isinstance(module, Linear) and fits(module.weight):
+            module.eight_bits = EightBits(keeps=keeps)
 
 
 def tune(layers: nn.ModuleDict, *, compiler: str | None, loss_chunk: int) -> None:
