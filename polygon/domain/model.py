@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from polygon.domain.block import ATTENTIONS, MOST_SIZE, Block, LatentAttention, LinearAttention, require_size
+from polygon.domain.block import (
+    ATTENTIONS,
+    MOST_SIZE,
+    Block,
+    LatentAttention,
+    LinearAttention,
+    RotaryScaling,
+    require_size,
+)
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.message import Message
 from polygon.domain.optimizer import OPTIMIZERS
@@ -69,6 +77,8 @@ class Model:
     """Of RMSNorm, beside the mean square."""
     rope_theta: float = 10000.0
     """Base of the rotary positions of a model without learned ones. Neither number changes any cost."""
+    rope_scaling: RotaryScaling | None = None
+    """How rotary positions are stretched, where they are. Changes no cost."""
     linear_bias: bool = True
     qkv_bias: bool = True
     causal: bool = True

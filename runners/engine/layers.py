@@ -25,6 +25,7 @@ from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tok
 from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.float8 import EightBits, fits
+from runners.engine.positions import rotate
 from runners.engine.pretrained import Pretrained
 from runners.engine.runnable import require_plain
 from runners.engine.sequence import Linear, Rows, column_products, join, row_product, split, sum_gradients, sum_over
@@ -101,22 +102,6 @@ class ImageEmbedding(nn.Module):
         return torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1) + self.positions.weight
 
 
-def rotate(x: torch.Tensor, base: float = 10000.0, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotary positions on (batch, heads, tokens, head_dim), in the half-split convention of Llama.
-
-    `positions`, shape (batch, tokens): of every token, where they are not 0, 1, 2, ...
-    """
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    if positions is None:
-        angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
-    else:
-        angle = positions[:, None, :, None].to(torch.float32) * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    low, high = x[..., :half], x[..., half : 2 * half]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
-
-
 def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The mask by which the last query sees all keys, and each one before it one less.
 
@@ -145,7 +130,7 @@ class Attention(nn.Module):
         """Of the key's and value's outputs, those of this rank, where both are whole on all: fewer heads than ranks."""
         self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
-        self.rope_theta = model.rope_theta
+        self.rope_theta, self.rope_scaling = model.rope_theta, model.rope_scaling
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = Linear(model.hidden_size, q, bias=model.qkv_bias)
         self.key = Linear(model.hidden_size, kv, bias=model.qkv_bias)
@@ -176,7 +161,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            q, k = rotate(q, self.rope_theta, positions), rotate(k, self.rope_theta, positions)
+            q, k = (rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))
         if context is not None and not share:
             k, v = gathered(k, v, context)
         if k.shape[1] != q.shape[1]:
