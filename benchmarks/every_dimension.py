@@ -139,6 +139,11 @@ ALONE: dict[str, tuple[Model, Split, str]] = {
     "full recomputation": (DENSE, Split(fields=({"recompute": "full"},)), "fp32"),
     "pipeline, 1F1B, bf16": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4), "bf16"),
     "full recomputation, bf16": (DENSE, Split(fields=({"recompute": "full"},)), "bf16"),
+    "one rank, fp8": (DENSE, Split(), "fp8"),
+    "ZeRO-3, fp8": (DENSE, Split(widths=(4,), fields=({"zero": 3},)), "fp8"),
+    "pipeline, 1F1B, fp8": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4), "fp8"),
+    "sequence parallel, fp8": (DENSE, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp8"),
+    "expert parallel, fp8": (MOE, Split(widths=(4,), fields=({"ep": 4},)), "fp8"),
     "stages unlike": (
         DENSE,
         Split(

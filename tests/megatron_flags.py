@@ -17,12 +17,12 @@ WHOLE_NUMBERS = (
     "pipeline-model-parallel-size", "micro-batch-size", "global-batch-size", "recompute-num-layers", "train-iters",
     "context-parallel-size", "expert-model-parallel-size", "num-distributed-optimizer-instances",
 )  # fmt: skip
-NUMBERS = ("lr", "norm-epsilon")
+NUMBERS = ("lr", "norm-epsilon", "rope-scaling-factor")
 TEXTS = ("pipeline-model-parallel-layout",)
 SWITCHES = (
     "group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias",
     "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "mock-data",
-    "use-megatron-fsdp", "no-gradient-accumulation-fusion",
+    "use-megatron-fsdp", "no-gradient-accumulation-fusion", "use-rope-scaling",
 )  # fmt: skip
 CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),

@@ -11,6 +11,12 @@ SIZES = {
 GPT2_SIZES = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MORE = {"Qwen3Moe": {"moe_intermediate_size": 24, "norm_topk_prob": True}, "Qwen2Moe": {"moe_intermediate_size": 48}}
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
 
 def saved(folder, kind, *, shard_size="1GB", **fields):
     """A small model of transformers with weights that are not near its initial ones, saved in a folder."""

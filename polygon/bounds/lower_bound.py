@@ -454,7 +454,7 @@ class _Traffic:
         """Least bytes of the activation of a micro-batch between two stages, or of its gradient."""
         problem = self.tables.problem
         values = boundary_values(problem.model, problem.batch, micro_batch_size)
-        element_bytes = max(problem.batch.element_bytes, 2)
+        element_bytes = problem.batch.element_bytes
         return min(packed_bytes(values, element_bytes, mode, width=problem.model.hidden_size) for mode in modes)
 
     def across(self, device_capacity: np.ndarray, hidden_s: np.ndarray, last: np.ndarray) -> list[Across]:

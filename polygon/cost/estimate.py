@@ -158,7 +158,7 @@ def _group_rows(plan: Plan, tables: CostTables, stages: Sequence[Stage], tp: int
         ]
     )
     if runtime.keeps_outputs:
-        sent = boundary_values(model, batch, plan.micro_batch_size) / cp * max(batch.element_bytes, 2)
+        sent = boundary_values(model, batch, plan.micro_batch_size) / cp * batch.element_bytes
         rows[:, 2] += [sent * (part.last_layer < model.layers) for part in stages]
     return _together(rows)
 

@@ -248,7 +248,7 @@ def layer_memory(
     require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
     way = _Way(
         seq_len=batch.seq_len,
-        element_bytes=max(batch.element_bytes, 2),
+        element_bytes=batch.element_bytes,
         tp=tp,
         micro_batch_size=micro_batch_size,
         recompute=recompute,
@@ -323,7 +323,7 @@ def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[
 def state_bytes(batch: Batch) -> tuple[float, float, float]:
     """Bytes per parameter of weight, gradient and optimizer state (with the fp32 master of 16-bit weights)."""
     per_optimizer = OPTIMIZERS[batch.optimizer].moment_bytes + (4 if batch.element_bytes < 4 else 0)
-    return max(batch.element_bytes, 2), batch.gradient_bytes, per_optimizer
+    return batch.element_bytes, batch.gradient_bytes, per_optimizer
 
 
 def outside_bytes(batch: Batch) -> float:

@@ -427,7 +427,7 @@ def price_messages(
     far = region_s != region_r
 
     regions = len(links.cluster.regions)
-    values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), max(batch.element_bytes, 2)
+    values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), batch.element_bytes
     plain = float(values * element_bytes)
     of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
     size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polygon.domain.errors import require
+from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.message import Message
 
 ATTENTIONS = ("full", "window", "chunk", "linear")
 """Over all tokens; over the last `window` of them; over those of the same chunk of `window`; by a running state."""
 
+ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 MOST_SIZE = 2**31 - 1
 """Largest number of anything that a model's shape has; larger ones are slips."""
@@ -34,6 +35,42 @@ def require_size(value: object, name: str, *, at_most: int = MOST_SIZE, or_zero:
 def shares_heads(heads: float, kv_heads: float, parts: int) -> bool:
     """Whether so many devices can share out heads, and keys and values alike: each then has some of all tokens."""
     return heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryScaling:
+    """How rotary positions are stretched over sequences longer than those of a model's first training.
+
+    References
+    ----------
+    linear: Chen et al., arXiv:2306.15595. llama3: Llama 3.1's reference code, `apply_scaling`. yarn: Peng et al.,
+    arXiv:2309.00071.
+    """
+
+    kind: str
+    """linear (all frequencies divided by the factor), llama3 (those of long waves, in between in part) or yarn."""
+    factor: float
+    low_frequency: float = 1.0
+    """llama3: waves longer than `original_tokens` over this are stretched by the whole factor."""
+    high_frequency: float = 4.0
+    """llama3: waves shorter than `original_tokens` over this are left."""
+    original_tokens: int = 0
+    """llama3 and yarn: of the longest sequence of the first training."""
+    fast: float = 32.0
+    """yarn: frequencies that turn as often in `original_tokens` are left."""
+    slow: float = 1.0
+    """yarn: those that turn less often are stretched by the whole factor."""
+    rounded: bool = True
+    """yarn: whether the border between them lies at whole frequencies."""
+    attention_factor: float = 1.0
+    """yarn: queries and keys are multiplied by it."""
+
+    def __post_init__(self) -> None:
+        known = self.kind in ROTARY_SCALINGS
+        require(known, "model.rope_scaling.kind", self.kind, one_of(str(self.kind), ROTARY_SCALINGS))
+        for name in ("factor", "low_frequency", "high_frequency", "fast", "slow", "attention_factor"):
+            require_number(getattr(self, name), f"model.rope_scaling.{name}", above=0)
+        require_size(self.original_tokens, "model.rope_scaling.original_tokens", or_zero=self.kind == "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

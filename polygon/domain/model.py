@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from polygon.domain.block import ATTENTIONS, MOST_SIZE, Block, LatentAttention, LinearAttention, require_size
+from polygon.domain.block import (
+    ATTENTIONS,
+    MOST_SIZE,
+    Block,
+    LatentAttention,
+    LinearAttention,
+    RotaryScaling,
+    require_size,
+)
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.message import Message
 from polygon.domain.optimizer import OPTIMIZERS
@@ -41,6 +49,7 @@ SPECIAL = (
 """Fields of a model that a plain GPT, Llama or vision transformer leaves at their defaults."""
 
 BYTES_PER_ELEMENT = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Of what a matrix product reads, by the precision of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,8 @@ class Model:
     """Of RMSNorm, beside the mean square."""
     rope_theta: float = 10000.0
     """Base of the rotary positions of a model without learned ones. Neither number changes any cost."""
+    rope_scaling: RotaryScaling | None = None
+    """How rotary positions are stretched, where they are. Changes no cost."""
     linear_bias: bool = True
     qkv_bias: bool = True
     causal: bool = True
@@ -357,7 +368,7 @@ class Batch:
     """Sequences (or images) per step."""
     seq_len: int
     precision: str = "bf16"
-    """Of compute, parameters and activations."""
+    """Of compute, parameters and activations; in fp8 the products of blocks alone read 8 bits, all else has 16."""
     gradient_precision: str = "fp32"
     """In which weight gradients are accumulated and reduced."""
     optimizer: str = "adamw"
@@ -369,7 +380,8 @@ class Batch:
             require_size(getattr(self, name), f"batch.{name}", at_most=most)
         for name in ("precision", "gradient_precision"):
             value = getattr(self, name)
-            require(value in BYTES_PER_ELEMENT, f"batch.{name}", value, " or ".join(BYTES_PER_ELEMENT))
+            formats = [one for one in BYTES_PER_ELEMENT if name == "precision" or one != "fp8"]
+            require(value in formats, f"batch.{name}", value, " or ".join(formats))
         known = self.optimizer in OPTIMIZERS
         require(known, "batch.optimizer", self.optimizer, one_of(str(self.optimizer), OPTIMIZERS))
 
@@ -380,8 +392,8 @@ class Batch:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one parameter or activation."""
-        return BYTES_PER_ELEMENT[self.precision]
+        """Bytes of one parameter or activation, as it is held and sent."""
+        return max(2, BYTES_PER_ELEMENT[self.precision])
 
     @property
     def gradient_bytes(self) -> int:

@@ -20,7 +20,7 @@ from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
 
-RULES = Rules(zero_with_pipeline=1, zero_alone=3, some_blocks=("full",))
+RULES = Rules(zero_with_pipeline=1, zero_alone=3, some_blocks=("full",), rotary_scalings=("llama3",))
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """`--data-parallel-sharding-strategy` by ZeRO stage."""
 
@@ -52,6 +52,8 @@ def model_arguments(problem: Problem) -> list[str]:
     words += ["--norm-epsilon", model.norm_eps]
     if not model.learned_positions:
         words += ["--position-embedding-type", "rope", "--rotary-base", round(model.rope_theta)]
+        if model.rope_scaling is not None and model.rope_scaling.kind == "llama3":
+            words += ["--use-rope-scaling", "--rope-scaling-factor", model.rope_scaling.factor]
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     if not model.linear_bias:

@@ -53,6 +53,8 @@ class Rules:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     some_blocks: tuple[str, ...] = ()
     """Kinds of recomputation that may be for a number of a stage's blocks, the same in all."""
+    rotary_scalings: tuple[str, ...] = ()
+    """Kinds of scaled rotary positions that the files can say."""
 
     def most_zero(self, stages: int) -> int:
         """The highest stage of ZeRO in a pipeline of so many."""
@@ -412,6 +414,9 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
     if _shape(plan) != _shape(uniform.plan) or abs(rest) > 1e-9 * uniform.step_s:
         found.append(Loss(what=_structure(problem, plan, uniform, rules), cost_s=rest))
     special = tuple(name for name in problem.model.special(problem.batch.seq_len) if name != "family")
+    scaling = problem.model.rope_scaling
+    if scaling is not None and scaling.kind not in rules.rotary_scalings:
+        special = (*special, "rope_scaling")
     if special:
         found.append(Loss(what=Message("lost.blocks", fields=special)))
     return found

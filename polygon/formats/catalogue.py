@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from polygon.domain.block import LatentAttention, LinearAttention
+from polygon.domain.block import LatentAttention, LinearAttention, RotaryScaling
 from polygon.domain.cluster import Device, Link
 from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.errors import InputError, fault, located, one_of, require
@@ -63,7 +63,7 @@ def device_from_spec(name: str, spec: DeviceSpec) -> Device:
 
 def model_from_spec(spec: Any) -> Model:
     """The model that a file spells out; kv_heads, head_dim and ffn_size have the usual defaults."""
-    fields = spec.model_dump(exclude={"latent", "linear", "tower"})
+    fields = spec.model_dump(exclude={"latent", "linear", "rope_scaling", "tower"})
     if fields["kv_heads"] is None:
         fields["kv_heads"] = spec.heads
     if fields["head_dim"] is None:
@@ -77,6 +77,7 @@ def model_from_spec(spec: Any) -> Model:
         **fields,
         latent=spec.latent and LatentAttention(**spec.latent.model_dump()),
         linear=spec.linear and LinearAttention(**spec.linear.model_dump()),
+        rope_scaling=spec.rope_scaling and RotaryScaling(**spec.rope_scaling.model_dump()),
         tower=spec.tower and model_from_spec(spec.tower),
     )
 

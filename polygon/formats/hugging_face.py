@@ -5,11 +5,12 @@ Faults are `InputError` with the key. What a shape cannot say is said in the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polygon.domain.block import LatentAttention, LinearAttention
+from polygon.domain.block import ROTARY_SCALINGS, LatentAttention, LinearAttention, RotaryScaling
 from polygon.domain.errors import fault, one_of, require, require_number
 from polygon.domain.message import Message
 from polygon.domain.model import Model
@@ -42,7 +43,8 @@ def is_hugging_face(data: Any) -> bool:
 def hugging_face_model(data: Mapping[str, Any], name: str) -> Model:
     """The model of a parsed `config.json`.
 
-    Leaves out what changes no shape that polygon models: scaled rotary positions, caps and multipliers, biases of
+    Leaves out what changes no shape that polygon models: rotary positions that are scaled otherwise than
+    `RotaryScaling` says or in models that the engine does not run, caps and multipliers, biases of
     single layers (GPT-J's head and MLP, routers), token types, attention sinks, gates of shared experts, OPT-350M's
     projection of its embeddings.
 
@@ -103,6 +105,8 @@ def _model(config: Mapping[str, Any], model_type: str, name: str) -> Model:
         "source": "Hugging Face config.json",
     }
     fields |= _floats(config)
+    if fixed["family"] == "llama":
+        fields |= _rotary_scaling(reader)
     fields |= _switches(reader, fields)
     if model_type == "falcon":
         fields |= _falcon(reader, heads)
@@ -130,6 +134,81 @@ def _floats(config: Mapping[str, Any]) -> dict[str, float]:
         if where.get(key) is not None:
             require_number(where[key], key, above=0)
     return {field: float(where[key]) for field, (where, key) in found.items() if where.get(key) is not None}
+
+
+def rotary_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of rotary positions beside their base: `rope_parameters`, or `rope_scaling` of older ones."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key)
+        if isinstance(found, Mapping) and found:
+            return found
+    return {}
+
+
+def rotary_kind(settings: Mapping[str, Any]) -> str:
+    """How they are scaled, in the config's words; `default`: not at all."""
+    return str(settings.get("rope_type", settings.get("type", "default")))
+
+
+def _rotary_scaling(reader: ConfigReader) -> dict[str, Any]:
+    """Scaled rotary positions of a kind that polygon's engine computes."""
+    settings = rotary_settings(reader.config)
+    kind = rotary_kind(settings)
+    if kind not in ROTARY_SCALINGS or settings.get("mrope_section") is not None:
+        return {}
+    longest = reader.whole("max_position_embeddings")
+    given: dict[str, Any] = {}
+    for field, key in _SCALING.items():
+        if settings.get(key) is not None:
+            require_number(settings[key], key, above=0)
+            given[field] = float(settings[key])
+    if kind != "linear":
+        given["original_tokens"] = ConfigReader(settings, {}).whole("original_max_position_embeddings") or longest
+    if kind == "yarn":
+        given.setdefault("factor", longest / max(1, given["original_tokens"]))
+        given.setdefault("attention_factor", _yarn_attention(settings, given["factor"]))
+        given["rounded"] = bool(settings.get("truncate", True))
+    require("factor" in given, "factor", None, "a number > 0")
+    return {"rope_scaling": RotaryScaling(kind=kind, **given)}
+
+
+_SCALING = {
+    "factor": "factor",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+"""Numbers of `RotaryScaling`: their names."""
+
+
+def scaled_config(scaling: RotaryScaling | None) -> dict[str, Any]:
+    """What `rope_parameters` says beside the base: the inverse of what the reader makes of it."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    used = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_frequency", "high_frequency"),
+        "yarn": ("factor", "fast", "slow", "attention_factor"),
+    }[scaling.kind]
+    found: dict[str, Any] = {"rope_type": scaling.kind} | {_SCALING[name]: getattr(scaling, name) for name in used}
+    if scaling.kind != "linear":
+        found["original_max_position_embeddings"] = scaling.original_tokens
+    if scaling.kind == "yarn":
+        found["truncate"] = scaling.rounded
+    return found
+
+
+def _yarn_attention(settings: Mapping[str, Any], factor: float) -> float:
+    """What YaRN multiplies queries and keys by where the config does not say it (arXiv:2309.00071, equation 22)."""
+    grown = math.log(factor) if factor > 1 else 0.0
+    for_values, for_all = settings.get("mscale"), settings.get("mscale_all_dim")
+    if not for_values or not for_all:
+        return 0.1 * grown + 1
+    require_number(for_values, "mscale", above=0)
+    require_number(for_all, "mscale_all_dim", above=0)
+    return (0.1 * float(for_values) * grown + 1) / (0.1 * float(for_all) * grown + 1)
 
 
 def _switches(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from polygon.domain import bench
-from polygon.domain.block import LatentAttention, LinearAttention
+from polygon.domain.block import LatentAttention, LinearAttention, RotaryScaling
 from polygon.domain.efficiency import MeasuredEfficiency
 from polygon.domain.errors import InputError, one_of
 from polygon.domain.message import Message
@@ -203,9 +203,13 @@ class ClusterSpec(Strict):
 
 
 _ModelSpec = _from_dataclass(
-    "_ModelSpec", Model, without=("latent", "linear", "tower"), optional=("kv_heads", "head_dim", "ffn_size")
+    "_ModelSpec",
+    Model,
+    without=("latent", "linear", "rope_scaling", "tower"),
+    optional=("kv_heads", "head_dim", "ffn_size"),
 )
 _LatentSpec = _from_dataclass("_LatentSpec", LatentAttention)
+_RotarySpec = _from_dataclass("_RotarySpec", RotaryScaling)
 _LinearSpec = _from_dataclass("_LinearSpec", LinearAttention)
 BatchSpec = _from_dataclass("BatchSpec", Batch)
 _SWITCHES = [field.name for field in dataclasses.fields(Runtime) if field.name not in ("name", "version", "sources")]
@@ -222,6 +226,7 @@ class ModelSpec(_ModelSpec):  # type: ignore[misc,valid-type]
 
     latent: _LatentSpec | None = None  # type: ignore[valid-type]
     linear: _LinearSpec | None = None  # type: ignore[valid-type]
+    rope_scaling: _RotarySpec | None = None  # type: ignore[valid-type]
     tower: ModelSpec | None = None
 
 

@@ -61,8 +61,7 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     may = allowed(problem)
     values = boundary_values(problem.model, batch, micro_batch_size)
     modes = {"none", *may.activations, *may.activation_gradients}
-    element_bytes = max(batch.element_bytes, 2)
-    wire = min(packed_bytes(values, element_bytes, mode) for mode in modes)
+    wire = min(packed_bytes(values, batch.element_bytes, mode) for mode in modes)
     matrix = matrix_values(problem.model)
     packings = {"none", *may.weight_gradients}
     ratio = min(packed_bytes(matrix, batch.gradient_bytes, mode, matrix) for mode in packings)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polygon.domain.block import ROTARY_SCALINGS
 from polygon.domain.errors import InputError, one_of, require
 from polygon.domain.model import Model
+from polygon.formats.hugging_face import rotary_kind, rotary_settings, scaled_config
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,9 @@ def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: s
     if kind == "qwen3_moe":
         found = config.get("norm_topk_prob", False)
         require(bool(found), f"{where}: norm_topk_prob", found, "true: weights of the chosen experts that sum to 1")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        scaled = rope.get("rope_type", rope.get("type", "default"))
-        require(scaled == "default", f"{where}: {key}", scaled, "default: unscaled rotary positions")
+    scaled = rotary_kind(rotary_settings(config))
+    known = ("default", *ROTARY_SCALINGS)
+    require(scaled in known, f"{where}: rotary positions", scaled, one_of(scaled, known))
     _check_window(config, kind, seq_len, where)
 
 
@@ -250,7 +251,7 @@ def config_of(model: Model) -> dict[str, Any]:
         "intermediate_size": model.ffn_size, "num_hidden_layers": model.blocks, "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "hidden_act": "silu",
         "max_position_embeddings": model.max_seq_len, "rms_norm_eps": model.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": {"rope_theta": model.rope_theta, **scaled_config(model.rope_scaling)},
         "tie_word_embeddings": model.tied_embeddings,
     }  # fmt: skip
     if kind == "mixtral":

@@ -27,6 +27,7 @@ from urllib.parse import quote
 import torch
 from torch.distributed import Store
 
+from polygon.domain.block import RotaryScaling
 from polygon.domain.errors import InputError, PolygonError, require
 from polygon.domain.model import Model
 from runners.engine.experts import EXPERT
@@ -92,7 +93,10 @@ def _shape_of(model: Model) -> dict[str, Any]:
 def saved_model(content: Mapping[str, Any], where: Path) -> Model:
     """The model that a file is of; what a program knew nothing of when it wrote is as by default."""
     try:
-        return Model(name=where.stem, **content["model"])
+        fields = dict(content["model"])
+        if fields.get("rope_scaling") is not None:
+            fields["rope_scaling"] = RotaryScaling(**fields["rope_scaling"])
+        return Model(name=where.stem, **fields)
     except (KeyError, TypeError) as error:
         raise InputError(f"{where}: model: {error}, expected a checkpoint of this program") from None
 

@@ -24,9 +24,11 @@ from polygon.domain.model import Model
 from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tokens
 from runners.engine.documents import Documents
 from runners.engine.experts import BalanceLoss, Experts
+from runners.engine.float8 import EightBits, fits
+from runners.engine.positions import rotate
 from runners.engine.pretrained import Pretrained
 from runners.engine.runnable import require_plain
-from runners.engine.sequence import Rows, column_products, join, row_product, split, sum_gradients, sum_over
+from runners.engine.sequence import Linear, Rows, column_products, join, row_product, split, sum_gradients, sum_over
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -100,22 +102,6 @@ class ImageEmbedding(nn.Module):
         return torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1) + self.positions.weight
 
 
-def rotate(x: torch.Tensor, base: float = 10000.0, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotary positions on (batch, heads, tokens, head_dim), in the half-split convention of Llama.
-
-    `positions`, shape (batch, tokens): of every token, where they are not 0, 1, 2, ...
-    """
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    if positions is None:
-        angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
-    else:
-        angle = positions[:, None, :, None].to(torch.float32) * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    low, high = x[..., :half], x[..., half : 2 * half]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]], dim=-1)
-
-
 def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The mask by which the last query sees all keys, and each one before it one less.
 
@@ -144,12 +130,12 @@ class Attention(nn.Module):
         """Of the key's and value's outputs, those of this rank, where both are whole on all: fewer heads than ranks."""
         self.recompute_core = False
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
-        self.rope_theta = model.rope_theta
+        self.rope_theta, self.rope_scaling = model.rope_theta, model.rope_scaling
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.query = nn.Linear(model.hidden_size, q, bias=model.qkv_bias)
-        self.key = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
-        self.value = nn.Linear(model.hidden_size, kv, bias=model.qkv_bias)
-        self.output = nn.Linear(q, model.hidden_size, bias=model.linear_bias)
+        self.query = Linear(model.hidden_size, q, bias=model.qkv_bias)
+        self.key = Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.value = Linear(model.hidden_size, kv, bias=model.qkv_bias)
+        self.output = Linear(q, model.hidden_size, bias=model.linear_bias)
         self.query_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
         self.key_norm = RmsNorm(model.head_dim, eps=model.norm_eps) if model.query_key_norm == "head" else None
 
@@ -175,7 +161,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            q, k = rotate(q, self.rope_theta, positions), rotate(k, self.rope_theta, positions)
+            q, k = (rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))
         if context is not None and not share:
             k, v = gathered(k, v, context)
         if k.shape[1] != q.shape[1]:
@@ -225,9 +211,9 @@ class Mlp(nn.Module):
         self.tp: TensorGroup | None = None
         self.by_tokens = False
         self.gelu = "none" if model.family == "vit" else "tanh"
-        self.gate = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
-        self.up = nn.Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
-        self.down = nn.Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
+        self.gate = Linear(model.hidden_size, ffn_size, bias=model.linear_bias) if model.gated_mlp else None
+        self.up = Linear(model.hidden_size, ffn_size, bias=model.linear_bias)
+        self.down = Linear(ffn_size, model.hidden_size, bias=model.linear_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = (self.up,) if self.gate is None else (self.up, self.gate)
@@ -271,7 +257,7 @@ class Head(nn.Module):
         """Ranks between which what arrives here is split by tokens."""
         self.pooled = model.family == "vit"
         self.norm = _norm(model)
-        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
+        self.output = Linear(model.hidden_size, model.vocab_size, bias=self.pooled)
         self.chunk = 0
         """Tokens whose logits are there at a time; 0: all. Where a group has the classes between it, all are."""
         self.correct: torch.Tensor | None = None
@@ -448,6 +434,13 @@ def _read_layer(
         found = pretrained.tensor(full, parameter.shape, shard_dim(model, full, size), place, size)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(found.to(device)))
+
+
+def use_eight_bits(layers: Iterable[nn.Module], *, keeps: bool) -> None:
+    """Let the products of blocks have 8 bits, but for routers; `keeps`: see `EightBits`."""
+    for module in (part for layer in layers if isinstance(layer, Block) for part in layer.modules()):
+        if isinstance(module, Linear) and fits(module.weight):
+            module.eight_bits = EightBits(keeps=keeps)
 
 
 def tune(layers: nn.ModuleDict, *, compiler: str | None, loss_chunk: int) -> None:

@@ -11,18 +11,13 @@ from polygon.domain.runtime import POLYGON
 from polygon.domain.schedule import worker_order
 from runners.engine.rank_layout import Layout
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""In which torch multiplies on any device."""
-
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
     require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
-    precision = problem.batch.precision
-    missing = " (its layers have no 8-bit products, on any card)" if precision == "fp8" else ""
-    expected = " or ".join(PRECISIONS) + ", to be run here" + missing
-    require(precision in PRECISIONS, "batch.precision", precision, expected)
     if own_model:
+        precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
+        require(precision != "fp8", "batch.precision", precision, expected)
         # Which of its matrices are hidden ones is not known.
         optimizer, expected = problem.batch.optimizer, "adamw or sgd or adafactor (with --model-file)"
         require(optimizer != "muon", "batch.optimizer", optimizer, expected)

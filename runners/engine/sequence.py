@@ -20,38 +20,84 @@ from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 from torch.nn import functional
 
+from runners.engine import float8
+from runners.engine.float8 import BACKWARD, FORWARD, EightBits, fits, narrowed
+
 TOKENS = 1
 """Dimension of the tokens in (batch, tokens, width)."""
 
 
+class Linear(nn.Linear):
+    """A linear layer whose products may have 8 bits."""
+
+    eight_bits: EightBits | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.eight_bits is None:
+            return super().forward(x)
+        return _of_layers([self], _narrow(x), None)[0]
+
+
 class _Products(torch.autograd.Function):
-    """Linear layers on the gathered tokens, which are not kept; gradients of the tokens are summed and split."""
+    """Linear layers on one input: on the tokens of a group, gathered and not kept, whose gradients are summed and
+    split; without a group on those that are here. Products of layers with `EightBits` have 8 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, *parameters: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: TensorGroup | None,
+        ways: Sequence[EightBits | None],
+        *parameters: torch.Tensor | None,
+    ) -> Any:
         x = _narrow(x)
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.group = group
+        ctx.group, ctx.ways = group, ways
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        whole = group.gather(x, TOKENS)
-        return tuple(
-            functional.linear(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[union-attr]
-            for weight, bias in zip(weights, biases, strict=True)
-        )
+        whole = x if group is None else group.gather(x, TOKENS)
+        rows = narrowed(whole.flatten(0, -2), FORWARD) if any(ways) else None
+        found = []
+        for weight, bias, way in zip(weights, biases, ways, strict=True):
+            assert weight is not None
+            added = None if bias is None else bias.to(x.dtype)
+            if way is None or rows is None:
+                found.append(functional.linear(whole, weight.to(x.dtype), added))
+                continue
+            out = float8.forward(rows, weight, way, x.dtype).view(*whole.shape[:-1], len(weight))
+            found.append(out if added is None else out.add_(added))
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        rows = ctx.group.gather(x, TOKENS).flatten(0, 1)
+        whole = x if ctx.group is None else ctx.group.gather(x, TOKENS)
+        rows = whole.flatten(0, -2)
+        narrow_rows = narrowed(rows, FORWARD) if any(ctx.ways) else None
         total, found = None, []
-        for gradient, weight, bias_dtype in zip(gradients, weights, ctx.bias_dtypes, strict=True):
-            flat = gradient.flatten(0, 1)
-            found.append((flat.T @ rows).to(weight.dtype))
+        for number, (gradient, weight, bias_dtype, way) in enumerate(
+            zip(gradients, weights, ctx.bias_dtypes, ctx.ways, strict=True)
+        ):
+            flat = gradient.flatten(0, -2)
+            wanted = ctx.needs_input_grad[3 + 2 * number]
+            if way is None or narrow_rows is None:
+                found.append((flat.T @ rows).to(weight.dtype) if wanted else None)
+                back = gradient @ weight.to(gradient.dtype)
+            else:
+                narrow = narrowed(flat, BACKWARD)
+                made = float8.weight_gradient(narrow, narrow_rows, x.dtype).to(weight.dtype) if wanted else None
+                found.append(made)
+                back = float8.backward(narrow, weight, way, x.dtype).view_as(whole)
             found.append(None if bias_dtype is None else flat.sum(0).to(bias_dtype))
-            back = gradient @ weight.to(gradient.dtype)
             total = back if total is None else total.add_(back)
-        return ctx.group.total_part(total, TOKENS), None, *found
+        here = total if ctx.group is None else ctx.group.total_part(total, TOKENS)
+        return here, None, None, *found
+
+
+def _of_layers(layers: Sequence[Linear | Rows], x: torch.Tensor, group: TensorGroup | None) -> list[torch.Tensor]:
+    """`_Products` of layers; `group`: ranks that split the tokens between them."""
+    parameters = (tensor for layer in layers for tensor in (layer.weight, layer.bias))
+    return list(_Products.apply(x, group, [layer.eight_bits for layer in layers], *parameters))
 
 
 def join(x: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
@@ -72,8 +118,13 @@ def sum_over(x: torch.Tensor, tp: TensorGroup, *, by_tokens: bool) -> torch.Tens
 class Rows(NamedTuple):
     """Some outputs of a linear layer."""
 
-    layer: nn.Linear
+    layer: Linear
     rows: slice
+
+    @property
+    def eight_bits(self) -> EightBits | None:
+        """Made anew for every product: it is a part of a weight."""
+        return None if self.layer.eight_bits is None or not fits(self.weight) else EightBits(keeps=False)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -90,12 +141,15 @@ class Rows(NamedTuple):
 
 
 def column_products(
-    layers: Sequence[nn.Linear | Rows], x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool
+    layers: Sequence[nn.Module | Rows], x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool
 ) -> list[torch.Tensor]:
     """Linear layers with one input, whose outputs are spread over a group."""
+    ours = [layer for layer in layers if isinstance(layer, Linear | Rows)]  # additions stand around others
     if tp is not None and by_tokens:
-        return list(_Products.apply(x, tp, *(tensor for layer in layers for tensor in (layer.weight, layer.bias))))
+        return _of_layers(ours, x, tp)
     whole = _narrow(x if tp is None else tp.copy(x))
+    if len(ours) == len(layers) and any(layer.eight_bits for layer in ours):
+        return _of_layers(ours, whole, None)
     return [layer(whole) for layer in layers]
 
 
@@ -105,11 +159,15 @@ def _narrow(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def row_product(layer: nn.Linear, x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool) -> torch.Tensor:
+def row_product(layer: Linear, x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool) -> torch.Tensor:
     """A linear layer whose inputs are spread over a group: the products are summed, the bias is added once."""
     if tp is None:
         return layer(x)
-    total = sum_over(functional.linear(x, layer.weight), tp, by_tokens=by_tokens)
+    if layer.eight_bits is None:
+        own = functional.linear(x, layer.weight)
+    else:
+        [own] = _Products.apply(_narrow(x), None, [layer.eight_bits], layer.weight, None)
+    total = sum_over(own, tp, by_tokens=by_tokens)
     return total if layer.bias is None else total + layer.bias.to(total.dtype)
 
 

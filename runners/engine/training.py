@@ -155,6 +155,8 @@ class Training:
             if plan.stages[s].zero >= 1 and not layout.zero_of([s]):
                 why = "parameter servers" if served else "workers of different tensor-parallel degrees"
                 self._say(f"stage {s}: ZeRO-{plan.stages[s].zero} is not run: {why} hold whole weights and gradients")
+        if problem.batch.precision == "fp8" and not self.worker.eight_bits:
+            self._say(f"rank {rank}: {device} has no products in 8 bits, computing in bf16")
         self.worker.begin(self.progress.step, options.steps, self.progress.samples)
         self.log.write(
             "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,

@@ -27,6 +27,7 @@ from runners.engine.additions import add_lora
 from runners.engine.context import part_of
 from runners.engine.documents import Documents, documents_at
 from runners.engine.experts import EXPERT, BalanceLoss
+from runners.engine.float8 import forget, has_products
 from runners.engine.gradients import Bucket, Reducer
 from runners.engine.layers import (
     TIED_COPY,
@@ -38,6 +39,7 @@ from runners.engine.layers import (
     layer_name,
     shard_dim,
     tune,
+    use_eight_bits,
 )
 from runners.engine.log import RunLog
 from runners.engine.options import Options
@@ -52,6 +54,7 @@ COMPUTE_DTYPE = {
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # but for the products of blocks (runners.engine.float8)
 }
 
 
@@ -105,9 +108,13 @@ class StageWorker:
         self.dtype = COMPUTE_DTYPE[batch.precision]
         self.layers = self._build(options, own_model)
         self.balance = BalanceLoss(weight=options.balance)
+        self.eight_bits = batch.precision == "fp8" and has_products(wires.device)
+        """Whether products of blocks have 8 bits."""
         for number, stage in zip(self._numbers, self.stages, strict=True):
             held = [self.layers[str(layer)] for layer in range(*stage.layers)]
             attach_groups(held, self.context, self.experts.get(number), self.balance)
+            if self.eight_bits:
+                use_eight_bits(held, keeps=stage.zero < 3)
             again = held[: stage.recomputed_until - stage.first_layer] if stage.recompute == "selective" else []
             for module in (part for layer in again for part in layer.modules()):
                 if isinstance(module, Attention):
@@ -329,6 +336,7 @@ class StageWorker:
     def validate(self, samples: Shuffled) -> torch.Tensor:
         """Forward of all samples, each once: the sum of their losses and how many were right (of this rank's)."""
         self.loss_sum.zero_()
+        forget(self.layers.values())
         head = self.layers[str(self.layout.problem.model.layers - 1)] if self.is_last else None
         correct = torch.zeros((), dtype=torch.int64, device=self.wires.device)
         if isinstance(head, Head):
@@ -388,6 +396,7 @@ class StageWorker:
     def run_schedule(self, step: int) -> None:
         """Forward and backward of all micro-batches of this worker; sums of finished layers start on the way."""
         self.loss_sum.zero_()
+        forget(self.layers.values())
         first = self._first_sample + step * self.global_batch
         everything = range(first, first + self.global_batch)
         self.loss_scale = 1.0 / max(1, count_targets(self.samples, everything, self.targets_per_sample))

@@ -105,7 +105,7 @@ def own_layer_memory(
     of communication.
     """
     usual = layer_memory(model, batch, tp=way.tp, micro_batch_size=way.micro_batch, cp=way.cp, ep=way.ep)
-    tokens, e = way.micro_batch * batch.seq_len / way.cp, max(batch.element_bytes, 2)
+    tokens, e = way.micro_batch * batch.seq_len / way.cp, batch.element_bytes
     kept, passing = np.zeros(model.layers), np.zeros(model.layers)
     for layer in range(model.layers):
         kind = model.layer_kind(layer)

@@ -137,7 +137,7 @@ def _passing(problem: Problem, layers: LayerMemory, zero: int, tp: int, shards: 
     before[0] = after[-1] = 0.0
     if zero == 2:
         return batch.gradient_bytes * (parameters + after)
-    width = max(batch.element_bytes, 2)
+    width = batch.element_bytes
     largest = np.array([_largest_weight(model, layer) / tp for layer in range(model.layers)])
     return width * (2 * parameters + largest + (1 - 1 / shards) * before) + batch.gradient_bytes * after
 
@@ -156,7 +156,7 @@ def _largest_weight(model: Model, layer: int) -> float:
 def _message_bytes(problem: Problem, plan: Plan, worker: Worker) -> float:
     """Of a worker's part of a micro-batch's activations between two stages."""
     values = boundary_values(problem.model, problem.batch, plan.micro_batch_size)
-    return values / worker.cp * max(problem.batch.element_bytes, 2)
+    return values / worker.cp * problem.batch.element_bytes
 
 
 def write_measured(out: Path, rank: int, peak_bytes: int) -> None:

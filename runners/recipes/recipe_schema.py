@@ -116,7 +116,8 @@ class ParallelPart(Strict):
 class MemoryPart(Strict):
     """What saves memory."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """fp8: of the products of blocks, with backend engine or plan."""
     gradient_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in backward: none, those inside attention, whole blocks."""

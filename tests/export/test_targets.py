@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from polygon.cost.tables import CostTables
+from polygon.domain.block import RotaryScaling
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.export.__main__ import main
@@ -145,6 +146,8 @@ def test_megatron_is_told_the_whole_model(name):
     assert [bool(value) for value in experts_in] == [model.is_sparse(layer) for layer in range(1, model.blocks + 1)]
     if read.position_embedding_type == "rope":
         assert read.rotary_base == round(model.rope_theta)
+        scaled = model.rope_scaling is not None
+        assert read.use_rope_scaling == scaled and (not scaled or read.rope_scaling_factor == model.rope_scaling.factor)
 
 
 def test_blocks_that_are_not_plain_are_among_what_is_lost():
@@ -157,6 +160,22 @@ def test_blocks_that_are_not_plain_are_among_what_is_lost():
             for asked in (problem, strange)
         ]
         assert fields == [[], [("norms",)]]
+
+
+@pytest.mark.parametrize(("kind", "lost_by"), [("llama3", {"deepspeed", "torchtitan"}), ("yarn", None)])
+def test_scaled_positions_are_said_or_among_what_is_lost(kind, lost_by):
+    """Megatron-LM has Llama 3's; nobody has YaRN for a plain GPT or Llama."""
+    problem, plan = planned()[:2]
+    scaling = RotaryScaling(kind=kind, factor=8.0, original_tokens=8192)
+    problem = replace(problem, model=replace(problem.model, rope_scaling=scaling))
+    targets = {"megatron", "deepspeed", "torchtitan"}
+    found = {
+        target
+        for target in targets
+        for loss in export(problem, plan, target).losses
+        if loss.what.kind == "lost.blocks" and loss.what["fields"] == ("rope_scaling",)
+    }
+    assert found == (targets if lost_by is None else lost_by)
 
 
 def test_what_torchtitan_and_megatron_insist_on():

@@ -103,10 +103,13 @@ def test_exact_parity_gives_the_unpacked_plan(problem, seed):
         assert listed.links == plan.links and listed.stages == plan.stages
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e8, "int8"), (1e13, "none")])
-def test_packing_pays_for_itself_or_is_left(bytes_per_s, expected):
-    """A slow link is packed; on one that carries a message faster than a T4 packs it, nothing is."""
+def test_packing_pays_for_itself_or_is_left(bytes_per_s, expected, precision):
+    """A slow link is packed; on one that carries a message faster than a T4 packs it, nothing is. Where products read
+    8 bits, activations have 16 all the same."""
     problem = problem_of(([("t4", 1, 1)], [("t4", 1, 1)]), bytes_per_s=bytes_per_s)
+    problem = replace(problem, batch=replace(problem.batch, precision=precision))
     tables = CostTables(problem)
     assert set(activation_modes(tables, 1, ("none", "int8"))[~np.eye(2, dtype=bool)]) == {expected}
     plain, packed = (link_seconds(tables, 1e6, 2, mode)[0, 1] for mode in ("none", "int8"))

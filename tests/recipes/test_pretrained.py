@@ -11,7 +11,7 @@ from polygon.formats.files import read_model
 from runners.engine.layers import build_layers, check_weights
 from runners.engine.pretrained import SINGLE, Pretrained, weights_digest
 from tests.small_problems import small_model
-from tests.transformers_models import logits_of, saved
+from tests.transformers_models import LLAMA3, YARN, logits_of, saved
 
 transformers = pytest.importorskip("transformers")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
@@ -24,6 +24,10 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
         ("Qwen2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}, "20KB"),
         ("Llama", {"tie_word_embeddings": False}, "1GB"),
         ("Mistral", {"sliding_window": 64, "head_dim": 16}, "1GB"),
+        ("Llama", {"rope_parameters": LLAMA3}, "1GB"),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "1GB"),
+        ("Qwen2", {"rope_parameters": YARN, "head_dim": 32}, "1GB"),
+        ("Qwen3", {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.3}, "head_dim": 32}, "1GB"),
         ("Qwen3", {"head_dim": 16, **ROPE}, "1GB"),
         ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}, "1GB"),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "mlp_only_layers": [0]}, "30KB"),
@@ -115,8 +119,8 @@ def test_what_is_missing_is_named(tmp_path):
         ("Llama", {"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_parameters: found 'linear', expected default",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary positions: found 'dynamic', expected one of default, linear, llama3",
         ),
         ("Mistral", {"sliding_window": 16}, "sliding_window: found 16, expected at least the 33 tokens"),
         (

@@ -308,6 +308,7 @@ def test_deepspeeds_parser_takes_the_large_recipes():
         ("vit-tiny-zero2", "parallel.zero=0", "backend ddp"),
         ("vit-tiny-ddp", "parallel.zero=2", "else backend deepspeed"),
         ("vit-tiny-ddp", "parallel.tp=2", "else backend engine"),
+        ("vit-tiny-ddp", "memory.precision=fp8", "else backend engine"),
         ("vit-tiny-lora", "lora.targets=[keys]", "found 'keys', expected names of linear layers: down, key, output"),
         ("vit-tiny-lora", "model.weights=/nowhere", "a folder with *.safetensors"),
     ],

@@ -31,7 +31,7 @@ from runners.recipes.backends.engine_backend import options_of, problem_and_plan
 from runners.recipes.recipe_schema import Recipe
 from tests.real_ranks import preload, run_ranks
 from tests.small_problems import small_model
-from tests.transformers_models import saved
+from tests.transformers_models import LLAMA3, YARN, saved
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -161,6 +161,8 @@ def checkpoint_of(folder, step, model, layers):
     ("kind", "fields"),
     [
         ("Llama", {"head_dim": 16, "vocab_size": 70}),
+        ("Llama", {"rope_parameters": LLAMA3}),
+        ("Qwen2", {"head_dim": 32, "rope_parameters": YARN}),
         ("Qwen2", {"tie_word_embeddings": True}),
         ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
         ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),

@@ -25,7 +25,7 @@ from tests.small_problems import routed_problem, small_cluster, small_model
 BUILT = {
     "name", "family", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size",
     "max_seq_len", "gated_mlp", "tied_embeddings", "learned_positions", "rms_norm", "norm_eps", "rope_theta",
-    "linear_bias", "qkv_bias", "causal", "experts", "experts_per_token", "expert_ffn_size", "shared_experts",
+    "rope_scaling", "linear_bias", "qkv_bias", "causal", "experts", "experts_per_token", "expert_ffn_size", "shared_experts",
     "dense_blocks", "image_size", "patch_size", "channels", "source", "notes",
 }  # fmt: skip
 """Fields that the engine reads (runners/engine/layers.py), and names, sizes and counts."""
@@ -40,7 +40,6 @@ def test_a_plan_for_this_engine_is_runnable():
     ("changes", "message"),
     [
         ({"cp": 2}, r"plan\.stages\[0\]\.workers\[1\]\.cp: found 1, expected 2, as in all stages"),
-        ({"precision": "fp8"}, r"batch\.precision: found 'fp8', expected fp32 or .* here \(its layers have no 8-bit"),
         ({"runtime": "megatron-core"}, r"problem\.runtime: found megatron-core, expected polygon, to be run here"),
     ],
 )
@@ -51,13 +50,19 @@ def test_what_is_not_done_yet_is_refused(changes, message):
     for name, value in changes.items():
         if name == "runtime":
             problem = replace(problem, runtime=catalogue.runtime(value))
-        elif name == "precision":
-            problem = replace(problem, batch=replace(problem.batch, precision=value))
         else:
             worker = replace(stages[0].workers[0], devices=(0, 1), cp=value)
             plan = replace(plan, stages=(replace(stages[0], workers=(worker, *stages[0].workers[1:])), *stages[1:]))
     with pytest.raises(InputError, match=message):
         check_runnable(problem, plan)
+
+
+def test_a_model_of_ones_own_has_no_8_bit_products():
+    """Which of its products could have them is not known."""
+    problem, plan = routed_problem(8, precision="fp8")
+    check_runnable(problem, plan)
+    with pytest.raises(InputError, match=r"batch\.precision: found 'fp8', expected .* \(with --model-file\)"):
+        check_runnable(problem, plan, own_model=True)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def check_replicated(job: Job) -> None:
     each = parallel.dp * recipe.batch.micro_batch
     found = recipe.batch.global_batch
     require(found % each == 0, "batch.global_batch", found, f"a multiple of dp x micro_batch = {each}")
+    precision = job.recipe.memory.precision
+    require(precision != "fp8", "memory.precision", precision, "fp32, bf16 or fp16 (else backend engine)")
     require(not model.experts, "model", f"{model.experts} experts", "a dense one (else backend engine)")
     if recipe.lora is not None:
         lora_layers(model, recipe.lora)
