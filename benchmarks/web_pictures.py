@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
 
 DESKTOP, TALL, PHONE = (1366, 900), (1366, 1240), (390, 844)
-PICTURES = (
+PICTURES: tuple[tuple[str, str, tuple[int, int], Literal["light", "dark"], str], ...] = (
     ("web_overview", "overview", DESKTOP, "light", "en-US"),
     ("web_cluster", "cluster", DESKTOP, "light", "en-US"),
     ("web_compare", "compare", TALL, "light", "en-US"),
