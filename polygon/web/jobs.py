@@ -201,8 +201,8 @@ class Jobs:
         """Plans of which none is beaten in time and money."""
         progress.tell("", 0.0)
 
-        def tell(phase: Message, part: float, best: float) -> None:
-            progress.tell(Message("phase.best", phase=phase, best=f"{best:.4g}"), part)
+        def tell(phase: Message, part: float, _: float) -> None:
+            progress.tell(phase, part)  # of what mixes time and money the best has no unit
 
         problem = planner.Problem.of(problem_of(request["problem"]))
         effort = replace(EFFORTS[request.get("effort", "quick")], time_limit_s=MOST_SECONDS)

@@ -21,7 +21,7 @@ export function Communication(): JSX.Element {
     <>
       <Section title={t("volumes")} note={t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) })}>
         <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
-          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), seconds(f.dp_s)),
+          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), f.dp_bytes > 0 && f.dp_s === 0 ? t("withinCompute") : seconds(f.dp_s)),
           dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
