@@ -39,8 +39,15 @@ MOST_WAITING_EACH = 10
 """Of one user where there are several."""
 RETRY_S = 10
 """When one who was turned away may ask again: a quick search has ended by then."""
+MOST_NAME = 120
+"""Characters of a plan's name."""
 MOST_SECONDS = 600.0
 USUAL_EXPLAIN_SECONDS = 60.0
+
+
+def plan_name(problem: Problem) -> str:
+    """What a plan is called that nobody gave a name."""
+    return " · ".join(filter(None, (problem.model.name, problem.cluster.name)))[:MOST_NAME]
 
 
 def problem_of(data: Any) -> Problem:
@@ -88,9 +95,9 @@ class Jobs:
         BusyError
             Where too many are waiting.
         """
-        problem_of(request["problem"])
+        problem = problem_of(request["problem"])
         self._check_room(request.get("user", ""))
-        job = self.store.add(request)
+        job = self.store.add(request | {"name": request.get("name") or plan_name(problem)})
         self._submit(job)
         return job
 
@@ -194,8 +201,8 @@ class Jobs:
         """Plans of which none is beaten in time and money."""
         progress.tell("", 0.0)
 
-        def tell(phase: Message, part: float, best: float) -> None:
-            progress.tell(Message("phase.best", phase=phase, best=f"{best:.4g}"), part)
+        def tell(phase: Message, part: float, _: float) -> None:
+            progress.tell(phase, part)  # of what mixes time and money the best has no unit
 
         problem = planner.Problem.of(problem_of(request["problem"]))
         effort = replace(EFFORTS[request.get("effort", "quick")], time_limit_s=MOST_SECONDS)

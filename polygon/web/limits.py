@@ -3,7 +3,9 @@
 Links are relaxed in rate and in latency, each by itself: inside nodes, between nodes of a group, between groups of a
 region, between regions (both ways, with the capacity that flows share) and out of a region; devices in speed and in
 memory. The plan stays as it is, except for more memory, which only another decoding of the same allocation can use. A
-resource whose improvement saves nothing is not named. For the rates and latencies that save most, the best value for
+resource whose improvement saves nothing is not named. A search fills what it finds, so that a good plan often has
+several limits at once, and more of one alone saves next to nothing: then those that limit it together are named, the
+ones that are missed where everything else is relaxed. For the rates and latencies that save most, the best value for
 money is looked for: the smallest of a ladder of usual rates that brings most of what the largest would.
 """
 
@@ -44,6 +46,10 @@ MOST_PAIRS = 24
 """Pairs of regions that are looked at: those that carry most."""
 SUGGESTED = 4
 """Limits, worst first, for which a better value is looked for."""
+ALONE = 0.5
+"""Part of what everything relaxed saves that the worst limit must save to be the answer alone."""
+ENOUGH = 0.8
+"""The same that limits named together save at least."""
 LADDER_GBPS = (1, 2.5, 5, 10, 25, 40, 50, 100, 200, 400, 800, 1600, 3200, 7200, 14400)
 """Rates that networks are built for: Ethernet and InfiniBand by generation, NVLink by the node."""
 GBPS = 1e9 / 8
@@ -107,12 +113,18 @@ class Limits:
 
     step_s: float
     limits: tuple[Limit, ...]
+    together: tuple[Resource, ...] = ()
+    """What limits the step together, where more of one resource alone saves little."""
+    together_saves: float = 0.0
+    """With 10 % more of all of these, as a part of the step."""
     whole: bool = False
     """Whether all resources have been looked at."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"step_s": self.step_s, "limits": [limit.to_dict() for limit in self.limits], "whole": self.whole}
+        limits, together = [it.to_dict() for it in self.limits], [it.to_dict() for it in self.together]
+        return {"step_s": self.step_s, "limits": limits, "together": together, "together_saves": self.together_saves,
+                "whole": self.whole}  # fmt: skip
 
 
 def limits(problem: Problem, plan: Plan, tables: CostTables) -> Limits:
@@ -125,13 +137,16 @@ def limits_as_found(problem: Problem, plan: Plan, tables: CostTables) -> Iterato
     """The same, whenever one more is found; the last has all, and the values suggested for the worst."""
     times = step_times(plan, tables)
     found: list[Limit] = []
+    asked: list[Limit] = []
     for limit in _relaxed(problem, plan, tables, times):
+        asked.append(limit)
         if limit.saves > LEAST:
             insort(found, limit, key=lambda limit: -limit.saves)
             yield Limits(step_s=times.step_s, limits=tuple(found))
     for i, limit in enumerate(found[:SUGGESTED]):
         found[i] = _suggestion(problem, plan, tables, times.step_s, limit)
-    yield Limits(step_s=times.step_s, limits=tuple(found), whole=True)
+    joint, saves = _together(problem, plan, tables, times.step_s, asked)
+    yield Limits(step_s=times.step_s, limits=tuple(found), together=joint, together_saves=saves, whole=True)
 
 
 def assumed(problem: Problem, plan: Plan, tables: CostTables) -> list[dict[str, Any]]:
@@ -171,6 +186,33 @@ def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes)
         else:
             saves = 1 - _step_s(problem, plan, tables, resource, RELAXED) / times.step_s
         yield Limit(resource=resource, saves=saves)
+
+
+def _together(
+    problem: Problem, plan: Plan, tables: CostTables, step_s: float, asked: list[Limit]
+) -> tuple[tuple[Resource, ...], float]:
+    """What limits a step together and what 10 % more of all of it saves; nothing where the worst limit does alone.
+
+    All are relaxed, and one after another is taken back, those first that save least alone, as long as `ENOUGH` of the
+    gain is left. What stays is missed by all that was taken back; that it is the smallest such set is not proved.
+    """
+    kept = [limit.resource for limit in sorted(asked, key=lambda limit: limit.saves) if limit.resource.kind != "memory"]
+    alone = max((limit.saves for limit in asked), default=0.0)
+
+    def saved(relaxed: list[Resource]) -> float:
+        cluster = problem.cluster
+        for resource in relaxed:
+            cluster = resource.better(cluster, RELAXED)
+        return float(1 - step_times(plan, tables.for_problem(replace(problem, cluster=cluster))).step_s / step_s)
+
+    every = saved(kept) if len(kept) > 1 else 0.0
+    if every < WORTH or alone >= ALONE * every:
+        return (), 0.0
+    for resource in tuple(kept):
+        fewer = [it for it in kept if it is not resource]
+        if saved(fewer) >= ENOUGH * every:
+            kept = fewer
+    return tuple(reversed(kept)), saved(kept)
 
 
 def _worth_asking(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Resource]:

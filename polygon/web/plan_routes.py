@@ -29,7 +29,7 @@ from polygon.planning.checker import violations
 from polygon.web import responses
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
-from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs
+from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
 from polygon.web.language import Asked, in_language
 from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, exported, own_changes
@@ -107,10 +107,10 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
         wrong = [violation for violation in violations(problem, read) if violation.kind != "plan.memory"]
         if wrong:
             raise InputError(Message("input.located", prefix="plan: ", fault=wrong[0]))
-        name = f"{problem.model.name} · {problem.cluster.name}"[:120]
         step_s = float(step_times(read, CostTables(problem)).step_s)
         pricing.start()
-        job = store.add({"name": name, "user": http.state.user}, "done", format_json(plan), note=seconds(step_s))
+        asked = {"name": plan_name(problem), "user": http.state.user}
+        job = store.add(asked, "done", format_json(plan), note=seconds(step_s))
         row = store.get(job)
         assert row is not None
         return row.to_dict()

@@ -261,6 +261,9 @@ class Limits(TypedDict):
 
     step_s: float
     limits: list[LimitRow]
+    together: list[LimitedResource]
+    """What limits it together, where more of one resource alone saves little."""
+    together_saves: float
     whole: bool
     """Whether all resources have been looked at."""
 

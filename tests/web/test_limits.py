@@ -8,7 +8,7 @@ from polygon import Batch, Cluster, Constraints, Problem
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.web.limits import RELAXED, assumed, limits, limits_as_found, replanned, resources
+from polygon.web.limits import ALONE, ENOUGH, RELAXED, assumed, limits, limits_as_found, replanned, resources
 from tests.exported_plans import drawn, wide
 from tests.small_problems import routed_problem
 
@@ -61,6 +61,33 @@ def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():
     worst = assumed(problem.data, plan.data, problem.tables)[0]
     assert (worst["name"], worst["region"]) == ("frankfurt.intra_region", "frankfurt")
     assert worst["anew"] > max(worst["faster"], named.saves, named.would_save)
+
+
+def test_devices_that_wait_for_one_another_are_the_limit_together():
+    """Two types as fast as each other share the work: 10 % more of one saves nothing, of both a tenth of it; what
+    is named saves most of what everything relaxed does, and without any of it less."""
+    device = {"memory_gib": 80, "tflops": {"fp32": 20, "bf16": 300}, "memory_bandwidth_gb_per_s": 2000, "power_w": 400,
+              "price_usd_per_hour": 2}  # fmt: skip
+    regions = [{"name": r, "nodes": [{"device": d, "count": 1, "devices_per_node": 1}]} for r, d in ("ax", "by")]
+    links = [{"between": ["a", "b"], "latency_ms": 0.1, "bandwidth_gbps": 800}]
+    cluster = Cluster.from_dict({"regions": regions, "links": links, "devices": {"x": device, "y": device}})
+    problem = Problem(cluster, "opt-350m", Batch(global_batch=64, seq_len=1024))
+    plan = uniform_plan(problem.data, ParallelConfig(dp=2, micro_batch_size=4))
+    said = limits(problem.data, plan, problem.tables)
+    assert {(resource.kind, resource.device) for resource in said.together} == {("compute", "x"), ("compute", "y")}
+    step_s = step_times(plan, problem.tables).step_s
+
+    def saved(relaxed):
+        other = problem.data
+        for resource in relaxed:
+            other = replace(other, cluster=resource.better(other.cluster, RELAXED))
+        return 1 - step_times(plan, CostTables(other)).step_s / step_s
+
+    every = [it for it in resources(problem.data, plan, step_times(plan, problem.tables)) if it.kind != "memory"]
+    assert all(limit.saves < ALONE * saved(every) for limit in said.limits)
+    assert said.together_saves == saved(said.together) >= ENOUGH * saved(every) > 0.03
+    for resource in said.together:
+        assert saved([it for it in said.together if it is not resource]) < ENOUGH * saved(every)
 
 
 def test_what_is_known_so_far_grows_into_the_answer():

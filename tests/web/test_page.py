@@ -570,6 +570,52 @@ def test_compared_plans_differ_by_terms_that_sum_up(page, server, wide_plan):
     assert sum(terms) == pytest.approx(whole, rel=0.02)
 
 
+def test_compared_plans_have_their_steps_on_one_scale(page, server, wide_plan):
+    """A timeline for each; a key in one zooms all of them, from the same moment on."""
+    other = variant(server, wide_plan, bandwidth_factor=0.25)
+    visit(page, server, wide_plan, "compare", f"&with={other}")
+    first, second = (page.locator(f"[data-chart=gantt-{i}] canvas") for i in (0, 1))
+    second.wait_for()
+    asked = []
+    page.on("request", lambda r: asked.append(r.url) if "/timeline?" in r.url else None)
+    with (
+        page.expect_response(re.compile(f"{wide_plan}/timeline")),
+        page.expect_response(re.compile(f"{other}/timeline")),
+    ):
+        first.press("+")
+    windows = {(re.search("plans/([^/]+)", url)[1], re.search("from_s=[^&]+", url)[0]) for url in asked}
+    assert {plan for plan, _ in windows} == {wide_plan, other} and len({window for _, window in windows}) == 1
+    page.locator("#timelines").get_by_role("button", name="Whole step").click()
+    expect(second).to_be_visible()
+
+
+def test_links_that_nobody_gave_are_marked_until_somebody_does(fresh, server):
+    """Between regions that are added the page fills in a rate and a latency, says so, and forgets it with an edit; a
+    latency by distance follows the region and its name."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    for name in ("Frankfurt", "Tokyo"):
+        fresh.locator("[data-path=place]").select_option(name)
+        fresh.locator("[role=tab][aria-selected=true]", has_text=name.lower()).wait_for()
+    rate, latency = (f"cluster.{key}[1][0]" for key in ("bandwidth_gbps", "latency_ms"))
+    marks = fresh.locator("table.edit .mark")
+    expect(marks).to_have_text(["default", "default"])
+    far = float(fresh.locator(f"[data-path='{latency}']").input_value())
+    fill(fresh, "cluster.regions[1].name", "somewhere")
+    fill(fresh, "cluster.regions[1].longitude", "10")
+    expect(marks).to_have_text(["default", "default"])
+    assert float(fresh.locator(f"[data-path='{latency}']").input_value()) < far
+    fill(fresh, rate, "5")
+    expect(marks).to_have_text(["default"])
+    fresh.reload()
+    expect(marks).to_have_text(["default"])
+    fresh.locator("#calculate").click()
+    fresh.locator("[data-card=step]").wait_for()
+    assert fresh.locator("#assumed-between").count() == 0
+    fresh.locator("#drawer-assumed").click()
+    fresh.locator("#assumed").or_(fresh.locator("#drawer-panel .empty")).first.wait_for()
+
+
 def test_a_front_opens_its_plans(fresh, server):
     """A search of its own with progress; a row opens its plan, as fast as the front says."""
     fresh.locator("#fold-cluster").click()

@@ -21,12 +21,12 @@ export function Communication(): JSX.Element {
     <>
       <Section title={t("volumes")} note={t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) })}>
         <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
-          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), seconds(f.dp_s)),
+          dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), f.dp_bytes > 0 && f.dp_s === 0 ? t("withinCompute") : seconds(f.dp_s)),
           dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
-        rows={links.map((l) => [`${l.source} → ${l.target}`, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), `${bytes(l.activation_bytes)}${l.activation_bytes ? ` (${l.activations})` : ""}`, `${bytes(l.gradient_bytes)}${l.gradient_bytes ? ` (${l.weight_gradients})` : ""}`, percent(l.use)])} />}</Section>
+        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), `${bytes(l.activation_bytes)}${l.activation_bytes ? ` (${l.activations})` : ""}`, `${bytes(l.gradient_bytes)}${l.gradient_bytes ? ` (${l.weight_gradients})` : ""}`, percent(l.use)])} />}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
       {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}
       <Section title={t("formulas")}><div id="formulas"><Table label={t("formulas")} head={[t("quantity"), t("formula"), t("numbers")]} rows={v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])} /></div><p class="soft">{t("symbols")}</p></Section>

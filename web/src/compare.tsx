@@ -1,11 +1,13 @@
 // Two to four plans side by side: what makes the difference, term by term, and what stands behind it.
 
 import type { JSX } from "preact";
+import { useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { kindColors, palette } from "./colors";
 import { bytes, digits, percent, seconds, signed, usd } from "./format";
 import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
 import { t, maybe } from "./strings";
+import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Table, useAnswer } from "./ui";
 import { differences } from "./summary";
 
@@ -35,9 +37,11 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? title(x) : <button type="button" class="link" onClick={() => openPlan(x.id)}>{title(x)}</button>}
       {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: x.row.name })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
   );
-  const line = (label: string, of: (v: Data) => number, text: (x: number) => string, difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
+  // Whether less of it is better, or more; of what is neither, no difference is praised.
+  type Better = "less" | "more" | "";
+  const line = (label: string, of: (v: Data) => number, text: (x: number) => string, better: Better = "less", difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
     const value = of(x.v), base = of(first.v);
-    return <>{text(value)}{difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base) && <small class={value < base ? "good" : "soft"}> {signed(value - base, text)}</small>}</>;
+    return <>{text(value)}{difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base) && <small class={(better === "less" && value < base) || (better === "more" && value > base) ? "good" : "soft"}> {signed(value - base, text)}</small>}</>;
   })];
   const e = (key: string) => (v: Data): number => v.estimate[key];
   const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];
@@ -52,11 +56,32 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
       <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
       <h3>{t("whatElse")}</h3>
       <Table label={t("whatElse")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[
-        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits), line(t("gap"), e("gap"), percent, false), line(t("mfu"), e("mfu"), percent, false),
-        line(t("devicesUsed"), (v) => v.devices.used, digits), line(t("stagesCount"), (v) => v.stages.length, digits), line(t("microBatches"), (v) => v.micro_batches, digits),
-        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), (v) => v.estimate.energy_j / 3.6e6, (x) => `${digits(x)}\u00a0kWh`)]} />
+        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), percent, "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
+        line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
+        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), (v) => v.estimate.energy_j / 3.6e6, (x) => `${digits(x)}\u00a0kWh`)]} />
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={x.row.name}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
+      <Timelines list={list} most={most} name={name} />
     </>
+  );
+}
+
+// The predicted steps below one another, on one scale; zoomed together.
+function Timelines({ list, most, name }: { list: Side[]; most: number; name: (x: Side, i: number) => JSX.Element }): JSX.Element {
+  const [window_, setWindow] = useState<Window | null>(null);
+  const answer = useAnswer((stop) => Promise.all(list.map(({ id, v }) => {
+    const to = Math.min(window_?.to ?? Infinity, v.estimate.step_s);
+    // A plan that has ended before the window begins has nothing in it.
+    if (window_ && window_.from >= to) return null;
+    return post(`/plans/${id}/timeline${window_ ? `?from_s=${window_.from}&to_s=${to}` : ""}`, {}, stop);
+  })), `${list.map((x) => x.id).join()} ${window_?.from} ${window_?.to}`);
+  return (
+    <section class="section" id="timelines" aria-label={t("gantt")}>
+      <div class="section-head"><h3>{t("gantt")}</h3><span class="soft">{t("oneScale")}</span><span class="grow" />{window_ && <button type="button" class="small" onClick={() => setWindow(null)}>{t("wholeStep")}</button>}</div>
+      <Legend sends={false} />
+      <Answer of={answer} lines={8}>{(found) => list.map((x, i) => (
+        <div key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
+          {found[i] && <Rows name={`gantt-${i}`} label={`${t("gantt")}: ${x.row.name || x.id}`} rows={found[i].rows} kinds={found[i].kinds} window={window_ ?? { from: 0, to: most }} whole={most} opened={[]} setWindow={setWindow} ends={x.v.estimate.step_s} regions={x.v.regions.map((r: Data) => r.name)} />}</div>))}</Answer>
+    </section>
   );
 }

@@ -14,6 +14,8 @@ export interface Draft {
   seed: number | string;
   /** What was measured, by the names of `measurable`: the values as measured, as text. Another value is given. */
   measured?: Record<string, string>;
+  /** What the page filled in for links between regions that nobody gave, in the same way. */
+  guessed?: Record<string, string>;
 }
 interface Kept {
   draft: Draft;
@@ -144,12 +146,30 @@ export function takeMeasured(cluster: Data, names: string[]): void {
     d.measured = { ...d.measured, ...Object.fromEntries(names.map((name) => [name, JSON.stringify(now[name])])) };
   });
 }
-const marks = computed(() => {
+function unchanged(said: Record<string, string> | undefined): Set<string> {
   const now = measurable(draft.value.cluster);
-  return new Set(Object.entries(draft.value.measured ?? {}).filter(([name, text]) => JSON.stringify(now[name]) === text).map(([name]) => name));
-});
+  return new Set(Object.entries(said ?? {}).filter(([name, text]) => JSON.stringify(now[name]) === text).map(([name]) => name));
+}
+const measuredNow = computed(() => unchanged(draft.value.measured));
+const guessedNow = computed(() => unchanged(draft.value.guessed));
 /** Whether a value is as it was measured. */
-export const isMeasured = (name: string): boolean => marks.value.has(name);
+export const isMeasured = (name: string): boolean => measuredNow.value.has(name);
+/** Whether a value is as the page filled it in. */
+export const isGuessed = (name: string): boolean => guessedNow.value.has(name);
+/** Fill in a value between two regions that nobody gave. */
+export function guess(d: Draft, key: string, a: number, b: number, value: unknown): void {
+  const c = d.cluster;
+  c[key][a][b] = value;
+  d.guessed = { ...d.guessed, [`${c.regions[a].name} > ${c.regions[b].name}.${key}`]: JSON.stringify(value) };
+}
+/** Call a region by another name, and what is known of its links, too. */
+export function rename(d: Draft, r: number, name: string): void {
+  const old = d.cluster.regions[r].name;
+  const renamed = (text: string): string => (text.startsWith(`${old} > `) ? name + text.slice(old.length) : text.replace(` > ${old}.`, ` > ${name}.`));
+  for (const key of ["measured", "guessed"] as const)
+    if (d[key]) d[key] = Object.fromEntries(Object.entries(d[key]).map(([text, value]) => [renamed(text), value]));
+  d.cluster.regions[r].name = name;
+}
 
 /** What a search is asked: fields left empty are left out. */
 export function request(): Data {

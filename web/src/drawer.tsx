@@ -4,8 +4,9 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed } from "./format";
+import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource } from "./summary";
-import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, view, type Tab } from "./state";
+import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton } from "./ui";
 import { WhatIf } from "./whatif";
@@ -35,11 +36,13 @@ export function Drawer(): JSX.Element | null {
 function Limits(): JSX.Element {
   const data = limits.value;
   if (!data || (!data.whole && !data.limits.length)) return <Skeleton lines={6} />;
-  if (!data.limits.length) return <Empty>{t("limitedByNothing")}</Empty>;
-  const most = data.limits[0].saves;
+  const joint: Data[] = data.together ?? [];
+  if (!data.limits.length && !joint.length) return <Empty>{t("limitedByNothing")}</Empty>;
+  const most = data.limits[0]?.saves ?? 1;
   const hidden = hiddenLimit();
   return (
     <>
+      {joint.length > 0 && <div id="together"><div class="limit-head"><b>{t("togetherTitle")}</b><span>−{percent(data.together_saves)}</span></div><ul class="plain">{joint.map((l, i) => <li key={i}>{resource(l)}{l.default && <i class="mark">{t("default")}</i>}</li>)}</ul></div>}
       <p class="soft">{t("limitsHint")}</p>
       <ol class="limits" id="limits">{data.limits.slice(0, 8).map((l: Data, i: number) => (
         <li key={i} data-kind={l.kind} data-region={l.region}>
@@ -69,9 +72,28 @@ function Assumed(): JSX.Element {
     <>
       <h3>{t("assumedLinks")}</h3>
       {rows === null ? <Skeleton lines={4} /> : rows.length === 0 ? <Empty>{t("nothingAssumedLinks")}</Empty> : <ol class="limits" id="assumed-links">{rows.map((a) => <AssumedLink key={a.name} a={a} />)}</ol>}
+      <AssumedBetween />
       <h3>{t("assumed")}</h3>
       {loss.length === 0 ? <Empty>{t("nothingAssumed")}</Empty> : <ul class="plain" id="assumed">{loss.map((a, i) => <li key={i}>{a}</li>)}</ul>}
     </>
+  );
+}
+// Links between regions that the page filled in while the cluster was built: those first that the plan uses.
+function AssumedBetween(): JSX.Element | null {
+  const c = draft.value.cluster;
+  if (changed.value) return null;
+  const carries = new Map<string, number>();
+  for (const l of shown.value.links) carries.set([l.source, l.target].sort().join("\n"), l.activation_bytes + l.gradient_bytes);
+  const pairs = c.regions.flatMap((a: Data, i: number) => c.regions.slice(i + 1).map((b: Data, k: number) => ({ a: a.name, b: b.name, i, j: i + 1 + k })))
+    .filter((p: Data) => isGuessed(`${p.a} > ${p.b}.bandwidth_gbps`))
+    .map((p: Data) => ({ ...p, bytes: carries.get([p.a, p.b].sort().join("\n")) ?? 0 })).sort((p: Data, q: Data) => q.bytes - p.bytes);
+  if (!pairs.length) return null;
+  return (
+    <><h3>{t("assumedBetween")}</h3><ol class="limits" id="assumed-between">{pairs.slice(0, 12).map((p: Data) => (
+      <li key={`${p.a} ${p.b}`}><div class="limit-head"><b>{p.a} – {p.b}</b><i class="mark">{t("default")}</i></div>
+        <small class="soft">{t("assumedBetweenNote", { rate: gbps(c.bandwidth_gbps[p.i][p.j]), latency: ms(c.latency_ms[p.i][p.j]) })}</small>
+        <button type="button" class="link" onClick={() => go(() => { selected.value = p.a; view.value = "cluster"; })}>{t("giveIt")}</button></li>))}</ol>
+      {pairs.length > 12 && <p class="soft">{t("andMore", { n: pairs.length - 12 })}</p>}</>
   );
 }
 function AssumedLink({ a }: { a: Data }): JSX.Element {
@@ -96,7 +118,8 @@ function WhyNot(): JSX.Element {
       const found = await get(`/plans/${id}/explanation`, stop.signal);
       set(found);
       if (!running(found)) return;
-      await follow(`/jobs/${found.id}`, stop.signal, (now) => set((old: Data) => ({ ...old, ...now })));
+      const left = timeLeft();
+      await follow(`/jobs/${found.id}`, stop.signal, (now) => set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })));
       set(await get(`/plans/${id}/explanation`, stop.signal));
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
@@ -110,7 +133,7 @@ function WhyNot(): JSX.Element {
   if (!state) return <Skeleton />;
   const a = state.answers;
   if (running(state))
-    return <div id="why-not"><progress max={1} value={state.progress} aria-label={t("computing")} /><p class="soft">{state.note}</p><button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${state.id}`)))}>{t("cancel")}</button></div>;
+    return <div id="why-not"><progress max={1} value={state.progress} aria-label={t("computing")} /><p class="soft">{workNote(state)}</p><button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${state.id}`)))}>{t("cancel")}</button></div>;
   const begin = (words: string): JSX.Element => (
     <div class="row"><label class="field"><span>{t("atMostTime")}</span><select value={limit} onChange={(e) => setLimit(Number(e.currentTarget.value))}>{LIMITS_S.map((s) => <option key={s} value={s}>{s < 120 ? t("forSeconds", { n: s }) : t("forMinutes", { n: s / 60 })}</option>)}</select></label>
       <button type="button" class="main" id="explain" onClick={() => void start()}>{words}</button></div>

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { draft, edit, isMeasured, request, takeMeasured } from "./draft";
+import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, unmark } from "./faults";
 import { digits, gbps, ms } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -66,7 +66,11 @@ export function Editor(): JSX.Element {
       <div class="editor-form">
         <Section title={t("cluster")} tools={<Tools yaml={resolved.yaml} />}>
           <WorldMap places={draftPlaces(cluster)} height={230} label={t("editMap")} onSelect={pick}
-            onMove={(name, latitude, longitude) => onCluster((c) => { Object.assign(c.regions.find((r: Data) => r.name === name), { latitude, longitude }); }, `move ${name}`)} />
+            onMove={(name, latitude, longitude) => edit((d) => {
+              const r = d.cluster.regions.findIndex((it: Data) => it.name === name);
+              Object.assign(d.cluster.regions[r], { latitude, longitude });
+              guessAgain(d, r);
+            }, `move ${name}`)} />
           <div class="row adding">
             <Choice label={t("place")} path="place" value="" hidden options={[["", t("addPlace")], ...(catalogue.value?.regions ?? []).map((r: Data): [string, string] => [r.name, r.name])]}
               set={(name) => { const r = catalogue.value.regions.find((x: Data) => x.name === name); if (r) addRegion(r.name.toLowerCase(), r.latitude, r.longitude); }} />
@@ -119,28 +123,38 @@ async function readMeasured(text: string, name: string): Promise<void> {
   });
 }
 
+const USUAL_GBPS = 1; // between regions of which nobody said anything
 export function addRegion(name: string, latitude?: number, longitude?: number): void {
-  onCluster((c) => {
+  edit((d) => {
+    const c = d.cluster;
     const taken = new Set(c.regions.map((r: Data) => r.name));
     let own = name;
     for (let i = 2; taken.has(own); i++) own = `${name}-${i}`;
     c.regions.push({ name: own, ...(latitude === undefined ? {} : { latitude, longitude }), nodes: [{ device: "a100-80gb", count: 1, devices_per_node: 8 }] });
     const n = c.regions.length;
-    const fresh: Record<string, (i: number, j: number) => Data> = { latency_ms: (i, j) => guess(c, i, j), bandwidth_gbps: () => 1, capacity_gbps: () => null };
+    const fresh: Record<string, (i: number, j: number) => Data> = { latency_ms: (i, j) => byDistance(c, i, j), bandwidth_gbps: () => USUAL_GBPS };
     for (const key of MATRICES) {
       if (key === "capacity_gbps" && !c[key]) continue;
       const old: Data[][] = c[key] ?? [];
-      c[key] = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) => (i === j ? null : old[i]?.[j] !== undefined ? old[i][j] : fresh[key](i, j))));
+      c[key] = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) => old[i]?.[j] ?? null));
+      if (fresh[key]) for (let i = 0; i < n; i++) for (let j = 0; j < n; j++) if (i !== j && old[i]?.[j] === undefined) guess(d, key, i, j, fresh[key](i, j));
     }
     selected.value = own;
   });
 }
 // One way, from the distance, as the catalogue's clouds have it.
-function guess(c: Data, a: number, b: number): number {
+function byDistance(c: Data, a: number, b: number): number {
   const [p, q] = [c.regions[a], c.regions[b]];
   if (!placed(p) || !placed(q)) return 30;
   const km = kmBetween([p.longitude, p.latitude], [q.longitude, q.latitude]);
   return Math.round((catalogue.value.latency_ms_floor + catalogue.value.latency_ms_per_km * km) * 10) / 10;
+}
+/** Latencies of a region that were filled in follow it to another place; what somebody gave stays. */
+function guessAgain(d: Draft, r: number): void {
+  const c = d.cluster;
+  c.regions.forEach((_: Data, j: number) => {
+    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${c.regions[a].name} > ${c.regions[b].name}.latency_ms`)) guess(d, "latency_ms", a, b, byDistance(c, a, b));
+  });
 }
 function removeRegion(r: number): void {
   edit((d) => {
@@ -152,17 +166,19 @@ function removeRegion(r: number): void {
 
 /** Whether a value was measured, was given, or is what is assumed where nothing is. */
 const Mark = ({ given, name = "" }: { given: boolean; name?: string }): JSX.Element => {
-  const kind = isMeasured(name) ? "measured" : given ? "given" : "default";
+  const kind = isMeasured(name) ? "measured" : given && !isGuessed(name) ? "given" : "default";
   return <i class={`mark ${kind}`}>{t(kind === "measured" ? "measuredMark" : kind)}</i>;
 };
 
 function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
   const region = draft.value.cluster.regions[r];
   const at = `cluster.regions[${r}]`;
-  const set = (key: string, text: string): void => onCluster((c) => {
-    if (text.trim() === "" && key !== "name") delete c.regions[r][key];
-    else c.regions[r][key] = key === "name" ? text : number(text);
-    if (key === "name") selected.value = text;
+  const set = (key: string, text: string): void => edit((d) => {
+    const it = d.cluster.regions[r];
+    if (key === "name") rename(d, r, (selected.value = text));
+    else if (text.trim() === "") delete it[key];
+    else it[key] = number(text);
+    if (key === "latitude" || key === "longitude") guessAgain(d, r);
   }, `${at}.${key}`);
   return (
     <Section title={region.name || t("region")} tools={<button type="button" class="small danger" onClick={() => removeRegion(r)}>{t("removeRegion")}</button>}>
@@ -240,10 +256,11 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
     if (both) it[key][j][i] = value;
     if (key === "capacity_gbps" && it[key].every((line: Data[]) => line.every((v) => v === null))) delete it[key];
   }, `${key}[${i}][${j}]`);
+  const known = (name: string): boolean => isMeasured(name) || isGuessed(name);
   const line = (i: number, j: number, both: boolean): JSX.Element[] => {
     const distance = placed(c.regions[i]) && placed(c.regions[j]) ? kmBetween([c.regions[i].longitude, c.regions[i].latitude], [c.regions[j].longitude, c.regions[j].latitude]) : null;
     const names = { a: c.regions[i].name, b: c.regions[j].name };
-    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{isMeasured(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
+    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
       <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${Math.round(distance).toLocaleString("en-US")} km`}</small></th>,
@@ -252,7 +269,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
       cell("bandwidth_gbps", t("rate"), "Gbit/s"), cell("capacity_gbps", t("capacity"), "Gbit/s", t("noLimit")),
     ];
   };
-  const suggest = (): void => onCluster((it) => { for (let j = 0; j < n; j++) if (j !== r) it.latency_ms[r][j] = it.latency_ms[j][r] = guess(it, r, j); });
+  const suggest = (): void => edit((d) => { for (let j = 0; j < n; j++) if (j !== r) for (const [a, b] of [[r, j], [j, r]]) guess(d, "latency_ms", a, b, byDistance(d.cluster, a, b)); });
   return (
     <Section title={t("linksOf", { name: c.regions[r].name })} tools={<button type="button" class="small" onClick={suggest}>{t("suggest")}</button>}>
       <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">

@@ -7,7 +7,7 @@ import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { request } from "./draft";
 import { digits, seconds } from "./format";
-import { attempt, follow, loadJobs, openPlan, running } from "./state";
+import { attempt, follow, loadJobs, openPlan, running, timeLeft, workNote } from "./state";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
@@ -25,7 +25,8 @@ export function Front(): JSX.Element {
       const found = await get(`/fronts/${job}`, stop.signal);
       setData(found);
       if (!running(found)) return;
-      await follow(`/jobs/${job}`, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now })));
+      const left = timeLeft();
+      await follow(`/jobs/${job}`, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })));
       setData(await get(`/fronts/${job}`, stop.signal));
       await loadJobs();
     };
@@ -50,7 +51,7 @@ export function Front(): JSX.Element {
   return (
     <Section title={t("front")} note={t("frontHint")} tools={busy ? stop : <button type="button" class="main" id="start-front" onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
       {error && <p class="error" role="alert">{error}</p>}
-      {busy && <div class="row" role="status"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{data.note}</span></div>}
+      {busy && <div class="row" role="status"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{workNote(data)}</span></div>}
       {!job ? <Empty>{t("frontNone")}</Empty> : !data ? <Skeleton lines={6} /> : data.points?.length ? <Points points={data.points} open={(i) => void open(i)} /> : busy ? <Skeleton lines={6} /> : <p class="error">{data.error}</p>}
     </Section>
   );

@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import type { Data } from "./api";
 import { draft, edit } from "./draft";
+import { fold, folds } from "./faults";
 import { catalogue } from "./state";
 import { maybe, t } from "./strings";
 import { Chips, Choice, Field, Fold, number } from "./ui";
@@ -26,7 +27,7 @@ export function Goal(): JSX.Element {
       <Choice label={t("objective")} path="objective" value={d.objective} options={OBJECTIVES.map((o): [string, string] => [o, maybe(`objective_${o}`)])} set={(v) => edit((it) => { it.objective = v; })} />
       <div class="two"><Choice label={t("effort")} path="effort" value={d.effort} options={["quick", "thorough", "long"].map((e): [string, string] => [e, maybe(e)])} set={(v) => edit((it) => { it.effort = v; })} />
         <Field label={t("seed")} path="seed" value={d.seed} mode="numeric" set={(v) => edit((it) => { it.seed = number(v); }, "seed")} /></div>
-      <details class="more"><summary>{t("constraints")}</summary>
+      <details class="more" open={folds.value.constraints === true} onToggle={(e) => fold("constraints", e.currentTarget.open)}><summary>{t("constraints")}</summary>
         <div class="two">{single("most_usd_per_step", t("maxCost"), "$")}{single("most_usd_per_hour", t("maxCostHour"), "$/h")}</div>
         <div class="two">{single("most_step_s", t("maxStep"), "s")}{single("most_stages", t("maxStages"))}</div>
         {single("memory_headroom", t("headroom"))}

@@ -74,9 +74,9 @@ function project(at: Point[], width: number, height: number): GeoProjection {
   });
   const projection = geoMercator().rotate([x.length ? -middle : 0, 0]);
   const around = at.length ? at : [[-120, -35], [150, 60]] as Point[];
-  const pad = 46;
+  const pad = 46, wide = Math.min(70, 0.16 * width); // room for names beside the outermost
   const shape = { type: "MultiPoint" as const, coordinates: around };
-  projection.fitExtent([[pad, pad], [width - pad, height - pad]], shape);
+  projection.fitExtent([[wide, pad], [width - wide, height - pad]], shape);
   const apart = around.some((p) => kmBetween(p, around[0]) > 1);
   const most = ((apart ? MOST : MOST_ONE) * width) / (2 * Math.PI);
   if (!Number.isFinite(projection.scale()) || projection.scale() > most) {
@@ -203,6 +203,7 @@ function Head({ curve, part, size }: { curve: Bow; part: number; size: number })
   return <path d={`M${-r} ${-r * 0.75}L${r} 0L${-r} ${r * 0.75}Z`} fill="currentColor" transform={`translate(${q[0]} ${q[1]}) rotate(${turn})`} />;
 }
 
+const said = (p: Place): string => (p.used === undefined ? `${p.devices}` : `${p.used}/${p.devices}`);
 interface RegionProps {
   places: Place[];
   at: Point[];
@@ -219,7 +220,7 @@ function Regions({ places, at, projection, width, height, onSelect, onDrag }: Re
     const [x, y] = projection(at[i]) ?? [-99, -99];
     return { x, y, r: 4 + 5 * Math.sqrt(Math.max(0, p.devices) / biggest) };
   });
-  const labels = spread(places.map((p, i) => ({ ...spots[i], text: brief(p.name, 20) })), width, height);
+  const labels = spread(places.map((p, i) => ({ ...spots[i], text: `${brief(p.name, 20)} ${said(p)}` })), width, height);
   return <g>{places.map((p, i) => <Region key={p.name} p={p} color={regionColor(i)} spot={spots[i]} label={labels[i]} width={width} height={height} onSelect={onSelect} onDrag={onDrag} />)}</g>;
 }
 interface OneRegion extends Pick<RegionProps, "width" | "height" | "onSelect" | "onDrag"> {
@@ -238,7 +239,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
   const inside = x >= 0 && x <= width && y >= 0 && y <= height;
   return (
     <g data-region={p.name} class={lit ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
-      aria-label={p.used === undefined ? `${brief(p.name, 20)} ${p.devices}` : `${brief(p.name, 20)} ${p.used}/${p.devices}: ${t("usedOf", { used: p.used, all: p.devices })}`}
+      aria-label={p.used === undefined ? `${brief(p.name, 20)} ${said(p)}` : `${brief(p.name, 20)} ${said(p)}: ${t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
       onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
@@ -246,7 +247,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
       onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
       <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
       {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
-      {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{p.used === undefined ? p.devices : `${p.used}/${p.devices}`}</tspan></text>}
+      {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{said(p)}</tspan></text>}
     </g>
   );
 }
@@ -255,7 +256,7 @@ interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }
 function spread(spots: { x: number; y: number; r: number; text: string }[], width: number, height: number): (Label | null)[] {
   const taken: [number, number, number, number][] = spots.map((s) => [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r]);
   return spots.map((s, i) => {
-    const w = 7 * (s.text.length + 6), h = 15;
+    const w = 7.2 * s.text.length + s.r + 5, h = 15;
     const tries: [Label, [number, number, number, number]][] = [
       [{ x: s.x + s.r + 5, y: s.y + 4, anchor: "start" }, [s.x + s.r + 3, s.y - h / 2, s.x + s.r + w, s.y + h / 2]],
       [{ x: s.x - s.r - 5, y: s.y + 4, anchor: "end" }, [s.x - s.r - w, s.y - h / 2, s.x - s.r - 3, s.y + h / 2]],

@@ -4,9 +4,9 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
-import { digits, moment, percent, seconds } from "./format";
+import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view } from "./state";
+import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view, workNote } from "./state";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Menu, number, Skeleton, Upload } from "./ui";
 
@@ -77,7 +77,7 @@ function Plan(): JSX.Element {
     <div class="rail-foot" id="status" role="status" aria-live="polite">
       {p ? <>
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
-        <small class="soft">{p.note || t(p.state === "queued" ? "state_queued" : "working")}{p.left_s > 1 ? ` · ${t("left", { time: seconds(Math.round(p.left_s)) })}` : ""}</small>
+        <small class="soft">{workNote(p)}</small>
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<kbd>⌘⏎</kbd></button>
         {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(takePlans)}>{t("takePlans")}</button></small>}
@@ -89,10 +89,12 @@ function Plan(): JSX.Element {
 function Plans(): JSX.Element {
   const [filter, setFilter] = useState("");
   const [old, setOld] = useState(false);
+  // On a narrow screen the plan itself comes before the others.
+  const [closed, setClosed] = useState(planId.value !== "");
   const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
   return (
-    <section class="plans" aria-label={t("plans")}>
-      <div class="fold-head"><h2>{t("plans")}</h2><span class="grow" />
+    <section class={closed ? "plans closed" : "plans"} aria-label={t("plans")}>
+      <div class="fold-head"><button type="button" class="narrow" aria-label={t("plans")} aria-expanded={!closed} onClick={() => setClosed(!closed)}>{closed ? "▸" : "▾"}</button><h2>{t("plans")}</h2><span class="grow" />
         <Menu label="⋯" id="plans-menu">{(close) => <>
           <Upload label={t("openPlan")} id="upload-plan" take={(text) => { close(); void attempt(async () => { const made = await post("/plans", JSON.parse(text)); await loadJobs(); openPlan(made.id); }); }} />
           <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>

@@ -4,6 +4,7 @@ import { batch, computed, effect, signal } from "@preact/signals";
 import { call, events, get, post, type Data } from "./api";
 import { changed, isNew, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
+import { seconds } from "./format";
 import { t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
@@ -219,15 +220,25 @@ export async function follow(path: string, stop: AbortSignal, tell: (row: Data) 
     if (stop.aborted) throw new DOMException("", "AbortError");
   }
 }
+/** Seconds that a piece of work still takes, by the part that is done; from when it is first looked at. */
+export function timeLeft(): (part: number) => number | null {
+  let began: { s: number; part: number } | null = null;
+  return (part) => {
+    const now_s = performance.now() / 1e3;
+    began ??= { s: now_s, part };
+    const done = part - began.part;
+    return done > 0.05 ? ((now_s - began.s) / done) * (1 - part) : null;
+  };
+}
+/** What a running job says, and how long it still takes. */
+export const workNote = (it: Data): string =>
+  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: seconds(Math.round(it.left_s)) })}` : ""}`;
 async function followSearch(id: string): Promise<void> {
   following.abort();
   const { signal: gone } = (following = new AbortController());
   if (!id) return;
-  const began_s = performance.now() / 1e3;
-  const tell = (it: Data): void => {
-    const spent_s = performance.now() / 1e3 - began_s;
-    progress.value = { ...it, left_s: it.progress > 0.05 ? (spent_s / it.progress) * (1 - it.progress) : null };
-  };
+  const left = timeLeft();
+  const tell = (it: Data): void => { progress.value = { ...it, left_s: left(it.progress) }; };
   try {
     const ended = await follow(`/jobs/${id}`, gone, tell);
     batch(() => {

@@ -71,7 +71,7 @@ function Alternatives({ data }: { data: Data }): JSX.Element {
   const points = {
     tooltip: tooltip(), grid: { left: 58, right: 70, top: 26, bottom: 44 },
     xAxis: { type: "value", scale: true, name: `${t("step")} (s)`, nameLocation: "middle", nameGap: 26, ...axis() }, yAxis: { type: "value", scale: true, name: t("cost"), ...axis() },
-    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: p.best ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: "right", color: colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
+    series: [{ type: "scatter", data: data.points.map((p: Data) => ({ name: maybe(p.key), key: p.key, value: [p.step_s, p.usd_per_step], symbolSize: p.key === "plan" ? 15 : 9, itemStyle: { color: p.best ? palette()[p.key === "plan" ? 0 : 2] : "transparent", borderColor: palette()[p.key === "plan" ? 0 : p.best ? 2 : 1], borderWidth: 1.5 }, label: { show: p.key !== "other", position: p.key === "plan" ? "top" : "right", color: p.key === "plan" ? colors.text : colors.soft, fontSize: 11, formatter: maybe(p.key) } })), labelLayout: { hideOverlap: true } }],
   };
   const part = (a: Data, key: string): string => (a === own ? "—" : signed(a[key] / own[key] - 1, percent));
   return (

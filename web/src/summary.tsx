@@ -5,7 +5,7 @@ import type { Data } from "./api";
 import { post } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
 import { anew, assumed, attempt, limits, loadJobs, loading, openPlan, planId, planned, row, setChanges, shown, tried, changes, view } from "./state";
-import { maybe, t, type Key } from "./strings";
+import { language, maybe, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
 /** A resource in words: "the network inside frankfurt". */
@@ -40,15 +40,27 @@ export function hiddenLimit(): Data | undefined {
   return assumed.value?.find((a) => a.anew > Math.max(a.faster, most));
 }
 
+const MOST_NAMED = 3;
+/** What limits the plan together, in words; empty where one resource does. */
+export function together(): string {
+  const all: Data[] = limits.value?.together ?? [];
+  if (!all.length) return "";
+  const named = all.slice(0, MOST_NAMED).map(resource);
+  if (all.length > MOST_NAMED) named.push(t("andMore", { n: all.length - MOST_NAMED }));
+  return new Intl.ListFormat(language.value).format(named);
+}
 function limited(): string {
   const found = limits.value?.limits;
   if (!found) return "";
   const [first] = found;
+  const joint = together();
   const hidden = hiddenLimit();
   if (hidden) {
     const least = t("assumedLimit", { what: assumedLink(hidden), now: gbps(hidden.bandwidth_gbps), value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) });
-    return first && resource(first) !== assumedLink(hidden) ? `${least} ${t("thisPlanBy", { what: resource(first) })}` : least;
+    const what = joint || (first ? resource(first) : "");
+    return what && what !== assumedLink(hidden) ? `${least} ${t("thisPlanBy", { what })}` : least;
   }
+  if (joint) return t("limitedTogether", { what: joint, part: percent(limits.value.together_saves), alone: percent(first?.saves ?? 0) });
   if (!first) return t("limitedByNothing");
   const what = t("limitedBy", { what: resource(first) });
   const again = anew.value[0];

@@ -44,7 +44,7 @@ export function Timeline(): JSX.Element {
     <section class="section" aria-label={t("gantt")}>
       <div class="section-head"><h2>{t("gantt")}</h2>
         {data && <span class="soft" id="shares">{t("shares", { bubble: percent(data.bubble_share), exposed: percent(data.exposed_share) })}</span>}
-        <span class="grow" /><Legend sends={sends} />
+        <span class="grow" />
         {window_ && <button type="button" class="small" onClick={() => setWindow(null)}>{t("wholeStep")}</button>}
         <Menu label="⋯" id="timeline-menu">{() => <>
           <label class="check"><input type="checkbox" id="sends" checked={sends} onChange={(e) => setSends(e.currentTarget.checked)} />{t("showSends")}</label>
@@ -52,6 +52,7 @@ export function Timeline(): JSX.Element {
           <Upload label={t("openRun")} id="measured-file" many take={(texts) => void attempt(() => openRun(texts))} />
         </>}</Menu>
       </div>
+      <Legend sends={sends} />
       {error && <p class="error" role="alert" id="trace-error">{error}</p>}
       {data ? <Rows name="gantt" label={t("gantt")} rows={data.rows} kinds={data.kinds} window={now} whole={step_s} opened={opened} toggle={toggle} setWindow={setWindow} /> : <Skeleton lines={5} />}
       {data && <details class="as-table" onToggle={(e) => setAsTable(e.currentTarget.open)}><summary>{t("workersTable")}</summary>{asTable && <Table label={t("workersTable")} head={[t("stage"), t("workers"), t("devices"), t("computeTime"), t("busy")]} numeric={[3, 4]}
@@ -76,13 +77,17 @@ interface RowsProps {
   opened: number[];
   toggle?: (stage: number) => void;
   setWindow: (window: Window | null) => void;
+  /** When the step ends, where the window may go on. */
+  ends?: number;
+  /** Names of the regions of the plan's cluster, in their order; unsaid, of the open plan. */
+  regions?: string[];
 }
-export function Rows({ name, label, rows, kinds, window: now, whole, opened, toggle, setWindow }: RowsProps): JSX.Element {
+export function Rows({ name, label, rows, kinds, window: now, whole, opened, toggle, setWindow, ends = whole, regions }: RowsProps): JSX.Element {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [width, setWidth] = useState(600);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
   const drag = useRef<{ x: number; from: number; to: number } | null>(null);
-  const index = new Map<string, number>((shown.value?.regions ?? []).map((r: Data, i: number) => [r.name, i]));
+  const index = new Map<string, number>((regions ?? (shown.value?.regions ?? []).map((r: Data) => r.name)).map((r: string, i: number) => [r, i]));
   const place = useRef<HTMLDivElement>(null);
   useEffect(() => {
     const watch = new ResizeObserver(([entry]) => setWidth(Math.max(120, Math.floor(entry.contentRect.width))));
@@ -91,7 +96,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   }, []);
   const height = rows.length * ROW + AXIS;
   // What the pointer is on changes often: the bars are drawn once, and then lit or dimmed row by row.
-  const bars = useMemo(() => drawn(width, height, rows, kinds, now), [rows, width, now.from, now.to, dark.value]);
+  const bars = useMemo(() => drawn(width, height, rows, kinds, now, ends), [rows, width, now.from, now.to, dark.value]);
   const drawing = useSignal({ bars, rows });
   useEffect(() => { drawing.value = { bars, rows }; }, [bars]);
   useSignalEffect(() => show(canvas.current!, drawing.value.bars, drawing.value.rows, pointed.value.stage));
@@ -125,7 +130,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
       return clamp(drag.current.from + moved, drag.current.to + moved);
     }
     const r = Math.floor(e.offsetY / ROW), at = now.from + (e.offsetX / width) * (now.to - now.from);
-    if (!rows[r]) return setTip(null);
+    if (!rows[r] || at > ends) return setTip(null);
     pointed.value = { stage: rows[r].stage };
     setTip({ x: e.offsetX, y: (r + 1) * ROW, text: spoken(rows[r], kinds, at, (now.to - now.from) / width) });
   };
@@ -185,7 +190,7 @@ function show(canvas: HTMLCanvasElement, bars: HTMLCanvasElement, rows: Data[], 
   copy(lit === undefined ? 0 : edge(rows.length), bars.height);
 }
 
-function drawn(width: number, height: number, rows: Data[], kinds: string[], now: Window): HTMLCanvasElement {
+function drawn(width: number, height: number, rows: Data[], kinds: string[], now: Window, ends: number): HTMLCanvasElement {
   const ratio = devicePixelRatio || 1;
   const canvas = document.createElement("canvas");
   canvas.width = width * ratio;
@@ -197,7 +202,7 @@ function drawn(width: number, height: number, rows: Data[], kinds: string[], now
   rows.forEach((row, r) => {
     const top = r * ROW + 4, tall = ROW - 9;
     pen.fillStyle = colors.idle;
-    pen.fillRect(0, top, width, tall);
+    pen.fillRect(0, top, Math.max(0, Math.min(width, x(ends))), tall);
     for (const [a, b, parts] of row.bands) {
       let y = top + tall;
       parts.forEach((part: number, i: number) => {
