@@ -10,9 +10,9 @@ gloo sums to one rank in a ring of small steps, each of which waits for the othe
 regions, which fill the card's queue, such a ring leaves the card idle for a third of the time, and it carries half as
 much again as it need (with two members 1.5 n instead of n, counting both parts); its tree hands a sum out whole, level
 by level. Parts therefore go straight to who adds them up, announced before they are there: to the leader, and its sum
-straight back, or, where few leaders would have to hear many members (`SumGroup._straight`), to all members, each of
-which adds up a piece for the leader and later passes that piece of the sum on. Five hosts beside one, cards of 60
-Mbit/s: 4.6 s a step by gloo's ring and tree.
+straight back, or, where few leaders would have to hear many members (`SumGroup._straight`), to all members (but a
+single leader), each of which adds up a piece for the leader and later passes that piece of the sum on. Five hosts
+beside one, cards of 60 Mbit/s: 4.6 s a step by gloo's ring and tree, 2.5 s so.
 """
 
 from __future__ import annotations
@@ -245,18 +245,20 @@ class SumGroup:
         """Whether members send their parts to their holders, instead of a piece of each to every member.
 
         Gathering n and handing it out, P members with L holders pass (P + L - 2) n / L through a holder's card each way
-        if they send straight, and (P - 1) / P (2 + 1 / L) n by pieces.
+        if they send straight, and (P - 1) / P (2 + 1 / L) n by pieces, of a single holder 2 n.
         """
         small = len(parts) == 1 and parts[0].numel() < SMALL
-        return small or self.near_size <= max(3, len(set(holders)) + 1)
+        return small or self.near_size <= len(set(holders)) + 1
 
     def _pieces(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> list[_Piece]:
         """What of each part is added up where."""
-        straight, places = self._straight(parts, holders), range(self.near_size)
+        straight, places = self._straight(parts, holders), list(range(self.near_size))
+        if len(set(holders)) == 1:
+            places.remove(self._mine.index(holders[0]))  # its card has the way to other regions beside
         pieces: list[_Piece] = []
         for part, rank in zip(parts, holders, strict=True):
             holder = self._mine.index(rank)
-            adders = [(part, holder)] if straight else zip(part.tensor_split(self.near_size), places, strict=True)
+            adders = [(part, holder)] if straight else zip(part.tensor_split(len(places)), places, strict=True)
             for vector, adder in adders:
                 if vector.numel():
                     pieces.append(_Piece(vector, adder, holder, 2 * len(pieces)))

@@ -119,14 +119,17 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
 def passes_of_card(members: int, leaders: int) -> float:
     """How many times a gradient passes a leader's card, in and out of a region, where so many add it up for the others.
 
-    Few members send their parts straight to who adds them up, and get them back so: (P + L - 2) / L for L leaders of P,
-    which for L = P is the 2 (P - 1) / P of a ring. More add up a piece each for the leaders, and pass it on later:
-    (P - 1) / P (2 + 1 / L) (`polygon_comm.reduction.SumGroup`).
+    Where at most one member does not lead, parts go straight to who adds them up, and come back so: (P + L - 2) / L for
+    L leaders of P, which for L = P is the 2 (P - 1) / P of a ring. More add up a piece each for the leaders, and pass
+    it on later: (P - 1) / P (2 + 1 / L); a single leader lets the others do so, and has 2
+    (`polygon_comm.reduction.SumGroup`).
     """
     if members <= 1:
         return 0.0
-    if members <= max(3, leaders + 1):
+    if members <= leaders + 1:
         return (members + leaders - 2) / leaders
+    if leaders == 1:
+        return 2.0
     return (members - 1) / members * (2 + 1 / leaders)
 
 
@@ -343,6 +346,7 @@ def ways_s(
     whole: bool,
     packing_s: float,
     near_s: np.ndarray,
+    cards_s: np.ndarray,
     last: float,
     room: LevelsRoom,
 ) -> tuple[np.ndarray, np.ndarray, float]:
@@ -360,6 +364,8 @@ def ways_s(
         Of packing and unpacking.
     near_s : ndarray, shape (found,)
         Of the sums inside each region: half before the way, half after it.
+    cards_s : ndarray, shape (found,)
+        In which the cards of each region's leaders send what its sums need.
     last : float
         Part of all that is not latency which no backward hides.
     """
@@ -373,8 +379,9 @@ def ways_s(
     all_s, end_s = np.full((found, found), -np.inf), np.full((found, found), -np.inf)
     rounds = exchange_rounds(places, whole)
     for a in range(found):
-        # Nobody ends before the sums of the own region.
-        all_s[a, a], end_s[a, a] = near_s[a], last * near_s[a]
+        # Nobody ends before the sums of the own region, and what its leaders send for them.
+        own_s = max(near_s[a], cards_s[a])
+        all_s[a, a], end_s[a, a] = own_s, last * own_s
         for b in range(found):
             ends_s = packing_s + 0.5 * (near_s[a] + near_s[b])
             if far_s[a, b] >= 0:
@@ -590,9 +597,13 @@ def stage_reduction(
     ways = None
     if plan.gradient_everywhere and 1 < len(regions) <= MOST_LEADING:
         _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
-        near_s = room.near_s[: len(regions)] * ((node_s + region_s) / summed_s if summed_s else 1.0)
+        seen = (node_s + region_s) / summed_s if summed_s else 1.0
+        near_s = seen * room.near_s[: len(regions)]
+        cards_s = _cards_s(places, seen * n_values * batch.gradient_bytes, sent, pools, room, arrays, nccl=nccl)
         share = pair_share.astype(float)
-        found = ways_s(len(regions), pools, sent, share, arrays, mode == "powersgd", codec_s, near_s, last, room)
+        found = ways_s(
+            len(regions), pools, sent, share, arrays, mode == "powersgd", codec_s, near_s, cards_s, last, room
+        )
         ways = Ways(links.region[pools][room.first[: len(regions)]], *found)
     return ReductionCost(
         node_s=node_s,
@@ -604,6 +615,29 @@ def stage_reduction(
         wire_bytes=wire,
         ways=ways,
     )
+
+
+def _cards_s(
+    places: Places,
+    n_bytes: float,
+    wire_bytes: float,
+    pools: np.ndarray,
+    room: LevelsRoom,
+    links: LinkArrays,
+    *,
+    nccl: bool,
+) -> np.ndarray:
+    """Seconds in which the cards of each region's leaders pass what their region adds up and what they send to others,
+    none of it before the region has gradients; shape (regions,)."""
+    found = np.zeros(len(places.regions))
+    for a, count in enumerate(places.counts):
+        total = int(room.nodes[a])
+        near = 0.0
+        if count == 1:
+            near = 2 * (total - 1) / total if nccl else passes_of_card(total, places.lanes)
+        far = 2 * wire_bytes * (places.total - 1) / places.total / places.lanes
+        found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
+    return found
 
 
 class Shards(NamedTuple):

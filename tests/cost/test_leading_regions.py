@@ -14,8 +14,13 @@ from polygon.cost.overlap import overlap_of
 from polygon.cost.reduction import passes_of_card
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
 from tests.cost.test_step_times import far_problem, replicas
+from tests.linked_regions import cluster_of
 from tests.nightly import cases
+from tests.small_problems import small_model, small_plan
 
 
 def done_of(ends_s, whole_s, last_s=None, busy_s=0.0, updates_s=None):
@@ -111,9 +116,31 @@ def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
 
 
 def test_leaders_pass_what_others_add_up():
-    """All of them: a ring; one of three: both others' parts each way; one of many: pieces."""
+    """All of them: a ring; all but one: that one's parts too; fewer: pieces, which one alone leaves to the others."""
     for members in (2, 3, 4):
         assert passes_of_card(members, members) == pytest.approx(2 * (members - 1) / members)
     assert passes_of_card(1, 1) == 0
+    assert passes_of_card(2, 1) == 1
+    assert passes_of_card(3, 2) == pytest.approx(1.5)
     assert passes_of_card(3, 1) == 2
-    assert passes_of_card(5, 1) == pytest.approx(0.8 * 3)
+    assert passes_of_card(5, 1) == 2
+    assert passes_of_card(8, 2) == pytest.approx(7 / 8 * 2.5)
+
+
+def test_a_leaders_card_passes_all_that_its_region_adds_up():
+    """Five hosts beside one, everything on equal cards: the leader sends its gradient to the others, the sum to the
+    other region, and the sum of both back, all after it has gradients."""
+    lan = Link(latency_s=1e-4, bytes_per_s=1e7)
+    cluster = cluster_of([[("t4", 5, 1)], [("t4", 1, 1)]], latency_s=0.0, bytes_per_s=1e7, between=lan)
+    processor = replace(cluster.catalogue["t4"], architecture="cpu")
+    problem = Problem(
+        cluster=replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor}),
+        model=small_model(blocks=8, hidden_size=256, heads=4, kv_heads=4, head_dim=64, ffn_size=1024),
+        batch=Batch(global_batch=12, seq_len=16, precision="fp32"),
+    )
+    plan = small_plan(problem.cluster, [(0, 10)], [[0, 1, 2, 3, 4, 5]], [[m] for m in range(6)])
+    gradient_s = 4 * problem.model.parameters / 1e7
+    found = step_times(plan, CostTables(problem))
+    assert found.ways is not None
+    assert found.reductions[0].ways.whole_s[0, 0] == pytest.approx(3 * gradient_s)
+    assert found.step_s > 3 * gradient_s

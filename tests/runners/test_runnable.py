@@ -25,8 +25,8 @@ from tests.small_problems import routed_problem, small_cluster, small_model
 BUILT = {
     "name", "family", "blocks", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "vocab_size",
     "max_seq_len", "gated_mlp", "tied_embeddings", "learned_positions", "rms_norm", "norm_eps", "rope_theta",
-    "rope_scaling", "linear_bias", "qkv_bias", "causal", "experts", "experts_per_token", "expert_ffn_size", "shared_experts",
-    "dense_blocks", "image_size", "patch_size", "channels", "source", "notes",
+    "rope_scaling", "linear_bias", "qkv_bias", "causal", "experts", "experts_per_token", "expert_ffn_size",
+    "shared_experts", "dense_blocks", "image_size", "patch_size", "channels", "source", "notes",
 }  # fmt: skip
 """Fields that the engine reads (runners/engine/layers.py), and names, sizes and counts."""
 
