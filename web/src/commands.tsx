@@ -8,6 +8,7 @@ import { toggleTheme } from "./colors";
 import { redo, undo } from "./draft";
 import { attempt, jobs, open, openPlan, planId, progress, search, setChanges, stopSearch, tab, takePlans, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
+import { Key as Shortcut } from "./ui";
 
 export const asking = signal(false);
 interface Command { name: string; keys?: string; run: () => void }
@@ -61,7 +62,7 @@ export function Palette(): JSX.Element | null {
   return (
     <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>
       <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
-      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.slice(0, 14).map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <kbd>{c.keys}</kbd>}</li>)}</ul>
+      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.slice(0, 14).map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
       {found.length === 0 && <p class="empty">{t("nothingFound")}</p>}
     </dialog>
   );

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { kindColors, palette } from "./colors";
-import { bytes, digits, percent, seconds, signed, usd } from "./format";
+import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
 import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
 import { t, maybe } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
@@ -58,7 +58,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
       <Table label={t("whatElse")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[
         line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), percent, "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
-        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), (v) => v.estimate.energy_j / 3.6e6, (x) => `${digits(x)}\u00a0kWh`)]} />
+        line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
       <h3>{t("stages")}</h3>
       {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={x.row.name}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
       <Timelines list={list} most={most} name={name} />

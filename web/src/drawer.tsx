@@ -5,7 +5,7 @@ import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed } from "./format";
 import { changed, draft, isGuessed } from "./draft";
-import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource } from "./summary";
+import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
 import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton } from "./ui";
@@ -62,7 +62,8 @@ function Replanned({ index }: { index: number }): JSX.Element {
   const data = anew.value[index];
   if (!data) return <small class="soft waiting">{t("planningAnew")}</small>;
   const value = amount(data, data.value);
-  return <small class={data.would_save > 0.001 ? "anew" : "soft"}>{data.would_save > 0.001 ? t("anewSaves", { value, part: percent(data.would_save) }) : t("anewNothing", { value })}</small>;
+  const worth = data.would_save > WORTH;
+  return <small class={worth ? "anew" : "soft"}>{worth ? t("anewSaves", { value, part: percent(data.would_save) }) : t("anewNothing", { value })}</small>;
 }
 
 function Assumed(): JSX.Element {

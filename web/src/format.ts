@@ -25,7 +25,7 @@ const BYTES = [["PB", 1e15], ["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]
 function scaled(value: number, units: readonly (readonly [string, number])[], write: (v: number) => string): string {
   if (!Number.isFinite(value)) return "∞";
   const size = Math.abs(value) * (1 + 1e-9);
-  if (size < 1e-9) return `0\u00a0${units === SECONDS ? "s" : "B"}`;
+  if (size < 1e-9) return `0\u00a0${units === SECONDS ? "s" : units === BYTES ? "B" : units[units.length - 1][0]}`;
   const [unit, scale] = units.find(([, s]) => size >= s) ?? units[units.length - 1];
   return `${write(value / scale)}\u00a0${unit}`;
 }
@@ -34,6 +34,9 @@ export const bytes = (value: number): string => scaled(value, BYTES, (v) => (Mat
 // The same without trailing zeros, for axes.
 export const roundSeconds = (value: number): string => scaled(value, SECONDS, digits);
 export const roundBytes = (value: number): string => scaled(value, BYTES, digits);
+const WATT_HOURS = [["MWh", 3.6e9], ["kWh", 3.6e6], ["Wh", 3.6e3], ["mWh", 3.6]] as const;
+/** Of joules. */
+export const energy = (joules: number): string => scaled(joules, WATT_HOURS, three);
 export function gib(value: number): string {
   return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)}\u00a0GiB` : `${Math.round(value / 2 ** 20)}\u00a0MiB`;
 }

@@ -14,7 +14,7 @@ import { Rail } from "./rail";
 import { attempt, begin, catalogue, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence } from "./summary";
-import { Empty, Skeleton } from "./ui";
+import { Empty, Key as Shortcut, Skeleton } from "./ui";
 
 // Panes that are not looked at first come when they are.
 const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
@@ -83,7 +83,7 @@ function Top(): JSX.Element {
       <span class="what" id="what">{row.value?.name ?? ""}</span><span class="grow" />
       <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} disabled={!canUndo.value} onClick={undo}>↶</button>
       <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} disabled={!canRedo.value} onClick={redo}>↷</button>
-      <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<kbd>⌘K</kbd></button>
+      <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<Shortcut keys="⌘K" /></button>
       {planId.value && <button type="button" id="share-top" onClick={() => void attempt(async () => { await copy(location.href); notice.value = t("linkCopied"); })}>{t("share_")}</button>}
       <button type="button" id="theme" aria-label={t("theme")} title={t("theme")} onClick={toggleTheme}>◐</button>
       <button type="button" id="language" lang={language.value === "en" ? "zh-CN" : "en"} onClick={() => setLanguage(language.value === "en" ? "zh" : "en")}>{t("language")}</button>

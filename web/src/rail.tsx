@@ -8,7 +8,7 @@ import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
 import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view, workNote } from "./state";
 import { language, maybe, programName, t } from "./strings";
-import { Choice, Empty, Field, Fold, Menu, number, Skeleton, Upload } from "./ui";
+import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
 
 export function Rail(): JSX.Element {
   return (
@@ -79,7 +79,7 @@ function Plan(): JSX.Element {
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
         <small class="soft">{workNote(p)}</small>
       </> : <>
-        <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<kbd>⌘⏎</kbd></button>
+        <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
         {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(takePlans)}>{t("takePlans")}</button></small>}
       </>}
     </div>
@@ -95,7 +95,7 @@ function Plans(): JSX.Element {
   return (
     <section class={closed ? "plans closed" : "plans"} aria-label={t("plans")}>
       <div class="fold-head"><button type="button" class="narrow" aria-label={t("plans")} aria-expanded={!closed} onClick={() => setClosed(!closed)}>{closed ? "▸" : "▾"}</button><h2>{t("plans")}</h2><span class="grow" />
-        <Menu label="⋯" id="plans-menu">{(close) => <>
+        <Menu label="⋯" id="plans-menu" name={t("plansMenu")}>{(close) => <>
           <Upload label={t("openPlan")} id="upload-plan" take={(text) => { close(); void attempt(async () => { const made = await post("/plans", JSON.parse(text)); await loadJobs(); openPlan(made.id); }); }} />
           <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>
         </>}</Menu></div>
@@ -138,7 +138,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
         <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
         <small><b>{note}</b> {moment(j.created_s, language.value === "zh" ? "zh-CN" : "en")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
-      <Menu label={<span aria-label={t("actionsOf", { name: j.name || j.id })}>⋯</span>}>{(close) => <>
+      <Menu label="⋯" name={t("actionsOf", { name: j.name || j.id })}>{(close) => <>
         <button type="button" onClick={() => { close(); setNaming(true); }}>{t("rename")}</button>
         {j.has_plan && planId.value && !here && <button type="button" onClick={() => { close(); go(() => { beside.value = [...beside.value.filter((x) => x !== j.id), j.id].slice(-3); view.value = "compare"; }); }}>{t("compareWith")}</button>}
         <button type="button" onClick={() => { close(); void label(j.id, { archived: !j.archived }); }}>{t(j.archived ? "unarchive" : "archive")}</button>

@@ -29,7 +29,7 @@ export function exposed(v: Data): number {
   return v.traffic.exposed_s / v.estimate.step_s;
 }
 // What saves less is not worth a word.
-const WORTH = 0.01;
+export const WORTH = 0.01;
 const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
 
 /** The link that nobody gave with which another plan would gain more than this one with what limits it, if there is one:

@@ -46,7 +46,7 @@ export function Timeline(): JSX.Element {
         {data && <span class="soft" id="shares">{t("shares", { bubble: percent(data.bubble_share), exposed: percent(data.exposed_share) })}</span>}
         <span class="grow" />
         {window_ && <button type="button" class="small" onClick={() => setWindow(null)}>{t("wholeStep")}</button>}
-        <Menu label="⋯" id="timeline-menu">{() => <>
+        <Menu label="⋯" id="timeline-menu" name={t("timelineMenu")}>{() => <>
           <label class="check"><input type="checkbox" id="sends" checked={sends} onChange={(e) => setSends(e.currentTarget.checked)} />{t("showSends")}</label>
           <button type="button" onClick={() => void attempt(async () => download("predicted-trace.json", JSON.stringify(await get(`/plans/${planId.value}/trace`)), "application/json"))}>{t("perfetto")}</button>
           <Upload label={t("openRun")} id="measured-file" many take={(texts) => void attempt(() => openRun(texts))} />

@@ -7,6 +7,12 @@ import { t } from "./strings";
 
 export type Child = ComponentChildren;
 
+const APPLE = /Mac|iPhone|iPad/.test(navigator.platform);
+/** A key, as this machine's keyboard has it; what it is pressed with is said in Apple's signs. */
+export const Key = ({ keys }: { keys: string }): JSX.Element => (
+  <kbd aria-hidden="true">{APPLE ? keys : keys.replace("⇧", "Shift ").replace("⌘", "Ctrl ").replace("⏎", "↵")}</kbd>
+);
+
 export function Section({ title, id, note, children, tools }: { title: string; id?: string; note?: Child; children: Child; tools?: Child }): JSX.Element {
   return (
     <section id={id} class="section" aria-label={title}>
@@ -20,7 +26,7 @@ export function Fold({ id, title, summary, children, tools }: { id: string; titl
   const isOpen = folds.value[id] === true;
   return (
     <section class={isOpen ? "fold open" : "fold"}>
-      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
+      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist" aria-hidden="true">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
       {isOpen && <div class="fold-body">{children}</div>}
     </section>
   );
@@ -108,7 +114,7 @@ export function Upload(props: UploadProps & ({ many?: false; take: (text: string
   };
   return <label class="button upload"><input type="file" id={props.id} multiple={props.many} onChange={(e) => void read(e.currentTarget)} />{props.label}</label>;
 }
-export function Menu({ label, id, children }: { label: Child; id?: string; children: (close: () => void) => Child }): JSX.Element {
+export function Menu({ label, id, name, children }: { label: Child; id?: string; name?: string; children: (close: () => void) => Child }): JSX.Element {
   const [open, set] = useState(false);
   const place = useRef<HTMLDivElement>(null);
   useEffect(() => {
@@ -118,7 +124,7 @@ export function Menu({ label, id, children }: { label: Child; id?: string; child
   }, []);
   return (
     <div class="menu" ref={place} onKeyDown={(e) => { if (e.key === "Escape") { set(false); (place.current?.firstElementChild as HTMLElement).focus(); } }}>
-      <button type="button" id={id} aria-expanded={open} onClick={() => set(!open)}>{label}</button>
+      <button type="button" id={id} aria-label={name} title={name} aria-expanded={open} onClick={() => set(!open)}>{label}</button>
       {open && <div class="menu-list">{children(() => set(false))}</div>}
     </div>
   );
