@@ -23,10 +23,10 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.commands.cli import handled_signals, stop_signals
+from polygon.commands.cli import ProgramParser, handled_signals, stop_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
-from runners.engine.arguments import Parser, add_training_options, options_from, read_run
+from runners.engine.arguments import add_training_options, options_from, read_run
 from runners.engine.options import Options
 from runners.engine.summary import format_validation
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from runners.data.samples import Samples, Shuffled
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """The command line."""
-    parser = Parser(prog="dist_runner", description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser = ProgramParser("dist_runner", __doc__)
     parser.add_argument("--plan", type=Path, required=True, help="plan file of polygon.search")
     parser.add_argument("--dist-url", help="tcp://HOST:PORT where rank 0 listens (default: torchrun's environment)")
     parser.add_argument("--world-size", type=int, help="ranks in all (default: torchrun's environment)")

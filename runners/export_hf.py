@@ -22,11 +22,12 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
+from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.model import Model
 from polygon.formats.files import read_json, read_model
 from runners.engine.architectures import Place, architecture_of, check_config, config_of
-from runners.engine.arguments import Parser, require_torch
+from runners.engine.arguments import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +43,9 @@ BESIDE = (
 T = TypeVar("T")
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """The command line."""
-    parser = Parser(prog="export_hf", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = ProgramParser("export_hf", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of --checkpoint-dir, or of one step in it")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
     parser.add_argument("--step", type=int, help="default: the newest that is whole")

@@ -17,17 +17,18 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
+from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, PolygonError, require
-from runners.engine.arguments import Parser, require_torch
+from runners.engine.arguments import require_torch
 from runners.export_hf import config_for, merged, newest_whole, put_together, require_transformers, tensors_of
 
 if TYPE_CHECKING:
     from runners.engine.saved_weights import SavedWeights
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """The command line."""
-    parser = Parser(prog="generate", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = ProgramParser("generate", __doc__)
     parser.add_argument("model", type=Path, help="folder of Hugging Face, of --checkpoint-dir, or of one step in it")
     parser.add_argument("--prompt", required=True, help="text to go on with")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most (default %(default)s)")

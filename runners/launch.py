@@ -26,11 +26,11 @@ if __package__ in (None, ""):
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
-from polygon.commands.cli import handled_signals
+from polygon.commands.cli import ProgramParser, handled_signals
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.plan import Plan, Problem
 from polygon.formats.files import make_folder, write_plan
-from runners.engine.arguments import Parser, add_training_options, options_from, read_run
+from runners.engine.arguments import add_training_options, options_from, read_run
 from runners.engine.options import Options
 from runners.recipes.predicted_memory import predicted_peaks
 
@@ -231,9 +231,9 @@ class Launcher(LocalRanks):
         return run_rank(self.problem, self.plan, number, host, port, self.options, listen_fd)
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """The command line."""
-    parser = Parser(prog="launch", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = ProgramParser("launch", __doc__)
     parser.add_argument("plan", type=Path, help="plan file of polygon.search")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on stdout")
     add_training_options(parser)

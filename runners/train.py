@@ -21,11 +21,12 @@ if __package__ in (None, ""):  # run by path: this folder must not shadow other 
     sys.path[0] = str(_root)
     sys.path.insert(1, str(_root / "comm"))
 
+from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, PolygonError
 from polygon.formats.serialization import format_json
 from runners.data.prepared import writable_folder
 from runners.dist_runner import meeting_point
-from runners.engine.arguments import Parser, require_torch
+from runners.engine.arguments import require_torch
 from runners.engine.summary import log_lines
 from runners.launch import LocalRanks, say
 from runners.recipes.backends import Job, Place, backend_of
@@ -35,9 +36,9 @@ from runners.recipes.predicted_memory import measured_peaks, write_measured
 from runners.recipes.recipe_schema import BACKENDS, read_recipe
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """The command line."""
-    parser = Parser(prog="train", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = ProgramParser("train", __doc__)
     parser.add_argument("recipes", type=Path, nargs="+", metavar="recipe", help="YAML, see instances/recipes")
     parser.add_argument(
         "--table",

@@ -112,8 +112,14 @@ print(polygon.Cluster.from_yaml("instances/ptafm-7dc.yaml").devices)
 def test_programs_of_the_runtime_run_from_it(unpacked, tmp_path):
     """As `polygon NAME`, as a module, and by their path, which is deeper there than in a checkout."""
     by_path = str(unpacked / "polygon" / "runners" / "dist_runner.py")
-    for start in (["-m", "polygon", "dist-runner"], ["-m", "polygon.runners.dist_runner"], [by_path]):
-        assert in_empty_folder(unpacked, tmp_path, *start, "--help").startswith("usage: dist_runner")
+    module = "polygon.runners.dist_runner"
+    starts = {
+        "polygon dist-runner": ["-m", "polygon", "dist-runner"],
+        f"python -m {module}": ["-m", module],
+        "dist_runner.py": [by_path],
+    }
+    for name, start in starts.items():
+        assert in_empty_folder(unpacked, tmp_path, *start, "--help").startswith(f"usage: {name} [")
     listing = in_empty_folder(unpacked, tmp_path, "-m", "polygon", "--help")
     assert all(f"\n  {name} " in listing for name in ("init", "search", "launch", "probe", "train"))
 

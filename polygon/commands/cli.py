@@ -55,6 +55,36 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+started_by = ""
+"""The command that started a program of `runners` in this process (`polygon launch`); empty: it was started itself."""
+
+
+def _start_of(name: str) -> str:
+    """What one types to start a program, as it was done."""
+    spec = sys.modules["__main__"].__spec__
+    as_module = f"python -m {spec.name}" if spec is not None and spec.name.rpartition(".")[2] == name else ""
+    return started_by or as_module or f"{name}.py"
+
+
+class ProgramParser(CommandParser):
+    """The parser of a program of `runners`: its help says how it is started, the line of an error its name alone.
+
+    Parameters
+    ----------
+    name : str
+        Of the program's module.
+    description : str, optional
+        Its first paragraph is shown.
+    """
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(prog=_start_of(name), description=(description or "").split("\n\n", maxsplit=1)[0])
+        self._name = name
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self._name}: {message}\n")
+
+
 def run(main: Main, argv: list[str] | None = None) -> int:
     """Run a command and turn what it raises into an exit code and one line on stderr."""
     _prepare_streams()

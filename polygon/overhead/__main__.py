@@ -1,7 +1,7 @@
 """What do collectives and parallel configurations cost in communication and memory?
 
     python -m polygon.overhead collective --topology hierarchical --N 8 --gpus-per-node 4 --M 140e9 --verbose
-    python -m polygon.overhead analysis --topology ring --num-gpus 8 --dp 4 --tp 2 --params 70e9 --seq-length 1024 \
+    python -m polygon.overhead analysis --topology ring --num-gpus 8 --dp 4 --tp 2 --params 70e9 --seq-length 1024 \\
         --hidden-size 4096
     python -m polygon.overhead list-cmds
     python -m polygon.overhead run-all -o overhead/

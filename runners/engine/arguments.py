@@ -18,13 +18,6 @@ from runners.engine.options import Lora, Options
 from runners.engine.trackers import TRACKERS
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong option as one line on stderr and exits 2."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Options of the plan's preparation and of training."""
     default = Options()
