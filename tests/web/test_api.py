@@ -60,6 +60,16 @@ def test_a_search_ends_in_a_plan_that_can_be_read_again(server):
     assert view["estimate"]["step_s"] == pytest.approx(plan["estimate"]["step_s"])
 
 
+def test_a_search_without_a_name_gets_one(server):
+    """Model and cluster, as an uploaded plan does; a name that is given stays."""
+    cluster = server.request("GET", "/api/v1/instances/two-campus")[2]
+    problem = {"cluster": cluster, "model": "opt-350m", "batch": {"global_batch": 8, "seq_len": 256}}
+    for asked, name in (({}, "opt-350m · two-campus"), ({"name": "mine"}, "mine")):
+        row = server.request("POST", "/api/v1/jobs", {"problem": problem, **asked})[2]
+        assert row["name"] == name
+        server.request("DELETE", f"/api/v1/jobs/{row['id']}")
+
+
 def test_a_search_can_be_stopped_and_keeps_its_best(server):
     """DELETE ends a long search early, in the state cancelled."""
     job = server.request("POST", "/api/v1/jobs", body(effort="long"))[2]["id"]

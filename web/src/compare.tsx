@@ -8,7 +8,7 @@ import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
 import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
 import { t, maybe } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
-import { Answer, Choice, Empty, Section, Table, useAnswer } from "./ui";
+import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
 import { differences } from "./summary";
 
 const TERMS = ["compute", "pipeline", "transfer", "reduction", "update"];
@@ -20,7 +20,10 @@ export function Compare(): JSX.Element {
   return (
     <>
       <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${j.name || j.id} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
-        {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(list) => <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} />}</Answer>}
+        {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(all) => {
+          const list = all.filter((x) => ids.includes(x.id)); // while another is loaded, those that stay
+          return list.length ? <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} /> : <Skeleton lines={8} />;
+        }}</Answer>}
       </Section>
     </>
   );
@@ -69,19 +72,19 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
 // The predicted steps below one another, on one scale; zoomed together.
 function Timelines({ list, most, name }: { list: Side[]; most: number; name: (x: Side, i: number) => JSX.Element }): JSX.Element {
   const [window_, setWindow] = useState<Window | null>(null);
-  const answer = useAnswer((stop) => Promise.all(list.map(({ id, v }) => {
+  const answer = useAnswer(async (stop) => new Map(await Promise.all(list.map(async ({ id, v }): Promise<[string, Data]> => {
     const to = Math.min(window_?.to ?? Infinity, v.estimate.step_s);
     // A plan that has ended before the window begins has nothing in it.
-    if (window_ && window_.from >= to) return null;
-    return post(`/plans/${id}/timeline${window_ ? `?from_s=${window_.from}&to_s=${to}` : ""}`, {}, stop);
-  })), `${list.map((x) => x.id).join()} ${window_?.from} ${window_?.to}`);
+    if (window_ && window_.from >= to) return [id, null];
+    return [id, await post(`/plans/${id}/timeline${window_ ? `?from_s=${window_.from}&to_s=${to}` : ""}`, {}, stop)];
+  }))), `${list.map((x) => x.id).join()} ${window_?.from} ${window_?.to}`);
   return (
     <section class="section" id="timelines" aria-label={t("gantt")}>
       <div class="section-head"><h3>{t("gantt")}</h3><span class="soft">{t("oneScale")}</span><span class="grow" />{window_ && <button type="button" class="small" onClick={() => setWindow(null)}>{t("wholeStep")}</button>}</div>
       <Legend sends={false} />
       <Answer of={answer} lines={8}>{(found) => list.map((x, i) => (
         <div key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
-          {found[i] && <Rows name={`gantt-${i}`} label={`${t("gantt")}: ${x.row.name || x.id}`} rows={found[i].rows} kinds={found[i].kinds} window={window_ ?? { from: 0, to: most }} whole={most} opened={[]} setWindow={setWindow} ends={x.v.estimate.step_s} regions={x.v.regions.map((r: Data) => r.name)} />}</div>))}</Answer>
+          {found.get(x.id) && <Rows name={`gantt-${i}`} label={`${t("gantt")}: ${x.row.name || x.id}`} rows={found.get(x.id).rows} kinds={found.get(x.id).kinds} window={window_ ?? { from: 0, to: most }} whole={most} opened={[]} setWindow={setWindow} ends={x.v.estimate.step_s} regions={x.v.regions.map((r: Data) => r.name)} />}</div>))}</Answer>
     </section>
   );
 }
