@@ -3,8 +3,9 @@
     python -m benchmarks.gpu_check [-o out/gpu-check.json] [--device cuda] [--quick]
 
 One after the other: streams and an NCCL communicator of one rank with itself; `runners.bench_device`;
-`runners.profile_layers`; all tiny recipes; five configurations (models, micro-batches, recomputation), planned with
-what was measured, run, and held against their predictions, the largest of them (1.3 billion parameters) for its MFU.
+`runners.profile_layers`; all tiny recipes; six configurations (models, micro-batches, recomputation, precision),
+planned with what was measured, run, and held against their predictions, the largest of them (1.3 billion parameters)
+for its MFU, in bf16 and in fp8.
 The file says of each what was run, how long it took and what came out, of which machine and which commit. Without a GPU
 one line and exit 2; exit 1 where a part failed, the others being done all the same. `--device cpu --quick` rehearses it
 with a small model on a core. Two ranks need two GPUs: NCCL refuses two on one.
@@ -30,9 +31,10 @@ CONFIGURATIONS = (
     ("gpt3-760m", 8, 1024, ()),
     ("gpt2-xl", 4, 1024, ()),
     ("gpt3-1.3b", 8, 2048, ()),
+    ("gpt3-1.3b", 8, 2048, ("--precision", "fp8")),
 )
 """Model, sequences a step, tokens of a sequence, further options of the search."""
-QUICK = (("gpt-tiny", 4, 64, ("--precision", "fp32")), ("gpt-tiny", 2, 128, ("--precision", "fp32")))
+QUICK = (("gpt-tiny", 4, 64, ("--precision", "fp32")), ("gpt-tiny", 2, 128, ("--precision", "fp8")))
 STEPS = 8
 
 
@@ -117,15 +119,13 @@ def configuration(
     folder: Path, device: str, model: str, sequences: int, tokens: int, options: Sequence[str]
 ) -> dict[str, Any]:
     """A model planned for this device, trained for some steps: seconds of a step and MFU, predicted and measured."""
-    name = f"{model}-{sequences}-{tokens}"
+    name = "-".join((model, str(sequences), str(tokens), *options))
     plan, cluster = folder / f"{name}.json", folder / "cluster.yaml"
     output_of(
         "polygon.search", "--cluster", str(cluster), "--model", model, "--global-batch", str(sequences), "--seq-len",
         str(tokens), "--bench", str(folder / "bench.json"), "--time-limit", "60", "-o", str(plan), "--quiet", *options,
     )  # fmt: skip
-    predicted = json.loads(output_of("polygon.evaluate", str(plan), "--bench", str(folder / "bench.json"), "--json"))[
-        "estimate"
-    ]
+    predicted = json.loads(output_of("polygon.evaluate", str(plan), "--bench", str(folder / "bench.json"), "--json"))
     measured = json.loads(
         output_of("runners.launch", str(plan), "--steps", str(STEPS), "--device", device, "--json", "--log-dir",
                   str(folder / name))
@@ -161,8 +161,8 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
-    """Do all of it."""
+def cluster_file(folder: Path, device: str) -> None:
+    """Write what a search is told: this machine's device alone."""
     import torch
 
     from runners.profile_layers import device_name
@@ -173,6 +173,11 @@ def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
         f"      - {{device: {kind}, count: 1, devices_per_node: 1}}\n",
         encoding="utf-8",
     )
+
+
+def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
+    """Do all of it."""
+    cluster_file(folder, device)
     parts: dict[str, Callable[[], Any]] = {
         "streams and NCCL": lambda: streams_and_nccl(device),
         "bench": lambda: bench(folder, device, quick=quick),
@@ -180,7 +185,8 @@ def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
         "recipes": lambda: recipes(folder, device, quick=quick),
     }
     for given in QUICK if quick else CONFIGURATIONS:
-        parts[f"{given[0]}, {given[1]} x {given[2]}"] = partial(configuration, folder, device, *given)
+        name = " ".join((f"{given[0]}, {given[1]} x {given[2]}", *given[3]))
+        parts[name] = partial(configuration, folder, device, *given)
     found: dict[str, Any] = {"provenance": provenance(device), "parts": {}}
     for name, part in parts.items():
         start_s = time.monotonic()

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from benchmarks.gpu_check import CommandError, main, output_of, streams_and_nccl
+from benchmarks.gpu_check import (
+    STEPS,
+    CommandError,
+    bench,
+    cluster_file,
+    configuration,
+    main,
+    output_of,
+    streams_and_nccl,
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -23,3 +32,13 @@ def test_what_a_part_said_last_is_kept():
     """A command that ends badly is told with its exit code and its last line."""
     with pytest.raises(CommandError, match=r"polygon\.search --cluster missing\.yaml .*: exit 2: .*missing\.yaml"):
         output_of("polygon.search", "--cluster", "missing.yaml", "--model", "gpt-tiny", "--global-batch", "4")
+
+
+def test_a_configuration_is_planned_run_and_held_against_its_prediction(tmp_path):
+    """The part that nobody can try without a GPU is the same on a core: figures of both, and how far they are apart."""
+    cluster_file(tmp_path, "cpu")
+    bench(tmp_path, "cpu", quick=True)
+    row = configuration(tmp_path, "cpu", "gpt-tiny", 2, 64, ("--precision", "fp32"))
+    assert row["predicted"]["step_s"] > 0 and row["measured"]["steps"] == STEPS
+    assert row["error"] == pytest.approx(row["predicted"]["step_s"] / row["measured"]["median_step_s"] - 1)
+    assert row["mfu"] > 0
