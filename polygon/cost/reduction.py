@@ -567,27 +567,10 @@ def stage_reduction(
         room,
     )
     summed_s = node_s + region_s
-    gather_s, zero = 0.0, plan.stages[stage].zero
-    if zero:
-        inside_s = node_s + region_s
-        if len(pools) == 1:
-            p, per_node = int(pools[0]), int(members[0])
-            near = per_node if places.apart[regions[0]] else int(nodes[0]) * per_node
-            group = Shards(
-                values=n_values / int(degrees[0]),
-                members=near,
-                per_node=per_node,
-                shards=min(plan.stages[stage].shards or near, int(place.shards[stage].min())),
-                pool=p,
-            )
-            region_s, gather_s = zero_sums_s(group, zero, batch, runtime, arrays, whole_s=inside_s, model=model)
-            node_s = 0.0
-        elif not runtime.owned_weights:
-            gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
-            node_s, region_s = (summed_part(zero, runtime) * seconds for seconds in (node_s, region_s))
-            region_s += copies_s(
-                float(n_values * batch.gradient_bytes), len(pools), pools, nodes, degrees, places.apart, arrays
-            )
+    held = Held(pools, nodes, members, degrees, n_values)
+    node_s, region_s, gather_s = _with_zero(
+        plan, stage, held, places, node_s, region_s, batch, runtime, arrays, model, place
+    )
     workers = int((nodes * members).sum())
     nccl = bool((arrays.collective[pools, 4] > 0).all())
     if plan.reduction == "central-server" and len(regions) == 1 and workers > 1 and nccl:
@@ -638,6 +621,63 @@ def _cards_s(
         far = 2 * wire_bytes * (places.total - 1) / places.total / places.lanes
         found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
     return found
+
+
+class Held(NamedTuple):
+    """Who holds the layers of a stage.
+
+    Attributes
+    ----------
+    pools, nodes, members, degrees : ndarray, shape (pools used,)
+        As of `levels_s`.
+    values : float
+        Weight gradients of one worker.
+    """
+
+    pools: np.ndarray
+    nodes: np.ndarray
+    members: np.ndarray
+    degrees: np.ndarray
+    values: float
+
+
+def _with_zero(
+    plan: Plan,
+    stage: int,
+    held: Held,
+    places: Places,
+    node_s: float,
+    region_s: float,
+    batch: Batch,
+    runtime: Runtime,
+    links: LinkArrays,
+    model: Model,
+    place: Placement,
+) -> tuple[float, float, float]:
+    """Seconds of the sums inside nodes and regions as the stage's ZeRO makes them, and of gathering weights after the
+    update; `node_s` and `region_s` are of summing whole gradients everywhere."""
+    zero, pools, nodes = plan.stages[stage].zero, held.pools, held.nodes
+    if not zero:
+        return node_s, region_s, 0.0
+    inside_s = node_s + region_s
+    if len(pools) == 1:
+        per_node = int(held.members[0])
+        near = per_node if places.apart[places.regions[0]] else int(nodes[0]) * per_node
+        group = Shards(
+            values=held.values / int(held.degrees[0]),
+            members=near,
+            per_node=per_node,
+            shards=min(plan.stages[stage].shards or near, int(place.shards[stage].min())),
+            pool=int(pools[0]),
+        )
+        return 0.0, *zero_sums_s(group, zero, batch, runtime, links, whole_s=inside_s, model=model)
+    if runtime.owned_weights:
+        return node_s, region_s, 0.0
+    gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes
+    part = summed_part(zero, runtime)
+    n_bytes = float(held.values * batch.gradient_bytes)
+    between_s = copies_s(n_bytes, len(pools), pools, nodes, held.degrees, places.apart, links)
+    return part * node_s, part * region_s + between_s, gather_s
 
 
 class Shards(NamedTuple):

@@ -20,8 +20,21 @@ from runners.engine.trackers import TRACKERS
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Options of the plan's preparation and of training."""
+    _add_rehearsal(parser.add_argument_group("rehearsal"))
+    training = parser.add_argument_group("training")
+    _add_optimization(training)
+    _add_local_updates(training)
+    _add_run(training)
+    _add_data_options(parser)
+    _add_failures(parser.add_argument_group("checkpoints and failures"))
+    training.add_argument(
+        "--track", nargs="+", default=(), metavar="TRACKER", help="show figures of all ranks in: " + ", ".join(TRACKERS)
+    )
+    training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
+
+
+def _add_rehearsal(rehearsal: argparse._ArgumentGroup) -> None:
     default = Options()
-    rehearsal = parser.add_argument_group("rehearsal")
     rehearsal.add_argument(
         "--rehearse", action="store_true", help="run the plan's shape with a model that fits one machine"
     )
@@ -38,7 +51,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="computations take at least FACTOR times as long as predicted for the plan's devices",
     )
-    training = parser.add_argument_group("training")
+
+
+def _add_optimization(training: argparse._ArgumentGroup) -> None:
+    """Steps, learning rate, optimizer and what saves memory."""
+    default = Options()
     training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
     training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
     training.add_argument(
@@ -76,6 +93,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--offload-optimizer", action="store_true", help="keep optimizer state in host memory and update there"
     )
+
+
+def _add_local_updates(training: argparse._ArgumentGroup) -> None:
+    default = Options()
     training.add_argument("--outer-rate", type=float, default=default.outer_rate, help="of local updates (%(default)s)")
     training.add_argument(
         "--outer-momentum", type=float, default=default.outer_momentum, help="of local updates (default %(default)s)"
@@ -91,6 +112,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--synchronous-steps", type=int, default=default.synchronous_steps, metavar="STEPS",
         help="in which all regions sum their gradients before local steps begin (default: a fifth of all)",
     )  # fmt: skip
+
+
+def _add_run(training: argparse._ArgumentGroup) -> None:
+    """What a run starts from, and where it runs."""
+    default = Options()
     training.add_argument("--seed", type=int, default=default.seed, help="of first weights and data order")
     training.add_argument(
         "--weights", type=Path, metavar="DIR",
@@ -130,8 +156,10 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that the PyTorch Profiler records after the first, into LOG_DIR/profile (default none)",
     )
-    _add_data_options(parser)
-    failure = parser.add_argument_group("checkpoints and failures")
+
+
+def _add_failures(failure: argparse._ArgumentGroup) -> None:
+    default = Options()
     failure.add_argument("--checkpoint-dir", type=Path, help="where checkpoints are written and looked for")
     failure.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="default: only at the end")
     failure.add_argument("--keep", type=int, default=default.checkpoints_kept, help="newest kept (default %(default)s)")
@@ -143,10 +171,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="silence after which a rank counts as lost (default %(default)g)",
     )
-    training.add_argument(
-        "--track", nargs="+", default=(), metavar="TRACKER", help="show figures of all ranks in: " + ", ".join(TRACKERS)
-    )
-    training.add_argument("--log-dir", type=Path, help="default: out/<plan>-<time>")
 
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:

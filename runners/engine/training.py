@@ -62,56 +62,19 @@ class Training:
         problem, plan = layout.problem, layout.plan
         self._watch, self._validation, self._built_in = watch, validation, own is None
         self.layout, self.rank, self.options, self.store = layout, rank, options, store
-        stage, worker, _ = plan.rank_places[rank]
-        pool = problem.cluster.pools[layout.worker_of(rank).pool]
-        device_number = next(number for number, r in plan.device_ranks.items() if r == rank)
-        if accelerator is None:
-            local_rank = (device_number - pool.first_device) % pool.devices_per_node
-            accelerator = accelerator_of(choose_device(options, local_rank))
-        device, self._accelerator = accelerator.device, accelerator
-        self._address, links = address, layout.link_shapes(rank)
-        self.wires = Wires(
-            PrefixStore("wires", store),
-            rank,
-            layout.streams(rank),
-            address=address,
-            timeout_s=options.timeout_s,
-            accelerator=accelerator,
-            near=layout.near(rank),
-            shapes=links if options.emulate_links else None,
-            warm_bytes=layout.warm_bytes(rank),
-            bytes_per_s={peer: link.bytes_per_s for peer, link in links.items()},
-        )
-        watched = [
-            WatchedLink(layout.describe(peer), self.wires.connections[peer], link.bytes_per_s)
-            for peer, link in links.items()
-            if self.wires.connections.get(peer) and not options.emulate_links
-        ]
+        self._accelerator = accelerator or self._own_accelerator()
+        self._address = address
+        self.wires, watched = self._open_wires()
         groups = WorkerGroups(
             self._group(TensorGroup, "compute", layout.tensor_ranks(rank)),
             self._group(TensorGroup, "sums", layout.tensor_ranks(rank)),
             self._group(ExchangeGroup, "context", layout.context_ranks(rank)),
             self._expert_groups(),
         )
-        served = plan.reduction != "all-reduce"
-        sums = {
-            name: (ServerGroup if served and name != "all" else SumGroup)(members, self.wires)
-            for name, members in layout.groups_of(rank).items()
-        }
-        for name in list(sums):
-            for members in filter(None, layout.shard_groups.get(f"{rank}/{name}", ())):
-                sums[members.name] = SumGroup(members, self.wires)
+        sums = self._open_sums()
         self._sums, self._all = sums, sums["all"]
         path = None if options.log_dir is None else options.log_dir / f"rank-{rank}.jsonl"
-        pace = None
-        if options.emulate_devices:
-            seconds = least_seconds(problem, plan, rank, options.emulate_devices)
-            shares = {
-                kind_of(str(Action("B", 0, chunk))): backward_shares(problem, plan, rank, chunk)
-                for chunk in range(plan.chunks)
-            }
-            pace = Pace(seconds, shares)
-        self.log = RunLog(path, options.traced_steps, pace, accelerator)
+        self.log = RunLog(path, options.traced_steps, self._pace(), self._accelerator)
         doing = (lambda action: None) if watch is None else (lambda action: setattr(watch, "doing", action))
         parts = (self._part_exchange("gradients"), self._part_exchange("weights")) if layout.owners(rank) else None
         self.worker = StageWorker(
@@ -151,18 +114,91 @@ class Training:
             self.collector = Collector(store.clone(), rank, self._figures, trackers)  # type: ignore[attr-defined]
         if options.resume:
             self._resume()
-        for s in layout.stages_of(rank) if rank == layout.rank(stage, 0) else ():
-            if plan.stages[s].zero >= 1 and not layout.zero_of([s]):
-                why = "parameter servers" if served else "workers of different tensor-parallel degrees"
-                self._say(f"stage {s}: ZeRO-{plan.stages[s].zero} is not run: {why} hold whole weights and gradients")
-        if problem.batch.precision == "fp8" and not self.worker.eight_bits:
-            self._say(f"rank {rank}: {device} has no products in 8 bits, computing in bf16")
+        self._say_what_is_not_run()
         self.worker.begin(self.progress.step, options.steps, self.progress.samples)
+        self._log_run()
+
+    def _own_accelerator(self) -> Accelerator:
+        """Of the device that the plan gives this rank, on this machine."""
+        plan = self.layout.plan
+        pool = self.layout.problem.cluster.pools[self.layout.worker_of(self.rank).pool]
+        device = next(number for number, rank in plan.device_ranks.items() if rank == self.rank)
+        local_rank = (device - pool.first_device) % pool.devices_per_node
+        return accelerator_of(choose_device(self.options, local_rank))
+
+    def _open_wires(self) -> tuple[Wires, list[WatchedLink]]:
+        """Connections to the peers of this rank, and those of them whose rate is watched."""
+        layout, rank, options = self.layout, self.rank, self.options
+        links = layout.link_shapes(rank)
+        wires = Wires(
+            PrefixStore("wires", self.store),
+            rank,
+            layout.streams(rank),
+            address=self._address,
+            timeout_s=options.timeout_s,
+            accelerator=self._accelerator,
+            near=layout.near(rank),
+            shapes=links if options.emulate_links else None,
+            warm_bytes=layout.warm_bytes(rank),
+            bytes_per_s={peer: link.bytes_per_s for peer, link in links.items()},
+        )
+        watched = [
+            WatchedLink(layout.describe(peer), wires.connections[peer], link.bytes_per_s)
+            for peer, link in links.items()
+            if wires.connections.get(peer) and not options.emulate_links
+        ]
+        return wires, watched
+
+    @property
+    def _served(self) -> bool:
+        """Whether parameter servers hold the weights."""
+        return self.layout.plan.reduction != "all-reduce"
+
+    def _open_sums(self) -> dict[str, SumGroup]:
+        """This rank's part in all sums: of its stages, of tied weights, of shard groups, and of all ranks."""
+        layout, rank = self.layout, self.rank
+        sums = {
+            name: (ServerGroup if self._served and name != "all" else SumGroup)(members, self.wires)
+            for name, members in layout.groups_of(rank).items()
+        }
+        for name in list(sums):
+            for members in filter(None, layout.shard_groups.get(f"{rank}/{name}", ())):
+                sums[members.name] = SumGroup(members, self.wires)
+        return sums
+
+    def _pace(self) -> Pace | None:
+        """How long computations take at least, where devices are emulated."""
+        problem, plan = self.layout.problem, self.layout.plan
+        if not self.options.emulate_devices:
+            return None
+        seconds = least_seconds(problem, plan, self.rank, self.options.emulate_devices)
+        shares = {
+            kind_of(str(Action("B", 0, chunk))): backward_shares(problem, plan, self.rank, chunk)
+            for chunk in range(plan.chunks)
+        }
+        return Pace(seconds, shares)
+
+    def _say_what_is_not_run(self) -> None:
+        """What of the plan this rank does otherwise: ZeRO that others cannot share, products that its device lacks."""
+        layout, rank = self.layout, self.rank
+        stage, _, _ = layout.plan.rank_places[rank]
+        for s in layout.stages_of(rank) if rank == layout.rank(stage, 0) else ():
+            zero = layout.plan.stages[s].zero
+            if zero >= 1 and not layout.zero_of([s]):
+                why = "parameter servers" if self._served else "workers of different tensor-parallel degrees"
+                self._say(f"stage {s}: ZeRO-{zero} is not run: {why} hold whole weights and gradients")
+        if layout.problem.batch.precision == "fp8" and not self.worker.eight_bits:
+            self._say(f"rank {rank}: {self._accelerator.device} has no products in 8 bits, computing in bf16")
+
+    def _log_run(self) -> None:
+        """Write the first line of the log."""
+        layout, rank = self.layout, self.rank
+        stage, worker, _ = layout.plan.rank_places[rank]
         self.log.write(
-            "run", rank=rank, world_size=plan.world_size, stage=stage, worker=worker,
-            region=layout.region_name(rank), device=str(device), model=problem.model.name,
+            "run", rank=rank, world_size=layout.plan.world_size, stage=stage, worker=worker,
+            region=layout.region_name(rank), device=str(self._accelerator.device), model=layout.problem.model.name,
             parameters=sum(bucket.size for bucket in self.buckets), time_s=time.time(),
-            first_step=self.progress.step, torch=torch.__version__, options=options.shared(),
+            first_step=self.progress.step, torch=torch.__version__, options=self.options.shared(),
             step_flops=self.worker.step_flops,
         )  # fmt: skip
 
