@@ -66,7 +66,7 @@ def packed_bytes(
         return min(plain, POWERSGD_RANK * (n_values / width + width) * 4)
     if mode == "powersgd":
         side = (matrix_values or n_values) ** 0.5
-        return min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4)
+        return float(min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4))
     return min(plain, BYTES_RATIO[mode] * 4 * n_values)
 
 
@@ -450,7 +450,8 @@ def price_messages(
         """Part of what `group` shares that the sender's own messages may use."""
         keys = np.where(same_node, -1, group)
         own = np.where(same_node, -1, group * workers + holder[sender])
-        return (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
+        found: np.ndarray = (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
+        return found
 
     alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
     direction = np.arange(2)[:, None, None]
@@ -561,4 +562,5 @@ def _codec_s(
             costs = by_link(plan, field, regions, partial(part_s, part), 0.0)
             each = costs[source[way], target[way]].ravel()
             seconds[way] += np.bincount(doer[way].ravel(), weights=each, minlength=workers)
-    return seconds / share / rate
+    found: np.ndarray = seconds / share / rate
+    return found
