@@ -109,7 +109,7 @@ def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None,
         def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
 
-        return cli.posed(problem, args).search(
+        found: Result = cli.posed(problem, args).search(
             objective=args.objective,
             method=args.method,
             effort=args.effort,
@@ -121,6 +121,7 @@ def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None,
             progress=tell,
             configurations=(args.configurations or "output.json") if args.method == "grid3d" else None,
         )
+    return found
 
 
 def _told(args: argparse.Namespace, problem: Problem, result: Result, plan: Plan) -> tuple[dict[str, Any], str]:

@@ -71,7 +71,8 @@ class AllocationSpace:
 
     def free(self, x: np.ndarray) -> np.ndarray:
         """What X leaves in each pool, shape (pools,); negative where it takes too much."""
-        return self.capacity - self.used(x)
+        found: np.ndarray = self.capacity - self.used(x)
+        return found
 
     def feasible(self, x: np.ndarray) -> bool:
         """Whether X is an allocation of this space."""

@@ -47,7 +47,8 @@ class Run:
     @property
     def fitted(self) -> np.ndarray:
         """Steps that the fit may see."""
-        return np.arange(len(self.step_s)) % LEFT_OUT != LEFT_OUT - 1
+        found: np.ndarray = np.arange(len(self.step_s)) % LEFT_OUT != LEFT_OUT - 1
+        return found
 
 
 def read_run(directory: Path, plan_path: Path | None) -> Run:
@@ -152,7 +153,8 @@ def fit(runs: Sequence[Run]) -> Calibration:
 def _errors(run: Run, calibration: Calibration | None) -> np.ndarray:
     """Absolute relative errors of the predicted step on the steps that were left out."""
     step = predict_s(run, calibration)[0]
-    return np.abs(step / run.step_s[~run.fitted] - 1)
+    found: np.ndarray = np.abs(step / run.step_s[~run.fitted] - 1)
+    return found
 
 
 def report(runs: Sequence[Run], fitted: Calibration) -> dict[str, Any]:

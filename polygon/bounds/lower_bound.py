@@ -155,7 +155,8 @@ def _size(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> _Size:
     key = micro_batch_size, tables.problem.batch.global_batch
     if key not in tables.bounds_by_size:
         tables.bounds_by_size[key] = _Size(tables, kinds, micro_batch_size)
-    return tables.bounds_by_size[key]
+    known: _Size = tables.bounds_by_size[key]
+    return known
 
 
 def compute_of_size(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -379,7 +380,10 @@ class _Traffic:
 
         def total(values: list[float]) -> np.ndarray:
             weights = np.array(values)
-            return np.bincount([pool.region for pool in used], weights=weights, minlength=len(cluster.regions))[some]
+            found: np.ndarray = np.bincount(
+                [pool.region for pool in used], weights=weights, minlength=len(cluster.regions)
+            )[some]
+            return found
 
         nodes, context = total([pool.nodes for pool in used]), problem.runtime.context_bytes
         part = np.ix_(some, some)

@@ -111,7 +111,8 @@ class RegionSets:
     @property
     def waits_s(self) -> np.ndarray:
         """What all wait."""
-        return self.agree_s + self.first_s
+        found: np.ndarray = self.agree_s + self.first_s
+        return found
 
     def most(self, time_s: float) -> float:
         """Most compute that any has in so much time in which it computes, over that time."""

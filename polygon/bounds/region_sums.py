@@ -99,12 +99,14 @@ class SummingSets:
 
     def capacity(self, of_region: np.ndarray) -> np.ndarray:
         """Most that a set has of something, given what every region has."""
-        return (self.members @ of_region).max(axis=1)
+        found: np.ndarray = (self.members @ of_region).max(axis=1)
+        return found
 
     @property
     def latency_s(self) -> np.ndarray:
         """Seconds that the smallest sum takes."""
-        return self.rounds * self.far[0]
+        found: np.ndarray = self.rounds * self.far[0]
+        return found
 
     def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop) -> np.ndarray:
         """Least seconds of a sum.

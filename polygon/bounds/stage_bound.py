@@ -72,7 +72,7 @@ def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, le
             done = min(np.floor(done), pipeline.micro_batches)
         each = min(each, pipeline.class_capacity[c] / done)
     if pipeline.whole and pipeline.unit > 0 and each < np.inf:
-        return np.ceil(each * pipeline.micro_batches / pipeline.unit - 1e-6) * pipeline.unit
+        return float(np.ceil(each * pipeline.micro_batches / pipeline.unit - 1e-6) * pipeline.unit)
     return each * pipeline.micro_batches
 
 

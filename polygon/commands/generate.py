@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -186,10 +187,10 @@ def _links(cities: list[str], rng: np.random.Generator) -> tuple[list[list[float
 
 def city_link(a: str, b: str) -> dict[str, Any]:
     """The catalogue's `latency_ms` and `bandwidth_gbps` between cloud regions of two cities."""
-    table = catalogue.cloud_regions()
+    table: Mapping[str, Any] = catalogue.cloud_regions()
     if a == b:
-        return table["same_region"]
-    pairs = {frozenset(pair["between"]): pair for pair in table["pairs"]}
+        return dict(table["same_region"])
+    pairs: dict[frozenset[str], dict[str, Any]] = {frozenset(pair["between"]): pair for pair in table["pairs"]}
     # California has measured links to three regions only; the others are taken as Oregon's, its neighbour.
     return (
         pairs.get(frozenset((a, b))) or pairs[frozenset("Oregon" if city == "California" else city for city in (a, b))]

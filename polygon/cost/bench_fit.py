@@ -102,7 +102,8 @@ def _products(chip: Silicon, bench: DeviceBench, precision: str) -> _Fit:
         times = [gemm_s.__wrapped__(trial, row.rows, row.columns, row.inner) for row in products]
         times += [stream_s(trial, row.moved_bytes) for row in streams]
         times += [values["launch_s"]] * len(launches)
-        return np.log(np.array(times) / np.array(measured + launches))
+        found: np.ndarray = np.log(np.array(times) / np.array(measured + launches))
+        return found
 
     fit = _fit(start, {"unaligned": 1.0}, residuals)
     return replace(fit, left_out=fit.left_out[: len(measured)])
@@ -128,7 +129,8 @@ def _attention(chip: Silicon, bench: DeviceBench, precision: str) -> _Fit | None
     def residuals(values: dict[str, float]) -> np.ndarray:
         trial = _trial(chip, values)
         times = [_attention_s(trial, row) for row in rows]
-        return np.log(np.ravel(times) / np.ravel([(row.forward_s, row.backward_s) for row in rows]))
+        found: np.ndarray = np.log(np.ravel(times) / np.ravel([(row.forward_s, row.backward_s) for row in rows]))
+        return found
 
     return _fit(start, most, residuals)
 

@@ -68,7 +68,9 @@ class Allowed:
 
 @cache
 def _ledger() -> dict[str, Any]:
-    return parse_yaml(resources.files("polygon.domain.catalogue").joinpath("parity.yaml").read_text("utf-8"))
+    text = resources.files("polygon.domain.catalogue").joinpath("parity.yaml").read_text("utf-8")
+    ledger: dict[str, Any] = parse_yaml(text)
+    return ledger
 
 
 @cache

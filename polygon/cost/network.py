@@ -71,7 +71,8 @@ def socket_share(bytes_per_s: np.ndarray) -> np.ndarray:
     (nccl-tests in NVIDIA/nccl issues 209, 398 and 450, nccl-tests issue 83, google/nccl-fastsocket issue 2); nothing
     was found for 40 and 50, nor for more than four nodes.
     """
-    return 0.9 * np.minimum(1.0, (10e9 / 8 / np.maximum(bytes_per_s, 1.0)) ** 0.3)
+    found: np.ndarray = 0.9 * np.minimum(1.0, (10e9 / 8 / np.maximum(bytes_per_s, 1.0)) ** 0.3)
+    return found
 
 
 NEAR_MESSAGE_S, FAR_MESSAGE_S = 10e-6, 15e-6
@@ -172,7 +173,7 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
     factor = 2 * (members - 1) / members
     slow_link_s = max(0.0, latency_s - 3e-6) * members
     if scaled <= _SIZES[0]:
-        return factor * _SIZES[0] / (rates[0] * 1e9) * (0.6 + 0.4 * scaled / _SIZES[0]) + slow_link_s
+        return float(factor * _SIZES[0] / (rates[0] * 1e9) * (0.6 + 0.4 * scaled / _SIZES[0]) + slow_link_s)
     rate = rates[-1]
     for i in range(len(_SIZES) - 1):
         if scaled < _SIZES[i + 1]:
@@ -181,7 +182,7 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
             low_s, high_s = _SIZES[i] / rates[i], _SIZES[i + 1] / rates[i + 1]
             rate = scaled / math.exp(math.log(low_s) * (1 - weight) + math.log(high_s) * weight)
             break
-    return factor * scaled / (rate * 1e9) + slow_link_s
+    return float(factor * scaled / (rate * 1e9) + slow_link_s)
 
 
 @kernel

@@ -53,7 +53,8 @@ def between(points: Sequence[Measurement], micro_batch_size: int) -> Measurement
     weight = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
 
     def blend(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.maximum(a + weight * (b - a), 0.0)
+        found: np.ndarray = np.maximum(a + weight * (b - a), 0.0)
+        return found
 
     return Measurement(
         micro_batch_size=micro_batch_size,
@@ -136,7 +137,8 @@ class ModelProfile:
         weight = math.log(tp / degrees[i]) / math.log(degrees[i + 1] / degrees[i])
 
         def law(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            return np.maximum(a, 1e-9) ** (1 - weight) * np.maximum(b, 1e-9) ** weight
+            found: np.ndarray = np.maximum(a, 1e-9) ** (1 - weight) * np.maximum(b, 1e-9) ** weight
+            return found
 
         return Measurement(
             micro_batch_size=micro_batch_size,

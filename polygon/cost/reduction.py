@@ -112,7 +112,7 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
         return 0.0
     if bytes_per_s <= 0:
         return np.inf
-    return 2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s)
+    return float(2 * ring_pass_s(n_bytes, members, latency_s, bytes_per_s))
 
 
 @kernel
@@ -205,7 +205,7 @@ def collective_s(
     one_s = ring_kernel(
         n_bytes / buckets, members, per_node, int(of[0]), of[1], of[2], bytes_per_s, latency_s, int(of[3]), passes
     )
-    return of[5] * buckets * one_s
+    return float(of[5] * buckets * one_s)
 
 
 @kernel
@@ -446,7 +446,7 @@ def least_sum_s(n_bytes: float, nodes: int, pool: int, links: LinkArrays) -> flo
         return 0.0
     latency_s = links.ring_latency_s[pool, pool] * links.collective[pool, 5]
     part = (nodes - 1) / nodes
-    return 2 * np.ceil(np.log2(nodes)) * latency_s + 2 * part * n_bytes / links.bytes_per_s[pool, pool]
+    return float(2 * np.ceil(np.log2(nodes)) * latency_s + 2 * part * n_bytes / links.bytes_per_s[pool, pool])
 
 
 def least_part(runtime: Runtime, batch: Batch) -> float:

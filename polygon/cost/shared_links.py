@@ -99,7 +99,8 @@ def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:
     rest = busy_s[:, order][:, ::-1].cumsum(axis=1)[:, ::-1]
     uses = busy_s > 0
     link_s = np.where(uses[:, order], begin_s[order] + rest, -np.inf).max(axis=1)
-    return np.where(uses, link_s[:, None], -np.inf).max(axis=0)
+    found: np.ndarray = np.where(uses, link_s[:, None], -np.inf).max(axis=0)
+    return found
 
 
 class _Rows:
@@ -124,4 +125,5 @@ class _Rows:
         links, row = np.unique(np.concatenate(self._links), return_inverse=True)
         table = np.zeros((len(links), self._stages))
         np.add.at(table, (row, np.concatenate(self._stage)), np.concatenate(self._seconds))
-        return table[(table > 0).sum(axis=1) > 1]
+        found: np.ndarray = table[(table > 0).sum(axis=1) > 1]
+        return found

@@ -74,10 +74,10 @@ class StepTimes:
     @cached_property
     def outer_s(self) -> np.ndarray:
         """Seconds after the update, the mean per step, that each stage needs where regions take local steps, else 0."""
-        alone_s = self.sums[3]
-        if not alone_s.any():
-            return alone_s
-        return np.maximum(alone_s, last_end_s(np.zeros_like(alone_s), self.shared_pairs_s))
+        alone_s: np.ndarray = self.sums[3]
+        if alone_s.any():
+            alone_s = np.maximum(alone_s, last_end_s(np.zeros_like(alone_s), self.shared_pairs_s))
+        return alone_s
 
     @property
     def whole_reductions_s(self) -> np.ndarray:
@@ -85,12 +85,14 @@ class StepTimes:
         alone_s = self.sums[0] + self.outer_s
         ends_s = self.reduction_spans_s[1]
         waits = self.reduced_s > ends_s
-        return alone_s + np.subtract(self.reduced_s, ends_s, out=np.zeros_like(ends_s), where=waits)
+        found: np.ndarray = alone_s + np.subtract(self.reduced_s, ends_s, out=np.zeros_like(ends_s), where=waits)
+        return found
 
     @cached_property
     def reduced_s(self) -> np.ndarray:
         """When each stage has reduced its gradients, links shared with other stages considered, shape (stages,)."""
-        begin_s, end_s = self.reduction_spans_s
+        begin_s, spans_s = self.reduction_spans_s
+        end_s: np.ndarray = spans_s
         for busy_s in (self.shared_cards_s,) if self.outer_s.any() else (self.shared_cards_s, self.shared_pairs_s):
             end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
         return end_s
@@ -195,7 +197,8 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
     """
     none = np.zeros((*sent_s.shape[:-1], 1))
     below, above = np.concatenate([sent_s, none], axis=-1), np.concatenate([none, sent_s], axis=-1)
-    return below + above if apart else np.maximum(below, above)
+    found: np.ndarray = below + above if apart else np.maximum(below, above)
+    return found
 
 
 def blocked_s(waits_s: np.ndarray, routes: np.ndarray, workers: int) -> np.ndarray:
@@ -377,7 +380,7 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
     uniform = uniform_config(plan) is not None
     objects = (plan.links, *(stage.workers for stage in plan.stages))
     values = plan.micro_batch_size, plan.chunks, uniform
-    known = tables.plan_traffic.get(objects, *values)
+    known: Traffic | None = tables.plan_traffic.get(objects, *values)
     routes = plan.routes + place.offset[None, :]
     if known is not None and np.array_equal(known.routes, routes):
         return known
@@ -396,13 +399,14 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
         tied_s=tied_embedding_s(plan, tables),
         farthest_s=gradient_norm_s(tables, place),
     )
-    return tables.plan_traffic.put(made, objects, *values)
+    tables.plan_traffic.put(made, objects, *values)
+    return made
 
 
 def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traffic, group: int) -> GroupTerms:
     """What a group's stages need, kept for the next plan that has the same ones and the same traffic."""
     stages = plan.stages[group :: plan.groups]
-    known = tables.group_terms.get((traffic, *stages), group, plan.reduction)
+    known: GroupTerms | None = tables.group_terms.get((traffic, *stages), group, plan.reduction)
     if known is not None:
         return known
     problem, work = tables.problem, group_work(plan, tables, place, group)
@@ -424,14 +428,15 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
         n_bytes=float(work.n_values * problem.batch.gradient_bytes),
         update_s=work.update_s,
     )
-    return tables.group_terms.put(made, (traffic, *stages), group, plan.reduction)
+    tables.group_terms.put(made, (traffic, *stages), group, plan.reduction)
+    return made
 
 
 def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> GroupWork:
     """What a group's stages compute; kept for plans that hold the same ones, whatever joins the regions."""
     parts = range(group, len(plan.stages), plan.groups)
     objects, values = tuple(plan.stages[part] for part in parts), (plan.micro_batch_size, plan.packed_inside)
-    known = tables.group_work.get(objects, *values)
+    known: GroupWork | None = tables.group_work.get(objects, *values)
     if known is not None:
         return known
     stage, mine = plan.stages[group], place.members(group)
@@ -456,7 +461,8 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
         n_values=max(tp * count for tp, count in held.items()),
         update_s=each[kind],
     )
-    return tables.group_work.put(made, objects, *values)
+    tables.group_work.put(made, objects, *values)
+    return made
 
 
 def gradient_norm_s(tables: CostTables, place: Placement) -> float:

@@ -66,7 +66,7 @@ def packed_bytes(
         return min(plain, POWERSGD_RANK * (n_values / width + width) * 4)
     if mode == "powersgd":
         side = (matrix_values or n_values) ** 0.5
-        return min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4)
+        return float(min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4))
     return min(plain, BYTES_RATIO[mode] * 4 * n_values)
 
 
@@ -450,29 +450,25 @@ def price_messages(
         """Part of what `group` shares that the sender's own messages may use."""
         keys = np.where(same_node, -1, group)
         own = np.where(same_node, -1, group * workers + holder[sender])
-        return (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
+        found: np.ndarray = (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
+        return found
 
     alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
     direction = np.arange(2)[:, None, None]
     channel, _, channels = number_keys(((direction * workers + sender) * workers + receiver).ravel())
 
-    rate = np.minimum(
-        rate * share(node_s * nodes + node_r),
-        np.where(same_node, np.inf, links.card_bytes_per_s[pool_s] * share(node_s)),
-    )
-    pair_capacity = np.where(far, links.capacity_bytes_per_s[region_s, region_r], np.inf)
-    if np.isfinite(pair_capacity).any():
-        rate = np.minimum(rate, pair_capacity * share(np.where(far, region_s * regions + region_r, -1)))
-    egress = np.where(far, links.egress_bytes_per_s[region_s], np.inf)
-    if np.isfinite(egress).any():
-        rate = np.minimum(rate, egress * share(np.where(far, region_s, -1)))
+    things = [(np.where(same_node, -1, node_s), links.card_bytes_per_s[pool_s])]
+    for shared, capacity in (
+        (region_s * regions + region_r, links.capacity_bytes_per_s[region_s, region_r]),
+        (region_s, links.egress_bytes_per_s[region_s]),
+    ):
+        if np.isfinite(capacity[far]).any():
+            things.append((np.where(far, shared, -1), np.where(far, capacity, np.inf)))
+    rate = rate * share(node_s * nodes + node_r)
+    for shared, capacity in things:
+        rate = np.minimum(rate, np.where(same_node, np.inf, capacity * share(shared)))
     with np.errstate(divide="ignore"):
         busy = n_bytes / rate
-    things: list[tuple[np.ndarray, np.ndarray]] = [(np.where(same_node, -1, node_s), links.card_bytes_per_s[pool_s])]
-    if np.isfinite(pair_capacity).any():
-        things.append((np.where(far, region_s * regions + region_r, -1), pair_capacity))
-    if np.isfinite(egress).any():
-        things.append((np.where(far, region_s, -1), egress))
     pair = np.where(same_node, nodes * nodes + channel.reshape(sender.shape), node_s * nodes + node_r)
     if in_step:
         own = channel.reshape(sender.shape)[..., None]
@@ -566,4 +562,5 @@ def _codec_s(
             costs = by_link(plan, field, regions, partial(part_s, part), 0.0)
             each = costs[source[way], target[way]].ravel()
             seconds[way] += np.bincount(doer[way].ravel(), weights=each, minlength=workers)
-    return seconds / share / rate
+    found: np.ndarray = seconds / share / rate
+    return found

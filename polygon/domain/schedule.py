@@ -156,7 +156,8 @@ def interleaved_actions(routes: np.ndarray, workers: int, chunks: int) -> tuple[
 def interleaved_in_flight(plan: Plan, group: int) -> np.ndarray:
     """Most micro-batches each worker of a group holds activations of, in units of all of its layers, shape (width,)."""
     units = interleaved_units(plan.groups, plan.chunks, group)
-    return np.minimum(plan.shares(group) * plan.chunks, units) / plan.chunks
+    found: np.ndarray = np.minimum(plan.shares(group) * plan.chunks, units) / plan.chunks
+    return found
 
 
 def interleaved_units(groups: int, chunks: int, group: int) -> int:

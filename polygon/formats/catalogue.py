@@ -254,7 +254,8 @@ def _aliases(listed: Mapping[str, list[str]]) -> dict[str, str]:
 
 @cache
 def _load(file: str) -> Mapping[str, Any]:
-    return parse_yaml(_text(file))
+    found: Mapping[str, Any] = parse_yaml(_text(file))
+    return found
 
 
 def _text(file: str) -> str:

@@ -394,7 +394,7 @@ def check(schema: type[S], data: Any) -> S:
 
 
 def _is_unknown_key(fault: Mapping[str, Any]) -> bool:
-    return fault["type"] == "extra_forbidden"
+    return bool(fault["type"] == "extra_forbidden")
 
 
 def fault_message(schema: type[BaseModel], fault: Mapping[str, Any]) -> Message:

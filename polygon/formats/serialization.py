@@ -119,7 +119,7 @@ def _loader() -> Any:
                     problem = f"found key {key_node.value!r} twice in one mapping, expected it once"
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
                 seen.add(key_node.value)
-            return super().construct_mapping(node, deep)
+            return dict(super().construct_mapping(node, deep))
 
     Loader.yaml_implicit_resolvers = {
         first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]

@@ -75,7 +75,8 @@ def stamp(names: dict[str, Any]) -> str:
 def _origin(value: Any) -> dict[str, Any] | None:
     """Global names of the module that a kernel or a named tuple comes from, or that has some; None for other values."""
     if isinstance(value, Dispatcher):
-        return value.py_func.__globals__
+        names: dict[str, Any] = value.py_func.__globals__
+        return names
     if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
         return vars(sys.modules[value.__module__])
     if isinstance(value, ModuleType) and any(isinstance(held, Dispatcher) for held in vars(value).values()):

@@ -90,8 +90,8 @@ def _ways(side: int) -> int:
 def _side_pass_s(m: float, side: int, alpha: float, rate: float) -> float:
     """All-gather or reduce-scatter of m bytes along one side of a torus, all its links in use."""
     if side > 2:
-        return c.both_ways_pass_s(m, side, alpha, rate)
-    return c.ring_pass_s(m, side, alpha, rate)
+        return float(c.both_ways_pass_s(m, side, alpha, rate))
+    return float(c.ring_pass_s(m, side, alpha, rate))
 
 
 def _torus_reduce(op: str, t: Topology, m: float) -> Entries:
@@ -147,7 +147,7 @@ def _broadcast(t: Topology, m: float) -> Entries:
 
 
 def _load(t: Topology, side: int) -> float:
-    return c.line_load(side) if t.kind == "mesh" else c.cycle_load(side)
+    return float(c.line_load(side) if t.kind == "mesh" else c.cycle_load(side))
 
 
 def _load_text(t: Topology, side: int, name: str) -> str:

@@ -361,7 +361,8 @@ class Decoder:
         """Seconds of one message between regions; inf where there is no link."""
         cluster = self.problem.cluster
         with np.errstate(divide="ignore"):
-            return cluster.latency_s + self._bank(setting, may).activation_wire / cluster.bytes_per_s
+            found: np.ndarray = cluster.latency_s + self._bank(setting, may).activation_wire / cluster.bytes_per_s
+            return found
 
     def _pays(self, micro_batch_size: int, may: Allowed) -> tuple[np.ndarray, np.ndarray, str, np.ndarray]:
         """What is quickest for a message alone: activations down and up, weight gradients, and where inside regions."""
@@ -418,7 +419,8 @@ class Decoder:
         breakdowns = worker_memory(plan, self.tables, place)
         total = {id(memory): memory.total_bytes for memory in breakdowns}
         need = np.array([total[id(memory)] for memory in breakdowns])
-        return need > self.tables.limit_bytes[place.pool]
+        found: np.ndarray = need > self.tables.limit_bytes[place.pool]
+        return found
 
     def over_memory(self, plan: Plan) -> Message | None:
         """Which worker of a plan has too little memory, and by how much; None if all fit."""

@@ -281,7 +281,7 @@ def _way_s(
 @inner
 def _even(places: Places, hosts: Hosts, s: int, r: int) -> float:
     """Nodes of a stage in a region, as many as there would be if all had as much to do as the busiest."""
-    return places.rates[s, r] / hosts.busiest[s, r]
+    return float(places.rates[s, r] / hosts.busiest[s, r])
 
 
 @inner

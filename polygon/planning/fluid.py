@@ -549,7 +549,7 @@ def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
         pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
         slices = slices if bank.tp[c] == slices else 1
     values = work.reduction.n_bytes[s] / bank.gradient_bytes / lanes / slices
-    return values * (pack_s + unpackings(places, False) * unpack_s)
+    return float(values * (pack_s + unpackings(places, False) * unpack_s))
 
 
 @inner

@@ -22,7 +22,10 @@ MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
     """Micro-batches per second that one worker of each class computes in a block, shape (classes,)."""
     bank = decoder.bank(Setting(micro_batch_size))
-    return 1 / (bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1])
+    found: np.ndarray = 1 / (
+        bank.forward_s[:, 0, 2] - bank.forward_s[:, 0, 1] + bank.backward_s[:, 0, 2] - bank.backward_s[:, 0, 1]
+    )
+    return found
 
 
 def far_apart(decoder: Decoder) -> np.ndarray:

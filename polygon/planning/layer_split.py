@@ -32,7 +32,7 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
         slowest = max(slowest, seconds[c])
     low = micro_batches / rate
     if members == 1:
-        return seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9)
+        return float(seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9))
     high = low + slowest
     for _ in range(18):
         middle = 0.5 * (low + high)
@@ -62,14 +62,14 @@ def _shards_traffic_s(
     gather = layers * collective_s(held * of.weight_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
     seen = visible_s(gather, of.gather_hidden * forward_s, of.contention)
     seen += visible_s(gather + scatter, of.gather_hidden * backward_s, of.contention)
-    return seen + held * bank.copies_s[c]
+    return float(seen + held * bank.copies_s[c])
 
 
 @inner
 def _held(bank: Bank, values: np.ndarray, c: int, first: int, last: int) -> float:
     """Of layers [first, last) on a device of a class, from a running sum of parameters; a tied head's copy included."""
     tied = bank.tied[c] if last == bank.parameters.shape[1] - 1 and first > 0 else 0.0
-    return values[c, last] - values[c, first] + tied
+    return float(values[c, last] - values[c, first] + tied)
 
 
 @inner
@@ -94,7 +94,7 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: i
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
         less = bank.held_bytes[0] - bank.held_bytes[zero] + bank.divided_bytes[0] - bank.divided_bytes[zero] / shards
         held += bank.tied[c] * (less + bank.outside_bytes * (1 - 1 / shards))
-    return held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards
+    return float(held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards)
 
 
 @inner

@@ -61,7 +61,8 @@ def activation_modes(tables: CostTables, micro_batch_size: int, modes: Sequence[
     batch = tables.problem.batch
     values = boundary_values(tables.problem.model, batch, micro_batch_size)
     seconds = np.array([link_seconds(tables, values, batch.element_bytes, mode) for mode in modes])
-    return np.array(modes)[seconds.argmin(axis=0)]
+    found: np.ndarray = np.array(modes)[seconds.argmin(axis=0)]
+    return found
 
 
 def gradient_mode(tables: CostTables, modes: Sequence[str]) -> str:

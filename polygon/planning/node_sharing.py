@@ -162,7 +162,7 @@ def _enter(hosts: Hosts, node: int, s: int, entry: int) -> int:
     while e != NONE and hosts.stage[e] < s:
         below, e = e, hosts.above[e]
     if e != NONE and hosts.stage[e] == s:
-        return e
+        return int(e)
     hosts.node[entry], hosts.stage[entry], hosts.above[entry] = node, s, e
     if below == NONE:
         hosts.lowest[node] = entry
@@ -177,7 +177,7 @@ def _beside(hosts: Hosts, e: int, t: int) -> int:
     other = hosts.lowest[hosts.node[e]]
     while other != NONE and hosts.stage[other] != t:
         other = hosts.above[other]
-    return other
+    return int(other)
 
 
 @inner
@@ -199,7 +199,7 @@ def least_on_node(hosts: Hosts, s: int, region: int) -> int:
     while e != NONE:
         least = min(least, hosts.workers[e])
         e = hosts.following[e]
-    return least
+    return int(least)
 
 
 @inner
@@ -346,7 +346,7 @@ def pairs_free_s(
 @inner
 def _sends(hosts: Hosts, s: int, a: int, b: int) -> bool:
     """Whether stage s sends gradients from region a to b."""
-    return hosts.first[s, a] != NONE and hosts.first[s, b] != NONE
+    return bool(hosts.first[s, a] != NONE and hosts.first[s, b] != NONE)
 
 
 @inner

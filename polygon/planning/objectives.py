@@ -48,7 +48,7 @@ def mixture(time_weight: float) -> Objective:
     """
 
     def value(bill: Bill) -> float:
-        return bill.step_s**time_weight * max(bill.usd, 1e-12) ** (1 - time_weight)
+        return float(bill.step_s**time_weight * max(bill.usd, 1e-12) ** (1 - time_weight))
 
     return Objective(name=f"time^{time_weight:g} money^{1 - time_weight:g}", value=value, unit="")
 

@@ -154,6 +154,23 @@ def state_bytes_per_parameter(tables: CostTables) -> np.ndarray:
     return table
 
 
+def _wires(tables: CostTables, micro_batch_size: int, may: Allowed) -> tuple[np.ndarray, np.ndarray]:
+    """Of every pair of regions: bytes of an activation as it is sent, and the seconds that packing it takes."""
+    batch = tables.problem.batch
+    values = boundary_values(tables.problem.model, batch, micro_batch_size)
+    chosen = activation_modes(tables, micro_batch_size, may.activations)
+    wire = np.full(chosen.shape, values * float(batch.element_bytes))
+    packing_s = np.zeros(chosen.shape)
+    plain_s = link_seconds(tables, values, batch.element_bytes, "none")
+    for mode in set(chosen.ravel().tolist()):
+        here = (chosen == mode) & np.isfinite(plain_s)
+        wire[here] = packed_bytes(values, batch.element_bytes, mode)
+        seconds = link_seconds(tables, values, batch.element_bytes, mode)
+        sent_s = plain_s[here] * wire[here] / (values * batch.element_bytes)
+        packing_s[here] = np.maximum(0.0, seconds[here] - sent_s)
+    return wire, packing_s
+
+
 def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting: Setting, may: Allowed) -> Bank:
     """Collect the arrays of a problem.
 
@@ -184,18 +201,8 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     weight_bytes, gradient_bytes, _ = state_bytes(batch)
     held_bytes, divided_bytes = state_bytes_per_parameter(tables)
     regions = len(cluster.regions)
-    values = boundary_values(problem.model, batch, micro_batch_size)
     far = ~np.eye(regions, dtype=bool)
-    chosen = activation_modes(tables, micro_batch_size, may.activations)
-    wire = np.full((regions, regions), values * float(batch.element_bytes))
-    packing_s = np.zeros((regions, regions))
-    plain_s = link_seconds(tables, values, batch.element_bytes, "none")
-    for mode in set(chosen.ravel().tolist()):
-        here = (chosen == mode) & np.isfinite(plain_s)
-        wire[here] = packed_bytes(values, batch.element_bytes, mode)
-        seconds = link_seconds(tables, values, batch.element_bytes, mode)
-        sent_s = plain_s[here] * wire[here] / (values * batch.element_bytes)
-        packing_s[here] = np.maximum(0.0, seconds[here] - sent_s)
+    wire, packing_s = _wires(tables, micro_batch_size, may)
     block = 4 * matrix_values(problem.model)
     gradients = gradient_mode(tables, may.weight_gradients)
     ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))

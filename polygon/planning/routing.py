@@ -29,7 +29,7 @@ def apportion(seconds: np.ndarray, micro_batches: int) -> np.ndarray:
         the fluid time, then give one at a time to the worker that would end soonest (optimal, Fox 1966).
     """
     fluid_s = micro_batches / (1.0 / seconds).sum()
-    shares = np.floor(fluid_s / seconds + 1e-9).astype(np.int64)
+    shares: np.ndarray = np.floor(fluid_s / seconds + 1e-9).astype(np.int64)
     heap = [((share + 1) * t, w) for w, (share, t) in enumerate(zip(shares.tolist(), seconds.tolist(), strict=True))]
     heapq.heapify(heap)
     for _ in range(micro_batches - int(shares.sum())):
@@ -133,7 +133,7 @@ def region_flow(supply: np.ndarray, demand: np.ndarray, seconds: np.ndarray) -> 
 def whole_parts(share: np.ndarray, total: int) -> np.ndarray:
     """Whole numbers in proportion to `share` that sum to `total` (largest remainders first)."""
     wanted = share / share.sum() * total
-    parts = np.floor(wanted + 1e-9).astype(np.int64)
+    parts: np.ndarray = np.floor(wanted + 1e-9).astype(np.int64)
     for i in np.argsort(parts - wanted, kind="stable")[: total - int(parts.sum())]:
         parts[i] += 1
     return parts

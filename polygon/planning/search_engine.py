@@ -262,28 +262,20 @@ def find_plan(
     begun = _begin(decoder, candidates, groups, known, effort, clock)
     simple = candidates.elite
 
-    def told(phase: Message, total: int) -> Callable[[Progress, object], None] | None:
-        if tell is None:
-            return None
-        return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
-
-    memetic = told(Message("phase.memetic"), effort.fluid_evaluations)
+    memetic = _told(tell, Message("phase.memetic"), effort.fluid_evaluations)
     met, interrupted = _explore(candidates, rng, effort, begun, clock, memetic)
     evaluations = met + len(begun.starts)
 
-    def none(reason: Message, bills: Sequence[tuple[Bill, Allocation]] = ()) -> Found:
+    def ended(
+        plan: Plan | None, value: float, bills: Sequence[tuple[Bill, Allocation]], reason: Message | None = None
+    ) -> Found:
         return Found(
-            plan=None,
-            value_s=math.inf,
-            reason=reason,
-            evaluations=evaluations,
-            seconds=clock.spent_s,
-            interrupted=interrupted,
-            bills=tuple(bills),
-        )
+            plan=plan, value_s=value, reason=reason, evaluations=evaluations, seconds=clock.spent_s,
+            interrupted=interrupted, bills=tuple(bills),
+        )  # fmt: skip
 
     if not candidates.elite and not begun.uniform:
-        return none(_why_not(decoder, begun.starts))
+        return ended(None, math.inf, (), reason=_why_not(decoder, begun.starts))
     exact = ExactCandidates(decoder, candidates.space.groups)
     count = 6 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(
@@ -291,12 +283,12 @@ def find_plan(
         rng,
         _limit(count, count, max(0.2, clock.left_s())),
         start=[*known, *(x for _, _, x in begun.uniform), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
-        callback=told(Message("phase.exact"), effort.exact_evaluations),
+        callback=_told(tell, Message("phase.exact"), effort.exact_evaluations),
     )
     evaluations += result.evaluations
     draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
     if draft is None:
-        return none(_why_not(decoder, candidates.elite[:8]))
+        return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
     if not interrupted:
         try:
@@ -307,15 +299,16 @@ def find_plan(
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
     if value >= OVER_LIMIT:
-        return none(Message("reason.no_plan_within_limits", over=over_limits(problem, bills[0][0])), bills)
-    return Found(
-        plan=replace(plan, solver="memetic"),
-        value_s=value,
-        evaluations=evaluations,
-        seconds=clock.spent_s,
-        interrupted=interrupted,
-        bills=tuple(bills),
-    )
+        over = over_limits(problem, bills[0][0])
+        return ended(None, math.inf, bills, reason=Message("reason.no_plan_within_limits", over=over))
+    return ended(replace(plan, solver="memetic"), value, bills)
+
+
+def _told(tell: Tell | None, phase: Message, total: int) -> Callable[[Progress, object], None] | None:
+    """What a solver calls as it goes on, where somebody wants to hear how far a phase is."""
+    if tell is None:
+        return None
+    return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
 
 
 def _explore(

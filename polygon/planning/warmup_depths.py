@@ -72,7 +72,8 @@ def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
         longest_s = np.zeros(len(spans))
         np.maximum.at(longest_s, schedule.routes[:, :-1].ravel(), trip_s.ravel())
         spans = spans + longest_s / period_s
-    return np.minimum(spans, micro_batches)
+    found: np.ndarray = np.minimum(spans, micro_batches)
+    return found
 
 
 def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:

@@ -84,21 +84,41 @@ class ExplainRequest(Strict):
 Load = Callable[[str], Loaded]
 
 
-def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
-    """Everything asked about a plan; returns what loads one."""
-    plans, answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
-    turn = Turns(pricing)
+class Asking:
+    """Plans kept ready by their jobs, and answers about them from the processes that price."""
 
-    def load(job: str) -> Loaded:
-        return plans.get(job, lambda: read_plan(*stored(store, job)))
+    def __init__(self, store: Store, pricing: Pricing) -> None:
+        self._store, self._pricing = store, pricing
+        self._plans, self._answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
+
+    def load(self, job: str) -> Loaded:
+        """The plan of a job."""
+        found: Loaded = self._plans.get(job, lambda: read_plan(*stored(self._store, job)))
+        return found
 
     async def answered(
-        job: str, what: str, language: Asked, changes: Changes | None = None, tell: Tell | None = None, **arguments: Any
-    ) -> Response:
+        self, job: str, what: str, language: Asked, changes: Changes | None = None, tell: Tell | None = None,
+        **arguments: Any,
+    ) -> Response:  # fmt: skip
+        """One answer, worked out once for all who ask the same."""
         own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
         question = Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
-        text = await answers.later(question, lambda: pricing.ask(question, tell))
+        text = await self._answers.later(question, lambda: self._pricing.ask(question, tell))
         return Response(text, media_type="application/json")
+
+
+def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
+    """Everything asked about a plan; returns what loads one."""
+    asked = Asking(store, pricing)
+    add_files(app, store, pricing, asked)
+    add_views(app, pricing, asked)
+    add_limits(app, store, asked)
+    add_explanations(app, store, jobs, asked)
+    return asked.load
+
+
+def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> None:
+    """Plan files: brought, fetched, kept with changes, written for other systems."""
 
     @app.post("/api/v1/plans", status_code=201, responses=RESPONSES, response_model=responses.Job)
     def upload_plan(plan: Annotated[dict[str, Any], Body()], http: Request) -> Any:
@@ -109,8 +129,8 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
             raise InputError(Message("input.located", prefix="plan: ", fault=wrong[0]))
         step_s = float(step_times(read, CostTables(problem)).step_s)
         pricing.start()
-        asked = {"name": plan_name(problem), "user": http.state.user}
-        job = store.add(asked, "done", format_json(plan), note=seconds(step_s))
+        request_data = {"name": plan_name(problem), "user": http.state.user}
+        job = store.add(request_data, "done", format_json(plan), note=seconds(step_s))
         row = store.get(job)
         assert row is not None
         return row.to_dict()
@@ -123,26 +143,76 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
             raise HTTPException(404, Message("missing.plan"))
         return Response(text, media_type="application/json")
 
+    @app.post("/api/v1/plans/{job}/variants", status_code=201, responses=RESPONSES, response_model=responses.Job)
+    def keep_variant(job: JobId, request: VariantRequest, language: Asked, http: Request) -> Any:
+        """Keep the plan with changes as a plan of its own, which can be opened, shared and deployed."""
+        it = asked.load(job)
+        changes = own_changes(it, request.changes)
+        problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
+        own = planner.Plan(planner.Problem.of(problem), plan)
+        said = changes.model_dump(exclude_defaults=True)
+        request_data = {"name": request.name, "parent": job, "changes": said, "user": http.state.user}
+        text = format_json(plan_data(problem, plan, own.to_dict()))
+        row = store.get(store.add(request_data, "done", text, note=seconds(float(times.step_s))))
+        assert row is not None
+        return in_language(row.to_dict(), language)
+
+    @app.get("/api/v1/plans/{job}/trace", responses=RESPONSES, response_model=dict[str, Any])
+    async def plan_trace(job: JobId, language: Asked) -> Any:
+        """The predicted step as a Chrome trace (opens in Perfetto)."""
+        response = await asked.answered(job, "trace", language)
+        response.headers["Content-Disposition"] = 'attachment; filename="predicted-trace.json"'
+        return response
+
+    @app.get("/api/v1/plans/{job}/exports/{target}", responses=RESPONSES, response_model=responses.ExportOut)
+    async def plan_export(job: JobId, target: Target, language: Asked) -> Any:
+        """Files for another system, and what it cannot express."""
+        return await asked.answered(job, "export", language, target=target)
+
+
+def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
+    """What is shown of a plan, with changes applied, and beside other plans."""
+    turn = Turns(pricing)
+
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
         """Everything shown of a plan, with changes applied."""
         async with turn.one():
             if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
-            return await answered(job, "view", language, changes)
+            return await asked.answered(job, "view", language, changes)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
         """Rows of the predicted step or of a part of it, with changes applied, in as much detail as a screen shows."""
-        return await answered(
+        return await asked.answered(
             job, "timeline", language, changes, opened=tuple(sorted(set(window.open))), from_s=window.from_s,
             to_s=window.to_s, messages=window.messages,
         )  # fmt: skip
 
+    @app.post("/api/v1/plans/{job}/advice", responses=RESPONSES, response_model=responses.Advice)
+    async def plan_advice(job: JobId, changes: Changes, language: Asked) -> Any:
+        """How communication could be hidden, each measure with its computed effect."""
+        return await asked.answered(job, "advice", language, changes)
+
+    @app.post("/api/v1/plans/{job}/sensitivities", responses=RESPONSES, response_model=list[responses.Saving])
+    async def plan_sensitivities(job: JobId, changes: Changes, language: Asked) -> Any:
+        """What better links would save."""
+        return await asked.answered(job, "sensitivities", language, changes)
+
+    @app.get("/api/v1/plans/{job}/alternatives", responses=RESPONSES, response_model=responses.Alternatives)
+    async def plan_alternatives(job: JobId, language: Asked) -> Any:
+        """The plan beside naive, uniform and one-region ones; time against money."""
+        return await asked.answered(job, "alternatives", language)
+
+
+def add_limits(app: FastAPI, store: Store, asked: Asking) -> None:
+    """What limits a step, and what better resources would bring."""
+
     @app.get("/api/v1/plans/{job}/limits", responses=RESPONSES, response_model=responses.Limits)
     async def plan_limits(job: JobId, language: Asked) -> Any:
         """What limits the step, found by making every resource 10 % better."""
-        return await answered(job, "limits", language)
+        return await asked.answered(job, "limits", language)
 
     @app.get("/api/v1/plans/{job}/limits/events", responses=RESPONSES | as_bytes("text/event-stream"))
     async def limits_events(job: JobId, language: Asked) -> StreamingResponse:
@@ -151,7 +221,7 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
         told: Queue[bytes] = Queue()
 
         async def events() -> AsyncIterator[bytes]:
-            whole = create_task(answered(job, "limits", language, tell=told.put_nowait))
+            whole = create_task(asked.answered(job, "limits", language, tell=told.put_nowait))
             whole.add_done_callback(lambda _: told.put_nowait(b""))
             while part := await told.get():
                 yield b"data: " + part + b"\n\n"
@@ -162,73 +232,34 @@ def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     @app.get("/api/v1/plans/{job}/assumed", responses=RESPONSES, response_model=list[responses.AssumedLink])
     async def plan_assumed(job: JobId, language: Asked) -> Any:
         """The links that nobody gave, by how much of the step depends on them."""
-        return await answered(job, "assumed", language)
+        return await asked.answered(job, "assumed", language)
 
     @app.get("/api/v1/plans/{job}/limits/{index}", responses=RESPONSES, response_model=responses.Anew)
     async def plan_limit(job: JobId, index: Annotated[int, PathParameter(ge=0, le=1000)], language: Asked) -> Any:
         """What more of one of these would bring if the cluster were planned anew."""
-        found = await answered(job, "limit", language, index=index)
+        found = await asked.answered(job, "limit", language, index=index)
         if found.body == b"null":
             raise HTTPException(404, Message("missing.address"))
         return found
 
-    @app.post("/api/v1/plans/{job}/variants", status_code=201, responses=RESPONSES, response_model=responses.Job)
-    def keep_variant(job: JobId, request: VariantRequest, language: Asked, http: Request) -> Any:
-        """Keep the plan with changes as a plan of its own, which can be opened, shared and deployed."""
-        it = load(job)
-        changes = own_changes(it, request.changes)
-        problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
-        own = planner.Plan(planner.Problem.of(problem), plan)
-        said = changes.model_dump(exclude_defaults=True)
-        asked = {"name": request.name, "parent": job, "changes": said, "user": http.state.user}
-        text = format_json(plan_data(problem, plan, own.to_dict()))
-        row = store.get(store.add(asked, "done", text, note=seconds(float(times.step_s))))
-        assert row is not None
-        return in_language(row.to_dict(), language)
 
-    @app.post("/api/v1/plans/{job}/advice", responses=RESPONSES, response_model=responses.Advice)
-    async def plan_advice(job: JobId, changes: Changes, language: Asked) -> Any:
-        """How communication could be hidden, each measure with its computed effect."""
-        return await answered(job, "advice", language, changes)
-
-    @app.post("/api/v1/plans/{job}/sensitivities", responses=RESPONSES, response_model=list[responses.Saving])
-    async def plan_sensitivities(job: JobId, changes: Changes, language: Asked) -> Any:
-        """What better links would save."""
-        return await answered(job, "sensitivities", language, changes)
-
-    @app.get("/api/v1/plans/{job}/alternatives", responses=RESPONSES, response_model=responses.Alternatives)
-    async def plan_alternatives(job: JobId, language: Asked) -> Any:
-        """The plan beside naive, uniform and one-region ones; time against money."""
-        return await answered(job, "alternatives", language)
+def add_explanations(app: FastAPI, store: Store, jobs: Jobs, asked: Asking) -> None:
+    """Why this plan and not another, worked out in the background."""
 
     @app.post("/api/v1/plans/{job}/explanation", status_code=202, responses=RESPONSES, response_model=responses.Job)
     def start_explanation(job: JobId, request: ExplainRequest, language: Asked, http: Request) -> Any:
         """Work out in the background why this plan and not another; asked again, anew only if time ran out."""
-        load(job)
+        asked.load(job)
         return in_language(jobs.explain(job, request.time_limit_s, http.state.user).to_dict(), language)
 
     @app.get("/api/v1/plans/{job}/explanation", responses=RESPONSES, response_model=responses.Explanation)
     def plan_explanation(job: JobId, language: Asked) -> Any:
         """Other plans and rejected ideas with what they cost, what a better cluster would bring; or how far that is."""
-        load(job)
+        asked.load(job)
         own = jobs.explanation_id(job)
         row, text = store.get(own), store.result(own)
         data = row.to_dict() if row is not None else {"id": own, "state": "none"}
         return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
-
-    @app.get("/api/v1/plans/{job}/trace", responses=RESPONSES, response_model=dict[str, Any])
-    async def plan_trace(job: JobId, language: Asked) -> Any:
-        """The predicted step as a Chrome trace (opens in Perfetto)."""
-        response = await answered(job, "trace", language)
-        response.headers["Content-Disposition"] = 'attachment; filename="predicted-trace.json"'
-        return response
-
-    @app.get("/api/v1/plans/{job}/exports/{target}", responses=RESPONSES, response_model=responses.ExportOut)
-    async def plan_export(job: JobId, target: Target, language: Asked) -> Any:
-        """Files for another system, and what it cannot express."""
-        return await answered(job, "export", language, target=target)
-
-    return load
 
 
 class Turns:

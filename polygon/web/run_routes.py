@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Query, Request
@@ -24,7 +22,7 @@ from polygon.web.language import Asked
 from polygon.web.plan_routes import DeployName, Load
 from polygon.web.rehearsals import MOST_RANKS, MOST_STEPS, USUAL_RANKS, USUAL_STEPS, Rehearsals
 from polygon.web.runs import PLAN, Follower, Mark, Runs, checked_files, finite
-from polygon.web.search_routes import RESPONSES, JobId, as_bytes
+from polygon.web.search_routes import RESPONSES, JobId, as_bytes, followed
 from polygon.web.sliders import NO_CHANGE, price
 from polygon.web.timeline import measured_timeline, timeline
 
@@ -60,19 +58,37 @@ class RunWindow(BaseModel):
     open: Annotated[list[Annotated[int, Field(ge=0, le=100_000)]], Field(max_length=200)] = []
 
 
-def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> None:
-    """Runs beside predictions."""
-    answers = Answers(most=40)
+class RunViews:
+    """What is told of runs, to the users whose they are."""
 
-    def of(name: str, user: str) -> Follower:
-        run = runs.get(name)
+    def __init__(self, runs: Runs, rehearsals: Rehearsals) -> None:
+        self._runs, self._rehearsals = runs, rehearsals
+        self._answers = Answers(most=40)
+
+    def of(self, name: str, user: str) -> Follower:
+        """A run that a user may see."""
+        run = self._runs.get(name)
         if run is None or (run.place.mark is not None and run.place.mark.user != user):
             raise HTTPException(404, Message("missing.run"))
         return run
 
-    def row(name: str, run: Follower) -> dict[str, Any]:
+    def all_of(self, user: str) -> list[dict[str, Any]]:
+        """Every run that a user may see, as in the list."""
+        rows = []
+        for name, place in self._runs.places().items():
+            if place.mark is None or place.mark.user == user:
+                try:
+                    run = self._runs.get(name)
+                except InputError:
+                    continue  # somebody else's folder, with a plan or a log that is none
+                if run is not None:
+                    rows.append(self.row(name, run))
+        return rows
+
+    def row(self, name: str, run: Follower) -> dict[str, Any]:
+        """A run in the list."""
         mark = run.place.mark
-        state = rehearsals.state(name, mark, ended=run.ended)
+        state = self._rehearsals.state(name, mark, ended=run.ended)
         run.update()  # after the state: of one that has ended nothing is missed
         measured_s = run.median_step_s()
         predicted_s = float(run.times.step_s)
@@ -85,30 +101,28 @@ def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> No
             "error": predicted_s / measured_s - 1 if measured_s else None,
         }  # fmt: skip
 
-    def told(name: str, user: str) -> dict[str, Any]:
-        run = of(name, user)
-        return row(name, run) | {"points": run.points(), "log": run.log_tail()}
+    def told(self, name: str, user: str) -> dict[str, Any]:
+        """A run that is followed: its points and the end of its log too."""
+        run = self.of(name, user)
+        return self.row(name, run) | {"points": run.points(), "log": run.log_tail()}
 
-    def kept(name: str, user: str, what: str, language: Asked, work: Callable[[Follower], Any]) -> Any:
+    def kept(self, name: str, user: str, what: str, language: Asked, work: Callable[[Follower], Any]) -> Any:
         """An answer about the traced steps, kept until the run has more of them."""
-        run = of(name, user)
+        run = self.of(name, user)
         asked = (str(run.place.path), run.place.plan_path.stat().st_mtime_ns, what, len(run.steps), run.ended, language)
-        text = answers.get(asked, lambda: compact(work(run), language))
+        text = self._answers.get(asked, lambda: compact(work(run), language))
         return Response(text, media_type="application/json")
+
+
+def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> None:
+    """Runs beside predictions."""
+    views = RunViews(runs, rehearsals)
+    add_run_views(app, views)
 
     @app.get("/api/v1/runs", responses=RESPONSES, response_model=responses.RunList)
     def list_runs(http: Request) -> Any:
         """Runs that the server knows of, and whether it may start some."""
-        rows = []
-        for name, place in runs.places().items():
-            if place.mark is None or place.mark.user == http.state.user:
-                try:
-                    run = runs.get(name)
-                except InputError:
-                    continue  # somebody else's folder, with a plan or a log that is none
-                if run is not None:
-                    rows.append(row(name, run))
-        return {"runs": rows, "may_start": rehearsals.allowed}
+        return {"runs": views.all_of(http.state.user), "may_start": rehearsals.allowed}
 
     @app.post("/api/v1/runs", status_code=201, responses=RESPONSES, response_model=responses.Run)
     def import_run(request: ImportRequest, http: Request) -> Any:
@@ -118,7 +132,7 @@ def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> No
         texts.setdefault(PLAN, format_json(plan_data(it.problem, it.plan)))
         name = runs.add(request.name, Mark(kind="import", plan=request.plan, user=http.state.user), texts)
         try:
-            return row(name, of(name, http.state.user))
+            return views.row(name, views.of(name, http.state.user))
         except InputError:
             shutil.rmtree(runs.folder / name)
             raise
@@ -128,40 +142,43 @@ def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> No
         """Rehearse a plan on the server's machine: its shape with a small model, on processors."""
         it, user = load(job), http.state.user
         name = rehearsals.start(request.name, job, user, it.problem, it.plan, steps=request.steps, ranks=request.ranks)
-        return row(name, of(name, user))
+        return views.row(name, views.of(name, user))
+
+    @app.post("/api/v1/runs/{name}/stop", responses=RESPONSES, response_model=responses.Run)
+    def stop_run(name: RunName, http: Request) -> Any:
+        """Stop a rehearsal as Ctrl-C would; the steps so far are kept."""
+        run = views.of(name, http.state.user)
+        rehearsals.stop(name)
+        return views.row(name, run)
+
+    @app.delete("/api/v1/runs/{name}", status_code=204, responses=RESPONSES)
+    def remove_run(name: RunName, http: Request) -> None:
+        """Forget a run of the server's own that has ended."""
+        run = views.of(name, http.state.user)
+        if run.place.mark is None or rehearsals.state(name, run.place.mark, ended=run.ended) == "running":
+            raise InputError(Message("refused.remove_run"))
+        shutil.rmtree(run.place.path)
+
+
+def add_run_views(app: FastAPI, views: RunViews) -> None:
+    """How far runs are, and what they measured beside what was predicted."""
 
     @app.get("/api/v1/runs/{name}", responses=RESPONSES, response_model=responses.FollowedRun)
     def run_state(name: RunName, http: Request) -> Any:
         """How far a run is: its steps with time and loss, and what its launcher said last."""
-        return told(name, http.state.user)
+        return views.told(name, http.state.user)
 
     @app.get("/api/v1/runs/{name}/events", responses=RESPONSES | as_bytes("text/event-stream"))
     async def run_events(name: RunName, request: Request) -> StreamingResponse:
         """The same as server-sent events, until the run has ended."""
         user = request.state.user
-        await run_in_threadpool(told, name, user)
-
-        async def events() -> AsyncIterator[str]:
-            last = ""
-            while not await request.is_disconnected():
-                try:
-                    state = await run_in_threadpool(told, name, user)
-                except (HTTPException, InputError):
-                    return  # removed while it was followed
-                text = json.dumps(state)
-                if text != last:
-                    last = text
-                    yield f"data: {text}\n\n"
-                if state["state"] not in ("running", "open"):
-                    return
-                await asyncio.sleep(FOLLOW_S)
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        await run_in_threadpool(views.told, name, user)
+        return followed(request, lambda: views.told(name, user), ("running", "open"), FOLLOW_S)
 
     @app.get("/api/v1/runs/{name}/comparison", responses=RESPONSES, response_model=responses.Comparison)
     def run_comparison(name: RunName, language: Asked, http: Request) -> Any:
         """Predicted beside measured, stage by stage, from the steps that were traced."""
-        return kept(name, http.state.user, "comparison", language, lambda run: run.comparison())
+        return views.kept(name, http.state.user, "comparison", language, lambda run: run.comparison())
 
     @app.get("/api/v1/runs/{name}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     def run_timeline(name: RunName, language: Asked, window: Annotated[RunWindow, Query()], http: Request) -> Any:
@@ -177,19 +194,4 @@ def add_runs(app: FastAPI, load: Load, runs: Runs, rehearsals: Rehearsals) -> No
                 run.problem, run.plan, run.times, rows, step_s, opened=opened, from_s=window.from_s, to_s=window.to_s
             )
 
-        return kept(name, http.state.user, window.model_dump_json(), language, work)
-
-    @app.post("/api/v1/runs/{name}/stop", responses=RESPONSES, response_model=responses.Run)
-    def stop_run(name: RunName, http: Request) -> Any:
-        """Stop a rehearsal as Ctrl-C would; the steps so far are kept."""
-        run = of(name, http.state.user)
-        rehearsals.stop(name)
-        return row(name, run)
-
-    @app.delete("/api/v1/runs/{name}", status_code=204, responses=RESPONSES)
-    def remove_run(name: RunName, http: Request) -> None:
-        """Forget a run of the server's own that has ended."""
-        run = of(name, http.state.user)
-        if run.place.mark is None or rehearsals.state(name, run.place.mark, ended=run.ended) == "running":
-            raise InputError(Message("refused.remove_run"))
-        shutil.rmtree(run.place.path)
+        return views.kept(name, http.state.user, window.model_dump_json(), language, work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from pydantic import Field
 from polygon.api.choices import EffortName, Objective
 from polygon.cost.convergence import rows
 from polygon.domain.cluster import Cluster
-from polygon.domain.errors import located
+from polygon.domain.errors import InputError, located
 from polygon.domain.message import Message
 from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
@@ -40,6 +40,8 @@ from polygon.web.store import LABELS, Store, StoredJob
 
 MOST_VALUES = 50_000
 """Of a YAML text: matrices of a hundred regions, read in a second; more comes as JSON."""
+FOLLOW_S = 0.1
+"""Between two looks at a search that is followed."""
 JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -211,33 +213,108 @@ def asked_of(job: StoredJob, plan: str | None) -> dict[str, Any]:
     return {"problem": problem, **{key: kept.get(key, LABELS[key]) for key in ("objective", "effort", "seed")}}
 
 
+def found_job(store: Store, job: str, language: Asked) -> dict[str, Any]:
+    """A job as it is told, or 404."""
+    row = store.get(job)
+    if row is None:
+        raise HTTPException(404, Message("missing.job"))
+    return dict(in_language(row.to_dict(), language))
+
+
+def followed(
+    request: Request, state_of: Callable[[], Mapping[str, Any]], under_way: Sequence[str], pause_s: float
+) -> StreamingResponse:
+    """Server-sent events: a state whenever it is another, until it is none of those under way, or was removed."""
+
+    async def events() -> AsyncIterator[str]:
+        last = ""
+        while not await request.is_disconnected():
+            try:
+                state = await run_in_threadpool(state_of)
+            except (HTTPException, InputError):
+                return
+            text = json.dumps(state)
+            if text != last:
+                last = text
+                yield f"data: {text}\n\n"
+            if state["state"] not in under_way:
+                return
+            await asyncio.sleep(pause_s)
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
 def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
     """Searches: start, list, follow, stop."""
-
-    def found(job: str, language: Asked) -> dict[str, Any]:
-        row = store.get(job)
-        if row is None:
-            raise HTTPException(404, Message("missing.job"))
-        return dict(in_language(row.to_dict(), language))
+    add_fronts(app, store, jobs)
 
     @app.post("/api/v1/jobs", status_code=202, responses=RESPONSES, response_model=responses.Job)
     def start_search(request: SearchRequest, language: Asked, http: Request) -> Any:
         """Start a search; its link is /#plan=ID."""
         pricing.start()
-        return found(jobs.start(request.model_dump() | {"user": http.state.user}), language)
+        return found_job(store, jobs.start(request.model_dump() | {"user": http.state.user}), language)
+
+    @app.get("/api/v1/jobs", responses=RESPONSES, response_model=list[responses.Job])
+    def list_jobs(language: Asked, http: Request) -> Any:
+        """The newest searches and plans."""
+        return in_language([job.to_dict() for job in store.jobs(http.state.user)], language)
+
+    @app.get("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
+    def job_state(job: JobId, language: Asked) -> Any:
+        """How far a job is."""
+        return found_job(store, job, language)
+
+    @app.get("/api/v1/jobs/{job}/request", responses=RESPONSES, response_model=responses.Asked)
+    def job_request(job: JobId, language: Asked) -> Any:
+        """What was asked: problem, objective, effort and seed, as a search takes them."""
+        found_job(store, job, language)
+        row = store.get(job)
+        assert row is not None
+        return answer(asked_of(row, store.result(job)))
+
+    @app.patch("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
+    def label_job(job: JobId, labels: Labels, language: Asked) -> Any:
+        """Give a plan another name, tags, or put it into the archive."""
+        found_job(store, job, language)
+        store.label(job, labels.model_dump(exclude_none=True))
+        return found_job(store, job, language)
+
+    @app.delete("/api/v1/plans/{job}", status_code=204, responses=RESPONSES)
+    def remove_plan(job: JobId, language: Asked) -> None:
+        """Stop a search and forget it with its plan."""
+        found_job(store, job, language)
+        jobs.cancel(job)
+        store.remove(job)
+
+    @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
+    def cancel_job(job: JobId, language: Asked) -> Any:
+        """Stop a search and keep the best plan so far."""
+        found_job(store, job, language)
+        jobs.cancel(job)
+        return found_job(store, job, language)
+
+    @app.get("/api/v1/jobs/{job}/events", responses=RESPONSES | as_bytes("text/event-stream"))
+    async def job_events(job: JobId, request: Request, language: Asked) -> StreamingResponse:
+        """Progress as server-sent events, until the job has ended."""
+        await run_in_threadpool(found_job, store, job, language)
+        return followed(request, lambda: found_job(store, job, language), ("queued", "running"), FOLLOW_S)
+
+
+def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
+    """Searches for plans of which none is beaten in time and money."""
 
     @app.post("/api/v1/fronts", status_code=202, responses=RESPONSES, response_model=responses.Job)
     def start_front(request: SearchRequest, language: Asked, http: Request) -> Any:
         """Start a search for plans of which none is beaten in time and money."""
         asked = request.model_dump() | {"user": http.state.user, "front": True}
-        return found(jobs.start(asked), language)
+        return found_job(store, jobs.start(asked), language)
 
     @app.get("/api/v1/fronts/{job}", responses=RESPONSES, response_model=responses.Front)
     def front(job: JobId, language: Asked) -> Any:
         """The plans of a front without their files, and how far its search is."""
         points = parse_json(store.result(job) or "{}").get("points", [])
         told = [{key: value for key, value in point.items() if key != "plan"} for point in points]
-        return answer(found(job, language) | {"points": told})
+        return answer(found_job(store, job, language) | {"points": told})
 
     @app.post("/api/v1/fronts/{job}/points/{index}", status_code=201, responses=RESPONSES, response_model=responses.Job)
     def front_plan(job: JobId, index: Annotated[int, PathParameter(ge=0, le=10_000)], language: Asked) -> Any:
@@ -248,62 +325,4 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
         point = points[index]
         request = {key: value for key, value in row.request.items() if key != "front"}
         note = seconds(point["step_s"])
-        return found(store.add(request, "done", format_json(point["plan"]), note=note), language)
-
-    @app.get("/api/v1/jobs", responses=RESPONSES, response_model=list[responses.Job])
-    def list_jobs(language: Asked, http: Request) -> Any:
-        """The newest searches and plans."""
-        return in_language([job.to_dict() for job in store.jobs(http.state.user)], language)
-
-    @app.get("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def job_state(job: JobId, language: Asked) -> Any:
-        """How far a job is."""
-        return found(job, language)
-
-    @app.get("/api/v1/jobs/{job}/request", responses=RESPONSES, response_model=responses.Asked)
-    def job_request(job: JobId, language: Asked) -> Any:
-        """What was asked: problem, objective, effort and seed, as a search takes them."""
-        found(job, language)
-        row = store.get(job)
-        assert row is not None
-        return answer(asked_of(row, store.result(job)))
-
-    @app.patch("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def label_job(job: JobId, labels: Labels, language: Asked) -> Any:
-        """Give a plan another name, tags, or put it into the archive."""
-        found(job, language)
-        store.label(job, labels.model_dump(exclude_none=True))
-        return found(job, language)
-
-    @app.delete("/api/v1/plans/{job}", status_code=204, responses=RESPONSES)
-    def remove_plan(job: JobId, language: Asked) -> None:
-        """Stop a search and forget it with its plan."""
-        found(job, language)
-        jobs.cancel(job)
-        store.remove(job)
-
-    @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
-    def cancel_job(job: JobId, language: Asked) -> Any:
-        """Stop a search and keep the best plan so far."""
-        found(job, language)
-        jobs.cancel(job)
-        return found(job, language)
-
-    @app.get("/api/v1/jobs/{job}/events", responses=RESPONSES | as_bytes("text/event-stream"))
-    async def job_events(job: JobId, request: Request, language: Asked) -> StreamingResponse:
-        """Progress as server-sent events, until the job has ended."""
-        await run_in_threadpool(found, job, language)
-
-        async def events() -> AsyncIterator[str]:
-            last = ""
-            while not await request.is_disconnected():
-                state = await run_in_threadpool(found, job, language)
-                text = json.dumps(state)
-                if text != last:
-                    last = text
-                    yield f"data: {text}\n\n"
-                if state["state"] not in ("queued", "running"):
-                    return
-                await asyncio.sleep(0.1)
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return found_job(store, store.add(request, "done", format_json(point["plan"]), note=note), language)

@@ -105,13 +105,7 @@ def train(
         samples, validation = training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
     if own is not None:
         own.measure(samples, plan.micro_batch_size)
-    check_runnable(problem, plan, own_model=options.model_file is not None)
-    if problem.batch.optimizer == "adafactor":
-        require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
-    if options.compile is not None:
-        _check_compiled(plan)
-    if options.lora is not None:
-        check_lora(problem.model, plan, options.lora)
+    _check_options(problem, plan, options)
     layout = Layout(problem, plan)
     if options.checkpoint_dir is not None:
         make_folder(options.checkpoint_dir)
@@ -152,6 +146,17 @@ def train(
             peer = f"lost {layout.describe(error.peer)}: {error}" if isinstance(error, PeerLostError) else str(error)
             raise RunFailedError(verdict or f"{layout.describe(rank)}: {peer} ({watch.doing})") from error
     return training.progress.step >= options.steps
+
+
+def _check_options(problem: Problem, plan: Plan, options: Options) -> None:
+    """Require a plan that can be run, and options that go with it."""
+    check_runnable(problem, plan, own_model=options.model_file is not None)
+    if problem.batch.optimizer == "adafactor":
+        require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
+    if options.compile is not None:
+        _check_compiled(plan)
+    if options.lora is not None:
+        check_lora(problem.model, plan, options.lora)
 
 
 def _check_compiled(plan: Plan) -> None:
