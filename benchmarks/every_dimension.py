@@ -50,6 +50,7 @@ GPT = replace(
 )  # fmt: skip
 FEW_HEADS = replace(DENSE, name="few heads", heads=2, kv_heads=2, head_dim=32)
 """Fewer than the parts of a sequence: keys are gathered then."""
+WINDOWS = replace(DENSE, name="windows", window=24, attention_pattern=("window", "full"))
 MOE = replace(
     DENSE, name="experts", experts=4, experts_per_token=2, expert_ffn_size=96, shared_experts=1, tied_embeddings=False
 )
@@ -124,6 +125,10 @@ ALONE: dict[str, tuple[Model, Split, str]] = {
     "sequence parallel": (DENSE, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp32"),
     "context parallel": (DENSE, Split(cp=4), "fp32"),
     "context parallel, gathered": (FEW_HEADS, Split(cp=4), "fp32"),
+    "one rank, windows": (WINDOWS, Split(), "fp32"),
+    "tensor parallel, windows": (WINDOWS, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp32"),
+    "context parallel, windows": (WINDOWS, Split(cp=4), "fp32"),
+    "context parallel, gathered, windows": (replace(FEW_HEADS, name="few, windows", window=24), Split(cp=4), "fp32"),
     "expert parallel": (MOE, Split(widths=(4,), fields=({"ep": 4},)), "fp32"),
     "pipeline, 1F1B": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4), "fp32"),
     "pipeline, GPipe": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4, gpipe=True), "fp32"),

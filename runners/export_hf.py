@@ -26,7 +26,7 @@ from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.model import Model
 from polygon.formats.files import read_json, read_model
-from runners.engine.architectures import Place, architecture_of, check_config, config_of
+from runners.engine.architectures import KINDS, Place, architecture_of, check_config, config_of
 from runners.engine.arguments import require_torch
 
 if TYPE_CHECKING:
@@ -91,16 +91,17 @@ def newest_whole(path: Path, step: int | None, work: Callable[[SavedWeights], T]
     raise InputError(f"{path}: found no whole checkpoint ({faults[-1]}), expected one")
 
 
-def tensors_of(model: Model, shapes: Mapping[str, Any]) -> dict[str, list[tuple[Place, str]]]:
-    """By the names of a file's tensors: the parameters that each is made of, one below the other."""
-    names = architecture_of(model)
+def tensors_of(model: Model, shapes: Mapping[str, Any], kind: str) -> dict[str, list[tuple[Place, str]]]:
+    """By the names of a file's tensors in models of this `model_type`: the parameters that each is made of, one below
+    the other."""
+    names = architecture_of(model, kind)
     found: dict[str, list[tuple[Place, str]]] = {}
     for name in shapes:
         if name == "head.output.weight" and model.tied_embeddings:
             continue
-        place = names.place(name)
+        place = names.place(name, model)
         found.setdefault(place.name, []).append((place, name))
-    return {name: sorted(parts, key=lambda part: part[0].part) for name, parts in found.items()}
+    return {name: sorted(parts, key=lambda part: part[0].first) for name, parts in found.items()}
 
 
 def put_together(parts: Sequence[tuple[Place, str]], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -132,14 +133,14 @@ def config_for(model: Model, base: Path | None, dtype: str) -> Any:
         if not (base / CONFIG).exists():
             raise InputError(f"--base {base}: found no {CONFIG}")
         check_same(read_model(base), model, str(base / CONFIG))
-        check_config(read_json(base / CONFIG), model, 1, str(base / CONFIG))
+        check_config(read_json(base / CONFIG), model, str(base / CONFIG))
         config = AutoConfig.from_pretrained(base, local_files_only=True)
     config.dtype = DTYPES[dtype]
     return config
 
 
-def write_weights(weights: SavedWeights | MergedWeights, folder: Path, dtype: str, shard_size: str) -> int:
-    """Write safetensors, and their index where there are several files; how many there are."""
+def write_weights(weights: SavedWeights | MergedWeights, kind: str, folder: Path, dtype: str, shard_size: str) -> int:
+    """Write safetensors of a `model_type`, and their index where there are several files; how many there are."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -147,7 +148,7 @@ def write_weights(weights: SavedWeights | MergedWeights, folder: Path, dtype: st
     from polygon.formats.files import write_json
 
     to, model = getattr(torch, DTYPES[dtype]), weights.model
-    wanted = tensors_of(model, weights.shapes)
+    wanted = tensors_of(model, weights.shapes, kind)
     blank = {
         name: put_together(parts, lambda part: torch.empty(weights.shapes[part], dtype=to, device="meta"))
         for name, parts in wanted.items()
@@ -246,7 +247,7 @@ def export(
         weights, model = merged(saved, base), saved.model
         config = config_for(model, base, dtype)
         with whole_folder(out) as folder:
-            files = write_weights(weights, folder, dtype, shard_size)
+            files = write_weights(weights, config.model_type, folder, dtype, shard_size)
             config.save_pretrained(folder)
             write_generation(config, base, folder)
             if tokenizer is not None:
@@ -274,8 +275,8 @@ def write_adapter(saved: SavedWeights, out: Path, base: Path | None) -> str:
 
     assert saved.lora is not None
     require_transformers()
-    if saved.model.family == "gpt":
-        raise InputError("--merge: found without it, expected it: GPT-2's fused projections take none of ours")
+    if saved.model.family == "gpt" or (base is not None and KINDS[read_json(base / "config.json")["model_type"]].fused):
+        raise InputError("--merge: found without it, expected it: fused projections take none of our additions")
     # By the names that they have in a whole model: layer 3 is block 2.
     held = {}
     for name in saved.shapes:

@@ -64,9 +64,8 @@ def _from_checkpoint(saved: SavedWeights, base: Path | None) -> Any:
     from transformers import AutoModelForCausalLM
 
     weights, config = merged(saved, base), config_for(saved.model, base, "fp32")
-    held = {
-        name: put_together(parts, weights.tensor) for name, parts in tensors_of(weights.model, weights.shapes).items()
-    }
+    wanted = tensors_of(weights.model, weights.shapes, config.model_type)
+    held = {name: put_together(parts, weights.tensor) for name, parts in wanted.items()}
     kinds: Any = AutoModelForCausalLM._model_mapping
     return kinds[type(config)].from_pretrained(None, config=config, state_dict=held, dtype="float32").eval()
 

@@ -152,7 +152,7 @@ class LayerBench:
 
         self.model, self.kind, self.device = model, kind, device
         self._pause_s = pause_s
-        self.copies = STACK if kind in ("block", "moe") else 1
+        self.copies = STACK if kind.startswith(("block", "moe")) else 1
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.modules: list[nn.Module] = [build_layer(model, layer, copy, device) for copy in range(self.copies)]
         self.parameters = [p for module in self.modules for p in module.parameters()]

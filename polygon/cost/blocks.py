@@ -328,7 +328,8 @@ def _attention_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float,
             value_dim=state.value_dim,
         )
         return forward + chip.efficiency.launch_s, backward + 2 * chip.efficiency.launch_s
-    forward, backward = _scores_s(block, chip, split, block.keys_seen(split.seq_len))
+    keys = (block.keys_compared if split.runtime.windows_in_blocks else block.keys_seen)(split.seq_len)
+    forward, backward = _scores_s(block, chip, split, keys)
     if block.cross:
         over = _scores_s(block, chip, split, float(split.seq_len))
         forward, backward = forward + over[0], backward + over[1]

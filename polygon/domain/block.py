@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from polygon.domain.errors import one_of, require, require_number
 from polygon.domain.message import Message
 
+WINDOW_BLOCK = 256
+"""Queries that attention to a window takes at a time at least, where it goes in blocks (`runners.engine.windows`)."""
 ATTENTIONS = ("full", "window", "chunk", "linear")
 """Over all tokens; over the last `window` of them; over those of the same chunk of `window`; by a running state."""
 
@@ -251,6 +253,14 @@ class Block:
         if self.experts:
             return self.expert_ffn_size * (self.experts_per_token + self.shared_experts)
         return self.ffn_size
+
+    def keys_compared(self, seq_len: float) -> float:
+        """Mean number of keys that a query is compared with where windows go in blocks of queries: those that the first
+        and the last query of a block see between them."""
+        if self.attention != "window" or not self.causal or self.window >= seq_len:
+            return self.keys_seen(seq_len)
+        queries = min(float(max(self.window, WINDOW_BLOCK)), seq_len)
+        return queries + self.window * (1 - queries / seq_len)
 
     def keys_seen(self, seq_len: float) -> float:
         r"""Mean number of keys that a query is compared with.

@@ -44,6 +44,9 @@ class Runtime:
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
+    windows_in_blocks: bool = False
+    """Whether attention to a window goes in blocks of as many queries as the window has, each with the keys that any of
+    its queries sees: twice a window's. Else the kernel leaves out what a query does not see."""
     context: str = "ring"
     """How devices that hold parts of a sequence attend to the others': keys and values pass round a `ring`, beside
     attention; or for attention each gets some `heads` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), and where
@@ -131,6 +134,7 @@ POLYGON = Runtime(
     fused=False,
     loss="torch",
     fused_accumulation=False,
+    windows_in_blocks=True,
     context="heads",
     dp_overlap="backward",
     by_layer=True,
@@ -142,6 +146,7 @@ POLYGON = Runtime(
         "fused": "eager torch, runners/engine/layers.py",
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
+        "windows_in_blocks": "runners/engine/windows.py",
         "context": "runners/engine/context.py",
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",

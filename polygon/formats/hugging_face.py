@@ -337,6 +337,9 @@ def _attention(reader: ConfigReader, blocks: int, max_seq_len: int) -> dict[str,
 
 def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
     """What the config says of the attention of every block; nothing where it says nothing."""
+    kind = reader.config.get("model_type")
+    if kind == "qwen3_moe":
+        return []  # transformers' Qwen3MoeModel looks at neither layer_types nor max_window_layers
     listed = reader.config.get("layer_types") or _gpt_neo_types(reader.config)
     if listed:
         require(isinstance(listed, Sequence) and len(listed) >= blocks, "layer_types", listed, "one a layer")
@@ -356,6 +359,8 @@ def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
     if usual:
         return [usual[i % len(usual)] for i in range(blocks)]
     first = reader.whole("max_window_layers")
+    if kind == "qwen2_moe":  # Qwen2MoeConfig
+        return ["window" if i % 2 == 0 and i < first else "full" for i in range(blocks)]
     return ["window" if i >= first else "full" for i in range(blocks)] if first else []
 
 

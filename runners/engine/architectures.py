@@ -22,9 +22,9 @@ class Place:
 
     name: str
     """Of the tensor."""
-    part: int = 0
-    parts: int = 1
-    """Of the tensor's output rows our parameter has part number `part` of `parts` equal ones."""
+    first: int = 0
+    rows: int = 0
+    """Of the tensor's `rows` output rows our parameter has those from `first` on; 0: it is all of the tensor."""
     transposed: bool = False
     """Whether rows are inputs there (GPT-2's `Conv1D`)."""
 
@@ -41,8 +41,8 @@ class Architecture:
     blocks: str
     """Between `top` and the number of a block."""
     inside: Mapping[str, str]
-    fused: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
-    """Parts that are rows of one tensor: its name, which of the parts, of how many."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors that are several of our parts, one below the other."""
     transposed: bool = False
     """Whether the matrices of blocks are."""
     expert: str = ""
@@ -51,8 +51,8 @@ class Architecture:
     ignored: str = r"(?!)"
     """Pattern of what files may hold beside weights."""
 
-    def place(self, name: str) -> Place:
-        """Where a parameter is, by its name in the full model (`blocks.3.attention.query.weight`).
+    def place(self, name: str, model: Model) -> Place:
+        """Where a parameter of a model is, by its name in the full model (`blocks.3.attention.query.weight`).
 
         Raises
         ------
@@ -70,12 +70,19 @@ class Architecture:
         if expert and self.expert:
             return Place(f"{prefix}{self.expert}{expert[1]}.{self.expert_parts[expert[2]]}.{kind}")
         turned = self.transposed and kind == "weight" and not part.endswith("norm")
-        if part in self.fused:
-            theirs, which, of = self.fused[part]
-            return Place(f"{prefix}{theirs}.{kind}", which, of, transposed=turned)
+        for theirs, parts in self.fused.items():
+            if part in parts:
+                rows, place = [_rows(one, model) for one in parts], parts.index(part)
+                return Place(f"{prefix}{theirs}.{kind}", sum(rows[:place]), sum(rows), transposed=turned)
         if part not in self.inside:
             raise InputError(f"weights: found a model with {part}, which {self.kinds[0]} does not have")
         return Place(f"{prefix}{self.inside[part]}.{kind}", transposed=turned)
+
+
+def _rows(part: str, model: Model) -> int:
+    """Outputs of a part of a block that some kind of model fuses with others."""
+    heads = {"attention.query": model.heads, "attention.key": model.kv_heads, "attention.value": model.kv_heads}
+    return heads[part] * model.head_dim if part in heads else model.ffn_size
 
 
 _LLAMA_BLOCK = {
@@ -102,6 +109,13 @@ _LLAMA: dict[str, Any] = {
     "ignored": r".*\.rotary_emb\.inv_freq",
 }
 LLAMA = Architecture(kinds=("llama", "mistral", "qwen2", "qwen3"), inside=_LLAMA_BLOCK, **_LLAMA)
+_QKV = ("attention.query", "attention.key", "attention.value")
+PHI3 = Architecture(
+    kinds=("phi3",),
+    inside={name: _LLAMA_BLOCK[name] for name in ("attention_norm", "mlp_norm", "attention.output", "mlp.down")},
+    fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": ("mlp.gate", "mlp.up")},
+    **_LLAMA,
+)
 MIXTRAL = Architecture(
     kinds=("mixtral",),
     inside=_LLAMA_BLOCK | {"mlp.router": "block_sparse_moe.gate"},
@@ -134,11 +148,11 @@ GPT2 = Architecture(
         "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj",
     },
-    fused={f"attention.{part}": ("attn.c_attn", which, 3) for which, part in enumerate(("query", "key", "value"))},
+    fused={"attn.c_attn": _QKV},
     transposed=True,
     ignored=r".*\.attn\.(masked_)?bias",  # older files keep the causal mask
 )
-ARCHITECTURES = (LLAMA, MIXTRAL, QWEN3_MOE, GPT2)
+ARCHITECTURES = (LLAMA, PHI3, MIXTRAL, QWEN3_MOE, GPT2)
 KINDS = {kind: architecture for architecture in ARCHITECTURES for kind in architecture.kinds}
 
 
@@ -163,10 +177,16 @@ def kind_of(model: Model) -> str:
         raise InputError(f"weights: found {model.shared_experts} shared experts, expected none (Mixtral, Qwen3-MoE)")
     if model.experts:
         return _routed_kind(model)
-    return "qwen3" if model.query_key_norm == "head" else "qwen2" if model.qkv_bias else "llama"
+    if model.query_key_norm == "head" or model.qkv_bias:
+        return "qwen3" if model.query_key_norm == "head" else "qwen2"
+    if len(set(model.attention_pattern)) > 1:
+        raise InputError(f"weights: found {model.name}, of which some blocks have windows, expected Qwen2 or Qwen3")
+    return "mistral" if model.window else "llama"
 
 
 def _routed_kind(model: Model) -> str:
+    if len(set(model.attention_pattern)) > 1:
+        raise InputError(f"weights: found {model.name}, of which some blocks have windows, expected all or none")
     if model.query_key_norm == "head":
         return "qwen3_moe"
     if model.qkv_bias or model.dense_blocks:
@@ -174,12 +194,24 @@ def _routed_kind(model: Model) -> str:
     return "mixtral"
 
 
-def architecture_of(model: Model) -> Architecture:
-    """Names of the models that are computed as this one is; raises as `kind_of`."""
-    return KINDS[kind_of(model)]
+def architecture_of(model: Model, kind: str = "") -> Architecture:
+    """Names of the models that are computed as this one is; raises as `kind_of`.
+
+    Parameters
+    ----------
+    kind : str
+        The `model_type` of files that are there; those of another kind than the model's raise `InputError`, too.
+    """
+    own = kind_of(model)
+    if not kind:
+        return KINDS[own]
+    require(kind in KINDS, "weights: model_type", kind, one_of(kind, KINDS))
+    alike = (*KINDS[own].kinds, *(PHI3.kinds if own in ("llama", "mistral") else ()))
+    require(kind in alike, "weights: model_type", kind, f"{own!r}, as the model is computed")
+    return KINDS[kind]
 
 
-def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: str) -> None:
+def check_config(config: Mapping[str, Any], model: Model, where: str) -> None:
     """Require a `config.json` that asks for nothing that the engine's layers do not compute.
 
     Parameters
@@ -188,8 +220,6 @@ def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: s
         Parsed.
     model : Model
         The same model as polygon sees it.
-    seq_len : int
-        Tokens of the longest sequence that is computed.
     where : str
         The file, for messages.
 
@@ -199,10 +229,7 @@ def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: s
         The first such thing.
     """
     kind = str(config.get("model_type"))
-    if kind not in KINDS:
-        raise InputError(f"{where}: model_type: found {kind!r}, expected {one_of(kind, KINDS)}")
-    if kind not in architecture_of(model).kinds:
-        raise InputError(f"{where}: model_type: found {kind!r}, expected {kind_of(model)!r}, as the model is computed")
+    architecture_of(model, kind)
     for key, (default, expected) in _SWITCHES["gpt2" if kind == "gpt2" else "llama"].items():
         require(config.get(key, default) == expected, f"{where}: {key}", config.get(key, default), repr(expected))
     if kind == "qwen3_moe":
@@ -211,7 +238,8 @@ def check_config(config: Mapping[str, Any], model: Model, seq_len: int, where: s
     scaled = rotary_kind(rotary_settings(config))
     known = ("default", *ROTARY_SCALINGS)
     require(scaled in known, f"{where}: rotary positions", scaled, one_of(scaled, known))
-    _check_window(config, kind, seq_len, where)
+    turned = rotary_settings(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    require(turned == 1.0, f"{where}: partial_rotary_factor", turned, "1: all of a head is rotated")
 
 
 _SWITCHES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
@@ -225,15 +253,6 @@ _SWITCHES: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
     },
 }
 """Settings: what a file means that leaves it out (transformers 5), and what the engine's layers compute."""
-
-
-def _check_window(config: Mapping[str, Any], kind: str, seq_len: int, where: str) -> None:
-    """A window that a sequence fits into changes nothing."""
-    window = config.get("sliding_window", 4096 if kind == "mistral" else None)
-    used = config.get("use_sliding_window", False) if kind.startswith("qwen") else True
-    if window is not None and used:
-        expected = f"at least the {seq_len} tokens of a sequence: attention has no window here"
-        require(window >= seq_len, f"{where}: sliding_window", window, expected)
 
 
 def config_of(model: Model) -> dict[str, Any]:
@@ -254,6 +273,13 @@ def config_of(model: Model) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": model.rope_theta, **scaled_config(model.rope_scaling)},
         "tie_word_embeddings": model.tied_embeddings,
     }  # fmt: skip
+    if model.window and kind in ("mistral", "mixtral"):
+        fields["sliding_window"] = model.window
+    if model.window and kind.startswith("qwen"):
+        names = {"full": "full_attention", "window": "sliding_attention"}
+        fields |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
+        if not model.experts:
+            fields["layer_types"] = [names[model.attention_of(layer)] for layer in range(1, model.blocks + 1)]
     if kind == "mixtral":
         fields |= {"num_local_experts": model.experts, "intermediate_size": model.expert_ffn_size}
     if kind == "qwen3_moe":

@@ -298,5 +298,5 @@ def read_run(arguments: argparse.Namespace) -> tuple[Problem, Plan]:
     if arguments.weights is not None:
         from runners.engine.layers import check_weights
 
-        check_weights(arguments.weights, problem.model, problem.batch.seq_len)
+        check_weights(arguments.weights, problem.model)
     return problem, plan

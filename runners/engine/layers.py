@@ -7,7 +7,7 @@ its first weights from a generator of its own, so that a layer starts the same w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from runners.engine.positions import rotate
 from runners.engine.pretrained import Pretrained
 from runners.engine.runnable import require_plain
 from runners.engine.sequence import Linear, Rows, column_products, join, row_product, split, sum_gradients, sum_over
+from runners.engine.windows import Piece, pieces_of, window_mask
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
@@ -119,7 +120,7 @@ def _ends_together(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 class Attention(nn.Module):
     """Multi-head attention, causal where the model is, with fewer key and value heads where it has them."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         self.tp: TensorGroup | None = None
         self.by_tokens = False
@@ -129,6 +130,8 @@ class Attention(nn.Module):
         self.kv_rows: slice | None = None
         """Of the key's and value's outputs, those of this rank, where both are whole on all: fewer heads than ranks."""
         self.recompute_core = False
+        self.window = model.window if model.attention_of(layer) == "window" else 0
+        """Tokens that a query sees; 0: all."""
         self.head_dim, self.causal, self.rotary = model.head_dim, model.causal, not model.learned_positions
         self.rope_theta, self.rope_scaling = model.rope_theta, model.rope_scaling
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -167,10 +170,16 @@ class Attention(nn.Module):
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        tokens = k.shape[2]
+        window = self.window if self.window < tokens else 0
         if context is not None and not share:
-            return self._of_pieces(q, k, v, spans_of(k.shape[2], context), mask).transpose(1, 2).flatten(2)
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and self.causal)
-        if context is not None:
+            mixed = self._of_pieces(q, k, v, pieces_of(spans_of(tokens, context), window), mask)
+        elif window:
+            mixed = self._of_pieces(q, k, v, pieces_of([(0, tokens)], window), mask)
+        else:
+            causal = mask is None and self.causal
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        if context is not None and share:
             mixed = to_tokens(mixed, context)
         return mixed.transpose(1, 2).flatten(2)
 
@@ -179,16 +188,21 @@ class Attention(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        spans: Sequence[tuple[int, int]],
+        pieces: Iterable[Piece],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of the queries of some spans of tokens, one after another, to the keys and values of all."""
-        mixed = []
-        for piece, (begin, end) in zip(q.split([end - begin for begin, end in spans], 2), spans, strict=True):
-            seen = end if self.causal else k.shape[2]
-            keys, values = k[:, :, :seen], v[:, :, :seen]
-            own = None if mask is None else mask[..., begin:end, :seen]
-            if mask is None and self.causal:
+        """Attention of pieces of the queries, which lie one after another, to the keys and values of all tokens."""
+        mixed, done = [], 0
+        for begin, end, first in pieces:
+            piece = q[:, :, done : done + end - begin]
+            done += end - begin
+            last = end if self.causal else k.shape[2]
+            keys, values = k[:, :, first:last], v[:, :, first:last]
+            own = None if mask is None else mask[..., begin:end, first:last]
+            if 0 < self.window < last:
+                seen = window_mask(end - begin, begin - first, self.window, q.dtype if own is None else None, q.device)
+                own = seen if own is None else own & seen
+            elif mask is None and self.causal:
                 own = _ends_together(piece, keys)
             mixed.append(functional.scaled_dot_product_attention(piece, keys, values, attn_mask=own))
         return torch.cat(mixed, 2)
@@ -228,9 +242,9 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int) -> None:
         super().__init__()
         self.attention_norm = _norm(model)
-        self.attention = Attention(model)
+        self.attention = Attention(model, layer)
         self.mlp_norm = _norm(model)
-        self.mlp = Experts(model, Mlp) if model.layer_kind(layer) == "moe" else Mlp(model, model.ffn_size)
+        self.mlp = Experts(model, Mlp) if model.is_sparse(layer) else Mlp(model, model.ffn_size)
 
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), documents)
@@ -464,9 +478,9 @@ def parameter_shapes(model: Model) -> dict[str, torch.Size]:
     return shapes
 
 
-def check_weights(folder: Path, model: Model, seq_len: int | None = None) -> None:
+def check_weights(folder: Path, model: Model) -> None:
     """Require a folder with the weights of a model; `InputError` says what is missing (see `Pretrained`)."""
-    Pretrained(folder, model, seq_len).check(parameter_shapes(model))
+    Pretrained(folder, model).check(parameter_shapes(model))
 
 
 def build_layers(

@@ -1,4 +1,4 @@
-"""First weights from a folder of Hugging Face: safetensors of Llama, Qwen2, Qwen3, Mistral, Mixtral and GPT-2 models.
+"""First weights from a folder of Hugging Face: safetensors of the kinds of model in `runners.engine.architectures`.
 
 A rank reads its own layers alone, of these the slices of its tensor-parallel place and its experts.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ class Pretrained:
         With `config.json` and `model.safetensors`, or several files and their index.
     model : Model
         What the weights are for.
-    seq_len : int, optional
-        Tokens of a sequence; None: as many as the model takes.
 
     Raises
     ------
@@ -44,19 +42,20 @@ class Pretrained:
         No such files, another model, one that the engine's layers do not compute, or safetensors is not installed.
     """
 
-    def __init__(self, folder: Path, model: Model, seq_len: int | None = None) -> None:
+    def __init__(self, folder: Path, model: Model) -> None:
         self.folder, self.model = folder, model
         self.read_bytes = 0
         """Bytes of the files' tensors that were read."""
-        self._names = architecture_of(model)
         self._open_files: dict[str, Any] = {}
         if not folder.is_dir():
             raise InputError(f"weights: found no folder {folder}, expected one of Hugging Face")
         if not (folder / CONFIG).exists():
             raise InputError(f"weights: {folder}: found no {CONFIG}")
+        config = read_json(folder / CONFIG)
+        self._names = architecture_of(model, str(config.get("model_type")))
         self._file_of = self._listed()
         check_same(read_model(folder), model, f"{folder / CONFIG}")
-        check_config(read_json(folder / CONFIG), model, seq_len or model.max_seq_len, f"{folder / CONFIG}")
+        check_config(config, model, f"{folder / CONFIG}")
         self._top = self._names.top
         if self._file_of and not any(name.startswith(self._top) for name in self._file_of):
             self._top = ""
@@ -76,10 +75,10 @@ class Pretrained:
     def place(self, name: str) -> Place:
         """Where a parameter is, by its name in the full model."""
         tied = name == HEAD and self.model.tied_embeddings
-        found = self._names.place(EMBEDDING if tied else name)
+        found = self._names.place(EMBEDDING if tied else name, self.model)
         top = self._names.top
         if self._top != top and found.name.startswith(top):
-            return Place(found.name.removeprefix(top), found.part, found.parts, found.transposed)
+            return replace(found, name=found.name.removeprefix(top))
         return found
 
     def _slice(self, name: str, shape: torch.Size) -> tuple[Place, Any]:
@@ -92,7 +91,7 @@ class Pretrained:
             found = self._file(path).get_slice(place.name)
         except _errors() as error:
             raise InputError(f"{self.folder / path}: {error}, expected {place.name} in it") from None
-        expected = [shape[0] * place.parts, *shape[1:]]
+        expected = [place.rows or shape[0], *shape[1:]]
         expected = expected[::-1] if place.transposed else expected
         where = f"{self.folder / path}: {place.name}: shape"
         require(found.get_shape() == expected, where, tuple(found.get_shape()), str(tuple(expected)))
@@ -139,8 +138,7 @@ class Pretrained:
         if dim is not None:
             each = shape[dim] // size
             ranges[dim] = place * each, (place + 1) * each
-        first = found.part * shape[0]
-        ranges[0] = ranges[0][0] + first, ranges[0][1] + first
+        ranges[0] = ranges[0][0] + found.first, ranges[0][1] + found.first
         cut = tuple(slice(*part) for part in (reversed(ranges) if found.transposed else ranges))
         tensor = held[cut]
         self.read_bytes += tensor.nbytes

@@ -41,6 +41,12 @@ def require_plain(model: Model, seq_len: int = 1) -> None:
     for name, value in model.special(seq_len).items():
         if (name, value) == ("query_key_norm", "head"):
             continue  # every rank applies it to its own heads
+        if (
+            name in ("window", "attention_pattern")
+            and model.causal
+            and not {*model.attention_pattern} - {"full", "window"}
+        ):
+            continue
         plain = "gpt, llama or vit" if name == "family" else usual[name]
         raise InputError(f"model.{name}: found {value!r}, expected {plain or 'none'}, to be run here")
 

@@ -94,7 +94,7 @@ class MergedWeights:
     def __init__(self, saved: SavedWeights, base: Path) -> None:
         self.model, self.progress, self._saved = saved.model, saved.progress, saved
         self.shapes = parameter_shapes(saved.model)
-        self._base = Pretrained(base, saved.model, 1)
+        self._base = Pretrained(base, saved.model)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole parameter by its name in the full model."""

@@ -151,7 +151,7 @@ class StageWorker:
         model, built = self.layout.problem.model, nn.ModuleDict()
         pretrained = None
         if own_model is None and options.weights is not None:
-            pretrained = Pretrained(options.weights, model, self.layout.problem.batch.seq_len)
+            pretrained = Pretrained(options.weights, model)
         for number, stage in zip(self._numbers, self.stages, strict=True):
             held = range(stage.first_layer, stage.last_layer)
             # Where weights will be split, they need not all fit the device before they are.
@@ -198,7 +198,7 @@ class StageWorker:
             for layer in reversed(range(stage.first_layer, stage.last_layer)):
                 prefix = layer_name(model, layer)
                 parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
-                if stage.ep > 1 and model.layer_kind(layer) == "moe":
+                if stage.ep > 1 and model.is_sparse(layer):
                     apart = {name: parameters.pop(name) for name in list(parameters) if EXPERT in name}
                     buckets.append(self._bucket(f"{prefix}{EXPERT}", apart, "experts", [number], chunk, sums))
                 if parameters:

@@ -122,7 +122,7 @@ def own_layer_memory(
             weight = e * model.head_weight_parameters() / way.tp if way.trained is None else 0.0
             passing[layer] = logits * more_bytes + max(0.0, weight - logits * (more_bytes - 4))
         else:
-            block, backward = _block(model, way, experts=kind == "moe", e=e)
+            block, backward = _block(model, way, experts=model.is_sparse(layer), e=e)
             kept[layer], passing[layer] = tokens * block, tokens * backward
             if way.recompute == "full":
                 width = 4 if way.sums_in_32_bits else e

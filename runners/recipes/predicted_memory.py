@@ -149,7 +149,7 @@ def _largest_weight(model: Model, layer: int) -> float:
         return float(model.layer_parameters(layer))
     if kind == "head":
         return 0.0
-    width = model.expert_ffn_size if kind == "moe" else model.ffn_size
+    width = model.expert_ffn_size if model.is_sparse(layer) else model.ffn_size
     return float(model.hidden_size * max(model.heads * model.head_dim, width))
 
 

@@ -56,7 +56,10 @@ def forward(layers, model, inputs, targets, *documents):
     return layers[str(model.layers - 1)](x, targets)
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA, MOE], ids=["learned positions", "rotary", "experts"])
+WINDOWS = replace(LLAMA, window=5, attention_pattern=("window", "full"))
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, MOE, WINDOWS], ids=["learned positions", "rotary", "experts", "windows"])
 def test_loss_and_gradients_are_those_of_documents_by_themselves(model):
     """To 1e-5 of the norm of every gradient."""
     samples, numbers = packed(), range(4)

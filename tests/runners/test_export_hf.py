@@ -166,6 +166,9 @@ def checkpoint_of(folder, step, model, layers):
         ("Qwen2", {"tie_word_embeddings": True}),
         ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
         ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+        ("Mistral", {"sliding_window": 6}),
+        ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 6}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
         ("GPT2", {"n_inner": 40}),
     ],
 )
@@ -184,6 +187,22 @@ def test_every_kind_of_model_comes_out_as_it_went_in(tmp_path, kind, fields):
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
     assert read_model(tmp_path / "out") == replace(model, name="out")
+
+
+def test_fused_projections_come_out_fused_again(tmp_path):
+    """Phi-3 keeps queries, keys and values in one matrix: its folder as the base says so, and without it is Llama's."""
+    theirs = saved(tmp_path / "in", "Phi3", num_key_value_heads=1, sliding_window=6, pad_token_id=0)
+    model = read_model(tmp_path / "in")
+    assert (model.kv_heads, model.window) == (1, 6)
+    layers = build_layers(model, range(model.layers), 0, pretrained=Pretrained(tmp_path / "in", model))
+    checkpoint_of(tmp_path, 1, model, layers)
+    ids = torch.randint(0, 96, (2, 20))
+    with torch.no_grad():
+        for folder, base, kind in (("fused", tmp_path / "in", "phi3"), ("plain", None, "mistral")):
+            export(tmp_path, tmp_path / folder, base=base)
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+            assert again.config.model_type == kind
+            torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.fixture

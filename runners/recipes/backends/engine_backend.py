@@ -27,7 +27,7 @@ def world_size(job: Job) -> int:
     """Ranks of the plan."""
     problem, plan = problem_and_plan(job)
     if job.recipe.model.weights is not None:
-        check_weights(beside(job.folder, job.recipe.model.weights), problem.model, problem.batch.seq_len)
+        check_weights(beside(job.folder, job.recipe.model.weights), problem.model)
     return plan.world_size
 
 

@@ -40,7 +40,7 @@ def _theirs(model: Model, layer: int, part: str) -> tuple[str, ...]:
         tops = ("layers", "encoder.layer")
         return tuple(f"vit.{top}.{layer - 1}.{name}" for top, name in zip(tops, reversed(BLOCK[part]), strict=True))
     if model.family == "llama":
-        return (architecture_of(model).place(f"blocks.{layer - 1}.{part}.weight").name.removesuffix(".weight"),)
+        return (architecture_of(model).place(f"blocks.{layer - 1}.{part}.weight", model).name.removesuffix(".weight"),)
     return (f"layers.{layer}.{part}",)
 
 

@@ -93,7 +93,7 @@ def check_replicated(job: Job) -> None:
             read_adapter(model, recipe.lora, beside(job.folder, recipe.lora.adapter))
     if recipe.model.weights is not None:
         folder = beside(job.folder, recipe.model.weights)
-        weight_files(folder) if model.family == "vit" else check_weights(folder, model, recipe.batch.seq_len)
+        weight_files(folder) if model.family == "vit" else check_weights(folder, model)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _whole_model(job: Job, model: Model, device: torch.device, *, reentrant: boo
     weights = None if recipe.model.weights is None else beside(job.folder, recipe.model.weights)
     pretrained = None
     if weights is not None and model.family != "vit":
-        pretrained = Pretrained(weights, model, recipe.batch.seq_len)
+        pretrained = Pretrained(weights, model)
     way = recipe.memory.recompute
     whole = WholeModel(model, recipe.seed, way, reentrant=reentrant, device=device, pretrained=pretrained)
     if weights is not None and model.family == "vit":
