@@ -23,6 +23,7 @@ import numpy as np
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.formats import catalogue
 from polygon.messages.report import table
 from polygon.planning.checker import violations
 from runners.dist_runner import end_process
@@ -76,6 +77,7 @@ class Split:
     chunks: int = 1
     fields: tuple[dict[str, Any], ...] = ({},)
     gpipe: bool = False
+    ring: bool = False
     routes: np.ndarray | None = field(default=None, compare=False)
 
     @property
@@ -87,7 +89,8 @@ class Split:
 def planned(model: Model, split: Split, precision: str = "fp32") -> tuple[Problem, Plan]:
     """The problem of a model and a split, on one node, and the plan."""
     batch = Batch(global_batch=MICRO_BATCHES * MICRO_BATCH_SIZE, seq_len=SEQ_LEN, precision=precision)
-    problem = Problem(cluster=small_cluster(split.ranks), model=model, batch=batch)
+    runtime = catalogue.runtime("polygon-ring" if split.ring else "polygon")
+    problem = Problem(cluster=small_cluster(split.ranks), model=model, batch=batch, runtime=runtime)
     groups, device = [], 0
     for width, tp in zip(split.widths, split.tps, strict=True):
         size = tp * split.cp
@@ -125,6 +128,11 @@ ALONE: dict[str, tuple[Model, Split, str]] = {
     "sequence parallel": (DENSE, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp32"),
     "context parallel": (DENSE, Split(cp=4), "fp32"),
     "context parallel, gathered": (FEW_HEADS, Split(cp=4), "fp32"),
+    "context parallel, ring": (DENSE, Split(cp=4, ring=True), "fp32"),
+    "context parallel, ring, recomputed": (
+        FEW_HEADS, Split(cp=4, ring=True, fields=({"recompute": "selective"},)), "fp32"
+    ),
+    "context parallel, ring, bf16": (DENSE, Split(cp=4, ring=True), "bf16"),
     "one rank, windows": (WINDOWS, Split(), "fp32"),
     "tensor parallel, windows": (WINDOWS, Split(tps=(4,), fields=({"sequence_parallel": True},)), "fp32"),
     "context parallel, windows": (WINDOWS, Split(cp=4), "fp32"),

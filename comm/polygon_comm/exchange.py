@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed import AllToAllOptions
@@ -26,13 +26,33 @@ class ExchangeGroup(TensorGroup):
         sent, received : sequence of int
             How many go to and come from each member.
         """
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        self._group.alltoall_base(
-            arrived, rows.detach().contiguous(), list(received), list(sent), AllToAllOptions()
-        ).wait()
+        return self._start(rows, sent, received)()
+
+    def _start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """What `move` does, begun; the call of the result waits for what arrives."""
+        arrived, rows = rows.new_empty((sum(received), *rows.shape[1:])), rows.detach().contiguous()
+        work = self._group.alltoall_base(arrived, rows, list(received), list(sent), AllToAllOptions())
         per_row = rows.element_size() * (rows[0].numel() if len(rows) else 0)
         self.sent_bytes += (len(rows) - sent[self.place]) * per_row
-        return arrived
+        held = [rows]  # until all has been sent
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            held.clear()
+            return arrived
+
+        return wait
+
+    def pass_on(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to send a tensor to the next member in a ring; the call of the result gives that of the one before.
+
+        All members have tensors of one shape. Without gradient.
+        """
+        values = x.flatten()
+        sent, received = [0] * self.size, [0] * self.size
+        sent[(self.place + 1) % self.size] = received[(self.place - 1) % self.size] = len(values)
+        passing = self._start(values, sent, received)
+        return lambda: passing().view(x.shape)
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """What `move` does, for autograd: gradients of the arrived rows go back to where they came from."""

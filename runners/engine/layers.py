@@ -27,8 +27,19 @@ from runners.engine.experts import BalanceLoss, Experts
 from runners.engine.float8 import EightBits, fits
 from runners.engine.positions import rotate
 from runners.engine.pretrained import Pretrained
+from runners.engine.ring_attention import ring_attention
 from runners.engine.runnable import require_plain
-from runners.engine.sequence import Linear, Rows, column_products, join, row_product, split, sum_gradients, sum_over
+from runners.engine.sequence import (
+    Linear,
+    Rows,
+    as_autocast,
+    column_products,
+    join,
+    row_product,
+    split,
+    sum_gradients,
+    sum_over,
+)
 from runners.engine.windows import Piece, pieces_of, window_mask
 
 TIED_WEIGHT = "embedding.tokens.weight"
@@ -127,6 +138,8 @@ class Attention(nn.Module):
         """Whether between layers each rank of the group has its part of the tokens."""
         self.context: ExchangeGroup | None = None
         """Ranks that hold the other parts of the sequences."""
+        self.ring = False
+        """Whether their keys and values pass round a ring, where a mask says no more than that attention is causal."""
         self.kv_rows: slice | None = None
         """Of the key's and value's outputs, those of this rank, where both are whole on all: fewer heads than ranks."""
         self.recompute_core = False
@@ -156,7 +169,10 @@ class Attention(nn.Module):
         q, k, v = self._heads(query), self._heads(key), self._heads(value)
         context, positions = self.context, None if documents is None else documents.positions
         mask = None if documents is None else documents.mask
-        share = context is not None and shares_heads(q.shape[1], k.shape[1], context.size)
+        tokens = q.shape[2] * (1 if context is None else context.size)
+        window = self.window if self.window < tokens else 0
+        ring = context is not None and self.ring and mask is None and self.causal and not window
+        share = context is not None and not ring and shares_heads(q.shape[1], k.shape[1], context.size)
         if context is not None and share:
             q, k, v = to_heads(q, k, v, context)
         elif context is not None:
@@ -165,13 +181,15 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
             q, k = (rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))
+        if context is not None and ring:
+            halved = len(spans_of(tokens, context)) == 2
+            q, k, v = (as_autocast(x) for x in (q, k, v))
+            return ring_attention(q, k, v, context, halved=halved).transpose(1, 2).flatten(2)
         if context is not None and not share:
             k, v = gathered(k, v, context)
         if k.shape[1] != q.shape[1]:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        tokens = k.shape[2]
-        window = self.window if self.window < tokens else 0
         if context is not None and not share:
             mixed = self._of_pieces(q, k, v, pieces_of(spans_of(tokens, context), window), mask)
         elif window:
@@ -384,12 +402,20 @@ def _split_tokens(module: nn.Module, tp: TensorGroup) -> None:
 
 
 def attach_groups(
-    layers: Iterable[nn.Module], context: ExchangeGroup | None, experts: ExchangeGroup | None, balance: BalanceLoss
+    layers: Iterable[nn.Module],
+    context: ExchangeGroup | None,
+    experts: ExchangeGroup | None,
+    balance: BalanceLoss,
+    *,
+    ring: bool = False,
 ) -> None:
-    """Let layers know who holds the other parts of the sequences, and who the other experts; drop those."""
+    """Let layers know who holds the other parts of the sequences (and whether keys pass round a `ring`), and who the
+    other experts; drop those."""
     for part in (part for layer in layers for part in layer.modules()):
         if isinstance(part, Attention | TokenEmbedding | Experts):
             part.context = context
+        if isinstance(part, Attention):
+            part.ring = ring
         if isinstance(part, Experts):
             part.balance = balance
             if experts is not None:

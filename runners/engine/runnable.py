@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from polygon.domain.errors import InputError, Phrase, require
 from polygon.domain.model import Model
@@ -14,7 +14,8 @@ from runners.engine.rank_layout import Layout
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
-    require(problem.runtime == POLYGON, "problem.runtime", Phrase(problem.runtime.name), "polygon, to be run here")
+    ours = replace(problem.runtime, name=POLYGON.name, context=POLYGON.context) == POLYGON
+    require(ours, "problem.runtime", Phrase(problem.runtime.name), "polygon or polygon-ring, to be run here")
     if own_model:
         precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
         require(precision != "fp8", "batch.precision", precision, expected)

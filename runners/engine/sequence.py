@@ -35,7 +35,7 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.eight_bits is None:
             return super().forward(x)
-        return _of_layers([self], _narrow(x), None)[0]
+        return _of_layers([self], as_autocast(x), None)[0]
 
 
 class _Products(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _Products(torch.autograd.Function):
         ways: Sequence[EightBits | None],
         *parameters: torch.Tensor | None,
     ) -> Any:
-        x = _narrow(x)
+        x = as_autocast(x)
         weights, biases = parameters[::2], parameters[1::2]
         ctx.group, ctx.ways = group, ways
         ctx.save_for_backward(x, *weights)
@@ -147,13 +147,13 @@ def column_products(
     ours = [layer for layer in layers if isinstance(layer, Linear | Rows)]  # additions stand around others
     if tp is not None and by_tokens:
         return _of_layers(ours, x, tp)
-    whole = _narrow(x if tp is None else tp.copy(x))
+    whole = as_autocast(x if tp is None else tp.copy(x))
     if len(ours) == len(layers) and any(layer.eight_bits for layer in ours):
         return _of_layers(ours, whole, None)
     return [layer(whole) for layer in layers]
 
 
-def _narrow(x: torch.Tensor) -> torch.Tensor:
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast would make it for a product; by itself it makes, and keeps, a copy for each of several."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -166,7 +166,7 @@ def row_product(layer: Linear, x: torch.Tensor, tp: TensorGroup | None, *, by_to
     if layer.eight_bits is None:
         own = functional.linear(x, layer.weight)
     else:
-        [own] = _Products.apply(_narrow(x), None, [layer.eight_bits], layer.weight, None)
+        [own] = _Products.apply(as_autocast(x), None, [layer.eight_bits], layer.weight, None)
     total = sum_over(own, tp, by_tokens=by_tokens)
     return total if layer.bias is None else total + layer.bias.to(total.dtype)
 

@@ -45,6 +45,7 @@ from runners.engine.log import RunLog
 from runners.engine.options import Options
 from runners.engine.pretrained import Pretrained
 from runners.engine.rank_layout import Layout
+from runners.engine.ring_attention import check_ring
 from runners.engine.stage_messages import StageMessages
 from runners.engine.user_model import OwnModel
 from runners.engine.zero_sharding import ShardedBucket, Sharding
@@ -110,9 +111,12 @@ class StageWorker:
         self.balance = BalanceLoss(weight=options.balance)
         self.eight_bits = batch.precision == "fp8" and has_products(wires.device)
         """Whether products of blocks have 8 bits."""
+        ring = layout.problem.runtime.context == "ring"
+        if ring and self.context is not None:
+            check_ring(wires.device, self.dtype)
         for number, stage in zip(self._numbers, self.stages, strict=True):
             held = [self.layers[str(layer)] for layer in range(*stage.layers)]
-            attach_groups(held, self.context, self.experts.get(number), self.balance)
+            attach_groups(held, self.context, self.experts.get(number), self.balance, ring=ring)
             if self.eight_bits:
                 use_eight_bits(held, keeps=stage.zero < 3)
             again = held[: stage.recomputed_until - stage.first_layer] if stage.recompute == "selective" else []

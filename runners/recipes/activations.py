@@ -32,6 +32,8 @@ class Way:
     ep: int = 1
     sequence: bool = False
     """Whether the tp ranks split the tokens between the products that they share."""
+    ring: bool = False
+    """Whether keys and values of the cp ranks pass round a ring."""
     norms_in_32_bits: bool = True
     """Autocast's way; where weights are in 16 bits (DeepSpeed) norms are too."""
     sums_in_32_bits: bool = False
@@ -59,7 +61,9 @@ def _attention(model: Model, way: Way, e: int) -> float:
     # Queries, keys and values as attention takes them (repeated for all heads), and its result.
     core = 4 * q * e + 4 * model.heads
     heads, kv_heads = model.heads / way.tp, max(1.0, model.kv_heads / way.tp)
-    if not shares_heads(heads, kv_heads, way.cp):  # keys and values of all tokens are gathered
+    if way.ring and way.cp > 1:  # keys and values as they are sent
+        core = 2 * (q + kv) * e + 4 * model.heads
+    elif not shares_heads(heads, kv_heads, way.cp):  # keys and values of all tokens are gathered
         core += 2 * (way.cp - 1) * q * e
     if way.recompute == "selective":
         return (q + 2 * kv + q) * e

@@ -93,6 +93,7 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         cp=worker.cp,
         ep=stage.ep,
         sequence=stage.sequence_parallel,
+        ring=problem.runtime.context == "ring",
         fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
     )
     layers = own_layer_memory(problem.model, batch, way, stage.first_layer, stage.last_layer)

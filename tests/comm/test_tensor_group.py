@@ -87,6 +87,10 @@ def rank_that_moves(rank, port):
     arrived, gradient = with_gradient(lambda x: group.exchange(x, sent, received), rows)
     n_bytes = group.sent_bytes
     swapped = group.swap(torch.arange(3.0)[:, None] + 10 * rank)
+    before = group.sent_bytes
+    passing = [group.pass_on(torch.full((2, 3), 10.0 * rank + turn)) for turn in range(2)]
+    assert [passed().unique().tolist() for passed in passing] == [[10.0 * ((rank - 1) % 3) + turn] for turn in range(2)]
+    assert group.sent_bytes - before == 2 * 6 * 4
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{other}" for other in range(SIZE)])
     return arrived[:, 0].tolist(), gradient.tolist(), n_bytes, swapped[:, 0].tolist()

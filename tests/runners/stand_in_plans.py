@@ -7,6 +7,7 @@ from dataclasses import replace
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
 from runners.dist_runner import end_process
 from runners.engine.options import Options
 from runners.engine.run import train
@@ -31,6 +32,11 @@ def uniform(model=DENSE, **config):
     config = ParallelConfig(micro_batch_size=2, **config)
     problem = problem_of(model, config.devices)
     return problem, uniform_plan(problem, config)
+
+
+def in_a_ring(problem, plan):
+    """The same plan, keys and values passing round a ring."""
+    return replace(problem, runtime=catalogue.runtime("polygon-ring")), plan
 
 
 def wide(*regions, routes=None, **stage):
@@ -68,6 +74,7 @@ PLANS = {
     "tensor parallel": lambda: uniform(tp=2),
     "tensor parallel, by tokens, pipeline": lambda: uniform(tp=2, pp=2, sequence_parallel=True),
     "context parallel": lambda: uniform(cp=2, dp=2),
+    "context parallel, ring": lambda: in_a_ring(*uniform(cp=4)),
     "expert parallel": lambda: uniform(MOE, dp=2, ep=2),
     "expert parallel, pipeline, ZeRO-2": lambda: uniform(MOE, dp=2, ep=2, pp=2, zero=2),
     "sums in two levels": lambda: wide(2, 2),

@@ -40,7 +40,10 @@ def test_a_plan_for_this_engine_is_runnable():
     ("changes", "message"),
     [
         ({"cp": 2}, r"plan\.stages\[0\]\.workers\[1\]\.cp: found 1, expected 2, as in all stages"),
-        ({"runtime": "megatron-core"}, r"problem\.runtime: found megatron-core, expected polygon, to be run here"),
+        (
+            {"runtime": "megatron-core"},
+            r"problem\.runtime: found megatron-core, expected polygon or polygon-ring, to be run here",
+        ),
     ],
 )
 def test_what_is_not_done_yet_is_refused(changes, message):
