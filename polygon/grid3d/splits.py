@@ -85,11 +85,11 @@ def micro_batch_sizes(split: GridSplit, batch: Batch, options: GridOptions) -> I
         yield size, None if fits else f"micro-batch {size} does not divide the {per_replica} sequences of a replica"
 
 
-def _interleave_fits(split: GridSplit, model: Model, chunks: int, micro_batches: int) -> bool:
+def interleave_fits(pp: int, model: Model, chunks: int, micro_batches: int) -> bool:
     """One chunk always fits; more need a pipeline, blocks for all chunks, and micro-batches in rounds of pp."""
     if chunks == 1:
         return True
-    return split.pp > 1 and model.blocks % (split.pp * chunks) == 0 and micro_batches % split.pp == 0
+    return pp > 1 and model.blocks % (pp * chunks) == 0 and micro_batches % pp == 0
 
 
 def configurations(
@@ -112,7 +112,7 @@ def configurations(
             for schedule in options.schedule:
                 for chunks in options.interleave:
                     pipeline = schedule == options.schedule[0] or split.pp > 1
-                    if not pipeline or not _interleave_fits(split, model, chunks, count):
+                    if not pipeline or not interleave_fits(split.pp, model, chunks, count):
                         continue
                     if chunks > 1 and schedule != "1f1b":
                         continue

@@ -209,7 +209,7 @@ def _interleavings(plan: Plan) -> Iterator[Plan]:
         return
     if len({stage.width for stage in plan.stages}) > 1:
         return
-    for chunks in (1, *CHUNKS):
+    for chunks in sorted({*CHUNKS, *divisors(min(_blocks(plan)))}):
         if chunks != plan.chunks and (stages := interleaved(plan, chunks)) is not None:
             yield replace(
                 plan,
@@ -220,6 +220,12 @@ def _interleavings(plan: Plan) -> Iterator[Plan]:
             )
 
 
+def _blocks(plan: Plan) -> list[int]:
+    """Of every group of workers: the embedding is with the first one, the head with the last."""
+    counts = [sum(s.last_layer - s.first_layer for s in plan.stages[g :: plan.groups]) for g in range(plan.groups)]
+    return [count - (g == 0) - (g == plan.groups - 1) for g, count in enumerate(counts)]
+
+
 def interleaved(plan: Plan, chunks: int) -> tuple[Stage, ...] | None:
     """The stages if every group of workers held its layers in so many parts; None where some part would be empty.
 
@@ -227,11 +233,9 @@ def interleaved(plan: Plan, chunks: int) -> tuple[Stage, ...] | None:
     """
     groups = plan.groups
     held = [plan.stages[g::groups] for g in range(groups)]
-    counts = [sum(stage.last_layer - stage.first_layer for stage in mine) for mine in held]
     again = [sum(max(0, stage.recomputed_until - max(stage.first_layer, 1)) for stage in mine) for mine in held]
     # The embedding goes with the first part of the first group, the head with the last of the last: dealt apart.
-    ends = [int(g == 0) + int(g == groups - 1) for g in range(groups)]
-    blocks = [count - end for count, end in zip(counts, ends, strict=True)]
+    blocks = _blocks(plan)
     if min(blocks) < chunks:
         return None
     stages, at = [], 0

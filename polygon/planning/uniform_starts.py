@@ -2,7 +2,8 @@
 
 On equal nodes a plain split is hard to beat, and some of what it says (chunks, sequences cut into short pieces) no
 allocation does. First every split, number of chunks, few micro-batch sizes and expert degrees under few memory options;
-then, of the best splits, all memory options and the next micro-batch sizes, again and again while that helps.
+then, of the best splits, all memory options and the next micro-batch sizes, again and again while that helps, and all
+numbers of chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from polygon.domain.divisors import divisors
 from polygon.domain.errors import InputError
 from polygon.domain.plan import RECOMPUTE, Plan
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, split_fault
+from polygon.grid3d.splits import EVERYTHING, all_splits, configurations, interleave_fits, split_fault
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 
@@ -134,9 +135,14 @@ def _different(priced: list[tuple[float, ParallelConfig]], most: int) -> list[Pa
 
 
 def _options(decoder: Decoder, config: ParallelConfig) -> Iterator[ParallelConfig]:
-    """A configuration under every memory option, in its micro-batch size and the next ones."""
+    """A configuration under every memory option, in its micro-batch size and the next ones; or in other chunks."""
+    model = decoder.problem.model
     sizes = divisors(decoder.problem.batch.global_batch // config.dp)
     at = sizes.index(config.micro_batch_size)
+    pipelined = config.pp > 1 and config.schedule == "1f1b"
+    for chunks in divisors(model.blocks // config.pp) if pipelined else ():
+        if interleave_fits(config.pp, model, chunks, sizes[-1] // config.micro_batch_size):
+            yield replace(config, chunks=chunks)
     for size in sizes[max(0, at - 1) : at + 2]:
         for zero in (0, 1, 2, 3):
             for recompute in RECOMPUTE:
