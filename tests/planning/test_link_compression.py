@@ -21,11 +21,12 @@ from polygon.planning.alternatives import Explainer
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.link_compression import activation_modes, link_seconds
+from polygon.planning.link_compression import _best_mode, _with_inside, activation_modes, link_seconds
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
+from tests.small_problems import small_cluster, small_plan
 
 FAST = Effort(fluid_evaluations=400, exact_evaluations=16, patience=200)
 MODEL = small_gpt()
@@ -240,3 +241,27 @@ def test_the_search_answers_the_tolerance_and_says_what_it_assumes():
     assert [c.parity for c in changes] == ["known", "any"]
     rows = sensitivities(problem, safe.plan, changes=changes[:1], evaluations=4).rows
     assert rows[0].replanned < 0
+
+
+def test_regions_inside_which_nothing_travels_get_no_packing():
+    """A pipeline that leaves each region with every message has none; where two stages follow one another there is."""
+    problem = problem_of(PAIR)
+    problem = replace(problem, cluster=small_cluster(2, 2))
+    for devices, inside in (((0, 2, 1), []), ((2, 0, 1), [(0, 0)]), ((0, 1, 2), [(0, 0)]), ((0, 2, 3), [(1, 1)])):
+        plan = small_plan(problem.cluster, [(0, 2), (2, 4), (4, 6)], [[d] for d in devices], [[0, 0, 0]] * 4)
+        found, pairs = _with_inside(problem, plan)
+        assert pairs == inside
+        assert {(use.source, use.target) for use in found.links if use.source == use.target} == set(inside)
+
+
+def test_a_packing_that_wins_too_little_is_left():
+    """`gain`: a part of the best value so far."""
+    plan = small_plan(small_cluster(1, 1), [(0, 3), (3, 6)], [[0], [1]], [[0, 0]] * 4)
+    pair = [(0, 1)]
+
+    def value(candidate):
+        return {"none": 1.0, "int8": 0.95}[candidate.link_use(0, 1).activations]
+
+    for gain, expected in ((0.04, "int8"), (0.06, "none")):
+        chosen, best = _best_mode(plan, 1.0, "activations", pair, ["none", "int8"], value, gain)
+        assert (chosen.link_use(0, 1).activations, best) == (expected, value(chosen))
