@@ -10,7 +10,7 @@ plan, and a budget that the fastest plan keeps changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -77,6 +77,7 @@ def collect(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
+    met: Callable[[Sequence[tuple[Bill, Plan]]], None] | None = None,
 ) -> Collection:
     """Search by one objective after another, each from what was found before.
 
@@ -86,6 +87,8 @@ def collect(
         Every search has its own generator from it.
     effort : Effort
         Of the first search; the others, which begin well, get half of it. Its time limit is for all together.
+    met : callable
+        Hears after every search of the best plans so far, one of each.
     """
     effort = effort or Effort()
     share_s = effort.time_limit_s / (len(objectives) + 1)
@@ -110,6 +113,8 @@ def collect(
         bills += found.bills
         if found.plan is not None:
             plans.append((found.bills[0][0], found.plan))
+            if met is not None:
+                met(plans)
         evaluations, seconds = evaluations + found.evaluations, seconds + found.seconds
         reason = reason or found.reason
         interrupted = found.interrupted
@@ -174,11 +179,19 @@ def find_front(
     effort: Effort | None = None,
     tell: Tell | None = None,
     tables: CostTables | None = None,
+    met: Callable[[list[FrontPoint]], None] | None = None,
 ) -> tuple[list[FrontPoint], Collection]:
     """Plans of which none is beaten by another in time and money (and energy), fastest first.
 
-    Plans that exceed a limit of the constraints are not among them.
+    Plans that exceed a limit of the constraints are not among them. `met` hears of the best of every search as soon as
+    it has ended, in place of all that the searches met.
     """
+
+    def front(pairs: Sequence[tuple[Bill, Plan]]) -> list[FrontPoint]:
+        within = [pair for pair in pairs if not excesses(problem, pair[0])]
+        points = [FrontPoint(plan=plan, bill=bill) for bill, plan in _non_dominated(within, with_energy)]
+        return sorted(points, key=lambda point: (point.bill.step_s, point.bill.usd))
+
     objectives = [STEP_TIME, MONEY, *([ENERGY] if with_energy else []), *map(mixture, TIME_WEIGHTS)]
     free = without_cost_limits(problem)
     tables = tables or CostTables(problem)
@@ -194,19 +207,19 @@ def find_front(
             effort=replace(one, time_limit_s=effort.time_limit_s / len(searches)),
             tell=of_round(tell, i, len(searches)),
             tables=tables.for_problem(free),
+            met=met and (lambda plans, before=collection.plans: met(front([*before, *plans]))),
         )
         collection = _joined(collection, of_one)
         if collection.interrupted:
             break
     kept = [pair for pair in collection.bills if not excesses(problem, pair[0])]
     decoder = Decoder(problem, tables=tables, objective=MONEY)
-    points = [pair for pair in collection.plans if not excesses(problem, pair[0])]
+    points = list(collection.plans)
     for _, allocation in _non_dominated(kept, with_energy):
         plan = decoder.decode(allocation)
         if isinstance(plan, Plan):
             points.append((decoder.bill(plan), plan))
-    front = [FrontPoint(plan=plan, bill=bill) for bill, plan in _non_dominated(points, with_energy)]
-    return sorted(front, key=lambda point: (point.bill.step_s, point.bill.usd)), collection
+    return front(points), collection
 
 
 def _non_dominated(pairs: Sequence[tuple[Bill, T]], with_energy: bool) -> list[tuple[Bill, T]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from polygon.messages.explanation import explanation_data
 from polygon.messages.report import seconds
 from polygon.planning.alternatives import Explainer
 from polygon.planning.efforts import EFFORTS
-from polygon.planning.frontier import find_front
+from polygon.planning.frontier import FrontPoint, find_front
 from polygon.planning.what_ifs import sensitivities
 from polygon.web.store import Store, StoredJob
 
@@ -205,25 +205,30 @@ class Jobs:
             progress.tell(phase, part)  # of what mixes time and money the best has no unit
 
         problem = planner.Problem.of(problem_of(request["problem"]))
+
+        def points_of(found: Sequence[FrontPoint]) -> str:
+            points = []
+            for point in found:
+                plan = planner.Plan(problem, point.plan)
+                points.append(
+                    {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
+                     "devices": plan.devices, "stages": plan.stages,
+                     "plan": plan_data(problem.data, point.plan, plan.to_dict())}
+                )  # fmt: skip
+            return format_json({"points": points})
+
         effort = replace(EFFORTS[request.get("effort", "quick")], time_limit_s=MOST_SECONDS)
         found, collection = find_front(
-            problem.data, int(request.get("seed", 0)), effort=effort, tell=tell, tables=problem.tables
-        )
+            problem.data, int(request.get("seed", 0)), effort=effort, tell=tell, tables=problem.tables,
+            met=lambda points: self.store.keep(job, points_of(points)),
+        )  # fmt: skip
         if self._closing.is_set():
             return
         if not found:
             self.store.finish(job, "infeasible", error=collection.reason or "")
             return
-        points = []
-        for point in found:
-            plan = planner.Plan(problem, point.plan)
-            points.append(
-                {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
-                 "devices": plan.devices, "stages": plan.stages,
-                 "plan": plan_data(problem.data, point.plan, plan.to_dict())}
-            )  # fmt: skip
         state = "cancelled" if progress.stop.is_set() else "done"
-        self.store.finish(job, state, result=format_json({"points": points}), note=str(len(points)))
+        self.store.finish(job, state, result=points_of(found), note=str(len(found)))
 
     def _explain(self, job: str, request: dict[str, Any], progress: JobProgress) -> None:
         progress.tell("", 0.0)

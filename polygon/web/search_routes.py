@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
@@ -311,16 +311,21 @@ def add_fronts(app: FastAPI, store: Store, jobs: Jobs) -> None:
 
     @app.get("/api/v1/fronts/{job}", responses=RESPONSES, response_model=responses.Front)
     def front(job: JobId, language: Asked) -> Any:
-        """The plans of a front without their files, and how far its search is."""
+        """The plans of a front so far without their files, and how far its search is."""
         points = parse_json(store.result(job) or "{}").get("points", [])
         told = [{key: value for key, value in point.items() if key != "plan"} for point in points]
         return answer(found_job(store, job, language) | {"points": told})
 
     @app.post("/api/v1/fronts/{job}/points/{index}", status_code=201, responses=RESPONSES, response_model=responses.Job)
-    def front_plan(job: JobId, index: Annotated[int, PathParameter(ge=0, le=10_000)], language: Asked) -> Any:
-        """Keep a plan of a front as a plan of its own."""
+    def front_plan(
+        job: JobId,
+        index: Annotated[int, PathParameter(ge=0, le=10_000)],
+        language: Asked,
+        step_s: Annotated[float | None, Query(ge=0)] = None,
+    ) -> Any:
+        """Keep a plan of a front as a plan of its own; with its step, as places change while the search goes on."""
         row, points = store.get(job), parse_json(store.result(job) or "{}").get("points", [])
-        if row is None or index >= len(points):
+        if row is None or index >= len(points) or step_s not in (None, points[index]["step_s"]):
             raise HTTPException(404, Message("missing.plan"))
         point = points[index]
         request = {key: value for key, value in row.request.items() if key != "front"}

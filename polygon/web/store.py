@@ -167,6 +167,10 @@ class Store:
         sql = "UPDATE jobs SET state = 'running', progress = ?, note = ? WHERE id = ?"
         self._run(sql, progress, json.dumps(plain(note)), job)
 
+    def keep(self, job: str, result: str) -> None:
+        """What a job has found so far."""
+        self._run("UPDATE jobs SET result = ? WHERE id = ?", result, job)
+
     def finish(
         self, job: str, state: str, *, result: str | None = None, error: Message | str = "", note: str = ""
     ) -> None:

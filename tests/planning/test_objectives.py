@@ -59,8 +59,12 @@ def regions_of(problem, plan, stage):
 @settings(max_examples=cases(5), deadline=None)
 @given(problem=problems(), with_energy=st.booleans())
 def test_front_is_not_dominated_and_has_both_ends(problem, with_energy):
-    """No point beats another; the first is the fastest, one is the cheapest of all that was simulated; all can run."""
-    front, collection = find_front(problem, 0, with_energy=with_energy, effort=SHORT)
+    """No point beats another; the first is the fastest, one is the cheapest of all that was simulated; all can run.
+
+    What is heard of on the way are fronts, too, none of which beats the last.
+    """
+    so_far = []
+    front, collection = find_front(problem, 0, with_energy=with_energy, effort=SHORT, met=so_far.append)
 
     def costs(bill):
         return (bill.step_s, bill.usd, bill.energy_j)[: 3 if with_energy else 2]
@@ -72,6 +76,13 @@ def test_front_is_not_dominated_and_has_both_ends(problem, with_energy):
     for k in range(len(costs(front[0].bill))):
         best = min(costs(bill)[k] for bill, _ in collection.bills)
         assert min(costs(point.bill)[k] for point in front) <= best * (1 + 1e-9)
+    assert so_far and all(so_far)
+    for point in [point for early in so_far for point in early]:
+        assert any(
+            all(x <= y * (1 + 1e-9) for x, y in zip(costs(a.bill), costs(point.bill), strict=True)) for a in front
+        )
+    for early in so_far:
+        assert [point.bill.step_s for point in early] == sorted(point.bill.step_s for point in early)
     for point in front:
         assert violations(problem, point.plan) == []
         assert np.isclose(estimate(problem, point.plan).cost_usd, point.bill.usd)

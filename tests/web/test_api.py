@@ -408,6 +408,10 @@ def test_every_answer_is_what_its_schema_says(server, wide_plan):
     plan, other = wide_plan, {"name": "v", "changes": {"latency_factor": 2.0}}
     job = server.request("POST", "/api/v1/fronts", body())[2]["id"]
     assert finished(server, job)["state"] == "done"
+    point = server.request("GET", f"/api/v1/fronts/{job}")[2]["points"][0]
+    of_point = f"/api/v1/fronts/{job}/points/0?step_s="
+    assert server.request("POST", f"{of_point}{point['step_s']!r}", {})[0] == 201
+    assert server.request("POST", f"{of_point}{point['step_s'] + 1}", {})[0] == 404
     cluster = server.request("GET", "/api/v1/instances/two-campus")[2]
     asked = {
         ("POST", "/api/v1/plans"): plan_data(*planned()), ("POST", "/api/v1/clusters"): {"cluster": cluster},

@@ -12,6 +12,8 @@ import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
 const KEY = "polygon-front";
+/** Between two looks at the points that a search has found so far. */
+const LOOK_MS = 1000;
 
 export function Front(): JSX.Element {
   const [job, setJob] = useState(sessionStorage.getItem(KEY) ?? "");
@@ -26,7 +28,13 @@ export function Front(): JSX.Element {
       setData(found);
       if (!running(found)) return;
       const left = timeLeft();
-      await follow(`/jobs/${job}`, stop.signal, (now) => setData((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })));
+      let looked = 0;
+      await follow(`/jobs/${job}`, stop.signal, (now) => {
+        setData((old: Data) => ({ ...old, ...now, left_s: left(now.progress) }));
+        if (!running(now) || Date.now() - looked < LOOK_MS) return;
+        looked = Date.now();
+        get(`/fronts/${job}`, stop.signal).then((so: Data) => setData((old: Data) => ({ ...old, points: so.points })), () => undefined);
+      });
       setData(await get(`/fronts/${job}`, stop.signal));
       await loadJobs();
     };
@@ -42,7 +50,7 @@ export function Front(): JSX.Element {
     await loadJobs();
   });
   const open = (index: number): Promise<void> => attempt(async () => {
-    const made = await post(`/fronts/${job}/points/${index}`, {});
+    const made = await post(`/fronts/${job}/points/${index}?step_s=${data.points[index].step_s}`, {});
     await loadJobs();
     openPlan(made.id);
   });
