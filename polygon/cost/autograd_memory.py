@@ -15,9 +15,9 @@ from polygon.cost.memory import ROUTED_COPIES, LayerMemory, layer_memory
 from polygon.domain.block import Block, shares_heads
 from polygon.domain.model import Batch, Model
 
-LOSS_BYTES = 12
-"""A logit: log-probabilities (or, where a tensor-parallel group spreads them, what the exponential took and gave), and
-what the start of backward needs beside them."""
+LOSS_BYTES = {False: (4, 8), True: (8, 8)}
+"""A logit, by whether a tensor-parallel group spreads them: what is kept for backward (log-probabilities; spread, what
+the exponential took and gave), and what its start needs beside that."""
 SUM_BYTES = 4
 """A number of a gradient between two blocks, while a block's backward adds to it."""
 
@@ -41,6 +41,8 @@ class Way:
     """What passes from block to block: replicas leave it as autocast makes it, the engine rounds it."""
     fused_norms: bool = True
     """Whether torch computes RMS norms by one kernel (on GPUs), which keeps their input alone."""
+    compiled: bool = False
+    """Whether what lies between products is compiled: casts of a norm's input and a gate's value are made again."""
     trained: Collection[str] | None = None
     """Linear layers beside which additions are trained, by the last part of their names; None: all weights are."""
 
@@ -56,6 +58,8 @@ class Way:
 
 def _norm(width: float, way: Way, e: int, *, rms: bool) -> float:
     """Bytes a token of one norm: its input, an RMS norm's values before their weight, factors."""
+    if way.compiled:
+        return e * width + (4 if rms else 8)
     copies = 2 if rms and not way.fused_norms and way.trained is None else 1
     return (4 if way.norms_in_32_bits else e) * width * copies + (4 if rms else 8)
 
@@ -92,7 +96,8 @@ def _block(block: Block, way: Way, e: int) -> tuple[float, float]:
     inputs = way.keeps_input("query", "key", "value") + way.keeps_input("up", "gate") + 2 * block.cross
     outside += e * h * (1 if block.parallel and block.norms == 1 else inputs)
     inside = _attention(block, way, e)
-    inside += ((3 if block.gated_mlp else 1) + way.keeps_input("down")) * block.width * e / way.tp
+    products = (2 if way.compiled else 3) if block.gated_mlp else 1
+    inside += (products + way.keeps_input("down")) * block.width * e / way.tp
     widest = block.ffn_size
     if block.experts:
         widest = block.expert_ffn_size * block.experts_per_token
@@ -103,14 +108,15 @@ def _block(block: Block, way: Way, e: int) -> tuple[float, float]:
 
 
 def _head(model: Model, way: Way, tokens: float, e: int) -> tuple[float, float]:
-    """Bytes that the head keeps, and those for the loss; its weight's gradient, before it is added, takes the place of
-    one of the three numbers a logit."""
+    """Bytes that the head keeps, and further ones for the loss; after that its weight's gradient, before it is added,
+    takes the place of one of the two numbers a logit."""
     image = model.family == "vit"
     rows = way.micro_batch if image else tokens
     kept = rows * (_norm(model.hidden_size, way, e, rms=model.rms_norm) + e * model.hidden_size) / way.shard
     logits = rows * model.vocab_size / (1 if image else way.tp)
+    kept_bytes, more_bytes = LOSS_BYTES[way.tp > 1 and not image]
     weight = e * model.head_weight_parameters() / way.tp if way.trained is None else 0.0
-    return kept, logits * LOSS_BYTES + max(0.0, weight - logits * 4)
+    return kept + logits * kept_bytes, logits * more_bytes + max(0.0, weight - logits * (more_bytes - 4))
 
 
 def autograd_memory(model: Model, batch: Batch, way: Way) -> LayerMemory:

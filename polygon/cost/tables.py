@@ -263,6 +263,7 @@ class CostTables:
                 ep=ep,
                 sequence=sequence_parallel,
                 ring=runtime.context == "ring",
+                compiled=runtime.fused,
                 fused_norms=not all(pool.device.name.startswith("cpu") for pool in pools),
             )
             return autograd_memory(problem.model, problem.batch, way)
