@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
+from polygon.cost.transfers import codec_s
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
@@ -289,6 +290,14 @@ def test_packing_and_unpacking_keep_the_devices_from_computing(mode):
     assert (plain.messages.codec_s == 0).all() and (packing_s > 0).all()
     assert found.schedule.forward_s == pytest.approx(plain.schedule.forward_s + packing_s[0])
     assert found.schedule.backward_s == pytest.approx(plain.schedule.backward_s + packing_s[1])
+
+
+def test_what_is_the_tensor_itself_is_not_packed():
+    """bf16 of a 2-byte tensor costs no time; of a 4-byte one, and any other packing of either, does both ways."""
+    assert codec_s(1e6, 2, "bf16", 1e12) == codec_s(1e6, 2, "none", 1e12) == codec_s(1e6, 4, "none", 1e12) == (0, 0)
+    for element_bytes, mode in ((4, "bf16"), (4, "int8"), (2, "int8")):
+        pack_s, unpack_s = codec_s(1e6, element_bytes, mode, 1e12)
+        assert pack_s > 1e-6 and unpack_s > 1e-6  # at least a byte a number
 
 
 @given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))
