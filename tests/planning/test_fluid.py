@@ -85,3 +85,22 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     assert better == min(first, second)
     assert np.isinf(second) if latency_s < 0.1 else second < 0.99 * first
     assert exact_s == pytest.approx(better, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "cp", "zero", "divided"), [(1, 1, 0, 1), (2, 1, 3, 2), (4, 1, 3, 4), (2, 2, 3, 2), (4, 2, 3, 4)]
+)
+def test_a_worker_updates_its_part_of_what_its_stage_divides(groups, cp, zero, divided):
+    """One alone updates all parameters; others as many as ZeRO leaves them, parts of a sequence counted."""
+    cluster = cluster_of([[("t4", 1, 4)]], inside=Link(latency_s=1e-6, bytes_per_s=1e13))
+    problem = Problem(cluster=cluster, model=small_gpt(blocks=24), batch=Batch(global_batch=4, seq_len=16))
+    decoder = Decoder(problem)
+    workers = np.array([[groups if tp == 1 else 0 for _, tp in decoder.classes]])
+    x = Allocation(workers=workers, micro_batch_size=1, cp=cp)
+    plan = decoder.decode(x)
+    assert plan.stages[0].zero == zero
+    times = decoder.step_times(plan)
+    assert times.update_s.max() > 0.1 * times.step_s
+    whole_s = 30 * problem.model.parameters / problem.cluster.catalogue["t4"].memory_bytes_per_s
+    assert times.update_s.max() > whole_s / divided
+    assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.02)
