@@ -84,15 +84,16 @@ def test_nobody_leads_where_links_are_alike_or_all_wait_for_the_norm():
 
 
 @pytest.mark.parametrize(
-    ("back", "zero", "slow_takes", "slowest", "last"), [(1e7, 0, 6, 0, 0), (1e10, 0, 6, 1, 1), (1e7, 2, 1, 0, 1)]
+    ("back", "zero", "slow_takes", "slowest", "last"),
+    [(1e7, 0, 6, 0, 0), *((rate, 0, 6, 1, 1) for rate in (2.9e9, 3.2e9, 4.5e9, 5.1e9, 1e10)), (1e7, 2, 1, 0, 1)],
 )
 def test_the_region_that_ends_last_tells_why(back, zero, slow_takes, slowest, last):
     """A100s in one region, T4s in the other. Where the way back from the slow to the quick is narrow, these wait for
-    gradients, and the step is sums rather than compute; where links are wide, both end with the slow ones, whose
+    gradients, and the step is sums rather than compute; where it is wide, both end a step with the slow ones, whose
     compute it is. Where all wait for the norm, the slow ones update longest, but who computes longest may be another.
     """
     groups, card = [[("a100-40gb", 2, 1)], [("t4", 2, 1)]], Link(latency_s=5e-5, bytes_per_s=1e12)
-    cluster = cluster_of(groups, latency_s=0.0, bytes_per_s=np.array([[0, 1e10], [back, 0]]), between=card)
+    cluster = cluster_of(groups, latency_s=0.0, bytes_per_s=np.array([[0, max(back, 1e8)], [back, 0]]), between=card)
     problem = replace(far_problem(2), cluster=cluster)
     plan = replace(replicas(problem, zero=zero), routes=np.repeat([0, 1], [12 - slow_takes, slow_takes])[:, None])
     times, terms = step_times(plan, CostTables(problem)), estimate(problem, plan).terms
