@@ -297,7 +297,10 @@ def test_what_is_the_tensor_itself_is_not_packed():
     assert codec_s(1e6, 2, "bf16", 1e12) == codec_s(1e6, 2, "none", 1e12) == codec_s(1e6, 4, "none", 1e12) == (0, 0)
     for element_bytes, mode in ((4, "bf16"), (4, "int8"), (2, "int8")):
         pack_s, unpack_s = codec_s(1e6, element_bytes, mode, 1e12)
-        assert pack_s > 1e-6 and unpack_s > 1e-6  # at least a byte a number
+        assert 1e-6 < unpack_s < pack_s < 1e-3  # from one byte a number to a thousand
+        assert codec_s(6e6, element_bytes, mode, 2e12) == pytest.approx((3 * pack_s, 3 * unpack_s))
+        fed_back_s, same_s = codec_s(1e6, element_bytes, mode, 1e12, feedback=True)
+        assert fed_back_s > pack_s and same_s == unpack_s
 
 
 @given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))

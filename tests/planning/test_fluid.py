@@ -88,12 +88,13 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
 
 
 @pytest.mark.parametrize(
-    ("groups", "cp", "zero", "divided"), [(1, 1, 0, 1), (2, 1, 3, 2), (4, 1, 3, 4), (2, 2, 3, 2), (4, 2, 3, 4)]
+    ("groups", "cp", "rate", "zero", "divided"),
+    [(1, 1, 1e13, 0, 1), (2, 1, 1e13, 3, 2), (2, 1, 1e10, 1, 2), (4, 1, 1e13, 3, 4), (2, 2, 1e13, 3, 2)],
 )
-def test_a_worker_updates_its_part_of_what_its_stage_divides(groups, cp, zero, divided):
+def test_a_worker_updates_its_part_of_what_its_stage_divides(groups, cp, rate, zero, divided):
     """One alone updates all parameters; others as many as ZeRO leaves them, parts of a sequence counted."""
-    cluster = cluster_of([[("t4", 1, 4)]], inside=Link(latency_s=1e-6, bytes_per_s=1e13))
-    problem = Problem(cluster=cluster, model=small_gpt(blocks=24), batch=Batch(global_batch=4, seq_len=16))
+    cluster = cluster_of([[("t4", 1, 4)]], inside=Link(latency_s=1e-6, bytes_per_s=rate))
+    problem = Problem(cluster=cluster, model=small_gpt(blocks=24), batch=Batch(global_batch=groups, seq_len=16))
     decoder = Decoder(problem)
     workers = np.array([[groups if tp == 1 else 0 for _, tp in decoder.classes]])
     x = Allocation(workers=workers, micro_batch_size=1, cp=cp)
