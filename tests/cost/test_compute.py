@@ -13,6 +13,7 @@ from polygon.cost.blocks import HOST_ERROR
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
 from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
+from polygon.domain.block import LinearAttention
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
@@ -76,6 +77,17 @@ def test_flops_of_gpt3():
     batch = Batch(global_batch=4, seq_len=2048)
     expected = 72 * 4 * 2048 * 96 * 12288**2 * (1 + 2048 / (12 * 12288) + 51200 / (12 * 96 * 12288))
     assert model_flops_per_step(model, batch) == pytest.approx(expected)
+
+
+def test_flops_of_linear_attention():
+    """Per token two for each weight that it meets and six for each number of the state: written, read, corrected."""
+    state = LinearAttention(key_heads=4, value_heads=8, key_dim=32, value_dim=64)
+    model = gpt(linear=state, attention_pattern=("linear",))
+    keys, values = 4 * 32, 8 * 64
+    mixing = 1024 * (2 * keys + 2 * values) + 1024 * 2 * 8 + values * 1024
+    block = 2 * (mixing + 2 * 1024 * 4096) + 6 * 8 * 32 * 64
+    expected = 3 * 512 * (4 * block + 2 * 1024 * 51200)
+    assert model_flops_per_step(model, Batch(global_batch=1, seq_len=512)) == pytest.approx(expected)
 
 
 def test_dropout_and_determinism_slow_fused_attention_by_what_is_published():

@@ -123,3 +123,12 @@ def test_only_recomputed_layers_are_gathered_again():
     assert some.forward_s == none.forward_s
     assert some.backward_s - none.backward_s == pytest.approx(2 * gather_s, rel=0.01)
     assert some.first_s - none.first_s == pytest.approx(gather_s, rel=0.01)
+
+
+def test_fully_sharded_gradients_are_not_added_up_in_the_layers():
+    """A pass over a block's gradients less in its backward, but where products add them up by themselves anyway."""
+    for fused, less in ((False, True), (True, False)):
+        priced = tables(replace(BARE, fused_accumulation=fused))
+        whole, sharded = (priced.times(0, 1, 1, "none", accumulates=held).layers for held in (True, False))
+        assert (sharded.backward_s[1] < whole.backward_s[1]) == less
+        assert sharded.forward_s[1] == whole.forward_s[1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import codec_s
+from polygon.cost.transfers import codec_s, packed_bytes
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
@@ -290,6 +290,24 @@ def test_packing_and_unpacking_keep_the_devices_from_computing(mode):
     assert (plain.messages.codec_s == 0).all() and (packing_s > 0).all()
     assert found.schedule.forward_s == pytest.approx(plain.schedule.forward_s + packing_s[0])
     assert found.schedule.backward_s == pytest.approx(plain.schedule.backward_s + packing_s[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "n_bytes"),
+    [
+        ("none", {}, 4 * 2**20),
+        ("bf16", {}, 2 * 2**20),
+        ("int8", {}, 2**20),
+        ("topk", {}, 0.05 * 2**20 * (4 + 2)),
+        ("powersgd", {}, 8 * (1024 + 1024) * 4),
+        ("powersgd", {"matrix_values": 2**10}, 2**10 * 8 * (32 + 32) * 4),
+        ("powersgd", {"width": 2**12}, 8 * (256 + 4096) * 4),
+        ("powersgd", {"width": 2**19}, 4 * 2**20),  # two rows: their factors would be longer
+    ],
+)
+def test_bytes_of_packed_numbers_by_hand(mode, more, n_bytes):
+    """Of 2^20 numbers of four bytes; scales of int8 take less than two in a hundred."""
+    assert packed_bytes(2**20, 4, mode, **more) == pytest.approx(n_bytes, rel=0.02 if mode == "int8" else 1e-12)
 
 
 def test_what_is_the_tensor_itself_is_not_packed():
