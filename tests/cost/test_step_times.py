@@ -89,6 +89,23 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
         assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
 
 
+def test_processors_sum_in_rings_of_what_the_cluster_says():
+    """Two nodes of two: 2 (a + n / 2b) inside a node, then between nodes; NCCL and what it reaches are no concern."""
+    inside, between = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-3, bytes_per_s=1e8)
+    cluster = cluster_of([[("t4", 2, 2)]], inside=inside, between=between)
+    processor = replace(cluster.catalogue["t4"], architecture="cpu")
+    cluster = replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor})
+    problem = replace(far_problem(2), cluster=cluster)
+    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
+    stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
+    routes = np.arange(12)[:, None] % 4
+    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+    cost, n_bytes = step_times(plan, CostTables(problem)).reductions[0], 4 * problem.model.parameters
+    assert cost.node_s == pytest.approx(2 * (1e-4 + n_bytes / 2e9))
+    assert cost.region_s == pytest.approx(2 * (1e-3 + n_bytes / 2e8))
+    assert cost.across_s == 0
+
+
 @pytest.mark.parametrize("regions", [2, 3, 4])
 def test_a_card_sends_to_all_other_regions_at_once(regions):
     """Where links between regions are as wide as cards, an exchange takes what a ring over the same nodes does."""
