@@ -90,12 +90,12 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
 
 
 def test_processors_sum_in_rings_of_what_the_cluster_says():
-    """Two nodes of two: 2 (a + n / 2b) inside a node, then between nodes; NCCL and what it reaches are no concern."""
+    """Two nodes of two: 2 (a + n / 2b) inside a node, then between nodes. NCCL has one ring for all accelerators."""
     inside, between = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-3, bytes_per_s=1e8)
     cluster = cluster_of([[("t4", 2, 2)]], inside=inside, between=between)
     processor = replace(cluster.catalogue["t4"], architecture="cpu")
-    cluster = replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor})
-    problem = replace(far_problem(2), cluster=cluster)
+    processors = replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor})
+    problem, accelerated = (replace(far_problem(2), cluster=found) for found in (processors, cluster))
     workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
     stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
     routes = np.arange(12)[:, None] % 4
@@ -104,6 +104,8 @@ def test_processors_sum_in_rings_of_what_the_cluster_says():
     assert cost.node_s == pytest.approx(2 * (1e-4 + n_bytes / 2e9))
     assert cost.region_s == pytest.approx(2 * (1e-3 + n_bytes / 2e8))
     assert cost.across_s == 0
+    nccl = step_times(plan, CostTables(accelerated)).reductions[0]
+    assert nccl.node_s == 0 and nccl.region_s > 2 * 3 / 4 * n_bytes / 1e8
 
 
 @pytest.mark.parametrize("regions", [2, 3, 4])
