@@ -221,8 +221,10 @@ def estimate(
     times = times or step_times(plan, tables)
     done = times.done_s
     step_s = float(done.max())
-    # Where regions lead by turns several end a step with it; of these the one that computes longest tells why.
-    last = int(done.argmax()) if times.ways is None else int(np.lexsort((times.ends_s, done))[-1])
+    last = int(done.argmax())
+    if times.ways is not None:
+        # Regions that lead by turns end a step together, but for rounding: the one that computes longest tells why.
+        last = int(np.where(done >= (1 - 1e-9) * step_s, times.ends_s, -np.inf).argmax())
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)

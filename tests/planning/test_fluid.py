@@ -85,3 +85,38 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     assert better == min(first, second)
     assert first < 0.99 * second if latency_s < 0.1 else second < 0.99 * first
     assert exact_s == pytest.approx(better, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "cp", "rate", "zero", "divided"),
+    [(1, 1, 1e13, 0, 1), (2, 1, 1e13, 3, 2), (2, 1, 1e10, 1, 2), (4, 1, 1e13, 3, 4), (2, 2, 1e13, 3, 2)],
+)
+def test_a_worker_updates_its_part_of_what_its_stage_divides(groups, cp, rate, zero, divided):
+    """One alone updates all parameters; others as many as ZeRO leaves them, parts of a sequence counted."""
+    cluster = cluster_of([[("t4", 1, 4)]], inside=Link(latency_s=1e-6, bytes_per_s=rate))
+    problem = Problem(cluster=cluster, model=small_gpt(blocks=24), batch=Batch(global_batch=groups, seq_len=16))
+    decoder = Decoder(problem)
+    workers = np.array([[groups if tp == 1 else 0 for _, tp in decoder.classes]])
+    x = Allocation(workers=workers, micro_batch_size=1, cp=cp)
+    plan = decoder.decode(x)
+    assert plan.stages[0].zero == zero
+    times = decoder.step_times(plan)
+    assert times.update_s.max() > 0.1 * times.step_s
+    whole_s = 30 * problem.model.parameters / problem.cluster.catalogue["t4"].memory_bytes_per_s
+    assert times.update_s.max() > whole_s / divided
+    assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("devices", "nodes", "tp"), [(2, 1, 1), (4, 1, 1), (4, 1, 2), (4, 2, 1)])
+def test_parts_of_a_sequence_sum_their_gradients_in_the_relaxation_too(devices, nodes, tp):
+    """One worker whose devices, on a node or two, have a part of every sequence each: over a slow fabric their sums are
+    a good part of the step."""
+    near, far = (Link(latency_s=1e-6, bytes_per_s=rate) for rate in (1e10, 5e9))
+    cluster = cluster_of([[("t4", nodes, devices // nodes)]], inside=near, between=far)
+    problem = Problem(cluster=cluster, model=small_gpt(blocks=24), batch=Batch(global_batch=2, seq_len=16))
+    decoder, cp = Decoder(problem), devices // tp
+    workers = np.array([[cp if degree == tp else 0 for _, degree in decoder.classes]])
+    x = Allocation(workers=workers, micro_batch_size=1, cp=cp)
+    times = decoder.step_times(decoder.decode(x))
+    assert times.whole_reductions_s.max() > 0.3 * times.step_s
+    assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.03)

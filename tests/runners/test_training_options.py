@@ -1,5 +1,6 @@
 """Choices that must not change what is trained, and those that change it as torch's own do."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from polygon.cost.autograd_memory import Way, autograd_memory
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
 from polygon.formats import catalogue
+from runners.dist_runner import end_process
 from runners.engine.checkpoint import step_directory
 from runners.engine.compilation import compiler_of
 from runners.engine.layers import build_layer, build_layers, layer_name, tune
@@ -20,7 +23,7 @@ from runners.engine.saved_weights import SavedWeights
 from runners.recipes.tensor_bytes import TensorBytes
 from tests.real_ranks import run_ranks
 from tests.runners.test_training import plain_losses, run_rank
-from tests.small_problems import routed_problem, small_model
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 STEPS = 6
 GATED = small_model(family="llama", gated_mlp=True, rms_norm=True, learned_positions=False, linear_bias=False)
@@ -142,3 +145,41 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             replace(OPTIONS, **change)
+
+
+def order_of_sums(rank, port, problem, plan, options):
+    """What a rank does in a step: its backwards as they end, its sums as they are handed over."""
+    done = []
+
+    def watch(training):
+        reducer = training.worker.reducer
+        add, end = reducer.line.add, reducer.end_backward
+        reducer.line.add = lambda *sum_: (done.append("sum"), add(*sum_))
+        reducer.end_backward = lambda: (done.append("backward"), end())
+
+    train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, on_start=watch)
+    return done
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_sums_begin_beside_the_last_backward_unless_nothing_is_to_overlap(lookahead):
+    """Two micro-batches on either of two ranks: layers are summed as their last gradients come, or all at the end."""
+    batch = Batch(global_batch=8, seq_len=16, precision="fp32")
+    problem = Problem(cluster=small_cluster(2), model=small_model(blocks=2), batch=batch)
+    plan = small_plan(problem.cluster, [(0, 4)], [[0, 1]], [[0], [1], [0], [1]])
+    layers, losses = ["sum"] * 4, ["sum"]
+    order = ["backward", *layers, "backward"] if lookahead else ["backward", "backward", *layers]
+    expected = [*order, *losses]
+    assert run_ranks(order_of_sums, 2, problem, plan, Options(steps=1, lookahead=lookahead)) == [expected, expected]
+
+
+def test_zero_that_parameter_servers_cannot_run_is_said(tmp_path):
+    """One line of the stage that asks for it, in the log of the stage's first rank; the stage without has none."""
+    problem, plan = routed_problem(2)
+    first, second = plan.stages
+    plan = replace(plan, stages=(first, replace(second, zero=1)), reduction="central-server")
+    run_ranks(run_rank, 2, problem, plan, Options(steps=1, log_dir=tmp_path))
+    logs = [map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()) for rank in (0, 1)]
+    notes = [[line["text"] for line in log if line["type"] == "note"] for log in logs]
+    line = "stage 1: ZeRO-1 is not run: parameter servers hold whole weights and gradients"
+    assert notes == [[], [line]]
