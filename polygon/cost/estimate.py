@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from polygon.cost.compute import LayerTimes, model_flops_per_step
-from polygon.cost.memory import MemoryBreakdown, breakdown, divided_less, gradient_copies, stage_rows
+from polygon.cost.memory import (
+    MemoryBreakdown,
+    breakdown,
+    divided_less,
+    gradient_copies,
+    passing_bytes,
+    posted_bytes,
+    stage_rows,
+)
 from polygon.cost.money import step_bill, traffic_bytes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
@@ -157,9 +165,11 @@ def _group_rows(plan: Plan, tables: CostTables, stages: Sequence[Stage], tp: int
             for part in stages
         ]
     )
+    sent = boundary_values(model, batch, plan.micro_batch_size) / cp * batch.element_bytes
     if runtime.keeps_outputs:
-        sent = boundary_values(model, batch, plan.micro_batch_size) / cp * batch.element_bytes
         rows[:, 2] += [sent * (part.last_layer < model.layers) for part in stages]
+    if len(plan.stages) > 1:
+        rows[:, 3] += posted_bytes(runtime, sent)
     return _together(rows)
 
 
@@ -176,6 +186,7 @@ def memory_of(
         batch=batch,
         context_bytes=runtime.context_bytes,
         gradient_copies=gradient_copies(batch, runtime, zero),
+        passing=passing_bytes(batch, runtime, zero),
         outer=steps > 1,
     )
 
@@ -210,8 +221,10 @@ def estimate(
     times = times or step_times(plan, tables)
     done = times.done_s
     step_s = float(done.max())
-    # Where regions lead by turns several end a step with it; of these the one that computes longest tells why.
-    last = int(done.argmax()) if times.ways is None else int(np.lexsort((times.ends_s, done))[-1])
+    last = int(done.argmax())
+    if times.ways is not None:
+        # Regions that lead by turns end a step together, but for rounding: the one that computes longest tells why.
+        last = int(np.where(done >= (1 - 1e-9) * step_s, times.ends_s, -np.inf).argmax())
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)

@@ -338,9 +338,32 @@ def outside_bytes(batch: Batch) -> float:
 def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:
     """Further copies of the gradients: flattened ones of a reduction, and low-precision ones that live beside the
     wider ones they are added to, in units of those."""
-    if runtime.fused_accumulation or zero == 3 or batch.gradient_bytes <= batch.element_bytes:
+    wide = runtime.fused_accumulation or runtime.autograd or batch.gradient_bytes <= batch.element_bytes
+    if wide or zero == 3:
         return runtime.gradient_copies
     return runtime.gradient_copies + batch.element_bytes / batch.gradient_bytes
+
+
+MOST_POSTED = 16
+"""Messages that are posted at most, however small."""
+
+
+def posted_bytes(runtime: Runtime, message_bytes: float) -> float:
+    """Room for messages between stages that have not arrived."""
+    return max(runtime.posted_messages * message_bytes, min(MOST_POSTED * message_bytes, runtime.posted_bytes))
+
+
+def passing_bytes(batch: Batch, runtime: Runtime, zero: int) -> float:
+    """Bytes per parameter of the largest layer that ZeRO has beside what each device keeps, while that is computed.
+
+    ZeRO-3: its weights and their gradient, and weights or a gradient of a layer beside it; this project's engine has
+    the weights of the layer before and the gradient of the one after. ZeRO-2, where gradients are scattered after every
+    micro-batch: the gradients of two layers.
+    """
+    weight, gradient, _ = state_bytes(batch)
+    if zero == 3:
+        return (3 if runtime.autograd else 2) * weight + gradient
+    return 2.0 * gradient if zero == 2 and runtime.zero2_by_micro_batch else 0.0
 
 
 def breakdown(
@@ -358,11 +381,14 @@ def breakdown(
     context_bytes: float = CONTEXT_BYTES,
     gradient_copies: float = 0.0,
     outer: bool = False,
+    passing: float | None = None,
 ) -> MemoryBreakdown:
-    """Peak bytes from what `stage_rows` says of a stage."""
+    """Peak bytes from what `stage_rows` says of a stage; `passing`: see `passing_bytes`."""
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
-    if zero >= 3 and shards > 1:
-        transient_bytes = transient_bytes + largest * (2 * per_weight + per_gradient)
+    if shards > 1:
+        transient_bytes = transient_bytes + largest * (
+            passing_bytes(batch, FUSED, zero) if passing is None else passing
+        )
     return MemoryBreakdown(
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
         gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from polygon.cost.autograd_memory import Way, autograd_memory
 from polygon.cost.calibration import NONE, Calibration
 from polygon.cost.compute import LayerTimes, layer_times, orthogonal_s, update_s
 from polygon.cost.kept import Kept
@@ -239,23 +240,44 @@ class CostTables:
         if known is None:
             model, batch = self.problem.model, self.problem.batch
             measured = (p.memory(model, batch, tp, micro_batch_size, recompute) for p in self._profiles)
-            layers = next((layers for layers in measured if layers is not None), None) or layer_memory(
-                model,
-                batch,
-                tp=tp,
-                micro_batch_size=micro_batch_size,
-                recompute=recompute,
-                sequence_parallel=sequence_parallel,
-                cp=cp,
-                ep=ep,
-                runtime=self.problem.runtime,
-            )
+            layers = next((layers for layers in measured if layers is not None), None) or self._layer_memory(*key)
             known = self._memory[key] = ClassMemory(
                 parameters=running_sum(layers.parameters),
                 activation_bytes=running_sum(layers.activation_bytes),
                 layers=layers,
             )
         return known
+
+    def _layer_memory(
+        self, tp: int, micro_batch_size: int, recompute: str, cp: int, ep: int, sequence_parallel: bool
+    ) -> LayerMemory:
+        """As the problem's runtime keeps it."""
+        problem = self.problem
+        runtime, pools = problem.runtime, problem.cluster.pools
+        if runtime.autograd:
+            way = Way(
+                micro_batch=micro_batch_size,
+                recompute=recompute,
+                tp=tp,
+                cp=cp,
+                ep=ep,
+                sequence=sequence_parallel,
+                ring=runtime.context == "ring",
+                compiled=runtime.fused,
+                fused_norms=not all(pool.device.name.startswith("cpu") for pool in pools),
+            )
+            return autograd_memory(problem.model, problem.batch, way)
+        return layer_memory(
+            problem.model,
+            problem.batch,
+            tp=tp,
+            micro_batch_size=micro_batch_size,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+            cp=cp,
+            ep=ep,
+            runtime=runtime,
+        )
 
     def layers_of(self, stage: Stage, *, tp: int, micro_batch_size: int) -> LayerMemory:
         """What each layer puts on one device of a worker of a stage: those recomputed, and behind them the others."""

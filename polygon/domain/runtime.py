@@ -31,6 +31,9 @@ class Runtime:
     (`polygon.cost.kernels.EAGER_HOST_S`)."""
     loss: str = "torch"
     """How the loss is computed from the logits (`polygon.cost.compute.LOSS_BYTES`)."""
+    autograd: bool = False
+    """Whether what backward needs is counted as torch's autograd keeps it, operation by operation, of eager layers and
+    weights in 32 bits (`polygon.cost.autograd_memory`)."""
     fused_accumulation: bool = True
     """Whether weight gradients are added up inside the products, not in a pass of their own."""
     dropout: bool = False
@@ -92,6 +95,10 @@ class Runtime:
     broadcasts its matrices (InternEvo). Else every weight is divided."""
     keeps_outputs: bool = False
     """Whether a pipeline stage holds what it has sent until the backward of it (DeepSpeed; Megatron-LM frees it)."""
+    posted_messages: int = 0
+    """Messages between stages that a device makes room for before they arrive, whatever they take."""
+    posted_bytes: float = 0.0
+    """Of more, smaller ones."""
     keeps_gathered: bool = False
     """Whether sequence parallelism keeps its gathered inputs for the weight gradients, as autograd does by itself
     (DTensor); Megatron-LM keeps the shares and gathers them once more (Korthikanti et al., section 4.2)."""
@@ -120,7 +127,10 @@ class Runtime:
         ):
             value = getattr(self, name)
             require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
-        for name in ("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"):
+        for name in (
+            *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
+            *("posted_messages", "posted_bytes"),
+        ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
             require_number(getattr(self, name), f"runtime.{name}", above=0)
@@ -132,6 +142,7 @@ POLYGON = Runtime(
     version="0.1",
     attention="flash2",
     fused=False,
+    autograd=True,
     loss="torch",
     fused_accumulation=False,
     windows_in_blocks=True,
@@ -141,9 +152,13 @@ POLYGON = Runtime(
     contention=0.0,
     p2p_overlap=True,
     zero2_by_micro_batch=True,
+    keeps_outputs=True,
+    posted_messages=2,
+    posted_bytes=float(1 << 26),
     sources={
         "attention": "torch's scaled_dot_product_attention, runners/engine/layers.py",
         "fused": "eager torch, runners/engine/layers.py",
+        "autograd": "eager torch, runners/engine/layers.py; measured by benchmarks/every_dimension.py",
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
         "windows_in_blocks": "runners/engine/windows.py",
@@ -151,6 +166,9 @@ POLYGON = Runtime(
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",
+        "keeps_outputs": "backward starts at them, runners/engine/worker.py",
+        "posted_messages": "receives that wait whatever they take, runners/engine/stage_messages.py",
+        "posted_bytes": "ten times what a link of 1 Gbit/s and 50 ms has under way: more would hide nothing",
     },
 )
 """Our engine as it is."""

@@ -104,7 +104,9 @@ class FluidWork(NamedTuple):
     reduction: Reductions
     pools: np.ndarray
     degrees: np.ndarray
-    """(classes,) of one stage, as in `levels_s`."""
+    near: np.ndarray
+    ring_nodes: np.ndarray
+    """(classes,) of one stage, as `pools`, `degrees`, `members` and `nodes` of `levels_s`."""
     pair_share: np.ndarray
     """(regions, regions), as in `levels_s`."""
     packs: np.ndarray
@@ -149,6 +151,8 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         reduction=reductions_for(rows),
         pools=np.zeros(classes, dtype=np.int64),
         degrees=np.zeros(classes, dtype=np.int64),
+        near=np.zeros(classes, dtype=np.int64),
+        ring_nodes=np.zeros(classes, dtype=np.int64),
         pair_share=np.zeros((regions, regions)),
         packs=np.zeros(regions, dtype=np.bool_),
         apart=np.zeros(regions, dtype=np.bool_),
@@ -495,16 +499,27 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> N
 
 
 @inner
+def _find_rings(bank: Bank, work: FluidWork, s: int) -> None:
+    """Fill `near` and `ring_nodes`: parts of a sequence sum too, as in `polygon.cost.reduction.stage_devices`."""
+    hosts, stages = work.hosts, work.stages
+    for i in range(stages.members[s]):
+        c, held = stages.classes[s, i], hosts.member_most[s, i] * bank.cp
+        near = min(held, max(1, bank.devices_per_node[c] // bank.tp[c]))
+        work.near[i], work.ring_nodes[i] = near, hosts.member_nodes[s, i] * held // near
+
+
+@inner
 def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) -> tuple[float, float, float, float]:
     """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
     the latency; `apart` as in `levels_s`, for the pools and degrees in `work`."""
-    hosts, n_bytes, m = work.hosts, work.reduction.n_bytes[s], work.stages.members[s]
+    n_bytes, m = work.reduction.n_bytes[s], work.stages.members[s]
+    _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s = levels_s(
         n_bytes,
         m,
         work.pools,
-        hosts.member_nodes[s],
-        hosts.member_most[s],
+        work.ring_nodes,
+        work.near,
         work.degrees,
         n_bytes * bank.packed_ratio,
         work.pair_share,
@@ -519,7 +534,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         if zero < 3:
             gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
         inside_s *= _summed_part(bank, zero)
-        inside_s += copies_s(n_bytes, m, work.pools, hosts.member_nodes[s], work.degrees, apart, bank.links)
+        inside_s += copies_s(n_bytes, m, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
     return inside_s, gather_s, across_s, far_s
 
 

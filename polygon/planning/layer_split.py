@@ -103,8 +103,16 @@ def _transient_bytes(bank: Bank, c: int, recompute: int, zero: int, shards: int,
     most, gathered = 0.0, 0.0
     for layer in (first, min(first + 1, last - 1), last - 1):
         most = max(most, bank.transient_bytes[c, recompute, layer])
-        gathered = max(gathered, bank.largest_bytes[c, layer])
-    return most + gathered if zero == 3 and shards > 1 else most
+        gathered = max(gathered, bank.passing_bytes[zero, c, layer])
+    if last - first < bank.parameters.shape[1] - 1:
+        most += bank.posted_bytes
+    return most + gathered if shards > 1 else most
+
+
+@inner
+def _sent_bytes(bank: Bank, last: int) -> float:
+    """Of a micro-batch's output, what stays until its backward."""
+    return bank.kept_output_bytes if last < bank.parameters.shape[1] - 1 else 0.0
 
 
 @inner
@@ -116,7 +124,8 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
         shards = stages.kind_shards[s, i]
         free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
         plain = bank.activation_bytes[c, 0]
-        whole = (plain[last] - plain[first]) * held
+        sent = _sent_bytes(bank, last)
+        whole = (plain[last] - plain[first] + sent) * held
         if whole + _transient_bytes(bank, c, 0, zero, shards, first, last) <= free:
             continue
         sums = bank.activation_bytes[c, mode]
@@ -128,13 +137,13 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
         while low < high:
             middle = (low + high) // 2
             until = begin + middle
-            kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until]
+            kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until] + sent
             if kept * held <= free:
                 high = middle
             else:
                 low = middle + 1
         until = begin + low
-        kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until]
+        kept = plain[begin] - plain[first] + sums[until] - sums[begin] + plain[last] - plain[until] + sent
         if until > last or kept * held > free:
             return -1
         most = max(most, low)
@@ -421,7 +430,7 @@ def room_in_flight(bank: Bank, stages: Stages, s: int, first: int, last: int, op
     for i in range(members):
         c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
         sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
-        each = sums[until] - sums[first] + plain[last] - plain[until]
+        each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
         free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
         transient = max(
             _transient_bytes(bank, c, recompute, zero, shards, first, last),

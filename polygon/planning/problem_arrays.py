@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.convergence import Allowed
-from polygon.cost.memory import breakdown, gradient_copies, outside_bytes, state_bytes
+from polygon.cost.memory import breakdown, gradient_copies, outside_bytes, passing_bytes, posted_bytes
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
@@ -58,8 +58,12 @@ class Bank(NamedTuple):
     parameters: np.ndarray
     divided: np.ndarray
     """(c, n + 1) running sums per device: of parameters, and of what ZeRO divides by the shards."""
-    largest_bytes: np.ndarray
-    """(c, n) of a layer that ZeRO-3 has gathered: weights twice, and gradients."""
+    passing_bytes: np.ndarray
+    """(4, c, n) that each ZeRO stage has of a layer while it is computed, beside what every device keeps."""
+    posted_bytes: float
+    """Room for messages between stages."""
+    kept_output_bytes: float
+    """Per micro-batch in flight, of what a stage has sent."""
     tied: np.ndarray
     """(c,) parameters of a tied head's own copy, per device."""
     activation_bytes: np.ndarray
@@ -198,7 +202,7 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     activations = np.array([[r.activation_bytes for r in m] for m in memory])
     rows = [m[0].layers for m in memory]
     divided = [of.parameters if of.sharded_parameters is None else of.sharded_parameters for of in rows]
-    weight_bytes, gradient_bytes, _ = state_bytes(batch)
+    message_bytes = boundary_values(problem.model, batch, micro_batch_size) / cp * batch.element_bytes
     held_bytes, divided_bytes = state_bytes_per_parameter(tables)
     regions = len(cluster.regions)
     far = ~np.eye(regions, dtype=bool)
@@ -231,7 +235,11 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         ),
         parameters=np.array([m[0].parameters for m in memory]),
         divided=np.array([running_sum(values) for values in divided]),
-        largest_bytes=np.array([of.parameters * (2 * weight_bytes + gradient_bytes) for of in rows]),
+        passing_bytes=np.array(
+            [[of.parameters * passing_bytes(batch, problem.runtime, zero) for of in rows] for zero in range(4)]
+        ),
+        posted_bytes=posted_bytes(problem.runtime, message_bytes),
+        kept_output_bytes=message_bytes if problem.runtime.keeps_outputs else 0.0,
         tied=np.array([m[0].layers.tied_parameters for m in memory]),
         activation_bytes=activations,
         transient_bytes=np.array([[r.layers.transient_bytes for r in m] for m in memory]),

@@ -11,6 +11,7 @@ import numpy as np
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.runtime import POLYGON
 from polygon.domain.schedule import worker_order
 
 HIDDEN_SIZE = 64
@@ -108,7 +109,9 @@ def rehearsal_problem(
         replace(stage, ep=_expert_degree(model, small_plan, s, stages[s].ep))
         for s, stage in enumerate(small_plan.stages)
     )
-    return replace(problem, model=model, batch=batch), replace(small_plan, stages=sharing)
+    # To compile so small a model takes longer than to train it.
+    runtime = POLYGON if problem.runtime.name == "polygon-compiled" else problem.runtime
+    return replace(problem, model=model, batch=batch, runtime=runtime), replace(small_plan, stages=sharing)
 
 
 def _degrees(model: Model, plan: Plan, max_ranks: int | None) -> tuple[int, int]:

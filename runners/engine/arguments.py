@@ -81,7 +81,11 @@ def _add_optimization(training: argparse._ArgumentGroup) -> None:
         help="a step leaves so much of the moving average of the weights, as 0.999; 0 (default): none is kept",
     )  # fmt: skip
     training.add_argument(
-        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile for every block (inductor)"
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="torch.compile for every block (inductor), or none (default: inductor under the runtime polygon-compiled)",
     )
     training.add_argument(
         "--loss-chunk", type=int, default=default.loss_chunk, metavar="TOKENS",

@@ -177,10 +177,7 @@ class Attention(nn.Module):
             q, k, v = to_heads(q, k, v, context)
         elif context is not None:
             positions = part_of(self._places(q, context) if positions is None else positions, context)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary:
-            q, k = (rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))
+        q, k = self.turn(q, k, positions)
         if context is not None and ring:
             halved = len(spans_of(tokens, context)) == 2
             q, k, v = (as_autocast(x) for x in (q, k, v))
@@ -200,6 +197,16 @@ class Attention(nn.Module):
         if context is not None and share:
             mixed = to_tokens(mixed, context)
         return mixed.transpose(1, 2).flatten(2)
+
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, normed and turned by their positions."""
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if not self.rotary:
+            return q, k
+        return tuple(rotate(x, self.rope_theta, positions, self.rope_scaling) for x in (q, k))  # type: ignore[return-value]
 
     def _of_pieces(
         self,
@@ -249,9 +256,12 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = (self.up,) if self.gate is None else (self.up, self.gate)
-        up, *gate = column_products(first, x, self.tp, by_tokens=self.by_tokens)
-        inner = functional.silu(gate[0]) * up if gate else functional.gelu(up, approximate=self.gelu)
+        inner = self.activate(*column_products(first, x, self.tp, by_tokens=self.by_tokens))
         return row_product(self.down, inner, self.tp, by_tokens=self.by_tokens)
+
+    def activate(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """What the last layer takes, of what the first ones give."""
+        return functional.gelu(up, approximate=self.gelu) if gate is None else functional.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -265,8 +275,13 @@ class Block(nn.Module):
         self.mlp = Experts(model, Mlp) if model.is_sparse(layer) else Mlp(model, model.ffn_size)
 
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), documents)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.add(x, self.attention(self.attention_norm(x), documents))
+        return x + self.mlp(normed)
+
+    def add(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum with what attention gives, and its norm."""
+        x = x + attended
+        return x, self.mlp_norm(x)
 
 
 def _spread_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, tp: TensorGroup) -> torch.Tensor:
@@ -483,13 +498,30 @@ def use_eight_bits(layers: Iterable[nn.Module], *, keeps: bool) -> None:
             module.eight_bits = EightBits(keeps=keeps)
 
 
-def tune(layers: nn.ModuleDict, *, compiler: str | None, loss_chunk: int) -> None:
-    """Let blocks be compiled, and the head's logits come in chunks; no number changes but by rounding."""
+def tune(layers: nn.ModuleDict, *, compiler: str | None, loss_chunk: int, apart: bool = False) -> None:
+    """Let blocks be compiled, and the head's logits come in chunks; no number changes but by rounding.
+
+    `apart`: other ranks hold parts of the blocks, or of what these compute. What lies between the messages is compiled
+    then: norms and sums, positions, activations.
+    """
     for module in layers.values():
         if isinstance(module, Block) and compiler is not None:
-            module.compile(backend=compiler)
+            if apart or isinstance(module.mlp, Experts):
+                _compile_parts(module, compiler)
+            else:
+                module.compile(backend=compiler)
         if isinstance(module, Head):
             module.chunk = loss_chunk
+
+
+def _compile_parts(block: Block, backend: str) -> None:
+    """Compile what a block computes by itself, but for products. Experts get another number of tokens each time."""
+    block.attention_norm.compile(backend=backend)
+    names: list[tuple[nn.Module, str, bool | None]] = [(block, "add", None), (block.attention, "turn", None)]
+    routed = isinstance(block.mlp, Experts)
+    names += [(part, "activate", routed or None) for part in block.mlp.modules() if isinstance(part, Mlp)]
+    for module, name, dynamic in names:
+        setattr(module, name, torch.compile(getattr(module, name), backend=backend, dynamic=dynamic))
 
 
 def parameter_shapes(model: Model) -> dict[str, torch.Size]:

@@ -48,7 +48,7 @@ class Options:
     average: float = 0.0
     """Part that a step leaves of the moving average of the weights; 0: none is kept."""
     compile: str | None = None
-    """torch.compile's backend for the blocks; None: they run as they are written."""
+    """torch.compile's backend for the blocks, or `none`: they run as they are written; None: as the plan's runtime."""
     loss_chunk: int = 0
     """Tokens whose logits are there at a time; 0: those of the whole micro-batch."""
     balance: float = 0.0

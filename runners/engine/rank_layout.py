@@ -10,6 +10,7 @@ from polygon_comm.reduction import TAGS_PER_GROUP, Members, members_of
 from polygon_comm.shaped import LinkShape
 
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker
+from polygon.domain.runtime import POLYGON
 from polygon.domain.schedule import Action
 
 STEPS_IN_FLIGHT = 2
@@ -17,9 +18,8 @@ STEPS_IN_FLIGHT = 2
 MESSAGES = "FBV"
 """What a message between stages lets start: forward, backward, or forward of a validation."""
 
-FEWEST_AHEAD, AHEAD_BYTES = 2, 1 << 26
-"""Receives that are posted whatever they take, and most bytes of all that are: ten times what a link of 1 Gbit/s and
-50 ms has under way, so that more would hide nothing."""
+FEWEST_AHEAD, AHEAD_BYTES = POLYGON.posted_messages, POLYGON.posted_bytes
+"""Receives that are posted whatever they take, and most bytes of all that are."""
 
 MOST_WARM_BYTES = 4 << 20
 """Linux' default limit of what a stream may have under way."""

@@ -17,6 +17,7 @@ from polygon.formats.files import make_folder
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
 from runners.engine.additions import check_lora
+from runners.engine.compilation import check_compiler, compiler_of
 from runners.engine.failure_detector import Watch
 from runners.engine.options import Options
 from runners.engine.pretrained import weights_digest
@@ -153,18 +154,9 @@ def _check_options(problem: Problem, plan: Plan, options: Options) -> None:
     check_runnable(problem, plan, own_model=options.model_file is not None)
     if problem.batch.optimizer == "adafactor":
         require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
-    if options.compile is not None:
-        _check_compiled(plan)
+    check_compiler(compiler_of(problem.runtime, options))
     if options.lora is not None:
         check_lora(problem.model, plan, options.lora)
-
-
-def _check_compiled(plan: Plan) -> None:
-    """Require blocks that compute by themselves: what others hold of them is fetched outside of what is compiled."""
-    for s, stage in enumerate(plan.stages):
-        require(stage.zero < 3, f"plan.stages[{s}].zero", stage.zero, "0, 1 or 2 (with --compile)")
-        for w, worker in enumerate(stage.workers):
-            require(worker.tp == 1, f"plan.stages[{s}].workers[{w}].tp", worker.tp, "1 (with --compile)")
 
 
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:

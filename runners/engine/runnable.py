@@ -14,8 +14,9 @@ from runners.engine.rank_layout import Layout
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
-    ours = replace(problem.runtime, name=POLYGON.name, context=POLYGON.context) == POLYGON
-    require(ours, "problem.runtime", Phrase(problem.runtime.name), "polygon or polygon-ring, to be run here")
+    ours = replace(problem.runtime, name=POLYGON.name, context=POLYGON.context, fused=POLYGON.fused) == POLYGON
+    expected = "polygon, polygon-compiled or polygon-ring, to be run here"
+    require(ours, "problem.runtime", Phrase(problem.runtime.name), expected)
     if own_model:
         precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
         require(precision != "fp8", "batch.precision", precision, expected)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from polygon.domain.schedule import Action, worker_order
 from runners.data.samples import Samples, Shuffled, count_targets, positions_of
 from runners.engine.additions import add_lora
+from runners.engine.compilation import compiler_of
 from runners.engine.context import part_of
 from runners.engine.documents import Documents, documents_at
 from runners.engine.experts import EXPERT, BalanceLoss
@@ -125,7 +126,13 @@ class StageWorker:
                     module.recompute_core = True
         if options.lora is not None:
             add_lora(self.layers, model, options.lora, options.seed)
-        tune(self.layers, compiler=options.compile, loss_chunk=options.loss_chunk)
+        apart = self.tp is not None or self.context is not None or any(stage.zero == 3 for stage in self.stages)
+        tune(
+            self.layers,
+            compiler=compiler_of(layout.problem.runtime, options),
+            loss_chunk=options.loss_chunk,
+            apart=apart,
+        )
         self.global_batch = self.plan.micro_batches * self.plan.micro_batch_size
         self.targets_per_sample = 1 if model.family == "vit" or own_model is not None else batch.seq_len
         self.loss_scale = 1.0

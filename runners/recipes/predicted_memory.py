@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from polygon.cost.autograd_memory import Way, autograd_memory, beside_stage
 from polygon.cost.memory import LayerMemory, MemoryBreakdown, breakdown, divided_less, stage_rows
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
@@ -18,7 +19,6 @@ from polygon.domain.plan import Plan, Problem, Worker
 from polygon.domain.schedule import Action, worker_order
 from runners.engine.options import Options
 from runners.engine.rank_layout import AHEAD_BYTES, FEWEST_AHEAD, Layout
-from runners.recipes.activations import Way, own_layer_memory
 
 MEASURED = "tensor-bytes-{}.json"
 
@@ -94,9 +94,10 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         ep=stage.ep,
         sequence=stage.sequence_parallel,
         ring=problem.runtime.context == "ring",
+        compiled=problem.runtime.fused,
         fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
     )
-    layers = own_layer_memory(problem.model, batch, way, stage.first_layer, stage.last_layer)
+    layers = beside_stage(autograd_memory(problem.model, batch, way), stage.first_layer, stage.last_layer)
     tied, tied_zero, tied_shards = _tied(layout, s, worker)
     if stage.zero >= 2 and shards > 1:
         passing = _passing(problem, layers, stage.zero, worker.tp, shards, whole=0.0 if tied_zero >= 2 else tied)
@@ -126,8 +127,8 @@ def _passing(problem: Problem, layers: LayerMemory, zero: int, tp: int, shards: 
     """Bytes that ZeRO-2 and 3 have of each layer, and of those before and after it, while its backward is computed.
 
     Its whole gradient, and that of the layer after, which leaves; under ZeRO-3 its weights too, those of the layer
-    before, which arrive, and the gradient of one weight before it is added (the head's: see `own_layer_memory`).
-    `whole`: parameters of the first and the last layer that are not divided.
+    before, which arrive, and the gradient of one weight before it is added (of the head `polygon.cost.autograd_memory`
+    has it). `whole`: parameters of the first and the last layer that are not divided.
     """
     model, batch = problem.model, problem.batch
     parameters = layers.parameters.copy()

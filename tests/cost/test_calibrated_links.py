@@ -16,8 +16,9 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
-from polygon.domain.plan import LinkUse, Plan, Problem
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.runtime import Runtime
+from polygon.domain.schedule import stage_spans
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from tests.linked_regions import cluster_of, small_gpt
@@ -124,6 +125,25 @@ def test_tied_embeddings_of_one_node_take_its_fabric():
     assert near == pytest.approx(FABRIC.latency_s + NEAR_MESSAGE_S + n_bytes / (FABRIC_EFFICIENCY * 300e9))
     assert near < 0.002
     assert far > n_bytes / 1.25e9
+
+
+def test_tied_slices_of_one_node_are_as_wide_as_the_wider():
+    """A first stage on two devices and a last on one: half of the gradient cannot go to where the whole is held."""
+    problem = equal_nodes(
+        small_gpt(), Batch(global_batch=8, seq_len=512), catalogue.device("a100-80gb"), nodes=1, between=FABRIC
+    )
+    seconds = []
+    for degrees in ((2, 2), (2, 1), (1, 1)):
+        ranks = (range(degrees[0]), range(2, 2 + degrees[1]))
+        layers = ((0, 4), (4, problem.model.layers))
+        stages = tuple(
+            Stage(first_layer=first, last_layer=last, workers=(Worker(pool=0, devices=tuple(devices)),))
+            for (first, last), devices in zip(layers, ranks, strict=True)
+        )
+        routes = np.zeros((8, 2), dtype=np.int64)
+        plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (2, 1)))
+        seconds.append(step_times(plan, CostTables(problem)).tied_s)
+    assert seconds[1] == seconds[2] > 1.5 * seconds[0]
 
 
 def test_the_slowest_pair_of_tied_stages_does_not_count_where_one_node_holds_both():

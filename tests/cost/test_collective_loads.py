@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from link_loads import (
     ALPHA,
@@ -217,6 +218,14 @@ def test_pipeline_uses_the_best_whole_number_of_pieces(hops, n_bytes):
 
     least = min(played(k) for k in range(1, min(int(n_bytes), 200) + 1))
     assert c.pipelined_s(hops, n_bytes, ALPHA, RATE) == pytest.approx(least)
+
+
+def test_pieces_of_one_message_are_a_number_and_of_many_an_array():
+    """sqrt(3 x 12e-3 / (1 x 1e-3)) = 6 pieces of a message, and of a shorter one half as many; a byte is one piece."""
+    one = c.best_pieces(3, 1, 1e6, 1e-3, 12e-3)
+    many = c.best_pieces(3, 1, np.array([1e6, 1e6, 1.0]), 1e-3, np.array([12e-3, 3e-3, 12e-3]))
+    assert isinstance(one, float) and one == 6
+    assert many.tolist() == [6, 3, 1]
 
 
 @pytest.mark.parametrize("far", [(5e-6, 25e9), (0.0, 25e9), (5e-6, 3e12), (1e-3, 1e6)])

@@ -13,6 +13,7 @@ from polygon.cost.blocks import HOST_ERROR
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
 from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
+from polygon.domain.block import LinearAttention
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
@@ -76,6 +77,17 @@ def test_flops_of_gpt3():
     batch = Batch(global_batch=4, seq_len=2048)
     expected = 72 * 4 * 2048 * 96 * 12288**2 * (1 + 2048 / (12 * 12288) + 51200 / (12 * 96 * 12288))
     assert model_flops_per_step(model, batch) == pytest.approx(expected)
+
+
+def test_flops_of_linear_attention():
+    """Per token two for each weight that it meets and six for each number of the state: written, read, corrected."""
+    state = LinearAttention(key_heads=4, value_heads=8, key_dim=32, value_dim=64)
+    model = gpt(linear=state, attention_pattern=("linear",))
+    keys, values = 4 * 32, 8 * 64
+    mixing = 1024 * (2 * keys + 2 * values) + 1024 * 2 * 8 + values * 1024
+    block = 2 * (mixing + 2 * 1024 * 4096) + 6 * 8 * 32 * 64
+    expected = 3 * 512 * (4 * block + 2 * 1024 * 51200)
+    assert model_flops_per_step(model, Batch(global_batch=1, seq_len=512)) == pytest.approx(expected)
 
 
 def test_dropout_and_determinism_slow_fused_attention_by_what_is_published():
@@ -208,6 +220,49 @@ def test_parts_of_a_sequence_are_exchanged_by_heads_or_gathered():
     own = 65536 / cp * 128 * 2 / (100e9 * FABRIC_EFFICIENCY)
     assert sent_s(32, 8) == pytest.approx(2 * (7 / 8 * (32 + 8) * 2 * own + 14 * RING_STEP_S), rel=1e-6)
     assert sent_s(12, 4) == pytest.approx(2 * (7 * 4 * 2 * own + 7 * RING_STEP_S), rel=1e-6)
+
+
+def in_a_ring(rate: float, cp: int = 8, **switches: bool):
+    """Seconds of a block whose keys and values pass round a ring over links of a rate: forward, backward, exposed."""
+    link, batch = Link(latency_s=0.0, bytes_per_s=rate), Batch(global_batch=8, seq_len=65536)
+    runtime = Runtime(context="ring", **switches)
+    times = layer_times(gpt(), batch, A100, link, cp=cp, cp_link=link, runtime=runtime)
+    return np.array([times.forward_s[1], times.backward_s[1], times.communication_s[1]])
+
+
+def test_a_ring_hides_behind_attention_as_far_as_it_goes():
+    """Seven messages of an eighth of keys and values, twice as many in backward. Where attention takes longer, 0.2 of
+    them are seen; where they do, all but 0.8 of seven eighths of attention, the eighth being its own keys."""
+    sent_s = 7 * (RING_STEP_S + 65536 / 8 * 2 * 1024 * 2 / (600e9 * FABRIC_EFFICIENCY))
+    assert in_a_ring(600e9)[2] == pytest.approx(0.2 * 3 * sent_s)
+    plain, dropped, fixed = (
+        in_a_ring(1e9, **switches) for switches in ({}, {"attention_dropout": True}, {"deterministic": True})
+    )
+    one = in_a_ring(1e9, cp=1, deterministic=True) - in_a_ring(1e9, cp=1)
+    assert one[2] == 0
+    # Of an eighth of the queries determinism takes an eighth of what it takes of all, dropout a share that is seen too.
+    assert plain[2] - fixed[2] == pytest.approx(0.8 * 7 / 8 * one[1] / 8)
+    assert fixed[1] - plain[1] == pytest.approx((1 - 0.8 * 7 / 8) * one[1] / 8)
+    forward_s, backward_s = dropped[:2] - plain[:2]
+    assert plain[2] - dropped[2] == pytest.approx(0.7 / 0.3 * (forward_s + backward_s))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_eager_norms_and_positions_pass_through_memory_again(tp: int):
+    """RMSNorm as seven fp32 operations moves 28 bytes a number more in forward and 40 in backward than one kernel, and
+    complex positions 16 and 16 of queries and keys, which tensor parallelism divides."""
+    batch = Batch(global_batch=1, seq_len=32768)
+
+    def seconds(rms_norm: bool, fused: bool) -> np.ndarray:
+        model = gpt(kv_heads=4, rms_norm=rms_norm)
+        times = layer_times(model, batch, A100, NVLINK, tp=tp, runtime=Runtime(fused=fused))
+        return np.array([times.forward_s[1], times.backward_s[1]])
+
+    assert seconds(True, fused=True) == pytest.approx(seconds(False, fused=True))
+    norms, turned = 2 * 1024, (1024 + 4 * 64) / tp
+    n_bytes = np.array([28 * norms + 16 * turned, 40 * norms + 16 * turned])
+    more_s = seconds(True, fused=False) - seconds(False, fused=False)
+    assert more_s == pytest.approx(32768 * n_bytes / (0.98 * 2.039e12))
 
 
 @pytest.mark.parametrize("rate", [400e9, 4e9])

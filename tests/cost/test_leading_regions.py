@@ -11,7 +11,7 @@ from polygon.bounds.region_sums import Hop, Links, led_sets, summing_sets
 from polygon.cost.estimate import estimate
 from polygon.cost.finish import led_s
 from polygon.cost.overlap import overlap_of
-from polygon.cost.reduction import passes_of_card
+from polygon.cost.reduction import lent_s, passes_of_card, ring_s
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
@@ -83,6 +83,28 @@ def test_nobody_leads_where_links_are_alike_or_all_wait_for_the_norm():
     assert min(terms.values()) >= -1e-12
 
 
+@pytest.mark.parametrize(
+    ("back", "zero", "slow_takes", "slowest", "last"),
+    [(1e7, 0, 6, 0, 0), *((rate, 0, 6, 1, 1) for rate in (2.9e9, 3.2e9, 4.5e9, 5.1e9, 1e10)), (1e7, 2, 1, 0, 1)],
+)
+def test_the_region_that_ends_last_tells_why(back, zero, slow_takes, slowest, last):
+    """A100s in one region, T4s in the other. Where the way back from the slow to the quick is narrow, these wait for
+    gradients, and the step is sums rather than compute; where it is wide, both end a step with the slow ones, whose
+    compute it is. Where all wait for the norm, the slow ones update longest, but who computes longest may be another.
+    """
+    groups, card = [[("a100-40gb", 2, 1)], [("t4", 2, 1)]], Link(latency_s=5e-5, bytes_per_s=1e12)
+    cluster = cluster_of(groups, latency_s=0.0, bytes_per_s=np.array([[0, max(back, 1e8)], [back, 0]]), between=card)
+    problem = replace(far_problem(2), cluster=cluster)
+    plan = replace(replicas(problem, zero=zero), routes=np.repeat([0, 1], [12 - slow_takes, slow_takes])[:, None])
+    times, terms = step_times(plan, CostTables(problem)), estimate(problem, plan).terms
+    assert (times.ways is None) == (zero == 2)
+    busy_s = [12 - slow_takes, slow_takes] * (times.schedule.forward_s + times.schedule.backward_s)
+    assert (busy_s[1] > 2 * busy_s[0]) == (slow_takes > 1)
+    assert times.update_s[1] > 2 * times.update_s[0]
+    assert (terms["compute"], terms["update"]) == pytest.approx((busy_s[slowest], times.update_s[last]))
+    assert sum(terms.values()) == pytest.approx(times.step_s)
+
+
 @settings(deadline=None, max_examples=cases(40))
 @given(n=st.integers(2, 4), seed=st.integers(0, 9999), rounds=st.integers(1, 2), hidden_s=st.floats(0, 2))
 def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
@@ -122,9 +144,21 @@ def test_leaders_pass_what_others_add_up():
     assert passes_of_card(1, 1) == 0
     assert passes_of_card(2, 1) == 1
     assert passes_of_card(3, 2) == pytest.approx(1.5)
+    assert passes_of_card(4, 2) == pytest.approx(3 / 4 * 2.5)
     assert passes_of_card(3, 1) == 2
     assert passes_of_card(5, 1) == 2
     assert passes_of_card(8, 2) == pytest.approx(7 / 8 * 2.5)
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 8])
+@pytest.mark.parametrize("bytes_per_s", [0.0, 1e9])
+def test_leaders_all_of_them_are_a_ring(members, bytes_per_s):
+    """The same seconds; never without a link, but one alone needs none."""
+    passes = passes_of_card(members, members)
+    assert lent_s(1e8, members, 1e-3, bytes_per_s, passes) == pytest.approx(ring_s(1e8, members, 1e-3, bytes_per_s))
+    assert ring_s(1e8, 1, 1e-3, bytes_per_s) == 0
+    if bytes_per_s:
+        assert lent_s(1e8, 4, 1e-3, 1e9, 2.0) == pytest.approx(6e-3 + 0.2)
 
 
 def test_a_leaders_card_passes_all_that_its_region_adds_up():

@@ -65,6 +65,20 @@ def test_states_of_mixed_precision_adam():
     assert (first.weights + last.weights) / 2 == pytest.approx(model.parameters + 51200 * 1024)
 
 
+def test_split_weights_are_gathered_for_two_layers_at_once():
+    """ZeRO-3: the largest layer in use and the next one (2 bytes a number each), and a gradient before it is scattered
+    (4); nobody divides alone."""
+    model = gpt()
+    layers = layer_memory(model, BATCH)
+    largest = 51200 * 1024 + 2048 * 1024  # the embedding and its positions
+
+    def transient(zero, shards):
+        return stage_memory(layers, 0, 6, in_flight=1, zero=zero, shards=shards, batch=BATCH).transient
+
+    assert transient(3, 2) - transient(0, 2) == pytest.approx(8 * largest)
+    assert transient(2, 2) == transient(3, 1) == transient(0, 1) > 0
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_experts_are_sharded_over_what_expert_parallelism_leaves(zero):
     """A device's share of optimizer state is the same for every ep: fewer experts, shared by as many fewer workers."""

@@ -67,6 +67,17 @@ def test_measured_points_are_returned_as_they_are():
     assert times.backward_s[1] == pytest.approx(0.006469 + 0.003021)
 
 
+def test_one_measured_size_is_enough_for_the_update():
+    """The optimizer does not depend on the micro-batch: its seconds for all parameters, of the least size and degree
+    measured; of another device type nothing is known."""
+    profile = PROFILES["OPT-350"]
+    alone = replace(profile, points={key: sizes[:1] for key, sizes in profile.points.items()})
+    update_s = profile.points["gh200", 1][0].update_s.sum()
+    assert alone.update_rate_s("gh200") * profile.memory_by_tp[1]["parameters"].sum() == pytest.approx(update_s)
+    assert alone.update_rate_s("gh200") == profile.update_rate_s("gh200")
+    assert alone.update_rate_s("b200") is None
+
+
 def test_a_degree_between_two_measured_ones_lies_between_them():
     """tp = 3 was not measured; its time lies between tp = 2 and tp = 4."""
     profile = PROFILES["OPT-350"]

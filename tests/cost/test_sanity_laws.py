@@ -175,7 +175,8 @@ def test_more_work_is_never_faster(run: Run):
 @settings(deadline=None, max_examples=cases(60))
 @given(run=runs())
 def test_memory_grows_with_what_is_held(run: Run):
-    """Never less for larger micro-batches, longer sequences or wider layers; never more with ZeRO 1 and 2."""
+    """Never less for larger micro-batches, longer sequences or wider layers; never more with ZeRO 1, and with 2 where
+    gradients are scattered once a step (after every micro-batch two layers have theirs whole)."""
     asked, config = run
     model, batch = asked.model, asked.batch
     held = held_bytes(*run)
@@ -185,7 +186,8 @@ def test_memory_grows_with_what_is_held(run: Run):
     assert held_bytes(replace(asked, batch=replace(batch, seq_len=2 * batch.seq_len)), config) * ROUNDING >= held
     wide = replace(model, ffn_size=2 * model.ffn_size, expert_ffn_size=2 * model.expert_ffn_size)
     assert held_bytes(replace(asked, model=wide), config) * ROUNDING >= held
-    stages = [held_bytes(asked, replace(config, zero=zero)) for zero in range(3)]
+    once = replace(asked, runtime=replace(asked.runtime, zero2_by_micro_batch=False))
+    stages = [held_bytes(once, replace(config, zero=zero)) for zero in range(3)]
     assert stages[2] <= stages[1] * ROUNDING and stages[1] <= stages[0] * ROUNDING
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import step_times, waiting_s
 from polygon.cost.tables import CostTables
+from polygon.cost.transfers import codec_s, packed_bytes
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
@@ -86,6 +87,25 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
         parameters = sum(problem.model.layer_parameters(layer) for layer in range(problem.model.layers))
         assert sent.pop() == pytest.approx(2 * 4 * parameters / regions)
         assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
+
+
+def test_processors_sum_in_rings_of_what_the_cluster_says():
+    """Two nodes of two: 2 (a + n / 2b) inside a node, then between nodes. NCCL has one ring for all accelerators."""
+    inside, between = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-3, bytes_per_s=1e8)
+    cluster = cluster_of([[("t4", 2, 2)]], inside=inside, between=between)
+    processor = replace(cluster.catalogue["t4"], architecture="cpu")
+    processors = replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor})
+    problem, accelerated = (replace(far_problem(2), cluster=found) for found in (processors, cluster))
+    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
+    stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
+    routes = np.arange(12)[:, None] % 4
+    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+    cost, n_bytes = step_times(plan, CostTables(problem)).reductions[0], 4 * problem.model.parameters
+    assert cost.node_s == pytest.approx(2 * (1e-4 + n_bytes / 2e9))
+    assert cost.region_s == pytest.approx(2 * (1e-3 + n_bytes / 2e8))
+    assert cost.across_s == 0
+    nccl = step_times(plan, CostTables(accelerated)).reductions[0]
+    assert nccl.node_s == 0 and nccl.region_s > 2 * 3 / 4 * n_bytes / 1e8
 
 
 @pytest.mark.parametrize("regions", [2, 3, 4])
@@ -289,6 +309,35 @@ def test_packing_and_unpacking_keep_the_devices_from_computing(mode):
     assert (plain.messages.codec_s == 0).all() and (packing_s > 0).all()
     assert found.schedule.forward_s == pytest.approx(plain.schedule.forward_s + packing_s[0])
     assert found.schedule.backward_s == pytest.approx(plain.schedule.backward_s + packing_s[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "n_bytes"),
+    [
+        ("none", {}, 4 * 2**20),
+        ("bf16", {}, 2 * 2**20),
+        ("int8", {}, 2**20),
+        ("topk", {}, 0.05 * 2**20 * (4 + 2)),
+        ("powersgd", {}, 8 * (1024 + 1024) * 4),
+        ("powersgd", {"matrix_values": 2**10}, 2**10 * 8 * (32 + 32) * 4),
+        ("powersgd", {"width": 2**12}, 8 * (256 + 4096) * 4),
+        ("powersgd", {"width": 2**19}, 4 * 2**20),  # two rows: their factors would be longer
+    ],
+)
+def test_bytes_of_packed_numbers_by_hand(mode, more, n_bytes):
+    """Of 2^20 numbers of four bytes; scales of int8 take less than two in a hundred."""
+    assert packed_bytes(2**20, 4, mode, **more) == pytest.approx(n_bytes, rel=0.02 if mode == "int8" else 1e-12)
+
+
+def test_what_is_the_tensor_itself_is_not_packed():
+    """bf16 of a 2-byte tensor costs no time; of a 4-byte one, and any other packing of either, does both ways."""
+    assert codec_s(1e6, 2, "bf16", 1e12) == codec_s(1e6, 2, "none", 1e12) == codec_s(1e6, 4, "none", 1e12) == (0, 0)
+    for element_bytes, mode in ((4, "bf16"), (4, "int8"), (2, "int8")):
+        pack_s, unpack_s = codec_s(1e6, element_bytes, mode, 1e12)
+        assert 1e-6 < unpack_s < pack_s < 1e-3  # from one byte a number to a thousand
+        assert codec_s(6e6, element_bytes, mode, 2e12) == pytest.approx((3 * pack_s, 3 * unpack_s))
+        fed_back_s, same_s = codec_s(1e6, element_bytes, mode, 1e12, feedback=True)
+        assert fed_back_s > pack_s and same_s == unpack_s
 
 
 @given(sent_s=st.lists(st.floats(0, 10), min_size=1, max_size=6))

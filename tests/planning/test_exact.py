@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.lower_bound import lower_bound_s
+from polygon.domain.cluster import Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
@@ -60,6 +61,27 @@ def test_no_plan_beats_its_allocations_floor(seed, wild):
     bank = decoder.bank(Setting(size))
     arguments = bank, limits_of(decoder, size), x, work_for(bank, len(x))
     assert floor_s(*arguments) == floor_s.py_func(*arguments)
+
+
+def test_the_least_a_message_takes_is_the_fabric_where_nodes_have_several_devices():
+    """T4s on nodes of two pass an activation in fp16 over the fabric, slices of it where two share the work; V100s on
+    nodes of one, and each to the other sort, over the network. So with the gradient of the tied embedding."""
+    inside, between = Link(latency_s=1e-6, bytes_per_s=1e10), Link(latency_s=1e-3, bytes_per_s=1e8)
+    cluster = cluster_of([[("t4", 1, 2), ("v100-16gb", 2, 1)]], inside=inside, between=between)
+    batch = Batch(global_batch=4, seq_len=256, gradient_precision="fp32")
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=Constraints(parity="exact"))
+    decoder = Decoder(problem)
+    assert decoder.classes == ((0, 1), (0, 2), (1, 1))
+    links, limits = decoder.tables.links, limits_of(decoder, 2)
+
+    def least_s(n_bytes):
+        near = [links.node_latency_s[0] + n_bytes / degree / links.node_bytes_per_s[0] for degree in (1, 2)]
+        far = links.latency_s[0, 1] + n_bytes / links.bytes_per_s[0, 1]
+        assert 10 * near[0] < far
+        return pytest.approx(np.array([[near[0], near[1], far], [near[1], near[1], far], [far, far, far]]))
+
+    assert limits.message_s == least_s(2 * 256 * 1024 * 2)
+    assert limits.tied_s == least_s(32000 * 1024 * 4)
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,20 @@ def test_16_bit_weights_that_are_fetched_keep_the_loss(plain):
     # Two layers' weights in 16 bits, a layer's gradient, and as it travels (32 bits), beside the tied embedding's.
     largest = DENSE.parameters - sum(DENSE.layer_parameters(layer) for layer in range(1, DENSE.layers))
     assert held["passing"] < 2 * 4 * max(largest, DENSE.layer_parameters(1)) + 4 * largest
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        (DENSE, {"dp": 2, "zero": 3}),
+        (DENSE, {"tp": 2, "sequence_parallel": True}),
+        (DENSE, {"cp": 2}),
+        (MOE, {"dp": 2, "ep": 2}),
+    ],
+    ids=["ZeRO-3", "sequence", "context", "experts"],
+)
+def test_what_lies_between_messages_is_compiled(plain, model, split):
+    """Where other ranks hold a part of a block: the losses of one process that compiles nothing."""
+    problem, plan = planned(model, ParallelConfig(micro_batch_size=2, **split))
+    found = run_ranks(run_rank, plan.world_size, problem, plan, replace(OPTIONS, compile="aot_eager"))
+    agree(found, plain[model])

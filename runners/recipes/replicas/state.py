@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from polygon.cost.autograd_memory import Way, autograd_memory, beside_stage
 from polygon.cost.memory import layer_memory, stage_memory
 from polygon.domain.model import Batch, Model
-from runners.recipes.activations import Way, own_layer_memory
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def predicted_activations(
         fused_norms=on_gpu,
         trained=targets,
     )
-    layers = own_layer_memory(model, batch, way)
+    layers = beside_stage(autograd_memory(model, batch, way), 0, model.layers)
     parts = stage_memory(layers, 0, model.layers, in_flight=1, zero=0, shards=1, batch=batch, context_bytes=0)
     copies = 2.0 * model.parameters if autocast and narrow else 0.0
     if recompute != "full":
