@@ -14,7 +14,7 @@ from polygon.domain.block import ROTARY_SCALINGS, LatentAttention, LinearAttenti
 from polygon.domain.errors import fault, one_of, require, require_number
 from polygon.domain.message import Message
 from polygon.domain.model import Model
-from polygon.formats.hugging_face_config import SYNONYMS, ConfigReader, mlp_ratio, repeated, whole_number
+from polygon.formats.hugging_face_config import SYNONYMS, ConfigReader, blocks_number, mlp_ratio, repeated, whole_number
 from polygon.formats.hugging_face_towers import vision_tower
 from polygon.formats.hugging_face_types import TYPES
 
@@ -253,7 +253,7 @@ def _falcon(reader: ConfigReader, heads: int) -> dict[str, Any]:
 
 def _encoder_and_decoder(reader: ConfigReader, encoder_blocks: int) -> dict[str, Any]:
     """T5: as many blocks in the decoder as in the encoder unless it says so, and an MLP that may be gated."""
-    decoder_blocks = reader.whole("num_decoder_layers") or encoder_blocks
+    decoder_blocks = blocks_number(reader.whole("num_decoder_layers") or encoder_blocks, "num_decoder_layers")
     return {
         "blocks": encoder_blocks + decoder_blocks,
         "encoder_blocks": encoder_blocks,

@@ -301,6 +301,15 @@ def test_folder_file_and_name_of_a_model(tmp_path, monkeypatch):
         ({"architectures": ["X"]}, "model_type: found nothing, expected one of bert,"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer: found 0, expected a whole number >= 1"),
         ({"model_type": "gpt2", "n_layer": 2.5}, "n_layer: found 2.5, expected a whole number >= 1"),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 10**30},
+            "num_hidden_layers: found 1e+30, expected at most 10000",
+        ),
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 10**30},
+            "num_hidden_layers: found 1e+30, expected at most",
+        ),
+        ({"model_type": "t5", "num_decoder_layers": 10**30}, "num_decoder_layers: found 1e+30, expected at most 10000"),
         ({"model_type": "deepseek_v3", "v_head_dim": None}, "v_head_dim: found nothing, expected a whole number >= 1"),
         ({"model_type": "deepseek_v2"}, "num_experts_per_tok: found nothing, expected a whole number >= 1"),
         ({"model_type": "gemma2", "layer_types": ["mamba"] * 26}, "layer_types: found 'mamba', expected one of"),
