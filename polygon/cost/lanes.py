@@ -35,6 +35,8 @@ TERMS = ("compute", "tensor-parallel", "bubble", "p2p", "data-parallel", "optimi
 """What a lane's step is made of; tensor-parallel is with context and expert traffic."""
 ROUNDS = 8
 """Times that as many micro-batches as there are groups are simulated, at least 16."""
+SAME = 1e-9
+"""Part by which two times may differ through rounding alone."""
 NO_STARTS = np.zeros((0, 0, 0))
 
 
@@ -307,7 +309,17 @@ class Lanes:
         done, ends = self._simulated(first, how, config, once)
         more, _ = self._simulated(first, how, config, once + config.pp)
         step_s = float(done.max())
-        return step_s + (count - once) / config.pp * (float(more.max()) - step_s), done, ends
+        round_s = float(more.max()) - step_s
+        if round_s < (1 - SAME) * config.pp * self._busiest_s(first, how, config):
+            # Devices that are not the busiest still use up the time by which these began earlier.
+            done, ends = self._simulated(first, how, config, count)
+            return float(done.max()), done, ends
+        return step_s + (count - once) / config.pp * round_s, done, ends
+
+    def _busiest_s(self, first: Round, how: Execution, config: ParallelConfig) -> float:
+        """What a micro-batch takes the busiest devices, or the busiest link; rounds that go on for ever take as much."""
+        held_s = how.forward_s + how.backward_s + first.waits_s.sum(axis=0)
+        return max(float(held_s.reshape(config.chunks, config.pp).sum(axis=0).max()), float(first.sent_s.max(initial=0)))
 
     def _simulated(
         self, first: Round, how: Execution, config: ParallelConfig, count: int
