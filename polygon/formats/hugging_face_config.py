@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from polygon.domain.block import require_size
 from polygon.domain.errors import require
@@ -89,6 +89,11 @@ def blocks_number(value: Any, key: str) -> int:
     """A number of blocks: patterns are lists of as many, so one that no model has is refused before they are made."""
     require_size(value, key, at_most=MOST_BLOCKS)
     return int(value)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a list of the config; a text is none."""
+    return isinstance(value, list | tuple)
 
 
 def mlp_ratio(reader: ConfigReader, usual: int) -> int:
