@@ -64,8 +64,14 @@ def main(argv: list[str] | None = None) -> int:
                 f"bench-device: found no {package}, expected it installed: pip install 'polygon-train[train]'"
             )
     command = [sys.executable, "-m", PROGRAM, *given]
-    with cli.handled_signals([signal.SIGINT], lambda number, frame: None):  # the program answers Ctrl-C itself
-        return subprocess.run(command, check=False).returncode
+    # The program answers signals itself: Ctrl-C reaches it too, another is handed on.
+    with (
+        cli.handled_signals([signal.SIGINT], lambda number, frame: None),
+        subprocess.Popen(command) as program,
+        cli.handled_signals([signal.SIGTERM], lambda number, frame: program.send_signal(number)),
+    ):
+        code = program.wait()
+    return code if code >= 0 else cli.EXIT_BY_SIGNAL - code
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     options = GridOptions() if isinstance(case, SearcherCase) else case.options
     splits = list(all_splits(devices, options.cp))
     start = time.perf_counter()
-    with talk.progress("splits", total=len(splits)) as show:
+    with talk.progress("splits", total=len(splits)) as show, cli.interrupted_by_signals() as asked:
         result = evaluate_all(
             case,
             splits,
@@ -191,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
             scheduler=args.scheduler,
             progress=lambda done: show(done, f"{done} of {len(splits)}"),
         )
+    if result.interrupted and not result.rows:
+        return cli.interrupted(asked)
     took_s = time.perf_counter() - start
     path = args.out or "output.json"
     result.write(path, {**says, "devices": devices})
@@ -202,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("interrupted: these are the configurations so far")
     best = result.top(args.top)
     if not best and result.interrupted:
-        raise KeyboardInterrupt
+        return asked.exit_code
     if not best:
         return cli.infeasible(result.why_none(devices))
     if path != "-":
@@ -212,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         text = f"{describe_runtime(says['runtime'])}\n{text}" if "runtime" in says else text
         found = {"configurations": count, "accepted": result.accepted, "best": best}
         cli.emit({**{key: says[key] for key in ("runtime",) if key in says}, **found}, text, as_json=args.json)
-    return cli.EXIT_OK
+    return asked.exit_code if result.interrupted else cli.EXIT_OK
 
 
 if __name__ == "__main__":
