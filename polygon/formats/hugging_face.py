@@ -298,7 +298,7 @@ def _sparse(reader: ConfigReader, blocks: int) -> list[int]:
     """Numbers of the blocks that have experts, from 0."""
     listed = reader.config.get("moe_layers")
     if listed and is_list(listed):
-        return [whole_number(number + 1, "moe_layers") - 1 for number in listed if isinstance(number, int)]
+        return sorted({whole_number(number + 1, "moe_layers") - 1 for number in listed if isinstance(number, int)})
     first, often = reader.whole("first_k_dense_replace"), reader.whole("moe_layer_freq") or 1
     step = reader.whole("decoder_sparse_step") or reader.whole("interleave_moe_layer_step") or 1
     dense = reader.config.get("mlp_only_layers") or []

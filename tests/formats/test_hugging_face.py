@@ -326,6 +326,7 @@ def test_folder_file_and_name_of_a_model(tmp_path, monkeypatch):
             "mlp_only_layers: found [0, 1, 2, 4, 5, 6, 7, 8,",
         ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "x"}, "mlp_only_layers: found 'x', expected a list"),
+        ({"model_type": "llama4_text", "moe_layers": [3, 3, 9]}, "mlp_only_layers: found [3, 9], expected layers with"),
         ({"model_type": "gemma2", "layer_types": [[]] * 26}, "layer_types: found [], expected one of"),
         ({"model_type": "gpt_neo", "attention_types": 5}, "attention_types: found 5, expected a list"),
         ({"text_config": 3}, "text_config: found 'int', expected a mapping"),
