@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in known:
         parser.error(f"found command {name!r}, expected {one_of(name, known)}")
     if known[name].startswith(f"{PROGRAMS}."):  # it ends its process in its own way
+        cli.require_torch(name)
         cli.started_by = f"polygon {name}"
         sys.argv = [name, *arguments[1:]]
         runpy.run_module(known[name], run_name="__main__", alter_sys=True)

@@ -10,10 +10,8 @@ import argparse
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError
 
 PROGRAM = "runners.bench_device"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -58,11 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     given = sys.argv[1:] if argv is None else argv
     parser().parse_args(given)
-    for package in ("torch", "runners"):
-        if find_spec(package) is None:
-            raise InputError(
-                f"bench-device: found no {package}, expected it installed: pip install 'polygon-train[train]'"
-            )
+    cli.require_torch("bench-device")
     command = [sys.executable, "-m", PROGRAM, *given]
     # The program answers signals itself: Ctrl-C reaches it too, another is handed on.
     with (

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -131,6 +132,12 @@ def _drop_output() -> None:
 def infeasible(reason: Message | str) -> int:
     """Say on stderr why no plan exists; returns the exit code for it."""
     return _fail(str(reason), EXIT_INFEASIBLE)
+
+
+def require_torch(command: str) -> None:
+    """For commands of the runtime: InputError where what the planner does without is not installed."""
+    if find_spec("torch") is None:
+        raise InputError(f"{command}: found no torch, expected it installed: pip install 'polygon-train[train]'")
 
 
 def interrupted(asked: Asked) -> int:
