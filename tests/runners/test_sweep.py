@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,18 @@ def test_sweep_resumes_and_repeats_nothing(tmp_path: Path, capsys: pytest.Captur
     with (tmp_path / "runs.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 6
     assert capsys.readouterr().out.strip() == (tmp_path / "table.md").read_text().strip()
+
+
+def test_a_sweep_starts_from_any_folder(tmp_path: Path) -> None:
+    """An installed checkout gives the packages of the wheel alone; the rivals' are found beside them."""
+    root = Path(__file__).resolve().parents[2]
+    for name in ("polygon", "runners", "solvers"):
+        (tmp_path / "installed" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "installed" / name).symlink_to(root / name)
+    command = [sys.executable, "-m", "runners.sweep", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kept", [0, 2])
