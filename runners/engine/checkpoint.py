@@ -44,6 +44,10 @@ class DamagedError(Exception):
     """A file is not what was written."""
 
 
+class DivergedError(PolygonError):
+    """The loss or the gradient is no number any more; the message says since when, and which checkpoint is whole."""
+
+
 class UnsavedError(PolygonError):
     """A checkpoint could not be written; the message says on which rank, why, and which one is the last whole one."""
 
@@ -218,10 +222,7 @@ class Checkpoints:
         if failed:
             shutil.rmtree(place, ignore_errors=True)
             rank, why = failed[0]
-            last = "this run has saved none"
-            if self._whole is not None:
-                last = f"the last whole one is {step_directory(self.directory, self._whole)}"
-            raise UnsavedError(f"checkpoint of step {progress.step} not written on rank {rank}: {why}; {last}")
+            raise UnsavedError(f"checkpoint of step {progress.step} not written on rank {rank}: {why}; {self.last}")
         self._whole = progress.step
         for step in [s for s in steps_in(self.directory) if s <= progress.step][: -self.keep]:
             shutil.rmtree(step_directory(self.directory, step), ignore_errors=True)
@@ -231,6 +232,13 @@ class Checkpoints:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+
+    @property
+    def last(self) -> str:
+        """Where the last whole checkpoint is, in words."""
+        if self._whole is None:
+            return "this run has saved none"
+        return f"the last whole one is {step_directory(self.directory, self._whole)}"
 
     @property
     def busy(self) -> bool:

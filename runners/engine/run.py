@@ -89,6 +89,8 @@ def train(
         What is asked cannot be run, or the ranks do not run the same thing.
     RunFailedError
         A peer was lost; the message names it, its region and this rank's last action.
+    DivergedError
+        The loss or the gradient is no number any more.
     UnsavedError
         All was trained, but the last checkpoint could not be written; the message names the last whole one.
     """
@@ -136,8 +138,9 @@ def train(
             _run_steps(training, report)
             training.close()
             leave_together(store, rank, plan.world_size)
-            if training.unsaved is not None:
-                raise training.unsaved
+            for failure in (training.diverged, training.unsaved):
+                if failure is not None:
+                    raise failure
         except (PeerLostError, RuntimeError) as error:
             # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
             verdict = watch.verdict(options.dead_after_s + 1)
@@ -185,7 +188,7 @@ def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> 
         report(result)
         if recorder is not None:
             recorder.step()
-        if (due and result["together"]) or not go_on:
+        if training.diverged is None and ((due and result["together"]) or not go_on):
             training.save()
             due = False
     if recorder is not None:

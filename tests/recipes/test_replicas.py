@@ -166,6 +166,15 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path):
     assert [step["step"] for step in steps] == [done]
 
 
+def test_a_run_that_diverges_ends_without_saving(tmp_path):
+    """Weights that are no numbers never take the place of good ones."""
+    settings = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", f"checkpoint.folder={tmp_path / 'saved'}")
+    job = job_of("vit-tiny-ddp", tmp_path, *settings, "checkpoint.every=1")
+    with pytest.raises(RuntimeError, match="step 1: found loss nan"):
+        ran(job)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000001"]
+
+
 def test_checkpoints_of_other_ranks_are_refused(tmp_path):
     """DeepSpeed's files fit the ranks that wrote them; who resumes with others is told so in one line."""
     need_deepspeed()

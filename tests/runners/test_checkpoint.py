@@ -109,6 +109,15 @@ def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
 
 
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
+    """Weights that are no numbers are never saved in place of good ones; all ranks say since when, and what is left."""
+    options = Options(steps=9, learning_rate=1e30, clip_norm=None, checkpoint_dir=tmp_path, checkpoint_every=1)
+    message = "step 1: found loss nan and gradient norm nan, .*; the last whole one is .*/step-00000001"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(run_rank, 2, *routed_problem(2), options)
+    assert steps_in(tmp_path) == [1]
+
+
 def test_saves_of_later_steps_are_neither_counted_nor_removed(tmp_path):
     """Another run's step 99 is in the folder: of this one the last two stay beside it."""
     step_directory(tmp_path, 99).mkdir()
