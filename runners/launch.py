@@ -268,6 +268,7 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
     from runners.engine.additions import check_lora
+    from runners.engine.checkpoint import prepare_folder
     from runners.engine.rank_layout import Layout
     from runners.engine.runnable import check_runnable
     from runners.engine.summary import summarise, write_trace
@@ -281,7 +282,7 @@ def run(
     assert options.log_dir is not None
     make_folder(options.log_dir)
     if options.checkpoint_dir is not None:
-        make_folder(options.checkpoint_dir)
+        prepare_folder(options.checkpoint_dir, resume=options.resume)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

@@ -30,6 +30,7 @@ from torch.distributed import Store
 from polygon.domain.block import RotaryScaling
 from polygon.domain.errors import InputError, PolygonError, require
 from polygon.domain.model import Model
+from polygon.formats.files import make_folder
 from runners.engine.experts import EXPERT
 from runners.engine.layers import TIED_COPY, TIED_WEIGHT
 
@@ -149,6 +150,23 @@ def steps_in(directory: Path) -> list[int]:
     """Steps that have a directory, oldest first; folders of other names (`step-old`) are the user's own."""
     named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in directory.glob("step-*"))
     return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
+
+
+def prepare_folder(directory: Path, *, resume: bool) -> None:
+    """Make a folder for checkpoints where there is none.
+
+    Raises
+    ------
+    InputError
+        It cannot be made, or holds those of another run, which then would pass for the newest of this one.
+    """
+    make_folder(directory)
+    steps = steps_in(directory)
+    if steps and not resume:
+        raise InputError(
+            f"--checkpoint-dir {directory}: found {step_directory(directory, steps[-1]).name} in it, expected "
+            "--resume (of a recipe checkpoint.resume) to go on from there, or a folder without checkpoints"
+        )
 
 
 class Checkpoints:

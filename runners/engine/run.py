@@ -13,10 +13,10 @@ from torch.profiler import record_function
 
 from polygon.domain.errors import require
 from polygon.domain.plan import Plan, Problem
-from polygon.formats.files import make_folder
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
 from runners.engine.additions import check_lora
+from runners.engine.checkpoint import prepare_folder
 from runners.engine.failure_detector import Watch
 from runners.engine.options import Options
 from runners.engine.pretrained import weights_digest
@@ -110,7 +110,7 @@ def train(
     _check_options(problem, plan, options)
     layout = Layout(problem, plan)
     if options.checkpoint_dir is not None:
-        make_folder(options.checkpoint_dir)
+        prepare_folder(options.checkpoint_dir, resume=options.resume)
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name

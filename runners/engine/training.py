@@ -377,7 +377,8 @@ class Training:
         self.wires.sent_bytes.clear()
         self._accelerator.set_clock()
         # A loss that is scaled may overflow; one that is not, and gradients of it, never come back.
-        if together and worker.overflow_scale <= 1 and not (math.isfinite(scalars.loss) and math.isfinite(scalars.norm)):
+        finite = math.isfinite(scalars.loss) and math.isfinite(scalars.norm)
+        if together and not finite and worker.overflow_scale <= 1:
             self.diverged = self._has_diverged(step, scalars)
         elif together and validate:
             result |= self._validate()
