@@ -315,12 +315,20 @@ class Checkpoints:
             if different:
                 key = different[0]
                 raise InputError(f"{self.directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+            self._require_same_additions(content)
             progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
                 raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
             states[name] = content["parameters"][canonical(self.model, name)]
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states
+
+    def _require_same_additions(self, content: Mapping[str, Any]) -> None:
+        """Additions of another factor compute something else; those that nobody asks for would be dropped."""
+        found, expected = content.get("lora"), self._lora.get("lora")
+        for key in ("rank", "alpha", "targets") if found is not None and expected is not None else ():
+            one, other = (sorted(value) if key == "targets" else value for value in (found[key], expected[key]))
+            require(one == other, f"{self.directory}: lora.{key}", one, f"{other}, as this run trains")
 
     def load_region(self, step: int, names: Iterable[str], region: str) -> dict[str, dict[str, Any]] | None:
         """Optimizer state that a region had of its own; None where one of the files is not there or damaged."""

@@ -302,6 +302,9 @@ def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsy
         torch.testing.assert_close(load(tmp_path, base=tmp_path / "base")(ids).logits, late, rtol=0, atol=1e-4)
     assert export_hf([str(tmp_path), "-o", str(tmp_path / "none"), "--merge"]) == 2
     assert "--base: found none" in capsys.readouterr().err
+    for other, message in (({"alpha": 8.0}, "alpha: found 24.0"), ({"targets": ["query"]}, "targets: found .*'down'")):
+        with pytest.raises(RuntimeError, match=f"lora.{message}"):
+            run_ranks(run_rank, 2, job_of(tmp_path / "base", corpus, parallel, STEPS, tmp_path, lora=lora | other))
 
 
 @pytest.mark.parametrize(
