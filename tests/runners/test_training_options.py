@@ -56,6 +56,12 @@ def test_average_and_decay_are_torchs_and_compiled_blocks_and_chunks_change_noth
         SavedWeights(step_directory(tmp_path / "plain", 1), average=True).tensor(name)
 
 
+def test_ranks_may_save_where_they_like_but_all_or_none(tmp_path):
+    """They wait for one another's files: one that saves none would be waited for."""
+    here, there = (Options(checkpoint_dir=tmp_path / name).shared() for name in ("here", "there"))
+    assert here == there != Options().shared()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_in_chunks_take_their_part_of_the_memory(dtype):
     """The same loss and gradients, at a sixth of the peak, where the vocabulary is what is large."""

@@ -294,9 +294,7 @@ def _run_steps(run: _Run, job: Job, first: int, saved: Saved | None) -> bool:
                 text = f"step {step:5d}  loss {result['loss']:.4f}  norm {result['gradient_norm']:.3f}"
                 _say(f"{text}  {result['samples_per_s']:,.1f} samples/s{format_validation(result)}")
             if not math.isfinite(result["loss"]):
-                raise DivergedError(
-                    f"step {step}: found loss {result['loss']:g}, expected a finite number; it ends here"
-                )
+                raise DivergedError(f"step {step}: found loss {result['loss']:g}, expected a finite number")
             last = result["stop"] or step + 1 == recipe.steps
             every = recipe.checkpoint.every if recipe.checkpoint is not None else 0
             if saved is not None and (last or (every and (step + 1) % every == 0)):
