@@ -326,7 +326,9 @@ class Checkpoints:
     def _require_same_additions(self, content: Mapping[str, Any]) -> None:
         """Additions of another factor compute something else; those that nobody asks for would be dropped."""
         found, expected = content.get("lora"), self._lora.get("lora")
-        for key in ("rank", "alpha", "targets") if found is not None and expected is not None else ():
+        if found is None or expected is None:  # then what one of them trains is not in the other
+            return
+        for key in ("rank", "alpha", "targets"):
             one, other = (sorted(value) if key == "targets" else value for value in (found[key], expected[key]))
             require(one == other, f"{self.directory}: lora.{key}", one, f"{other}, as this run trains")
 

@@ -162,5 +162,5 @@ class Options:
         """The choices that must be the same on all ranks."""
         own = ("device", "log_dir", "data", "model_file", "weights", "checkpoint_dir")
         # Each rank may save where it likes, but all save or none: they wait for one another's files.
-        saves = {"saves": str(self.checkpoint_dir is not None)}
-        return {key: str(value) for key, value in asdict(self).items() if key not in own} | saves
+        shared: dict[str, object] = {"saves": self.checkpoint_dir is not None}
+        return shared | {key: str(value) for key, value in asdict(self).items() if key not in own}
