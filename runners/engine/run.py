@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
 from torch.profiler import record_function
 
-from polygon.domain.errors import require
+from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
@@ -157,6 +158,8 @@ def _check_options(problem: Problem, plan: Plan, options: Options) -> None:
     if problem.batch.optimizer == "adafactor":
         require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
     if options.compile is not None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        require(options.compile in known, "--compile", options.compile, one_of(options.compile, known))
         _check_compiled(plan)
     if options.lora is not None:
         check_lora(problem.model, plan, options.lora)

@@ -91,6 +91,8 @@ def test_what_cannot_be_compiled_is_refused():
     stages = tuple(replace(stage, zero=3) for stage in plan.stages)
     with pytest.raises(InputError, match=r"zero: found 3, expected 0, 1 or 2 \(with --compile\)"):
         train(problem, replace(plan, stages=stages), 0, "127.0.0.1", 1, Options(compile="inductor"), on_loss=print)
+    with pytest.raises(InputError, match=r"--compile: found 'inductr', expected 'inductor' \(nearest\)"):
+        train(problem, plan, 0, "127.0.0.1", 1, Options(compile="inductr"), on_loss=print)
     for change, message in (
         ({"average": 1.0}, "--average"),
         ({"decay": "none"}, "--decay"),
