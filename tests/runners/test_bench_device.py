@@ -52,7 +52,7 @@ def test_the_measurement_reaches_the_estimate(bench, tmp_path, capsys):
     """search --bench plans with it, and the plan keeps it for whoever reads it later."""
     cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
     cluster.write_text(CLUSTER)
-    task = ["--cluster", str(cluster), "--model", "gpt2", "--global-batch", "8", "--seq-len", "256"]
+    task = ["--cluster", str(cluster), "--model", "gpt2", "--global-batch", "8", "--seq-len", "128"]
     task += ["--precision", "fp32", "--quiet"]
     assert main(["search", *task, "--bench", str(bench), "-o", str(plan), "--time-limit", "1"]) == 0
     capsys.readouterr()
