@@ -93,16 +93,20 @@ pages: $(VENV)/test.installed ## do all that README, tutorial, concepts, formula
 wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
 	@rm -rf out/wheel && mkdir -p out/wheel/empty
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	$(PYTHON) -m venv out/wheel/venv
-	env -u PYTHONPATH out/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls -t dist/*.whl | head -1)[plots]"
+	$(PYTHON) -m venv --without-pip out/wheel/venv
+	env -u PYTHONPATH $(BIN)/python -m pip --python out/wheel/venv/bin/python install --quiet --disable-pip-version-check \
+	  "$$(ls -t dist/*.whl | head -1)[plots,web]"
 	cd out/wheel/empty && env -u PYTHONPATH ../venv/bin/python ../../../docs/six_lines.py
 
-sbom: wheel ## list all that comes with the wheel into dist/sbom.cdx.json (CycloneDX)
+sbom: wheel ## list all that the wheel holds and installs into dist/sbom.cdx.json (CycloneDX)
 	$(PYTHON) -m venv out/wheel/tools
 	out/wheel/tools/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
-	env -u PYTHONPATH out/wheel/tools/bin/cyclonedx-py environment --validate --output-reproducible -o dist/sbom.cdx.json out/wheel/venv/bin/python
+	env -u PYTHONPATH out/wheel/tools/bin/cyclonedx-py environment --output-reproducible -o out/wheel/environment.cdx.json out/wheel/venv/bin/python
+	env -u PYTHONPATH out/wheel/tools/bin/python benchmarks/sbom.py out/wheel/environment.cdx.json -o dist/sbom.cdx.json
 
 images: ## build the planner's and the trainer's container, where a registry is at hand
+	@command -v docker >/dev/null || { echo 'images: found no docker, expected it and a registry at hand' >&2; exit 1; }
+	@docker info >/dev/null 2>&1 || { echo 'images: found no Docker daemon that answers, expected one (docker info)' >&2; exit 1; }
 	docker build --file docker/planner.Dockerfile --tag polygon .
 	docker build --file docker/trainer.Dockerfile --tag polygon-train .
 

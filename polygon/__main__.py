@@ -35,6 +35,7 @@ COMMANDS = {
 }
 """What each command is for; one whose module is not installed is not offered."""
 
+ENDS = "Exit codes: 0 done, 2 bad input, 3 no plan fits, 130 or 143 interrupted (what was found so far is kept)."
 PROGRAMS = "runners"
 """Package of the programs that run plans; never imported by the planner, only run."""
 
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.CommandParser(
         prog="polygon",
         description="Plans the training of foundation models on unequal devices in distant data centers.",
-        epilog=f"commands:\n{listing}\n\npolygon COMMAND --help says more.",
+        epilog=f"commands:\n{listing}\n\npolygon COMMAND --help says more. {ENDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"polygon {polygon.__version__}")
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in known:
         parser.error(f"found command {name!r}, expected {one_of(name, known)}")
     if known[name].startswith(f"{PROGRAMS}."):  # it ends its process in its own way
+        cli.require_torch(name)
         cli.started_by = f"polygon {name}"
         sys.argv = [name, *arguments[1:]]
         runpy.run_module(known[name], run_name="__main__", alter_sys=True)

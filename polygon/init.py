@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         require(stages <= most_stages(problem), "stages", stages, f"at most {most_stages(problem)} for this problem")
     talk = cli.Talk(quiet=args.quiet)
     effort = Effort(time_limit_s=args.time_limit or float("inf"))
-    with talk.progress("grouping", 1.0) as show, cli.sigterm_interrupts():
+    with talk.progress("grouping", 1.0) as show, cli.interrupted_by_signals() as asked:
         groups, reason = find_groups(
             problem,
             np.random.default_rng(args.seed),
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         + f"\nabout {seconds(groups.objective['step_s'])} a step by the ants' estimate, which leaves waiting out",
         as_json=args.json,
     )
-    return cli.EXIT_OK
+    interrupted = reason is not None and reason.kind == "reason.interrupted"
+    return asked.exit_code if interrupted else cli.EXIT_OK
 
 
 if __name__ == "__main__":

@@ -79,14 +79,16 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.messages.report import seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    result = _searched(args, problem, groups, talk)
+    with cli.interrupted_by_signals() as asked:
+        result = _searched(args, problem, groups, talk)
     plan = result.plan
-    if plan is None and result.status == "interrupted":
-        raise KeyboardInterrupt
+    interrupted = result.status == "interrupted"
+    if plan is None and interrupted:
+        return cli.interrupted(asked)
     if plan is None:
         assert result.reason is not None
         return cli.infeasible(result.reason)
-    if result.status == "interrupted":
+    if interrupted:
         talk.say("interrupted: this is the best so far")
     if args.out:
         plan.save(args.out)
@@ -94,17 +96,17 @@ def main(argv: list[str] | None = None) -> int:
     talk.say(f"{result.evaluations} candidates in {seconds(result.seconds)}")
     if result.status == "proved":
         talk.say("proved: no allocation of devices to stages has a better plan")
-    plan.assumptions(anew=result.status != "interrupted")
+    plan.assumptions(anew=not interrupted)
     data, text = _told(args, problem, result, plan)
     cli.emit(data, text, as_json=args.json)
-    return cli.EXIT_OK
+    return asked.exit_code if interrupted else cli.EXIT_OK
 
 
 def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk) -> Result:
     """The search that the options ask for, with its progress."""
     from polygon.messages.report import seconds
 
-    with talk.progress("searching", 1.0) as show, cli.sigterm_interrupts():
+    with talk.progress("searching", 1.0) as show:
 
         def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")

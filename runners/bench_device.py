@@ -495,7 +495,7 @@ def main(argv: list[str] | None = None) -> int:
         best = max(2.0 * row.rows * row.columns * row.inner / row.seconds for row in rows)
         talk.say(f"products in {precision}: {len(rows)} shapes, the fastest {best / 1e12:.3g} TFLOP/s")
     if not bench.products:
-        raise KeyboardInterrupt
+        return cli.interrupted(asked)
     if not bench.complete:
         talk.say("not everything was measured (it takes more seconds): the file holds what was")
     if args.out:
@@ -503,7 +503,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say(f"measurements of {bench.device} in {args.out}: use them with --bench {args.out}")
     if args.json or not args.out:
         cli.write(format_json(bench_data(bench)))
-    return cli.EXIT_OK
+    return asked.exit_code if asked() and not bench.complete else cli.EXIT_OK
 
 
 if __name__ == "__main__":

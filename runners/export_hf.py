@@ -195,7 +195,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 def write_tokenizer(source: Path, folder: Path) -> None:
     """Copy a tokenizer's files, or wrap a tokenizer.json for transformers."""
-    from runners.data.documents import tokenizer_file
+    from runners.data.documents import load_tokenizer, tokenizer_file
 
     if source.is_dir():
         tokenizer_file(source)
@@ -205,7 +205,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
         return
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file(source))).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=load_tokenizer(tokenizer_file(source))).save_pretrained(folder)
 
 
 def write_generation(config: Any, base: Path | None, folder: Path) -> None:

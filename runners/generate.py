@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.commands.cli import ProgramParser
-from polygon.domain.errors import InputError, PolygonError, require
+from polygon.domain.errors import InputError, Phrase, PolygonError, require
 from runners.engine.arguments import require_torch
 from runners.export_hf import config_for, merged, newest_whole, put_together, require_transformers, tensors_of
 
@@ -50,13 +50,14 @@ def load(path: Path, step: int | None = None, base: Path | None = None) -> Any:
         Neither is there.
     """
     require_transformers()
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").exists():
         return newest_whole(path, step, lambda saved: _from_checkpoint(saved, base))
     try:
         return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="float32").eval()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{path}: {str(error).splitlines()[0]}, expected a model that transformers loads") from None
 
 
@@ -103,7 +104,12 @@ def generate(arguments: Any) -> str:
     import torch
     from transformers import GenerationConfig
 
+    from runners.engine.device import check_devices
+
+    check_devices(arguments.device, 1)
     model = load(arguments.model, arguments.step, arguments.base)
+    finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
+    require(finite, str(arguments.model), Phrase("weights that are no numbers"), "finite ones")
     tokenizer = tokenizer_for(arguments.model, arguments.tokenizer, model.config.vocab_size)
     encoded = tokenizer.encode(arguments.prompt)
     ids = list(getattr(encoded, "ids", encoded))
@@ -130,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_torch()
         require(arguments.tokens >= 1, "--tokens", arguments.tokens, "a whole number >= 1")
         require(arguments.temperature >= 0, "--temperature", arguments.temperature, "a number >= 0")
+        require(0 <= arguments.seed < 2**63, "--seed", arguments.seed, "a whole number >= 0, of 63 bits")
         print(generate(arguments))  # noqa: T201
     except PolygonError as error:
         print(f"generate: {error}", file=sys.stderr)  # noqa: T201

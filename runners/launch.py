@@ -62,6 +62,13 @@ class Rank:
             return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
         return f"exit {os.WEXITSTATUS(self.status)}: {self.last_line}"
 
+    @property
+    def asked_by(self) -> int:
+        """Signal on which it saved and ended, as one that is asked to stop does; 0: none."""
+        assert self.status is not None
+        number = os.WEXITSTATUS(self.status) - 128 if os.WIFEXITED(self.status) else 0
+        return number if number in (signal.SIGINT, signal.SIGTERM) else 0
+
     def severity(self) -> int:
         """Which of several failures is the cause: a killed rank before bad input before a lost peer."""
         assert self.status is not None
@@ -150,7 +157,9 @@ class LocalRanks(ABC):
             ended = self._reap()
             failed = [rank for rank in ended if rank.status != 0]
             if failed and guilty is None and not self.interrupted:
-                guilty = min(failed, key=Rank.severity)
+                first = min(failed, key=Rank.severity)
+                self.interrupted = first.asked_by
+                guilty = None if self.interrupted else first
             if (guilty is not None or self.interrupted) and deadline == float("inf"):
                 deadline = time.monotonic() + (INTERRUPT_GRACE_S if self.interrupted else FAILURE_GRACE_S)
                 self._signal_all(signal.SIGTERM)
@@ -268,6 +277,7 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Run all ranks; exit code and summary. The plan as run is kept in the log directory."""
     from runners.engine.additions import check_lora
+    from runners.engine.checkpoint import prepare_folder
     from runners.engine.rank_layout import Layout
     from runners.engine.runnable import check_runnable
     from runners.engine.summary import summarise, write_trace
@@ -281,7 +291,7 @@ def run(
     assert options.log_dir is not None
     make_folder(options.log_dir)
     if options.checkpoint_dir is not None:
-        make_folder(options.checkpoint_dir)
+        prepare_folder(options.checkpoint_dir, resume=options.resume)
     write_plan(options.log_dir / "plan.json", problem, plan)
     start_s = time.monotonic()
     guilty = launcher.run()

@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(1, str(_root / "comm"))
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError
+from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from polygon.formats.files import check_writable, make_folder, read_model, write_json
 from polygon.formats.serialization import format_json
@@ -340,6 +340,8 @@ def _profile(model: Model, args: argparse.Namespace, device: torch.device, name:
 
     longest = min(model.max_seq_len, cli.LONGEST_DEFAULT)
     seq_len = model.tokens_per_image if model.family == "vit" else args.seq_len or longest
+    most = model.max_seq_len if model.learned_positions and model.family != "vit" else seq_len
+    require(seq_len <= most, "--seq-len", seq_len, f"at most {most}, the positions that {model.name} has learned")
     rows = profile_layers(
         model,
         seq_len=seq_len,

@@ -240,7 +240,11 @@ def main(argv: list[str] | None = None) -> int:
     chosen = _suite(args.suite, tuple(args.files))
     out = Path(args.out or Path("sweeps") / args.suite)
     where = {"backend": args.backend, "scheduler": args.scheduler, "jobs": args.workers or -1, "lot": LOT}
-    rows = sweep(tasks(chosen, args), out / "runs.jsonl", quiet=args.quiet, **where)
+    todo = tasks(chosen, args)
+    with cli.interrupted_by_signals() as asked:
+        rows = sweep(todo, out / "runs.jsonl", quiet=args.quiet, **where)
+    if todo and not rows:
+        return asked.exit_code
     commits = sorted({row["commit"] for row in rows if "commit" in row})
     if len(commits) > 1 and not args.quiet:
         print(f"the record has runs of {len(commits)} commits: {', '.join(commits)}", file=sys.stderr)  # noqa: T201
@@ -260,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     if not drawn and not args.quiet:
         print("no plots: matplotlib is missing (pip install matplotlib)", file=sys.stderr)  # noqa: T201
     cli.emit({"methods": methods, "instances": summary}, table, as_json=args.json)
-    return cli.EXIT_OK
+    return cli.EXIT_OK if len(rows) == len(todo) else asked.exit_code
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ Regions are taken by themselves, and in groups of those whose links are the wide
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,8 @@ from scipy.spatial.distance import squareform
 
 TOLERANCE = 1e-4
 """Relative precision."""
+FOREVER_S = 1e30
+"""In which everything passes that may pass; times any bandwidth it is a number still."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,10 +165,12 @@ class RegionTraffic:
 
     @cached_property
     def least_s(self) -> float:
-        """Least time in which all work is done (the lower end of what a bisection leaves)."""
+        """Least time in which all work is done (the lower end of what a bisection leaves); inf where none is enough."""
         low_s = high_s = 1 / float(self.part.sum())
         if len(self.part) == 1:
             return low_s
+        if self.most(FOREVER_S) < 1 - TOLERANCE:  # what regions can hold is not all
+            return math.inf
         while self.most(high_s) < 1 - TOLERANCE:
             low_s, high_s = high_s, 2 * high_s
         while high_s - low_s > TOLERANCE * low_s:

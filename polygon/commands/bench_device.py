@@ -10,10 +10,8 @@ import argparse
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 from polygon.commands import cli
-from polygon.domain.errors import InputError
 
 PROGRAM = "runners.bench_device"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -58,14 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; see the module's docstring."""
     given = sys.argv[1:] if argv is None else argv
     parser().parse_args(given)
-    for package in ("torch", "runners"):
-        if find_spec(package) is None:
-            raise InputError(
-                f"bench-device: found no {package}, expected it installed: pip install 'polygon-train[train]'"
-            )
+    cli.require_torch("bench-device")
     command = [sys.executable, "-m", PROGRAM, *given]
-    with cli.handled_signals([signal.SIGINT], lambda number, frame: None):  # the program answers Ctrl-C itself
-        return subprocess.run(command, check=False).returncode
+    # The program answers signals itself: Ctrl-C reaches it too, another is handed on.
+    with (
+        cli.handled_signals([signal.SIGINT], lambda number, frame: None),
+        subprocess.Popen(command) as program,
+        cli.handled_signals([signal.SIGTERM], lambda number, frame: program.send_signal(number)),
+    ):
+        code = program.wait()
+    return code if code >= 0 else cli.EXIT_BY_SIGNAL - code
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -33,8 +34,8 @@ if _program is not None and _program.name.startswith("polygon."):  # a command t
     sys.excepthook = say_interrupted
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INFEASIBLE = 0, 2, 3
-EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
-"""128 + SIGINT and 128 + SIGPIPE, as shells have it."""
+EXIT_BY_SIGNAL, EXIT_BROKEN_PIPE = 128, 141
+"""Shells have it so: 128 + the signal that ended the work, 130 by Ctrl-C; 128 + SIGPIPE."""
 
 LONGEST_DEFAULT = 8192
 """Sequence length where the user gives none and the model takes more: few train at the most that a model can take."""
@@ -93,8 +94,9 @@ def run(main: Main, argv: list[str] | None = None) -> int:
         write()
     except InputError as error:
         return _fail(str(error), EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        return _fail("interrupted", EXIT_BY_SIGNAL + number)
     except BrokenPipeError:  # the reader has gone (`| head`)
         _drop_output()
         return EXIT_BROKEN_PIPE
@@ -130,6 +132,17 @@ def _drop_output() -> None:
 def infeasible(reason: Message | str) -> int:
     """Say on stderr why no plan exists; returns the exit code for it."""
     return _fail(str(reason), EXIT_INFEASIBLE)
+
+
+def require_torch(command: str) -> None:
+    """For commands of the runtime: InputError where what the planner does without is not installed."""
+    if find_spec("torch") is None:
+        raise InputError(f"{command}: found no torch, expected it installed: pip install 'polygon-train[train]'")
+
+
+def interrupted(asked: Asked) -> int:
+    """Say on stderr that work was interrupted that had nothing to keep yet; returns the exit code for it."""
+    return _fail("interrupted", asked.exit_code)
 
 
 def _fail(message: str, code: int) -> int:
@@ -429,23 +442,53 @@ def stop_signals() -> list[int]:
     return [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the work to end; `number` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Asked:
+    """Whether a signal has asked work to end, and what a command then exits with that has kept a part of the work."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def __call__(self) -> bool:
+        return self._number is not None
+
+    @property
+    def exit_code(self) -> int:
+        """As of a program that the signal ended; a KeyboardInterrupt that nobody sent counts as Ctrl-C."""
+        return EXIT_BY_SIGNAL + (self._number or signal.SIGINT)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Answer the first signal by noting it, and a second by an interrupt."""
+        self._number = number
+        signal.signal(number, self.interrupt)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Answer a signal by an interrupt."""
+        self._number = number
+        raise Interrupted(number)
+
+
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible() -> Iterator[Asked]:
     """For work that asks from time to time: the first Ctrl-C or SIGTERM is an answer, the second an interrupt."""
-    came = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        signal.signal(number, signal.default_int_handler)
-
-    with handled_signals(stop_signals(), note):
-        yield lambda: came
+    asked = Asked()
+    with handled_signals(stop_signals(), asked.note):
+        yield asked
 
 
-def sigterm_interrupts() -> AbstractContextManager[None]:
-    """For a search that keeps its best at a KeyboardInterrupt: `timeout` and batch systems send SIGTERM instead."""
-    return handled_signals(set(stop_signals()) - {signal.SIGINT}, signal.default_int_handler)
+@contextmanager
+def interrupted_by_signals() -> Iterator[Asked]:
+    """For work that keeps its best at a KeyboardInterrupt: `timeout` and batch systems send SIGTERM instead."""
+    asked = Asked()
+    with handled_signals(stop_signals(), asked.interrupt):
+        yield asked
 
 
 class Talk:

@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         talk.say(f"a faster plan in {args.better}")
     text = describe_explanation(problem, plan, answers, args.tokens) + describe_assumptions(assumed)
     cli.emit(data, text, as_json=args.json)
-    return cli.EXIT_OK
+    exit_code: int = answers.exit_code
+    return exit_code
 
 
 def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) -> Any:
@@ -88,10 +89,10 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) ->
 
     changes = link_changes(problem.cluster, args.link, args.more_gbps) if args.link else None
     explainer = Explainer(problem, plan, tables, seed=args.seed)
-    with talk.progress("explaining", 1.0) as show, cli.interruptible() as interrupted:
+    with talk.progress("explaining", 1.0) as show, cli.interruptible() as asked:
 
         def left(part: float) -> Callable[[], float]:
-            return lambda: 0.0 if interrupted() else part * limit_s - (time.perf_counter() - began)
+            return lambda: 0.0 if asked() else part * limit_s - (time.perf_counter() - began)
 
         why = explainer.explain(
             count=args.count, seconds_left=left(0.5), tell=lambda idea, part: show(part / 2, str(idea))
@@ -108,8 +109,9 @@ def _answers(args: Any, problem: Any, plan: Any, tables: Any, talk: cli.Talk) ->
         )
     left_out = len(why.left_out) + what.left_out
     if left_out:
-        talk.say(f"{'interrupted: ' if interrupted() else ''}no time for {left_out} questions")
-    return SimpleNamespace(bill=explainer.bill, why=why, what=what)
+        talk.say(f"{'interrupted: ' if asked() else ''}no time for {left_out} questions")
+    exit_code = asked.exit_code if asked() and left_out else cli.EXIT_OK
+    return SimpleNamespace(bill=explainer.bill, why=why, what=what, exit_code=exit_code)
 
 
 if __name__ == "__main__":

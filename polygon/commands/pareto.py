@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.planning.objectives import over_limits
 
     talk = cli.Talk(quiet=args.quiet)
-    with talk.progress("searching", 1.0) as show, cli.sigterm_interrupts():
+    with talk.progress("searching", 1.0) as show, cli.interrupted_by_signals() as asked:
         front = cli.posed(problem, args).front(
             seed=args.seed,
             with_energy=args.energy,
@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             time_limit_s=args.time_limit,
             progress=lambda phase, part, best: show(part, f"{phase}: {best:.4g}"),
         )
+    if front.interrupted and not front.plans:
+        return cli.interrupted(asked)
     if front.interrupted:
         talk.say("interrupted: this is the front so far")
     if not front.plans:
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     talk.say(f"{front.evaluations} candidates in {front.seconds:.3g} s")
     text = f"{describe_runtime(data['runtime'])}\n{table(*_columns(rows, energy=args.energy))}"
     cli.emit(data, text, as_json=args.json)
-    return cli.EXIT_OK
+    return asked.exit_code if front.interrupted else cli.EXIT_OK
 
 
 def _point(problem: Problem, plan: Plan, bill: Bill, tokens: float | None) -> dict[str, Any]:

@@ -35,6 +35,8 @@ TERMS = ("compute", "tensor-parallel", "bubble", "p2p", "data-parallel", "optimi
 """What a lane's step is made of; tensor-parallel is with context and expert traffic."""
 ROUNDS = 8
 """Times that as many micro-batches as there are groups are simulated, at least 16."""
+SAME = 1e-9
+"""Part by which two times may differ through rounding alone."""
 NO_STARTS = np.zeros((0, 0, 0))
 
 
@@ -305,9 +307,29 @@ class Lanes:
             return float(done.max()), done, ends
         once += count % config.pp
         done, ends = self._simulated(first, how, config, once)
-        more, _ = self._simulated(first, how, config, once + config.pp)
         step_s = float(done.max())
-        return step_s + (count - once) / config.pp * (float(more.max()) - step_s), done, ends
+        round_s = self._round_s(first, how, config, once, step_s)
+        if round_s is None:
+            done, ends = self._simulated(first, how, config, count)
+            return float(done.max()), done, ends
+        return step_s + (count - once) / config.pp * round_s, done, ends
+
+    def _round_s(self, first: Round, how: Execution, config: ParallelConfig, once: int, step_s: float) -> float | None:
+        """What a micro-batch for every group takes after `once` of them; None where that is not the same for ever."""
+        more, _ = self._simulated(first, how, config, once + config.pp)
+        round_s = float(more.max()) - step_s
+        if round_s < (1 - SAME) * config.pp * self._busiest_s(first, how, config):
+            return None  # devices that are not the busiest still use up the time by which these began earlier
+        if config.chunks > 1:  # rounds on slow links may take turns: a longer one, a shorter one
+            after, _ = self._simulated(first, how, config, once + 2 * config.pp)
+            if abs(float(after.max()) - float(more.max()) - round_s) > SAME * step_s:
+                return None
+        return round_s
+
+    def _busiest_s(self, first: Round, how: Execution, config: ParallelConfig) -> float:
+        """What a micro-batch takes the busiest devices or the busiest link: in the end a round takes no less."""
+        held_s = (how.forward_s + how.backward_s + first.waits_s.sum(axis=0)).reshape(config.chunks, config.pp)
+        return max(float(held_s.sum(axis=0).max()), float(first.sent_s.max(initial=0)))
 
     def _simulated(
         self, first: Round, how: Execution, config: ParallelConfig, count: int

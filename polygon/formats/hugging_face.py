@@ -6,7 +6,7 @@ Faults are `InputError` with the key. What a shape cannot say is said in the mod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,15 @@ from polygon.domain.block import ROTARY_SCALINGS, LatentAttention, LinearAttenti
 from polygon.domain.errors import fault, one_of, require, require_number
 from polygon.domain.message import Message
 from polygon.domain.model import Model
-from polygon.formats.hugging_face_config import SYNONYMS, ConfigReader, mlp_ratio, repeated, whole_number
+from polygon.formats.hugging_face_config import (
+    SYNONYMS,
+    ConfigReader,
+    blocks_number,
+    is_list,
+    mlp_ratio,
+    repeated,
+    whole_number,
+)
 from polygon.formats.hugging_face_towers import vision_tower
 from polygon.formats.hugging_face_types import TYPES
 
@@ -253,7 +261,7 @@ def _falcon(reader: ConfigReader, heads: int) -> dict[str, Any]:
 
 def _encoder_and_decoder(reader: ConfigReader, encoder_blocks: int) -> dict[str, Any]:
     """T5: as many blocks in the decoder as in the encoder unless it says so, and an MLP that may be gated."""
-    decoder_blocks = reader.whole("num_decoder_layers") or encoder_blocks
+    decoder_blocks = blocks_number(reader.whole("num_decoder_layers") or encoder_blocks, "num_decoder_layers")
     return {
         "blocks": encoder_blocks + decoder_blocks,
         "encoder_blocks": encoder_blocks,
@@ -289,12 +297,12 @@ def _experts(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _sparse(reader: ConfigReader, blocks: int) -> list[int]:
     """Numbers of the blocks that have experts, from 0."""
     listed = reader.config.get("moe_layers")
-    if isinstance(listed, Sequence) and listed:
-        return [whole_number(number + 1, "moe_layers") - 1 for number in listed if isinstance(number, int)]
+    if listed and is_list(listed):
+        return sorted({whole_number(number + 1, "moe_layers") - 1 for number in listed if isinstance(number, int)})
     first, often = reader.whole("first_k_dense_replace"), reader.whole("moe_layer_freq") or 1
     step = reader.whole("decoder_sparse_step") or reader.whole("interleave_moe_layer_step") or 1
     dense = reader.config.get("mlp_only_layers") or []
-    require(isinstance(dense, Sequence), "mlp_only_layers", dense, "a list")
+    require(is_list(dense), "mlp_only_layers", dense, "a list")
     return [i for i in range(first, blocks) if i % often == 0 and (i + 1) % step == 0 and i not in dense]
 
 
@@ -342,9 +350,9 @@ def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
         return []  # transformers' Qwen3MoeModel looks at neither layer_types nor max_window_layers
     listed = reader.config.get("layer_types") or _gpt_neo_types(reader.config)
     if listed:
-        require(isinstance(listed, Sequence) and len(listed) >= blocks, "layer_types", listed, "one a layer")
+        require(is_list(listed) and len(listed) >= blocks, "layer_types", listed, "one a layer")
         for kind in listed[:blocks]:
-            require(kind in _ATTENTIONS, "layer_types", kind, one_of(str(kind), _ATTENTIONS))
+            require(isinstance(kind, str) and kind in _ATTENTIONS, "layer_types", kind, one_of(str(kind), _ATTENTIONS))
         return [_ATTENTIONS[kind] for kind in listed[:blocks]]
     if full := reader.whole("sliding_window_pattern") if "sliding_window_pattern" in reader.defaults else 0:
         return ["full" if (i + 1) % full == 0 else "window" for i in range(blocks)]
@@ -354,7 +362,7 @@ def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
         return ["full" if i % full == 0 else "window" for i in range(blocks)]
     usual = [_ATTENTIONS[kind] for kind in reader.defaults.get("layer_types", ())]
     turned = reader.config.get("no_rope_layers")
-    if "chunk" in usual and isinstance(turned, Sequence) and len(turned) >= blocks:
+    if "chunk" in usual and is_list(turned) and len(turned) >= blocks:
         return ["chunk" if turns else "full" for turns in turned[:blocks]]
     if usual:
         return [usual[i % len(usual)] for i in range(blocks)]
@@ -367,8 +375,10 @@ def _attention_kinds(reader: ConfigReader, blocks: int) -> list[str]:
 def _gpt_neo_types(config: Mapping[str, Any]) -> list[Any]:
     """`attention_types` such as [[["global", "local"], 12]], written out."""
     listed: list[Any] = []
-    for entry in config.get("attention_types") or []:
-        pair = isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], Sequence)
+    entries = config.get("attention_types") or []
+    require(is_list(entries), "attention_types", entries, "a list")
+    for entry in entries:
+        pair = is_list(entry) and len(entry) == 2 and is_list(entry[0])
         require(pair and isinstance(entry[1], int), "attention_types", entry, "pairs of a list of types and a number")
         listed += list(entry[0]) * min(entry[1], 10_000)
     return listed

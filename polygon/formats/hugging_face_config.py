@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
+from polygon.domain.block import require_size
 from polygon.domain.errors import require
+from polygon.domain.model import MOST_BLOCKS
 
 SYNONYMS = {
     "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
@@ -45,7 +47,9 @@ class ConfigReader:
                 value = self.config[key]
                 if value in (None, 0) and field == "window":
                     return None
-                return None if value is None and field in MAY_BE_NULL else whole_number(value, key)
+                if value is None and field in MAY_BE_NULL:
+                    return None
+                return blocks_number(value, key) if field == "blocks" else whole_number(value, key)
         default = self.defaults.get(field)
         if field == "kv_heads" and any(key in self.config for key in SYNONYMS["heads"]) and default is not None:
             # A file that names its heads and leaves this out was written where both were equal or is older.
@@ -79,6 +83,17 @@ def whole_number(value: Any, key: str) -> int:
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(fits, key, value, "a whole number >= 1")
     return int(value)
+
+
+def blocks_number(value: Any, key: str) -> int:
+    """A number of blocks: patterns are lists of as many, so one that no model has is refused before they are made."""
+    require_size(value, key, at_most=MOST_BLOCKS)
+    return int(value)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a list of the config; a text is none."""
+    return isinstance(value, list | tuple)
 
 
 def mlp_ratio(reader: ConfigReader, usual: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from polygon.domain.errors import require
 from polygon.domain.model import Model
-from polygon.formats.hugging_face_config import ConfigReader, mlp_ratio, repeated
+from polygon.formats.hugging_face_config import ConfigReader, is_list, mlp_ratio, repeated
 from polygon.formats.hugging_face_types import ANY_SIZE, TOWER_OF, TOWERS
 
 
@@ -58,7 +58,7 @@ def vision_tower(data: Mapping[str, Any], whole: str, text_size: int) -> Model |
 def _windows(config: Mapping[str, Any], blocks: int, patch_size: int) -> dict[str, Any]:
     """Qwen2.5-VL: all but a few blocks look at squares of `window_size` pixels."""
     whole, side = config.get("fullatt_block_indexes"), config.get("window_size")
-    if not isinstance(whole, Sequence) or not isinstance(side, int) or side < patch_size:
+    if not is_list(whole) or not isinstance(side, int) or side < patch_size:
         return {}
     kinds = tuple("full" if i in whole else "chunk" for i in range(blocks))
     return {"window": (side // patch_size) ** 2, "attention_pattern": repeated(kinds)}

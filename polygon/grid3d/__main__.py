@@ -152,6 +152,7 @@ def _case(args: argparse.Namespace, talk: cli.Talk) -> tuple[Any, int, dict[str,
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """The best configurations with their terms."""
+    from polygon.messages.report import ROUNDED
     from polygon.overhead.communication_tables import table
 
     names = [key for key in rows[0] if key not in ("step_s", "terms_s", "memory_bytes", "rejected")]
@@ -167,7 +168,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     body = []
     for rank, row in enumerate(rows, start=1):
         line = [str(rank), *(str(row[name]) for name in names), f"{row['step_s'] * 1e3:.5g}"]
-        line += [f"{row['terms_s'][term] * 1e3:.4g}" for term in terms]
+        least_s = ROUNDED * row["step_s"]
+        line += [f"{value * 1e3 if abs(value) > least_s else 0:.4g}" for value in map(row["terms_s"].get, terms)]
         body.append([*line, f"{row['memory_bytes'] / 1e9:.4g}"] if "memory_bytes" in row else line)
     return table(header, body)
 
@@ -182,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     options = GridOptions() if isinstance(case, SearcherCase) else case.options
     splits = list(all_splits(devices, options.cp))
     start = time.perf_counter()
-    with talk.progress("splits", total=len(splits)) as show:
+    with talk.progress("splits", total=len(splits)) as show, cli.interrupted_by_signals() as asked:
         result = evaluate_all(
             case,
             splits,
@@ -191,6 +193,8 @@ def main(argv: list[str] | None = None) -> int:
             scheduler=args.scheduler,
             progress=lambda done: show(done, f"{done} of {len(splits)}"),
         )
+    if result.interrupted and not result.rows:
+        return cli.interrupted(asked)
     took_s = time.perf_counter() - start
     path = args.out or "output.json"
     result.write(path, {**says, "devices": devices})
@@ -202,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         talk.say("interrupted: these are the configurations so far")
     best = result.top(args.top)
     if not best and result.interrupted:
-        raise KeyboardInterrupt
+        return asked.exit_code
     if not best:
         return cli.infeasible(result.why_none(devices))
     if path != "-":
@@ -212,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         text = f"{describe_runtime(says['runtime'])}\n{text}" if "runtime" in says else text
         found = {"configurations": count, "accepted": result.accepted, "best": best}
         cli.emit({**{key: says[key] for key in ("runtime",) if key in says}, **found}, text, as_json=args.json)
-    return cli.EXIT_OK
+    return asked.exit_code if result.interrupted else cli.EXIT_OK
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from polygon.planning.left_out import LeftOut
 
 
+ROUNDED = 1e-9
+"""Part of a step below which a term is what rounding has left of nothing."""
+
+
 def seconds(value: float) -> str:
     """Three digits and a unit."""
     if value >= 1:
@@ -189,7 +193,8 @@ def describe_runtime(runtime: str | Mapping[str, Any]) -> str:
 
 def _headline(problem: Problem, plan: Plan, estimate: Estimate, bound: LowerBound) -> str:
     used, all_devices = plan.world_size, problem.cluster.devices
-    terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > 0)
+    least_s = ROUNDED * estimate.step_s
+    terms = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value > least_s)
     bounds = ", ".join(f"{name} {seconds(value)}" for name, value in bound.parts.items())
     lines = [
         describe_runtime(runtime_data(problem.runtime)),

@@ -100,16 +100,22 @@ def collect(
     for i, objective in enumerate(objectives):
         own = replace(effort, time_limit_s=2 * share_s) if i == 0 else _half(effort, share_s)
         known = [best[1] for best in _leaders(problem, bills, objectives)]
-        found = find_plan(
-            problem,
-            np.random.default_rng([seed, i] if i else seed),
-            groups=groups,
-            effort=own,
-            tell=_part(tell, objective, i, len(objectives)),
-            tables=tables,
-            objective=objective,
-            known=known,
-        )
+        try:
+            found = find_plan(
+                problem,
+                np.random.default_rng([seed, i] if i else seed),
+                groups=groups,
+                effort=own,
+                tell=_part(tell, objective, i, len(objectives)),
+                tables=tables,
+                objective=objective,
+                known=known,
+            )
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            interrupted = True
+            break
         bills += found.bills
         if found.plan is not None:
             plans.append((found.bills[0][0], found.plan))

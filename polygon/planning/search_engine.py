@@ -153,25 +153,27 @@ def find_groups(
     budget = max(400, effort.fluid_evaluations // (2 * len(counts)))
     last_reason: Message | None = None
     interrupted = False
-    for i, count in enumerate(counts):
-        size = _likely_size(decoder, count)
-        candidates = GroupCandidates(decoder, count, size)
-        starts = [x for x in simple_starts(decoder, count, size) if x.any(axis=1).all()]
-        values = [candidates.evaluate(x) for x in starts]
-        order = np.argsort(values, kind="stable")[:3]
-        stop = _limit(budget, budget // 2, effort.time_limit_s / len(counts))
-        result = Ants().solve(candidates, rng, stop, start=[starts[k] for k in order])
-        if result.solution is not None and (best is None or result.value < best[0]):
-            best = (result.value, result.solution, size)
-        elif result.solution is None and starts:
-            last_reason = _why_not(decoder, [Allocation(workers=x, micro_batch_size=size) for x in starts[:8]])
-        if tell:
-            tell(Message("phase.ants", stages=count), (i + 1) / len(counts), best[0] if best else math.inf)
-        interrupted = result.stopped_by == "interrupt"
-        if interrupted:
-            break
-    if best is None and interrupted:
-        raise KeyboardInterrupt
+    try:
+        for i, count in enumerate(counts):
+            size = _likely_size(decoder, count)
+            candidates = GroupCandidates(decoder, count, size)
+            starts = [x for x in simple_starts(decoder, count, size) if x.any(axis=1).all()]
+            values = [candidates.evaluate(x) for x in starts]
+            order = np.argsort(values, kind="stable")[:3]
+            stop = _limit(budget, budget // 2, effort.time_limit_s / len(counts))
+            result = Ants().solve(candidates, rng, stop, start=[starts[k] for k in order])
+            if result.solution is not None and (best is None or result.value < best[0]):
+                best = (result.value, result.solution, size)
+            elif result.solution is None and starts:
+                last_reason = _why_not(decoder, [Allocation(workers=x, micro_batch_size=size) for x in starts[:8]])
+            if tell:
+                tell(Message("phase.ants", stages=count), (i + 1) / len(counts), best[0] if best else math.inf)
+            if result.stopped_by == "interrupt":
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        interrupted = True
     if best is None:
         return None, last_reason or Message("reason.no_grouping")
     value, x, size = best

@@ -107,7 +107,8 @@ def load_tokenizer(file: Path) -> Any:
 def _rows(path: Path, column: str | None, part: str, encode: _Encode) -> Iterator[np.ndarray]:
     """Tokens of every document of a data set."""
     files = files_of(path, part)
-    name = _column(files[0], column)
+    # The first part of a set may be empty.
+    name = _column(next((file for file in files if columns_of(file)), files[0]), column)
     yield from _as_tokens((value for file in files for value in column_of(file, name)), encode)
 
 

@@ -93,7 +93,7 @@ def column_of(path: Path, name: str) -> Iterator[str | np.ndarray]:
         value = row.get(name) if isinstance(row, dict) else None
         if isinstance(value, str):
             yield value
-        elif isinstance(value, list) and all(type(token) is int for token in value):
+        elif isinstance(value, list) and all(type(token) is int and abs(token) < 2**63 for token in value):
             yield np.array(value, dtype=np.int64)
         else:
             raise InputError(f"{path}: example {number}: found no {name!r}, expected a text or a list of tokens there")

@@ -202,10 +202,11 @@ def architecture_of(model: Model, kind: str = "") -> Architecture:
     kind : str
         The `model_type` of files that are there; those of another kind than the model's raise `InputError`, too.
     """
+    if kind:  # said first: what the files are tells more than how polygon plans them
+        require(kind in KINDS, "weights: model_type", kind, one_of(kind, KINDS))
     own = kind_of(model)
     if not kind:
         return KINDS[own]
-    require(kind in KINDS, "weights: model_type", kind, one_of(kind, KINDS))
     alike = (*KINDS[own].kinds, *(PHI3.kinds if own in ("llama", "mistral") else ()))
     require(kind in alike, "weights: model_type", kind, f"{own!r}, as the model is computed")
     return KINDS[kind]

@@ -17,6 +17,14 @@ from runners.engine.learning_rate import SCHEDULES
 from runners.engine.options import Lora, Options
 from runners.engine.trackers import TRACKERS
 
+NEEDED_BY = {
+    "weights": ("lora",),
+    "lora": ("lora_alpha", "lora_targets"),
+    "data": ("token_type", "tokenizer", "data_column"),
+    "validate_every": ("validation_data", "validation_samples"),
+}
+"""Options without which others would do nothing, or what nobody means: additions to weights drawn from the seed."""
+
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Options of the plan's preparation and of training."""
@@ -132,9 +140,7 @@ def _add_run(training: argparse._ArgumentGroup) -> None:
     training.add_argument(
         "--lora-alpha", type=float, metavar="A", help="over the rank: their factor (default: 2 x rank)"
     )
-    training.add_argument(
-        "--lora-targets", nargs="+", default=Lora().targets, metavar="NAME", help="linear layers (default: query value)"
-    )
+    training.add_argument("--lora-targets", nargs="+", metavar="NAME", help="linear layers (default: query value)")
     training.add_argument(
         "--model-file", type=Path, help="Python file with the model as a list of layers (docs/runtime.md)"
     )
@@ -226,11 +232,22 @@ def _lora(arguments: argparse.Namespace) -> Lora | None:
         if value is not None:
             raise InputError(f"--lora: found with {option}, expected without it")
     alpha = 2.0 * rank if arguments.lora_alpha is None else arguments.lora_alpha
-    return Lora(rank=rank, alpha=alpha, targets=tuple(arguments.lora_targets))
+    return Lora(rank=rank, alpha=alpha, targets=tuple(arguments.lora_targets or Lora().targets))
+
+
+def _require_what_goes_with(arguments: argparse.Namespace) -> None:
+    """Refuse options that would do nothing without another one, which then was forgotten."""
+    found = vars(arguments)
+    for other, names in NEEDED_BY.items():
+        for name in names:
+            if found[name] is not None and not found[other]:
+                option, missing = (f"--{one.replace('_', '-')}" for one in (name, other))
+                raise InputError(f"{option}: found without {missing}, expected with it")
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """The choices of a run; raises `InputError` on one that is not allowed."""
+    _require_what_goes_with(arguments)
     rate = arguments.learning_rate
     return Options(
         steps=arguments.steps,

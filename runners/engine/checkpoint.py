@@ -30,6 +30,7 @@ from torch.distributed import Store
 from polygon.domain.block import RotaryScaling
 from polygon.domain.errors import InputError, PolygonError, require
 from polygon.domain.model import Model
+from polygon.formats.files import make_folder
 from runners.engine.experts import EXPERT
 from runners.engine.layers import TIED_COPY, TIED_WEIGHT
 
@@ -42,6 +43,10 @@ TIED_FILE = "tied"
 
 class DamagedError(Exception):
     """A file is not what was written."""
+
+
+class DivergedError(PolygonError):
+    """The loss or the gradient is no number any more; the message says since when, and which checkpoint is whole."""
 
 
 class UnsavedError(PolygonError):
@@ -147,6 +152,23 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name, path in named if name is not None and path.is_dir())
 
 
+def prepare_folder(directory: Path, *, resume: bool) -> None:
+    """Make a folder for checkpoints where there is none.
+
+    Raises
+    ------
+    InputError
+        It cannot be made, or holds those of another run, which then would pass for the newest of this one.
+    """
+    make_folder(directory)
+    steps = steps_in(directory)
+    if steps and not resume:
+        raise InputError(
+            f"--checkpoint-dir {directory}: found {step_directory(directory, steps[-1]).name} in it, expected "
+            "--resume (of a recipe checkpoint.resume) to go on from there, or a folder without checkpoints"
+        )
+
+
 class Checkpoints:
     """Writes and reads one rank's part of the checkpoints in a directory.
 
@@ -218,10 +240,7 @@ class Checkpoints:
         if failed:
             shutil.rmtree(place, ignore_errors=True)
             rank, why = failed[0]
-            last = "this run has saved none"
-            if self._whole is not None:
-                last = f"the last whole one is {step_directory(self.directory, self._whole)}"
-            raise UnsavedError(f"checkpoint of step {progress.step} not written on rank {rank}: {why}; {last}")
+            raise UnsavedError(f"checkpoint of step {progress.step} not written on rank {rank}: {why}; {self.last}")
         self._whole = progress.step
         for step in [s for s in steps_in(self.directory) if s <= progress.step][: -self.keep]:
             shutil.rmtree(step_directory(self.directory, step), ignore_errors=True)
@@ -231,6 +250,13 @@ class Checkpoints:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+
+    @property
+    def last(self) -> str:
+        """Where the last whole checkpoint is, in words."""
+        if self._whole is None:
+            return "this run has saved none"
+        return f"the last whole one is {step_directory(self.directory, self._whole)}"
 
     @property
     def busy(self) -> bool:
@@ -289,12 +315,22 @@ class Checkpoints:
             if different:
                 key = different[0]
                 raise InputError(f"{self.directory}: model.{key}: found {found[key]!r}, expected {expected[key]!r}")
+            self._require_same_additions(content)
             progress = SavedProgress(**content["progress"])
             if canonical(self.model, name) not in content["parameters"]:
                 raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
             states[name] = content["parameters"][canonical(self.model, name)]
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states
+
+    def _require_same_additions(self, content: Mapping[str, Any]) -> None:
+        """Additions of another factor compute something else; those that nobody asks for would be dropped."""
+        found, expected = content.get("lora"), self._lora.get("lora")
+        if found is None or expected is None:  # then what one of them trains is not in the other
+            return
+        for key in ("rank", "alpha", "targets"):
+            one, other = (sorted(value) if key == "targets" else value for value in (found[key], expected[key]))
+            require(one == other, f"{self.directory}: lora.{key}", one, f"{other}, as this run trains")
 
     def load_region(self, step: int, names: Iterable[str], region: str) -> dict[str, dict[str, Any]] | None:
         """Optimizer state that a region had of its own; None where one of the files is not there or damaged."""

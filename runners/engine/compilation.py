@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from polygon.domain.errors import require
+from polygon.domain.errors import one_of, require
 from polygon.domain.runtime import Runtime
 from runners.engine.options import Options
 
@@ -25,8 +25,8 @@ def check_compiler(backend: str | None) -> None:
         return
     from torch._dynamo import list_backends  # brings torch's compiler along
 
-    known = list_backends(exclude_tags=())
-    require(backend in known, "--compile", backend, " or ".join([*sorted(known), NONE]))
+    known = [*list_backends(exclude_tags=()), NONE]
+    require(backend in known, "--compile", backend, one_of(backend, known))
     asked = os.environ.get("CXX")
     found = any(map(shutil.which, [asked] if asked else ["g++", "clang++", "c++"]))
     if backend == INDUCTOR:

@@ -108,6 +108,8 @@ class Options:
         length = self.schedule_steps
         require(length is None or length >= 1, "--schedule-steps", length, "a whole number >= 1")
         assert self.rate  # which checks its own fields
+        require(self.seed >= 0, "--seed", self.seed, "a whole number >= 0")
+        require(self.traced_steps >= 0, "--traced-steps", self.traced_steps, "a whole number >= 0")
         require(self.profiled_steps >= 0, "--profiled-steps", self.profiled_steps, "a whole number >= 0")
         require(
             not self.profiled_steps or self.log_dir is not None,
@@ -159,4 +161,6 @@ class Options:
     def shared(self) -> dict[str, object]:
         """The choices that must be the same on all ranks."""
         own = ("device", "log_dir", "data", "model_file", "weights", "checkpoint_dir")
-        return {key: str(value) for key, value in asdict(self).items() if key not in own}
+        # Each rank may save where it likes, but all save or none: they wait for one another's files.
+        shared: dict[str, object] = {"saves": self.checkpoint_dir is not None}
+        return shared | {key: str(value) for key, value in asdict(self).items() if key not in own}

@@ -52,6 +52,7 @@ class Pretrained:
         if not (folder / CONFIG).exists():
             raise InputError(f"weights: {folder}: found no {CONFIG}")
         config = read_json(folder / CONFIG)
+        require(isinstance(config, dict), str(folder / CONFIG), type(config).__name__, "an object with a model_type")
         self._names = architecture_of(model, str(config.get("model_type")))
         self._file_of = self._listed()
         check_same(read_model(folder), model, f"{folder / CONFIG}")

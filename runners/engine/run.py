@@ -13,10 +13,10 @@ from torch.profiler import record_function
 
 from polygon.domain.errors import require
 from polygon.domain.plan import Plan, Problem
-from polygon.formats.files import make_folder
 from runners.data.samples import Samples, Shuffled, digest_of
 from runners.data.sources import training_and_held_out
 from runners.engine.additions import check_lora
+from runners.engine.checkpoint import prepare_folder
 from runners.engine.compilation import check_compiler, compiler_of
 from runners.engine.failure_detector import Watch
 from runners.engine.options import Options
@@ -90,6 +90,8 @@ def train(
         What is asked cannot be run, or the ranks do not run the same thing.
     RunFailedError
         A peer was lost; the message names it, its region and this rank's last action.
+    DivergedError
+        The loss or the gradient is no number any more.
     UnsavedError
         All was trained, but the last checkpoint could not be written; the message names the last whole one.
     """
@@ -109,7 +111,7 @@ def train(
     _check_options(problem, plan, options)
     layout = Layout(problem, plan)
     if options.checkpoint_dir is not None:
-        make_folder(options.checkpoint_dir)
+        prepare_folder(options.checkpoint_dir, resume=options.resume)
     training: Training | None = None
     with contextlib.ExitStack() as opened:
         run = "run" if options.log_dir is None else options.log_dir.name
@@ -137,8 +139,9 @@ def train(
             _run_steps(training, report)
             training.close()
             leave_together(store, rank, plan.world_size)
-            if training.unsaved is not None:
-                raise training.unsaved
+            for failure in (training.diverged, training.unsaved):
+                if failure is not None:
+                    raise failure
         except (PeerLostError, RuntimeError) as error:
             # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
             verdict = watch.verdict(options.dead_after_s + 1)
@@ -177,7 +180,7 @@ def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> 
         report(result)
         if recorder is not None:
             recorder.step()
-        if (due and result["together"]) or not go_on:
+        if training.diverged is None and ((due and result["together"]) or not go_on):
             training.save()
             due = False
     if recorder is not None:

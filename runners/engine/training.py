@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -22,7 +23,15 @@ from torch.distributed import PrefixStore, Store
 from polygon.domain.schedule import Action
 from runners.data.samples import Samples, Shuffled, count_targets, digest_of
 from runners.engine.agreement import Agreement, Scalars
-from runners.engine.checkpoint import Checkpoints, SavedProgress, UnsavedError, canonical, file_of, region_file
+from runners.engine.checkpoint import (
+    Checkpoints,
+    DivergedError,
+    SavedProgress,
+    UnsavedError,
+    canonical,
+    file_of,
+    region_file,
+)
 from runners.engine.collector import Collector
 from runners.engine.device import accelerator_of, choose_device, device_memory, memory_bytes
 from runners.engine.emulation import Pace, backward_shares, kind_of, least_seconds
@@ -95,6 +104,8 @@ class Training:
         self.progress = SavedProgress(seed=options.seed, data=digest_of(samples))
         self.unsaved: UnsavedError | None = None
         """Why the last checkpoint could not be written, if so."""
+        self.diverged: DivergedError | None = None
+        """What is no number any more, if so: then nothing is saved, and the run ends."""
         self.stop_requested = threading.Event()
         self._agreement = Agreement(rank, self.worker, self._all, self.stop_requested)
         self.checkpoints: Checkpoints | None = None
@@ -365,12 +376,26 @@ class Training:
         }  # fmt: skip
         self.wires.sent_bytes.clear()
         self._accelerator.set_clock()
-        if together and validate:
+        # A loss that is scaled may overflow; one that is not, and gradients of it, never come back.
+        finite = math.isfinite(scalars.loss) and math.isfinite(scalars.norm)
+        if together and not finite and worker.overflow_scale <= 1:
+            self.diverged = self._has_diverged(step, scalars)
+        elif together and validate:
             result |= self._validate()
         self.log.write("step", **result)
         if self.collector is not None:
             self.collector.add(result)
-        return result, not (together and scalars.stop) and not last
+        return result, not (together and scalars.stop) and not last and self.diverged is None
+
+    def _has_diverged(self, step: int, scalars: Scalars) -> DivergedError:
+        last = ""
+        if self.checkpoints is not None:
+            self._note_write_errors()
+            last = f"; {self.checkpoints.last}"
+        return DivergedError(
+            f"step {step}: found loss {scalars.loss:g} and gradient norm {scalars.norm:g}, expected finite numbers; "
+            f"training ends without a checkpoint of it{last}"
+        )
 
     def validates(self, step: int) -> bool:
         """Whether validation is to follow a step."""

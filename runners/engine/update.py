@@ -196,13 +196,13 @@ class Update:
         Returns
         -------
         bool
-            False if the gradient overflowed: then only the loss scale changes.
+            False if the gradient is not finite: then the weights stay, and where losses are scaled the scale is halved.
         """
         finite = math.isfinite(norm)
-        if self._scaled and not finite:
-            self.loss_scale, self._good_steps = self.loss_scale / 2, 0
-        else:
+        if finite:
             self._step(norm, step)
+        elif self._scaled:
+            self.loss_scale, self._good_steps = self.loss_scale / 2, 0
         for bucket in self.buckets:
             bucket.vector.zero_()
         return finite

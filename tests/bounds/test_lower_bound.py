@@ -130,6 +130,14 @@ def problem_of(cluster, model=None, **batch):
     )
 
 
+def test_regions_that_cannot_hold_the_model_take_for_ever():
+    """No time is enough for two small devices that lack 10 GiB of the model: the bound says so, and ends."""
+    cluster = cluster_of([[("t4", 1, 1)], [("t4", 1, 1)]], inside=LAN, between=LAN)
+    wide = small_gpt(blocks=40, hidden_size=2048, head_dim=128, ffn_size=8192)
+    bound = lower_bound(CostTables(problem_of(cluster, wide, global_batch=8)))
+    assert bound.seconds == bound.parts["stages"] == np.inf > bound.parts["path"]
+
+
 def test_one_device_is_solved():
     """A single device has one plan up to the micro-batch size: the bound is its compute."""
     problem = problem_of(cluster_of([[("a100-40gb", 1, 1)]], inside=LAN, between=LAN))

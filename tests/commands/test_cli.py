@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ from polygon.__main__ import COMMANDS, PROGRAMS, main, module_of
 from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
 from polygon.domain.errors import InputError
-from polygon.planning import frontier
-from polygon.search import main as search
+from polygon.planning import frontier, search_engine
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_bad_input_is_one_line_on_stderr_and_exit_2(capsys):
@@ -49,6 +52,15 @@ def test_interrupt_exits_as_shells_expect(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_the_page_of_commands_has_every_exit_code():
+    """And what ends otherwise than by an exit code of ours is a bug."""
+    page = (ROOT / "docs/commands.md").read_text("utf-8")
+    table = page.split("## Exit codes")[1].split("##")[0]
+    codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
+    by_signal = {cli.EXIT_BY_SIGNAL + number for number in (signal.SIGINT, signal.SIGTERM)}
+    assert codes == {cli.EXIT_OK, cli.EXIT_BAD_INPUT, cli.EXIT_INFEASIBLE, cli.EXIT_BROKEN_PIPE, *by_signal}
+
+
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
 def test_an_interrupt_while_a_command_is_imported_is_one_line(error, tmp_path):
     """Ctrl-C in the first second ends by SIGINT as later, without a traceback; a fault of ours keeps its own."""
@@ -75,22 +87,91 @@ def test_first_interrupt_is_an_answer_and_the_second_ends(number):
     assert signal.getsignal(number) == before
 
 
-def test_a_search_that_is_terminated_keeps_its_best(tmp_path, monkeypatch, capsys):
-    """SIGTERM, which `timeout` and batch systems send, is a Ctrl-C: the plan is written, and it is said why."""
-    find, rounds = frontier.find_plan, []
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A folder with `lab.yaml`, where commands run."""
+    (tmp_path / "lab.yaml").write_text("regions: [{name: lab, nodes: [{device: t4, count: 1, devices_per_node: 2}]}]\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    def find_plan(*args, **fields):
-        rounds.append(1)
-        if len(rounds) > 1:
-            signal.raise_signal(signal.SIGTERM)
-        return find(*args, **fields)
 
-    monkeypatch.setattr(frontier, "find_plan", find_plan)
-    cluster, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
-    cluster.write_text("regions: [{name: lab, nodes: [{device: t4, count: 1, devices_per_node: 2}]}]\n")
-    task = ["--model", "gpt2", "--global-batch", "4", "--seq-len", "128", "--effort", "quick", "--until-gap", "0"]
-    assert cli.run(search, ["--cluster", str(cluster), *task, "-o", str(plan)]) == 0
-    assert "interrupted: this is the best so far" in capsys.readouterr().err and plan.exists()
+@pytest.fixture
+def signal_at_progress(monkeypatch):
+    """Commands get this signal when they first tell how far they are."""
+
+    def arrange(number):
+        @contextmanager
+        def progress(talk, what, total=None):
+            signals = iter([number])
+
+            def show(done, note):
+                for each in signals:
+                    signal.raise_signal(each)
+
+            yield show
+
+        monkeypatch.setattr(cli.Talk, "progress", progress)
+
+    return arrange
+
+
+LAB = ["lab.yaml", "--model", "gpt2", "--global-batch", "4", "--seq-len", "128"]
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "told"),
+    [
+        (signal.SIGINT, ["search", "--cluster", *LAB], "interrupted: this is the best so far"),
+        (signal.SIGTERM, ["search", "--cluster", *LAB], "interrupted: this is the best so far"),
+        (signal.SIGTERM, ["init", *LAB], "interrupted: these are the best so far"),
+        (signal.SIGTERM, ["pareto", "--cluster", *LAB], "interrupted: this is the front so far"),
+        (signal.SIGTERM, ["grid3d", *LAB, "--jobs", "1"], "interrupted: these are the configurations so far"),
+        (signal.SIGTERM, ["explain", "plan.json"], "interrupted: no time for 10 questions"),
+    ],
+)
+def test_work_that_is_interrupted_keeps_its_best_and_tells_by_its_exit_code(
+    number, words, told, lab, signal_at_progress, capsys
+):
+    """The file is written and it is said why it is not all; `&&` and `set -e` do not go on with it unseen."""
+    if "plan.json" in words:
+        assert cli.run(main, ["search", "--cluster", *LAB, "--effort", "quick", "-o", "plan.json"]) == 0
+    before = signal.getsignal(number)
+    signal_at_progress(number)
+    assert cli.run(main, [*words, "-o", "kept.json"]) == 128 + number
+    data, talk = capsys.readouterr()
+    assert told in talk and data and (lab / "kept.json").exists()
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGTERM, "search --cluster"),
+        (signal.SIGTERM, "init"),
+        (signal.SIGTERM, "pareto --cluster"),
+        (signal.SIGTERM, "grid3d"),
+        (signal.SIGINT, "grid3d"),
+        (signal.SIGINT, "validate"),
+    ],
+)
+def test_work_that_is_interrupted_with_nothing_to_keep_writes_nothing(number, command, lab, monkeypatch, capsys):
+    """One line, the same exit codes, and a file of an earlier run stays as it is."""
+
+    def interrupt(*args, **fields):
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(search_engine, "find_groups", interrupt)
+    monkeypatch.setattr(frontier, "find_plan", interrupt)
+    monkeypatch.setattr("polygon.grid3d.grid.spread", lambda *args, **fields: (interrupt() for _ in [0]))
+    monkeypatch.setattr("polygon.commands.validate.predict", interrupt)
+    words = [*command.split(), *LAB, "-o", "kept.json"]
+    if command == "validate":
+        words = ["validate", str(ROOT / "instances/measured/published_runs.json"), "--errors", "kept.json"]
+    (lab / "kept.json").write_text("of an earlier run")
+    assert cli.run(main, words) == 128 + number
+    data, talk = capsys.readouterr()
+    assert (data, talk.splitlines()[-1]) == ("", "interrupted")
+    assert (lab / "kept.json").read_text() == "of an earlier run"
 
 
 def test_the_runtime_of_a_command_goes_before_that_of_its_file(tmp_path, capsys):

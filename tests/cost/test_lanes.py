@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times, model_flops_per_step
@@ -127,8 +127,25 @@ def test_terms_add_up_and_respect_the_peak(config: ParallelConfig, runtime: Runt
     assert len(found.memory) == config.pp
 
 
+LATE = equal_nodes(MODEL, Batch(global_batch=80, seq_len=512), A100, nodes=2, between=FABRIC, runtime=POLYGON)
+"""A problem in which the second stage leads for 32 micro-batches, and then the first, which is busier."""
+
+
+TURNS = equal_nodes(
+    EXPERTS,
+    Batch(global_batch=160, seq_len=2048),
+    A100,
+    nodes=2,
+    between=Link(latency_s=5e-6, bytes_per_s=1.25e9),
+    runtime=Runtime(scattered_sends=True),
+)
+"""One of rounds that take turns: a longer one, a shorter one."""
+
+
 @settings(deadline=None, max_examples=cases(150))
 @given(split=splits())
+@example(split=(TURNS, ParallelConfig(dp=1, tp=1, pp=4, cp=4, chunks=2, micro_batch_size=1)))
+@example(split=(LATE, ParallelConfig(dp=1, tp=2, pp=2, cp=2, chunks=2, micro_batch_size=1, zero=3)))
 def test_a_lane_is_what_its_plan_is(split: tuple[Problem, ParallelConfig]):
     """Time and memory of a lane are those of the whole plan, all of its pipelines simulated."""
     asked, config = split

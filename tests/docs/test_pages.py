@@ -1,6 +1,7 @@
 """The site: what pages say is what happens, parts of other files are there, and it builds without a warning."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import util
@@ -37,6 +38,19 @@ def test_the_readmes_python_is_what_make_wheel_runs():
     """The block, line by line, is the program that is run with the wheel alone."""
     (program,) = (block.text for block in blocks(ROOT / "README.md") if block.kind == "python")
     assert (DOCS / "six_lines.py").read_text("utf-8").endswith(f'"""\n\n{program}')
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_extras_of_a_wheel_are_asked_for_by_its_name(page, tmp_path):
+    """`pip install *.whl[train]` is no file to a shell: the brackets are a class of characters to it."""
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/polygon_train-1-py3-none-any.whl").touch()
+    text = "\n".join(block.text for block in blocks(ROOT / page) if block.kind in ("bash", "console"))
+    for line in re.findall(r"^pip (install .*)", text, re.MULTILINE):
+        done = subprocess.run(
+            ["bash", "-c", f"printf '%s\\n' {line}"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert "*" not in done.stdout, line
 
 
 def test_what_is_not_printed_is_missed():

@@ -301,6 +301,15 @@ def test_folder_file_and_name_of_a_model(tmp_path, monkeypatch):
         ({"architectures": ["X"]}, "model_type: found nothing, expected one of bert,"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer: found 0, expected a whole number >= 1"),
         ({"model_type": "gpt2", "n_layer": 2.5}, "n_layer: found 2.5, expected a whole number >= 1"),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 10**30},
+            "num_hidden_layers: found 1e+30, expected at most 10000",
+        ),
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 10**30},
+            "num_hidden_layers: found 1e+30, expected at most",
+        ),
+        ({"model_type": "t5", "num_decoder_layers": 10**30}, "num_decoder_layers: found 1e+30, expected at most 10000"),
         ({"model_type": "deepseek_v3", "v_head_dim": None}, "v_head_dim: found nothing, expected a whole number >= 1"),
         ({"model_type": "deepseek_v2"}, "num_experts_per_tok: found nothing, expected a whole number >= 1"),
         ({"model_type": "gemma2", "layer_types": ["mamba"] * 26}, "layer_types: found 'mamba', expected one of"),
@@ -316,6 +325,10 @@ def test_folder_file_and_name_of_a_model(tmp_path, monkeypatch):
             {"model_type": "qwen3_moe", "mlp_only_layers": [3]},
             "mlp_only_layers: found [0, 1, 2, 4, 5, 6, 7, 8,",
         ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "x"}, "mlp_only_layers: found 'x', expected a list"),
+        ({"model_type": "llama4_text", "moe_layers": [3, 3, 9]}, "mlp_only_layers: found [3, 9], expected layers with"),
+        ({"model_type": "gemma2", "layer_types": [[]] * 26}, "layer_types: found [], expected one of"),
+        ({"model_type": "gpt_neo", "attention_types": 5}, "attention_types: found 5, expected a list"),
         ({"text_config": 3}, "text_config: found 'int', expected a mapping"),
     ],
 )

@@ -111,6 +111,7 @@ def test_the_catalogue_s_larger_models_can_be_cut():
     ("words", "message"),
     [
         (["--tp", "3"], "--tp: found 3"),
+        (["--seq-len", "17"], "--seq-len: found 17, expected at most 16"),
         (["--micro-batch-sizes", "0"], "--micro-batch-sizes: found '0'"),
         (["--micro-batch-sizes", "x"], "--micro-batch-sizes: found 'x'"),
         (["--seconds", "0"], "--seconds: found '0'"),

@@ -120,6 +120,9 @@ def test_what_is_missing_is_named(tmp_path):
     index.write_text(json.dumps({"map": {}}))
     with pytest.raises(InputError, match="expected an index"):
         Pretrained(tmp_path, model)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"config\.json: found 'list', expected an object"):
+        Pretrained(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +142,8 @@ def test_what_is_missing_is_named(tmp_path):
             "norm_topk_prob: found Fal",
         ),
         ("GPT2", {"activation_function": "gelu"}, "activation_function: found 'gelu', expected 'gelu_new'"),
-        ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 96}, "found a model of family other"),
-        ("GPTNeoX", {}, "found a model of family other"),
+        ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 96}, "model_type: found 'qwen2_moe'"),
+        ("GPTNeoX", {}, "model_type: found 'gpt_neox', expected .* or another of .*llama"),
     ],
 )
 def test_what_the_layers_do_not_compute_is_refused(tmp_path, kind, fields, message):

@@ -166,14 +166,26 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path):
     assert [step["step"] for step in steps] == [done]
 
 
+def test_a_run_that_diverges_ends_without_saving(tmp_path):
+    """Weights that are no numbers never take the place of good ones."""
+    settings = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", f"checkpoint.folder={tmp_path / 'saved'}")
+    job = job_of("vit-tiny-ddp", tmp_path, *settings, "checkpoint.every=1")
+    with pytest.raises(RuntimeError, match="step 1: found loss nan"):
+        ran(job)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000001"]
+
+
 def test_checkpoints_of_other_ranks_are_refused(tmp_path):
-    """DeepSpeed's files fit the ranks that wrote them; who resumes with others is told so in one line."""
+    """DeepSpeed's files fit the ranks that wrote them; who resumes with others, or not at all, is told so in a line."""
     need_deepspeed()
     (tmp_path / "deepspeed-00000002").mkdir()
     said = {"step": 2, "samples": 128, "seed": 0, "ranks": 4, "zero": 2}
     (tmp_path / "deepspeed-00000002" / WHOLE).write_text(json.dumps(said))
-    recipe = job_of("vit-tiny-zero2", tmp_path, f"checkpoint={{folder: {tmp_path}}}").recipe
+    recipe = job_of("vit-tiny-zero2", tmp_path, f"checkpoint={{folder: {tmp_path}, resume: true}}").recipe
     home = Home(tmp_path, recipe.checkpoint, tiny_model(), seed=0, rank=0, ranks=2, store=None)
+    anew = replace(home, part=recipe.checkpoint.model_copy(update={"resume": False}))
+    with pytest.raises(InputError, match=r"found '.*deepspeed-00000002', expected checkpoint\.resume"):
+        EngineFiles(anew, engine=None, zero=2)
     with pytest.raises(InputError, match=r"deepspeed-00000002: ranks: found 4, expected 2"):
         EngineFiles(home, engine=None, zero=2).resume()
     home = replace(home, folder=tmp_path / "none")

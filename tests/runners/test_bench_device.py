@@ -52,7 +52,7 @@ def test_the_measurement_reaches_the_estimate(bench, tmp_path, capsys):
     """search --bench plans with it, and the plan keeps it for whoever reads it later."""
     cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
     cluster.write_text(CLUSTER)
-    task = ["--cluster", str(cluster), "--model", "gpt2", "--global-batch", "8", "--seq-len", "256"]
+    task = ["--cluster", str(cluster), "--model", "gpt2", "--global-batch", "8", "--seq-len", "128"]
     task += ["--precision", "fp32", "--quiet"]
     assert main(["search", *task, "--bench", str(bench), "-o", str(plan), "--time-limit", "1"]) == 0
     capsys.readouterr()
@@ -84,14 +84,14 @@ def measure(words):
 
 
 def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
-    """Ctrl-C after a pass: a file that says it is not complete, exit 0."""
+    """Ctrl-C after a pass: a file that says it is not complete, and the exit code of what was interrupted."""
     path = tmp_path / "bench.json"
     words = ["--seconds", "20", "--dtype", "fp32", "--device", "cpu", "-o", path]
     with Program(measure, words, tmp_path) as program:
         assert program.stderr.readline().startswith("every operator measured once after ")
         program.send_signal(signal.SIGINT)
         talk = program.said()
-    assert program.returncode == 0, talk
+    assert program.returncode == 130, talk
     assert "not everything was measured" in talk
     assert not files.read_bench(path).complete
 
@@ -114,12 +114,13 @@ def test_wrong_options_are_one_line(options, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_without_torch_the_command_says_what_to_install(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["bench-device", "launch", "dist-runner", "train", "probe", "profile-layers"])
+def test_without_torch_commands_of_the_runtime_say_what_to_install(command, monkeypatch, capsys):
     """One line, exit 2."""
     from polygon.__main__ import program
 
-    monkeypatch.setattr("polygon.commands.bench_device.find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["polygon", "bench-device"])
+    monkeypatch.setattr("polygon.commands.cli.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["polygon", command])
     assert program() == 2
-    message = "bench-device: found no torch, expected it installed: pip install 'polygon-train[train]'\n"
+    message = f"{command}: found no torch, expected it installed: pip install 'polygon-train[train]'\n"
     assert capsys.readouterr().err == message

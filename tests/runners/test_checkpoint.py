@@ -109,10 +109,19 @@ def test_checkpoint_that_cannot_be_written_does_not_stop_training(whole_run, tmp
     assert "checkpoint of step 2 not written on rank 0" in (tmp_path / "log" / "rank-1.jsonl").read_text()
 
 
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
+    """Weights that are no numbers are never saved in place of good ones; all ranks say since when, and what is left."""
+    options = Options(steps=9, learning_rate=1e30, clip_norm=None, checkpoint_dir=tmp_path, checkpoint_every=1)
+    message = "step 1: found loss nan and gradient norm nan, .*; the last whole one is .*/step-00000001"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(run_rank, 2, *routed_problem(2), options)
+    assert steps_in(tmp_path) == [1]
+
+
 def test_saves_of_later_steps_are_neither_counted_nor_removed(tmp_path):
-    """Another run's step 99 is in the folder: of this one the last two stay beside it."""
+    """A step 99 that nobody can resume from is in the folder: of this run the last two stay beside it."""
     step_directory(tmp_path, 99).mkdir()
-    options = Options(steps=3, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoints_kept=2)
+    options = Options(steps=3, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoints_kept=2, resume=True)
     run_ranks(run_rank, 1, *routed_problem(1), options)
     assert steps_in(tmp_path) == [2, 3, 99]
 
@@ -197,6 +206,14 @@ def test_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
     blocked.write_text("not a directory")
     with pytest.raises(RuntimeError, match="cannot be made: Not a directory"):
         run_ranks(run_rank, 1, *routed_problem(1), Options(steps=1, checkpoint_dir=blocked / "sub"))
+
+
+def test_a_folder_with_checkpoints_is_only_gone_on_from(tmp_path):
+    """Those of another run would be taken for the newest of this one, by the next resume and by the export."""
+    options = Options(steps=1, checkpoint_dir=tmp_path)
+    run_ranks(run_rank, 1, *routed_problem(1), options)
+    with pytest.raises(RuntimeError, match="found step-00000001 in it, expected --resume"):
+        run_ranks(run_rank, 1, *routed_problem(1), options)
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):

@@ -311,6 +311,7 @@ WRONG = [
     ("x.jsonl", '{"body": "a"}\n', {}, r"x\.jsonl: found columns \['body'\], expected one of input_ids, .*"),
     ("x.jsonl", '{"text": "a"}\n', {"column": "tex"}, r"--data-column: found 'tex', expected 'text' \(nearest\)"),
     ("x.jsonl", '{"text": "a"}\n{"text": 3}\n', {}, r"example 1: found no 'text', expected a text or a list of tokens"),
+    ("x.jsonl", '{"tokens": [1, 9223372036854775808]}\n', {}, "example 0: found no 'tokens', expected .* tokens there"),
     ("x.jsonl", '{"tokens": [1, 300]}\n', {}, r"document 0: token: found 300, expected 0\.\.255, those of the model"),
     ("x.parquet", b"PAR0", {}, r"x\.parquet: .*expected a readable file"),
     ("x.json", '{"text": "a"}', {}, r"x\.json: found 'dict', expected a list of examples"),
@@ -328,6 +329,13 @@ def test_a_file_of_the_wrong_kind_is_one_line(name, content, how, message, tmp_p
     with pytest.raises(InputError, match=message) as caught:
         samples_for(small_model(), 8, 0, data)
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_part_of_a_set_says_nothing_of_its_columns(tmp_path):
+    """As where a set was split into more files than it has rows."""
+    (tmp_path / "data-0.jsonl").touch()
+    (tmp_path / "data-1.jsonl").write_text(json.dumps({"tokens": list(range(90))}) + "\n")
+    assert len(samples_for(small_model(), 8, 0, DataChoice(paths=(tmp_path,), cache=tmp_path / "cache"))) == 11
 
 
 def test_a_token_that_the_model_does_not_know_is_named_where_it_is_read(tmp_path):

@@ -254,6 +254,8 @@ def test_what_cannot_be_exported_is_one_line(two_steps, base, tmp_path, capsys):
     assert "family: found 'llama', expected 'gpt'" in said(folder, "--base", base)
     assert "--shard-size: found 'big'" in said(folder, "--shard-size", "big")
     assert "tokenizer: found no" in said(folder, "--tokenizer", tmp_path)
+    (tmp_path / "latin.json").write_bytes(b"\xe9")
+    assert "latin.json: stream did not contain valid UTF-8" in said(folder, "--tokenizer", tmp_path / "latin.json")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as on a disk that is full
     try:
@@ -267,6 +269,17 @@ def test_what_cannot_be_exported_is_one_line(two_steps, base, tmp_path, capsys):
     assert generate([str(tmp_path), "--prompt", "x"]) == 2
     assert generate([str(folder), "--prompt", ""]) == 2
     assert "found no checkpoint" in capsys.readouterr().err
+    assert generate([str(folder), "--prompt", "x", "--seed", str(2**64)]) == 2
+    ours = saved(tmp_path / "base", "Llama", vocab_size=256)
+    with torch.no_grad():
+        ours.model.norm.weight[0] = float("nan")
+    ours.save_pretrained(tmp_path / "base")
+    assert generate([str(tmp_path / "base"), "--prompt", "x"]) == 2
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
+    assert generate([str(tmp_path / "base"), "--prompt", "x"]) == 2
+    seed, numbers, cut = (line for line in capsys.readouterr().err.splitlines() if line.startswith("generate: "))
+    assert "--seed: found" in seed and "found weights that are no numbers" in numbers and "expected a model" in cut
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -302,6 +315,9 @@ def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsy
         torch.testing.assert_close(load(tmp_path, base=tmp_path / "base")(ids).logits, late, rtol=0, atol=1e-4)
     assert export_hf([str(tmp_path), "-o", str(tmp_path / "none"), "--merge"]) == 2
     assert "--base: found none" in capsys.readouterr().err
+    for other, message in (({"alpha": 8.0}, "alpha: found 24.0"), ({"targets": ["query"]}, "targets: found .*'down'")):
+        with pytest.raises(RuntimeError, match=f"lora.{message}"):
+            run_ranks(run_rank, 2, job_of(tmp_path / "base", corpus, parallel, STEPS, tmp_path, lora=lora | other))
 
 
 @pytest.mark.parametrize(

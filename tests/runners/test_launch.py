@@ -161,12 +161,13 @@ def test_stopped_rank_is_noticed_and_named_with_its_last_action(long_run, tmp_pa
     )
 
 
-def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path):
-    """Ctrl-C ends the launcher and every rank after the step, with a checkpoint of it."""
+@pytest.mark.parametrize(("number", "whom", "code"), [(signal.SIGINT, None, 130), (signal.SIGTERM, 1, 143)])
+def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path, number, whom, code):
+    """Ctrl-C ends the launcher and every rank after the step, with a checkpoint of it; so does a SIGTERM to a rank."""
     ranks = ranks_of(long_run.pid)
-    long_run.send_signal(signal.SIGINT)
+    os.kill(long_run.pid if whom is None else ranks[whom], number)
     talk = long_run.said()
-    assert long_run.returncode == 130
+    assert long_run.returncode == code
     assert "interrupted" in talk
     assert gone(ranks)
     [step] = steps_in(tmp_path / "checkpoints")
@@ -193,6 +194,11 @@ def test_killed_launcher_leaves_no_orphans(long_run):
         ),
         (["--dist-url", "tcp://h:1", "--world-size", "4", "--rank", "4"], "--rank: found 4, expected 0..3"),
         (["--steps", "0"], "--steps: found 0, expected a whole number >= 1"),
+        (["--seed", "-1"], "--seed: found -1, expected a whole number >= 0"),
+        (["--lora", "2"], "--lora: found without --weights, expected with it"),
+        (["--lora-alpha", "2"], "--lora-alpha: found without --lora, expected with it"),
+        (["--tokenizer", "t"], "--tokenizer: found without --data, expected with it"),
+        (["--validation-data", "t"], "--validation-data: found without --validate-every, expected with it"),
         (
             ["--max-ranks", "2"],
             "--max-ranks: found without --rehearse, expected with it (a real run needs all its devices)",

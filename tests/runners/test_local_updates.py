@@ -9,6 +9,7 @@ import pytest
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from runners.dist_runner import end_process
+from runners.engine.checkpoint import steps_in
 from runners.engine.options import Options
 from runners.engine.run import train
 from tests.real_ranks import run_ranks
@@ -94,6 +95,17 @@ def stopped_rank(rank, port, problem, plan, options):
 
     done = train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, report=note, on_start=ask)
     return done, sorted(losses)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_run_that_diverges_ends_where_regions_meet(problem_and_plan, fragments, tmp_path):
+    """While they train by themselves they do not know of each other; nothing is saved before they do."""
+    options = replace(
+        OPTIONS, steps=9, learning_rate=1e30, clip_norm=None, outer_fragments=fragments, checkpoint_dir=tmp_path
+    )
+    with pytest.raises(RuntimeError, match="found loss nan and gradient norm"):
+        run_ranks(run_rank, 4, *problem_and_plan, replace(options, checkpoint_every=LOCAL_STEPS))
+    assert not steps_in(tmp_path)
 
 
 def test_a_stop_is_heard_through_fragments(problem_and_plan, tmp_path):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +52,35 @@ def test_sweep_resumes_and_repeats_nothing(tmp_path: Path, capsys: pytest.Captur
     with (tmp_path / "runs.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 6
     assert capsys.readouterr().out.strip() == (tmp_path / "table.md").read_text().strip()
+
+
+def test_a_sweep_starts_from_any_folder(tmp_path: Path) -> None:
+    """An installed checkout gives the packages of the wheel alone; the rivals' are found beside them."""
+    root = Path(__file__).resolve().parents[2]
+    for name in ("polygon", "runners", "solvers"):
+        (tmp_path / "installed" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "installed" / name).symlink_to(root / name)
+    command = [sys.executable, "-m", "runners.sweep", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_an_interrupted_sweep_reports_what_it_has(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs that ended are in record and table, and the exit code is that of what a signal ended."""
+
+    def spread(run: Any, tasks: Any, **where: Any) -> Iterator[Any]:
+        yield from map(run, tasks[:kept])
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(sweep, "spread", spread)
+    assert sweep.main([*PTAFM, "-o", str(tmp_path), "--json"]) == 143
+    out, talk = capsys.readouterr()
+    assert "interrupted: the runs that ended are kept" in talk
+    assert len(rows_of(tmp_path)) == kept and bool(out) == (kept > 0) == (tmp_path / "table.md").exists()
 
 
 def test_bound_and_plot(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_average_and_decay_are_torchs_and_compiled_blocks_and_chunks_change_noth
         SavedWeights(step_directory(tmp_path / "plain", 1), average=True).tensor(name)
 
 
+def test_ranks_may_save_where_they_like_but_all_or_none(tmp_path):
+    """They wait for one another's files: one that saves none would be waited for."""
+    here, there = (Options(checkpoint_dir=tmp_path / name).shared() for name in ("here", "there"))
+    assert here == there != Options().shared()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_in_chunks_take_their_part_of_the_memory(dtype):
     """The same loss and gradients, at a sixth of the peak, where the vocabulary is what is large."""
@@ -132,8 +138,8 @@ def test_compiled_parts_of_blocks_keep_what_plans_say(model):
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     """Before anything starts; and options that are none."""
     problem, plan = routed_problem(1)
-    with pytest.raises(InputError, match=r"--compile: found 'nothing', expected .* or inductor .*or none"):
-        train(problem, plan, 0, "127.0.0.1", 1, Options(compile="nothing"), on_loss=print)
+    with pytest.raises(InputError, match=r"--compile: found 'inductr', expected 'inductor' \(nearest\)"):
+        train(problem, plan, 0, "127.0.0.1", 1, Options(compile="inductr"), on_loss=print)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InputError, match=r"expected a C\+\+ compiler \(g\+\+\), or --compile none"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from runners.data.samples import Samples, Shuffled, count_targets
 from runners.engine.additions import add_lora, lora_layers
-from runners.engine.checkpoint import SavedProgress
+from runners.engine.checkpoint import DivergedError, SavedProgress
 from runners.engine.device import choose_device, memory_bytes
 from runners.engine.layers import check_weights
 from runners.engine.log import RunLog
@@ -292,6 +293,8 @@ def _run_steps(run: _Run, job: Job, first: int, saved: Saved | None) -> bool:
             if place.rank == 0:
                 text = f"step {step:5d}  loss {result['loss']:.4f}  norm {result['gradient_norm']:.3f}"
                 _say(f"{text}  {result['samples_per_s']:,.1f} samples/s{format_validation(result)}")
+            if not math.isfinite(result["loss"]):
+                raise DivergedError(f"step {step}: found loss {result['loss']:g}, expected a finite number")
             last = result["stop"] or step + 1 == recipe.steps
             every = recipe.checkpoint.every if recipe.checkpoint is not None else 0
             if saved is not None and (last or (every and (step + 1) % every == 0)):

@@ -21,7 +21,14 @@ from torch.distributed import Store
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
 from polygon.formats.files import write_json
-from runners.engine.checkpoint import Checkpoints, SavedProgress, UnsavedError, canonical, file_of
+from runners.engine.checkpoint import (
+    Checkpoints,
+    SavedProgress,
+    UnsavedError,
+    canonical,
+    file_of,
+    prepare_folder,
+)
 from runners.engine.layers import layer_name
 from runners.engine.optimizers import STATE_KEYS
 from runners.recipes.recipe_schema import CheckpointPart, LoraPart
@@ -64,6 +71,7 @@ class LayerFiles:
     def __init__(self, home: Home, whole: WholeModel, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._home, self._optimizer, self._keys = home, optimizer, STATE_KEYS[name]
         self._trained = {_in_full_model(home.model, n): p for n, p in whole.named_parameters() if p.requires_grad}
+        prepare_folder(home.folder, resume=home.part.resume)
         store = home.store.clone()  # type: ignore[attr-defined]
         lora = None if home.lora is None else home.lora.additions
         self._files = Checkpoints(home.folder, home.model, home.part.keep, home.rank, home.ranks, store, lora)
@@ -116,9 +124,15 @@ class EngineFiles:
 
     def __init__(self, home: Home, engine: Any, zero: int) -> None:
         self._home, self._engine, self._zero = home, engine, zero
+        newest = self._whole()[-1:]
+        expected = "checkpoint.resume to go on from there, or a folder without checkpoints"
+        require(home.part.resume or not newest, "checkpoint.folder", str(*(one.parent for one in newest)), expected)
+
+    def _whole(self) -> list[Path]:
+        return sorted(self._home.folder.glob(f"deepspeed-*/{WHOLE}"))
 
     def resume(self) -> SavedProgress | None:
-        found = sorted(self._home.folder.glob(f"deepspeed-*/{WHOLE}"))
+        found = self._whole()
         if not found:
             return None
         said = json.loads(found[-1].read_text(encoding="utf-8"))
@@ -138,7 +152,7 @@ class EngineFiles:
         distributed.barrier()
         if home.rank == 0:
             write_json(home.folder / tag / WHOLE, asdict(progress) | {"ranks": home.ranks, "zero": self._zero})
-            for old in sorted(home.folder.glob(f"deepspeed-*/{WHOLE}"))[: -home.part.keep]:
+            for old in self._whole()[: -home.part.keep]:
                 shutil.rmtree(old.parent)
 
     def close(self) -> None:

@@ -1,0 +1,170 @@
+"""Allocations as the search sees them: what is kept of those met, and what single steps do."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.planning import candidates as candidates_module
+from polygon.planning.candidates import Candidates, GroupCandidates
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.problem_arrays import Setting
+from tests.linked_regions import cluster_of, small_gpt
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Two regions: four A100 on a node, and four T4."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
+    return Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
+
+
+def allocation(*rows, size=1):
+    """Of workers by class, in four stages at most: A100 by 1, 2, 4, then T4."""
+    workers = np.zeros((4, 6), dtype=np.int64)
+    workers[: len(rows), : len(rows[0])] = rows
+    return Allocation(workers=workers, micro_batch_size=size)
+
+
+def told(values):
+    """A decoder that values allocations, in the order in which they come."""
+    given = iter(values)
+
+    class Told:
+        """As far as it is asked."""
+
+        def value(self, x):
+            return next(given)
+
+    return Told()
+
+
+def test_the_best_three_of_every_structure_are_kept(decoder):
+    """Best of all and best of each structure in turn; what has no value, or was met before, is not."""
+    found = Candidates(decoder, 4)
+    one, two, three, four = (allocation([n]) for n in (1, 2, 3, 4))
+    other = allocation([1], [1])
+    found.decoder = told([5.0, 3.0, 3.0, 4.0, 6.0, 2.0, math.inf])
+    for x in (one, two, two, three, four, other, allocation([2], [2])):
+        found.evaluate(x)
+    assert found.different == [other, two, three, one]
+    assert found.elite == [other, two, three, one]
+    found.decoder = told([1.0])
+    found.evaluate(four)
+    assert found.different == [four, other, two, three]
+    assert found.elite == [four, other, two, three]
+    best = Candidates(decoder, 4)
+    best.decoder = told([1.0, 2.0, 3.0])
+    for x in (one, two, other):
+        best.evaluate(x)
+    assert best.elite == [one, two, other]
+    assert best.different == [one, other, two]
+
+
+def test_of_too_many_structures_the_better_half_is_kept(decoder, monkeypatch):
+    """Of three where two are too many: one."""
+    monkeypatch.setattr(candidates_module, "MOST_STRUCTURES", 2)
+    found = Candidates(decoder, 4)
+    xs = [allocation(*[[1]] * n) for n in (1, 2, 3)]
+    found.decoder = told([3.0, 1.0, 2.0])
+    for x in xs[:2]:
+        found.evaluate(x)
+    assert len(found.different) == 2
+    found.evaluate(xs[2])
+    assert found.different == [xs[1]]
+
+
+def test_another_degree_keeps_the_devices(decoder):
+    """Four A100 as 2 + 1 x 2 become one worker of four; another pool's workers stay."""
+    found = Candidates(decoder, 4)
+    assert decoder.classes[:3] == ((0, 1), (0, 2), (0, 4))
+    workers = allocation([2, 1, 0, 3], [0, 1, 0, 1]).workers
+    changed = found._change_degree(workers, [0, 1, 2], 4)
+    assert changed[:2, :4].tolist() == [[0, 0, 1, 3], [0, 0, 0, 1]]
+    changed = found._change_degree(workers, [0, 1, 2], 1)
+    assert changed[:2, :4].tolist() == [[4, 0, 0, 3], [2, 0, 0, 1]]
+    assert found._compact(np.array([[0] * 6, [1] * 6, [0] * 6, [2] * 6])).tolist() == [
+        [1] * 6,
+        [2] * 6,
+        [0] * 6,
+        [0] * 6,
+    ]
+
+
+def test_a_restructured_allocation_has_the_same_workers(decoder):
+    """Split, merged or moved; or half as wide, rounded up."""
+    found = Candidates(decoder, 4)
+    workers = allocation([3, 0, 0, 1], [0, 1, 0, 2]).workers
+    seen = set()
+    for seed in range(200):
+        changed = found._restructure(workers, np.random.default_rng(seed))
+        stages = int(changed.any(axis=1).sum())
+        assert changed[:stages].any(axis=1).all()
+        if (changed.sum(axis=0) != workers.sum(axis=0)).any():
+            assert changed.tolist() == ((workers + 1) // 2).tolist()
+            stages = 0
+        seen.add(stages)
+    assert seen == {0, 1, 2, 3}
+    alone = allocation([1]).workers
+    assert all((found._restructure(alone, np.random.default_rng(seed)) == alone).all() for seed in range(50))
+    full = allocation([1], [1], [1], [1]).workers
+    assert all(found._restructure(full, np.random.default_rng(seed)).sum() == 4 for seed in range(100))
+
+
+def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):
+    """Workers or the micro-batch size, one step up or down; of nothing any."""
+    found = Candidates(decoder, 4)
+    sizes = list(found.sizes)
+    x = allocation([2, 0, 0, 2], [1, 0, 0, 2], size=sizes[1])
+    near = [found.neighbour(x, np.random.default_rng(seed)) for seed in range(300)]
+    other = [y for y in near if y.micro_batch_size != x.micro_batch_size]
+    assert {y.micro_batch_size for y in other} == {sizes[0], sizes[2]}
+    assert all((y.workers == x.workers).all() for y in other)
+    units = np.array([t for _, t in decoder.classes])
+    pool = np.array([p for p, _ in decoder.classes])
+    for y in near:
+        devices = (y.workers * units).sum(axis=0)
+        assert all(devices[pool == p].sum() <= 4 for p in (0, 1))
+    # Most steps move workers: about a tenth changes the size.
+    assert 0.05 < len(other) / len(near) < 0.2
+    first = replace(x, micro_batch_size=sizes[0])
+    steps = {found.neighbour(first, np.random.default_rng(seed)).micro_batch_size for seed in range(300)}
+    assert steps == {sizes[0], sizes[1]}
+    assert found.neighbour(allocation([0]), np.random.default_rng(0)).workers.any()
+
+
+def test_whole_pools_are_dropped_added_or_spread(decoder):
+    """Whatever is taken of a pool, it is all of it, evenly, in one stage or all; or at another degree."""
+    found = Candidates(decoder, 4)
+    workers = allocation([2, 0, 0, 2], [2, 0, 0, 2]).workers
+    units = np.array([t for _, t in decoder.classes])
+    pool = np.array([p for p, _ in decoder.classes])
+    seen = set()
+    for seed in range(300):
+        changed = found._whole_pools(workers, np.random.default_rng(seed))
+        devices = [(changed * units)[:, pool == p].sum(axis=1)[:2].tolist() for p in (0, 1)]
+        assert sum(part == [2, 2] for part in devices) >= 1  # only one pool is another
+        assert not changed[2:].any()
+        seen.update(map(tuple, devices))
+    assert {(0, 0), (2, 2), (4, 0), (0, 4)} <= seen
+    assert all(sum(part) in (0, 4) for part in seen)
+
+
+def test_near_classes_are_close(decoder):
+    """1 / (1 + seconds over their median); where there is no link, next to nothing."""
+    found = GroupCandidates(decoder, 2, 1)
+    bank = decoder.bank(Setting(1))
+    inside = found._closeness(bank, np.zeros((2, 2)))
+    latency = bank.links.latency_s[np.ix_(bank.pool, bank.pool)]
+    scale = np.median(latency[latency > 0])
+    assert inside == pytest.approx(1 / (1 + latency / scale))
+    far = bank._replace(links=bank.links._replace(bytes_per_s=np.where(np.eye(2), 1e9, 0.0)))
+    apart = found._closeness(far, np.full((2, 2), 1e9))
+    region = bank.region
+    assert (apart[np.not_equal.outer(region, region)] == 1e-6).all()
+    assert (apart[np.equal.outer(region, region)] > 0.1).all()
+    rates = found.weight()
+    assert (rates > 0).all() and rates[0] > rates[3]  # an A100 and a T4
