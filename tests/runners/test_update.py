@@ -55,7 +55,7 @@ def test_only_what_is_longer_is_clipped():
 
 
 def test_an_overflow_halves_the_scale_and_changes_no_weight():
-    """The step counts for nothing; without a scale to lower it is made."""
+    """The step counts for nothing; without scaling there is no scale to lower, and the weights stay as well."""
     bucket = bucket_of(matrix=(2, 2))
     update = Update([bucket], 0, "sgd", PLAIN, scaled=True)
     bucket.vector.fill_(torch.inf)
@@ -67,8 +67,10 @@ def test_an_overflow_halves_the_scale_and_changes_no_weight():
     assert (update.loss_scale, update.applied) == (2.0**15, 1)
     assert bucket.weights.tolist() == pytest.approx([0.9] * 4)
     plain = Update([bucket], 0, "sgd", PLAIN, scaled=False)
+    bucket.vector.fill_(torch.nan)
     assert plain.apply(torch.nan, 0) is False
-    assert (plain.loss_scale, plain.applied) == (1.0, 1)
+    assert (plain.loss_scale, plain.applied) == (1.0, 0)
+    assert bucket.weights.tolist() == pytest.approx([0.9] * 4) and bucket.vector.tolist() == [0] * 4
 
 
 def test_the_scale_doubles_after_so_many_steps_without_overflow(monkeypatch):
