@@ -32,6 +32,16 @@ $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[train,recipes,web,test,site]'
 	@touch $@
 
+# Beside the environment and without what they ask for: no import of them is ever ours, their parsers read our exports.
+# Megatron-LM's wheels say Python 3.12 for one word of `typing`, which its reader brings.
+$(VENV)/targets.installed: $(BIN)/python tests/target_programs.txt
+	rm -rf $(VENV)/targets
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target $(VENV)/targets \
+	  --requirement tests/target_programs.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target $(VENV)/targets \
+	  --ignore-requires-python --python-version 3.12 --only-binary :all: megatron-core==0.19.2
+	@touch $@
+
 $(VENV)/site.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[site]'
 	@touch $@
