@@ -186,6 +186,8 @@ class CostTables:
         known = self._times.get(key)
         if known is None:
             place = self.problem.cluster.pools[pool]
+            whole = runtime.whole_experts(self.problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
+            spread, per_node = (ep * tp, place.devices_per_node) if whole else (ep, place.devices_per_node // tp)
             layer = layer_times(
                 self.problem.model,
                 self.problem.batch,
@@ -199,7 +201,7 @@ class CostTables:
                 cp=cp,
                 cp_link=shared_link(place, tp, cp),
                 ep=ep,
-                ep_group=group_of(place, ep, max(1, place.devices_per_node // tp)),
+                ep_group=group_of(place, spread, max(1, per_node)),
                 runtime=runtime if accumulates else replace(runtime, fused_accumulation=True),
                 profile=self._profile_of.get(place.device.name),
                 communication=self.calibration.communication,
@@ -286,6 +288,9 @@ class CostTables:
                 ep=ep,
                 sequence=sequence_parallel,
                 ring=runtime.context == "ring",
+                whole_experts=runtime.whole_experts(
+                    problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel
+                ),
                 compiled=runtime.fused,
                 fused_norms=not all(pool.device.name.startswith("cpu") for pool in pools),
             )
