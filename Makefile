@@ -48,6 +48,10 @@ $(VENV)/site.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[site]'
 	@touch $@
 
+$(VENV)/sweeps.installed: $(VENV)/test.installed
+	$(PIP) --editable '.[sweeps]'
+	@touch $@
+
 demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -> groups -> plan -> a short real training
 	@mkdir -p $(OUT)
 	@echo '== 1/4  group the seven data centers into stages (ant colony)'
@@ -99,7 +103,7 @@ mutants: $(VENV)/test.installed ## put small faults into the code and list those
 site: $(VENV)/site.installed ## build the documentation into out/site, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pages: $(VENV)/test.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
+pages: $(VENV)/sweeps.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
 	$(BIN)/python -m tests.docs.page_commands README.md docs/tutorial.md docs/concepts.md docs/overhead.md docs/how-to/*.md
 
 wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder

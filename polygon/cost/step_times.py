@@ -11,12 +11,13 @@ import numpy as np
 
 from polygon.cost.finish import done_s, led_s, reduction_spans_s
 from polygon.cost.overlap import Overlap, gathered_s, overlap_of
-from polygon.cost.reduction import ReductionCost, Ways, stage_devices, stage_reduction, summed_part
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
+from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.cost.zero_sums import summed_part
 from polygon.domain.plan import Plan
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
