@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo kernels test quick nightly lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
+.PHONY: help demo kernels targets test quick nightly lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,8 @@ $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[train,recipes,web,test,site]'
 	@touch $@
+
+targets: $(VENV)/targets.installed ## install Megatron-LM's and torchtitan's parsers, which then read our exports in the tests
 
 # Beside the environment and without what they ask for: no import of them is ever ours, their parsers read our exports.
 # Megatron-LM's wheels say Python 3.12 for one word of `typing`, which its reader brings.

@@ -1,7 +1,7 @@
 """Hold exports against the targets' own parsers, as many as are installed.
 
     pip install skypilot             # in an environment of its own: it brings a lot
-    make .venv/targets.installed     # torchtitan and Megatron-LM, beside the environment
+    make targets                     # torchtitan and Megatron-LM, beside the environment
     python benchmarks/export_parsers.py [--plans 40]
 
 Plans of random allocations are exported; every SkyPilot task is read by `sky.Task.from_yaml`, torchtitan's flags by its

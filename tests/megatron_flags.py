@@ -15,7 +15,8 @@ WHOLE_NUMBERS = (
     "seq-length", "max-position-embeddings", "vocab-size", "rotary-base", "num-experts", "moe-router-topk",
     "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "tensor-model-parallel-size",
     "pipeline-model-parallel-size", "micro-batch-size", "global-batch-size", "recompute-num-layers", "train-iters",
-    "context-parallel-size", "expert-model-parallel-size", "num-distributed-optimizer-instances", "q-lora-rank",
+    "context-parallel-size", "expert-model-parallel-size",
+    "expert-tensor-parallel-size", "num-distributed-optimizer-instances", "q-lora-rank",
     "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "mtp-num-layers", "moe-router-num-groups",
     "moe-router-group-topk",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """What Megatron-LM's and torchtitan's own parsers read in exported flags, in a process of its own.
 
-Both are installed beside the environment (`make .venv/targets.installed`, into `targets` of the environment's folder or
+Both are installed beside the environment (`make targets`, into `targets` of the environment's folder or
 where POLYGON_TARGETS says), without what they ask for: other releases of torch, and triton, whose gigabyte nothing that
 reads flags runs. Their imports name it; an empty module stands in for it. Megatron-LM's `validate_args` asks CUDA
 which card it has: an H100 is said. Nothing else of them is touched.
@@ -132,7 +132,7 @@ def megatron_start(files: Mapping[str, str]) -> tuple[list[str], int, dict[str, 
 
 def _answers(module: str, program: str, asked: Sequence[Any]) -> list[dict[str, Any]]:
     if not installed(module):
-        pytest.skip(f"{module} is not installed (make .venv/targets.installed): exports are not read by it")
+        pytest.skip(f"{module} is not installed (make targets): exports are not read by it")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     ran = subprocess.run(
         [sys.executable, "-c", program],

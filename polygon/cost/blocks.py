@@ -62,6 +62,8 @@ class LayerSplit:
     gradient_bytes: int = 4
     hosted: bool = True
     """Whether a host has to launch the kernels of an accelerator; a CPU calls its own."""
+    whole_experts: bool = False
+    """Whether the devices of the tensor-parallel group have experts of their own, not slices of each."""
     communication: float = 1.0
     """Measured over predicted seconds of all that is sent (`polygon.cost.calibration`)."""
 
@@ -150,6 +152,8 @@ def _sums_s(
     the forward, and what compute and an idle host leave to be seen of them, forward and backward."""
     runtime = split.runtime
     sums = (1 if block.parallel else 2) + (1 if block.cross else 0)
+    if split.whole_experts and block.experts and not block.shared_experts and not block.parallel:
+        sums -= 1  # tokens stay where they are but for the way to their experts
     n_bytes = chip.element_bytes * split.tokens * block.hidden_size
     sent_f = sums * split.communication * all_reduce_s(n_bytes, split.group)
     # Where the tokens' parts were not kept whole, backward gathers them again: one pass more than the two of a sum.
@@ -166,13 +170,15 @@ def _sums_s(
 def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
     """Forward and backward of the linear layers; experts take their share of the tokens of all who exchange them."""
     forward = backward = 0.0
-    tp, members = split.tp, split.experts.members
+    members = split.experts.members
     for product in block.products():
-        rows, count = split.tokens, product.copies
+        rows, count, tp = split.tokens, product.copies, split.tp
         if product.routed:
             # Rows of one expert: those of all members' tokens, each to so many of the experts, taken for even.
             rows = split.tokens * block.experts_per_token * members / block.experts
             count = product.copies // members
+            if split.whole_experts:
+                rows, tp = rows / split.tp, 1
         columns, inner = float(product.columns), float(product.inner)
         if product.split == "columns":
             columns = product.columns / tp + max(product.pairs / tp, product.least)
@@ -194,7 +200,7 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
     moved_f = (10 + drop + NORM_PASSES[0] * (block.norms - 2)) * outer + (1 + up) * width
     moved_b = (15 + 2 * drop + NORM_PASSES[1] * (block.norms - 2)) * outer + (2 + 2 * up) * width
     if block.experts:  # rows are gathered by expert and put back
-        routed = 4 * block.experts_per_token * h
+        routed = 4 * block.experts_per_token * h / (tp if split.whole_experts else 1)
         moved_f, moved_b = moved_f + routed, moved_b + routed
     mixed = block.mixed_size / tp if block.attention_gate else 0.0
     inner_f, inner_b = _inner_norms(block, tp)

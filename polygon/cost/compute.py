@@ -85,13 +85,14 @@ def layer_times(
         Whether norms and dropout work on a share of the sequence (Korthikanti et al.).
     cp, ep : int
         Context- and expert-parallel degrees; `cp_link` is what one device of a ring gets, `ep_group` where the experts
-        lie (`intra_node` and one node if not given).
+        lie (`intra_node` and one node if not given), on ep x tp devices where these hold whole ones.
     communication : float
         Factor of all that is sent.
     profile : optional
         Measured layer times; each layer kind that it holds replaces the model's.
     """
     require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
+    whole = runtime.whole_experts(model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
     split = LayerSplit(
         micro_batch_size=micro_batch_size,
         seq_len=batch.seq_len,
@@ -101,7 +102,8 @@ def layer_times(
         sequence_parallel=sequence_parallel and tp > 1,
         cp=cp,
         cp_link=cp_link or intra_node,
-        experts=ep_group or one_node(ep, intra_node),
+        experts=ep_group or one_node(ep * (tp if whole else 1), intra_node),
+        whole_experts=whole,
         runtime=runtime,
         gradient_bytes=batch.gradient_bytes,
         hosted=not device.is_cpu,
@@ -145,8 +147,8 @@ def _layer_s(layer: int, model: Model, chip: Silicon, split: LayerSplit) -> Seco
     if split.runtime.fused_accumulation:
         return times
     # The sum is read and written, the new product read. A device has its group's part of the experts.
-    apart = split.experts.members if model.is_sparse(layer) else 1
-    held = model.layer_parameters(layer) / split.tp / apart
+    spread = split.experts.members // (split.tp if split.whole_experts else 1)
+    held = model.layer_parameters(layer) / split.tp / (spread if model.is_sparse(layer) else 1)
     added = stream_s(chip, held * (2 * split.gradient_bytes + chip.element_bytes))
     return times[0], times[1] + added, times[2], times[3]
 

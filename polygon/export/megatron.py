@@ -126,17 +126,20 @@ def attention_arguments(model: Model, seq_len: int) -> list[object]:
     return words
 
 
-def parallel_arguments(uniform: Uniform, model: Model, batch_size: int) -> list[str]:
+def parallel_arguments(uniform: Uniform, problem: Problem) -> list[str]:
     """Degrees, layout, micro-batches and memory options."""
+    model = problem.model
     plan, first = uniform.plan, uniform.plan.stages[0]
     words: list[object] = ["--tensor-model-parallel-size", uniform.tp, "--pipeline-model-parallel-size", uniform.pp]
     if uniform.pp > 1:
         words += ["--pipeline-model-parallel-layout", layout(plan, model)]
     if uniform.cp > 1:
         words += ["--context-parallel-size", uniform.cp]
-    if uniform.ep > 1:
+    if problem.whole_experts(first):
+        words += ["--expert-model-parallel-size", problem.experts_apart(first), "--expert-tensor-parallel-size", 1]
+    elif uniform.ep > 1:
         words += ["--expert-model-parallel-size", uniform.ep]
-    words += ["--micro-batch-size", plan.micro_batch_size, "--global-batch-size", batch_size]
+    words += ["--micro-batch-size", plan.micro_batch_size, "--global-batch-size", problem.batch.global_batch]
     if first.sequence_parallel:
         words.append("--sequence-parallel")
     if first.zero:
@@ -165,7 +168,7 @@ def export_megatron(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     if uniform is None:
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
-    words = model_arguments(problem) + parallel_arguments(uniform, problem.model, problem.batch.global_batch)
+    words = model_arguments(problem) + parallel_arguments(uniform, problem)
     files = {"hosts.txt": hosts_text(rows), "arguments.txt": "\n".join(pairs(words)) + "\n"}
     # Its tensor and context parallelism insist on this before Blackwell; Megatron-FSDP on the contrary.
     alone = uniform.tp * uniform.cp > 1 and uniform.plan.stages[0].zero < 2

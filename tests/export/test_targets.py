@@ -116,7 +116,8 @@ def test_megatron_lm_itself_reads_and_accepts_the_scripts():
     cases = [*drawn(20), *(of_dimensions(*case) for case in DIMENSIONS)]
     problem, plan, _ = of_dimensions(*next(case for case in DIMENSIONS if case[0] == "deepseek-v2-lite"))
     ahead = replace(problem, model=replace(problem.model, predicted_ahead=1, expert_groups=8, groups_per_token=3))
-    cases.append((ahead, plan, CostTables(ahead)))
+    folded = replace(problem, runtime=catalogue.runtime("megatron-core-folded"))
+    cases += [(ahead, plan, CostTables(ahead)), (folded, plan, CostTables(folded))]
     asked = [
         (start, plan, problem) for problem, plan, tables in cases if (start := megatron_start(problem, plan, tables))
     ]
@@ -137,7 +138,10 @@ def test_megatron_lm_itself_reads_and_accepts_the_scripts():
             problem.model.attention_of(layer) == "window" for layer in range(1, problem.model.blocks + 1) if windows
         ]
         assert said["window_size"] == ([problem.model.window - 1, 0] if problem.model.window else None)
-    assert read[-1]["mtp_num_layers"] == 1 and read[-1]["moe_router_group_topk"] == 3
+    assert read[-2]["mtp_num_layers"] == 1 and read[-2]["moe_router_group_topk"] == 3
+    # Experts over more devices than hold the same slices: tensor-parallel ranks have whole ones.
+    spread = [read[-1][f"expert_{name}_parallel_size"] for name in ("model", "tensor")]
+    assert spread == [8, 1] and read[-1]["data_parallel_size"] == 4
 
 
 def test_megatron_lm_refuses_what_it_does_not_know():
