@@ -206,8 +206,6 @@ def drawn(rng: np.random.Generator) -> tuple[Model, Split]:
         columns = [rng.integers(0, widths[s % groups], MICRO_BATCHES) for s in range(groups * chunks)]
         routes = None if even else np.stack(columns, axis=1)
         split = replace(split, routes=routes)
-        if model.experts:
-            split = replace(split, whole_experts=bool(rng.integers(2)))
         problem, plan = planned(model, split)
         try:
             check_runnable(problem, plan)
@@ -226,7 +224,6 @@ def in_words(split: Split) -> str:
         values = [given[name] for given in split.fields]
         words += [f"{short} {' '.join(map(str, values))}"] if any(value != plain for value in values) else []
     words += ["recompute " + " ".join(given["recompute"] for given in split.fields)]
-    words += ["whole experts"] if split.whole_experts else []
     words += ["sequence"] if any(given["sequence_parallel"] for given in split.fields) else []
     return ", ".join(words)
 
