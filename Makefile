@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo kernels test quick nightly lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
+.PHONY: help demo kernels targets test quick nightly lint validate bench gpu-check mutants wheel sbom images release site pages coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +32,24 @@ $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[train,recipes,web,test,site]'
 	@touch $@
 
+targets: $(VENV)/targets.installed ## install Megatron-LM's and torchtitan's parsers, which then read our exports in the tests
+
+# Beside the environment and without what they ask for: no import of them is ever ours, their parsers read our exports.
+# Megatron-LM's wheels say Python 3.12 for one word of `typing`, which its reader brings.
+$(VENV)/targets.installed: $(BIN)/python tests/target_programs.txt
+	rm -rf $(VENV)/targets
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target $(VENV)/targets \
+	  --requirement tests/target_programs.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target $(VENV)/targets \
+	  --ignore-requires-python --python-version 3.12 --only-binary :all: megatron-core==0.19.2
+	@touch $@
+
 $(VENV)/site.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[site]'
+	@touch $@
+
+$(VENV)/sweeps.installed: $(VENV)/test.installed
+	$(PIP) --editable '.[sweeps]'
 	@touch $@
 
 demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -> groups -> plan -> a short real training
@@ -87,7 +103,7 @@ mutants: $(VENV)/test.installed ## put small faults into the code and list those
 site: $(VENV)/site.installed ## build the documentation into out/site, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pages: $(VENV)/test.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
+pages: $(VENV)/sweeps.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
 	$(BIN)/python -m tests.docs.page_commands README.md docs/tutorial.md docs/concepts.md docs/overhead.md docs/how-to/*.md
 
 wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder

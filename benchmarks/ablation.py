@@ -27,7 +27,7 @@ from polygon.cost.compute import model_flops_per_step
 from polygon.cost.estimate import Estimate
 from polygon.cost.link_curves import LinkCurves, link_curves
 from polygon.cost.profiles import ModelProfile, model_profiles
-from polygon.cost.reduction import ReductionCost
+from polygon.cost.stage_reduction import ReductionCost
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, price_messages
 

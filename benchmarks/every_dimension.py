@@ -81,6 +81,7 @@ class Split:
     fields: tuple[dict[str, Any], ...] = ({},)
     gpipe: bool = False
     ring: bool = False
+    whole_experts: bool = False
     routes: np.ndarray | None = field(default=None, compare=False)
 
     @property
@@ -93,6 +94,8 @@ def planned(model: Model, split: Split, precision: str = "fp32") -> tuple[Proble
     """The problem of a model and a split, on one node, and the plan."""
     batch = Batch(global_batch=MICRO_BATCHES * MICRO_BATCH_SIZE, seq_len=SEQ_LEN, precision=precision)
     runtime = catalogue.runtime("polygon-ring" if split.ring else "polygon")
+    if split.whole_experts:
+        runtime = replace(runtime, experts="whole")
     problem = Problem(cluster=small_cluster(split.ranks), model=model, batch=batch, runtime=runtime)
     groups, device = [], 0
     for width, tp in zip(split.widths, split.tps, strict=True):
@@ -141,6 +144,14 @@ ALONE: dict[str, tuple[Model, Split, str]] = {
     "context parallel, windows": (WINDOWS, Split(cp=4), "fp32"),
     "context parallel, gathered, windows": (replace(FEW_HEADS, name="few, windows", window=24), Split(cp=4), "fp32"),
     "expert parallel": (MOE, Split(widths=(4,), fields=({"ep": 4},)), "fp32"),
+    "expert parallel, folded": (
+        MOE, Split(widths=(2,), tps=(2,), whole_experts=True, fields=({"ep": 2, "sequence_parallel": True},)), "fp32"
+    ),
+    "expert parallel, folded, context parallel": (
+        MOE,
+        Split(tps=(2,), cp=2, whole_experts=True, fields=({"ep": 2, "sequence_parallel": True, "zero": 2},)),
+        "fp32",
+    ),
     "pipeline, 1F1B": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4), "fp32"),
     "pipeline, GPipe": (DENSE, Split(widths=(1,) * 4, tps=(1,) * 4, gpipe=True), "fp32"),
     "pipeline, chunks": (DENSE, Split(widths=(1, 1), tps=(1, 1), chunks=2), "fp32"),
@@ -195,6 +206,8 @@ def drawn(rng: np.random.Generator) -> tuple[Model, Split]:
         columns = [rng.integers(0, widths[s % groups], MICRO_BATCHES) for s in range(groups * chunks)]
         routes = None if even else np.stack(columns, axis=1)
         split = replace(split, routes=routes)
+        if model.experts:
+            split = replace(split, whole_experts=bool(rng.integers(2)))
         problem, plan = planned(model, split)
         try:
             check_runnable(problem, plan)
@@ -213,6 +226,7 @@ def in_words(split: Split) -> str:
         values = [given[name] for given in split.fields]
         words += [f"{short} {' '.join(map(str, values))}"] if any(value != plain for value in values) else []
     words += ["recompute " + " ".join(given["recompute"] for given in split.fields)]
+    words += ["whole experts"] if split.whole_experts else []
     words += ["sequence"] if any(given["sequence_parallel"] for given in split.fields) else []
     return ", ".join(words)
 

@@ -1,16 +1,14 @@
 """Hold exports against the targets' own parsers, as many as are installed.
 
-    pip install skypilot             # in an environment of its own: these bring a lot
-    pip install torchtitan triton
-    pip install megatron-core
+    pip install skypilot             # in an environment of its own: it brings a lot
+    make targets                     # torchtitan and Megatron-LM, beside the environment
     python benchmarks/export_parsers.py [--plans 40]
 
 Plans of random allocations are exported; every SkyPilot task is read by `sky.Task.from_yaml`, torchtitan's flags by its
-`ConfigManager` and their stages counted. Megatron-LM's arguments are held against the recorded names, types and choices
-of its parser (`tests/megatron_flags.py`; it is in no package), a pipeline layout is read by megatron-core where that is
-installed, which also checks that it has all layers. (DeepSpeed's parser reads 200 plans in the tests.) Prints what was
-read and what was refused, and fails on the latter. Ours need nothing of the targets: --write DIR writes the files,
---read DIR reads them elsewhere.
+`ConfigManager` and their stages counted, Megatron-LM's by its `parse_args` and `validate_args`, with the ranks and the
+variables of the scripts (`tests/target_parsers.py`). (DeepSpeed's parser reads 60 plans in the tests.) Prints what was
+read and what was refused, and fails on the latter, and where nothing could be read. SkyPilot needs nothing else
+of ours: --write DIR writes the files, --read DIR reads them elsewhere.
 """
 
 from __future__ import annotations
@@ -18,16 +16,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import io
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import megatron_flags
+from tests import megatron_flags, target_parsers
 
 
 def write(root: Path, count: int) -> None:
@@ -45,73 +41,66 @@ def write(root: Path, count: int) -> None:
                 write_folder(root / target / f"{number:03d}", result.files)
 
 
-def read_skypilot(folder: Path) -> int:
-    """Every task of a folder by SkyPilot; how many."""
+def read_skypilot(folders: Sequence[Path]) -> list[str]:
+    """Every task of each folder by SkyPilot; what it says of those that it refuses."""
     import sky
 
-    paths = sorted(folder.glob("sky-*.yaml"))
-    with contextlib.chdir(folder):  # mounts are beside the file
-        for path in paths:
-            sky.Task.from_yaml(str(path))
-    return len(paths)
+    said = []
+    for folder in folders:
+        with contextlib.chdir(folder):  # mounts are beside the file
+            for path in sorted(folder.glob("sky-*.yaml")):
+                try:
+                    sky.Task.from_yaml(str(path))
+                    said.append("")
+                except Exception as error:  # noqa: BLE001 - a parser's own way to refuse
+                    said.append(f"{path.name}: {error}")
+    return said
 
 
-def read_torchtitan(folder: Path) -> int:
+def read_torchtitan(folders: Sequence[Path]) -> list[str]:
     """Flags by torchtitan's own manager; as many parts of the model as stages."""
-    from torchtitan.config import ConfigManager
-
-    words = (folder / "flags.txt").read_text("utf-8").split()
-    config = ConfigManager().parse_args(["--module=llama3", "--config=llama3_8b", *words])
-    parts = config.parallelism.module_fqns_per_model_part or [[]]
-    chunked = config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
-    if (
-        len(parts) % config.parallelism.pipeline_parallel_degree
-        or (len(parts) > config.parallelism.pipeline_parallel_degree) != chunked
-    ):
-        raise ValueError(f"{parts} for {config.parallelism.pipeline_parallel_degree} stages")
-    return 1
-
-
-def read_megatron(folder: Path) -> int:
-    """Arguments by the record of Megatron-LM's flags, a pipeline layout by megatron-core."""
-    arguments = megatron_flags.parse((folder / "arguments.txt").read_text("utf-8").split())
-    text = arguments.pipeline_model_parallel_layout
-    if text is not None and importlib.util.find_spec("megatron") is not None:
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-        layout = PipelineParallelLayerLayout(text, arguments.pipeline_model_parallel_size)
-        layout.validate_layer_layout(num_layers=arguments.num_layers, mtp_num_layers=0)
-    return 1
+    said = []
+    for read in target_parsers.read_by_torchtitan([(f / "flags.txt").read_text("utf-8").split() for f in folders]):
+        if "refused" in read:
+            said.append(read["refused"])
+            continue
+        parallelism = read["parallelism"]
+        stages, parts = parallelism["pipeline_parallel_degree"], parallelism["module_fqns_per_model_part"] or [[]]
+        chunked = parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
+        right = len(parts) % stages == 0 and (len(parts) > stages) == chunked
+        said.append("" if right else f"{parts} for {stages} stages")
+    return said
 
 
-READERS: dict[str, tuple[str, Callable[[Path], int]]] = {
-    "skypilot": ("sky", read_skypilot),
-    "torchtitan": ("torchtitan", read_torchtitan),
-    "megatron": ("argparse", read_megatron),
+def read_megatron(folders: Sequence[Path]) -> list[str]:
+    """The scripts' arguments by Megatron-LM's own parser, held to be those of its record."""
+    starts = [target_parsers.megatron_start({p.name: p.read_text("utf-8") for p in f.iterdir()}) for f in folders]
+    for folder in folders:
+        megatron_flags.parse((folder / "arguments.txt").read_text("utf-8").split())
+    return [read.get("refused", "") for read in target_parsers.read_by_megatron(starts)]
+
+
+READERS: dict[str, tuple[Callable[[], bool], Callable[[Sequence[Path]], list[str]]]] = {
+    "skypilot": (lambda: importlib.util.find_spec("sky") is not None, read_skypilot),
+    "torchtitan": (lambda: target_parsers.installed("torchtitan"), read_torchtitan),
+    "megatron": (lambda: target_parsers.installed("megatron"), read_megatron),
 }
-"""By target: the module that must be there, and what reads a folder of one plan's export."""
+"""By target: whether its program is there, and what it says of folders of exports, nothing of those that it takes."""
 
 
 def read(root: Path) -> int:
-    """Read everything that can be read; 1 if anything was refused."""
-    refused = 0
-    for target, (module, reader) in READERS.items():
-        if importlib.util.find_spec(module) is None:
-            print(f"{target}: {module} is not installed")
+    """Read everything that can be read; 1 if anything was refused, or nothing was read."""
+    refused = done = 0
+    for target, (installed, reader) in READERS.items():
+        if not installed():
+            print(f"{target}: not installed")
             continue
-        done, faults = 0, []
-        for folder in sorted((root / target).iterdir()):
-            said = io.StringIO()
-            try:
-                with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    done += reader(folder)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a parser's own way to refuse
-                faults.append(f"{folder.name}: {type(error).__name__}: {error} {said.getvalue()[-600:]}")
-        print(f"{target}: {done} read, {len(faults)} refused")
+        said = reader(sorted((root / target).iterdir()))
+        faults = [fault for fault in said if fault]
+        print(f"{target}: {len(said) - len(faults)} read, {len(faults)} refused")
         print("".join(f"  {fault}\n" for fault in faults[:3]), end="")
-        refused += len(faults)
-    return int(refused > 0)
+        refused, done = refused + len(faults), done + len(said)
+    return int(refused > 0 or not done)
 
 
 def main() -> int:

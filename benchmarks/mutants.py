@@ -403,6 +403,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "out" / "mutants.jsonl")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    # What a shell starts in the background ignores Ctrl-C and hands that on: tests that interrupt would find no effect.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     mutants = drawn(args.paths, args.count, args.seed)
     before = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
     known = {row["key"]: row for row in before if not (args.again and row["outcome"] == "survived")}

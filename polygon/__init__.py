@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from polygon.api.inputs import Cluster, Model
     from polygon.api.loading import load
     from polygon.api.measurements import calibrate
-    from polygon.api.planner import Milestone, Plan, Problem, Result
+    from polygon.api.planner import Problem
+    from polygon.api.plans import Plan
+    from polygon.api.results import Milestone, Result
     from polygon.bounds.lower_bound import LowerBound
     from polygon.cost.calibration import Calibration
     from polygon.cost.estimate import Estimate
@@ -63,7 +65,9 @@ _HOMES = {
     "polygon.api.inputs": ("Cluster", "Model"),
     "polygon.api.loading": ("load",),
     "polygon.api.measurements": ("calibrate",),
-    "polygon.api.planner": ("Milestone", "Plan", "Problem", "Result"),
+    "polygon.api.planner": ("Problem",),
+    "polygon.api.plans": ("Plan",),
+    "polygon.api.results": ("Milestone", "Result"),
     "polygon.bounds.lower_bound": ("LowerBound",),
     "polygon.cost.calibration": ("Calibration",),
     "polygon.cost.estimate": ("Estimate",),

@@ -30,7 +30,8 @@ from polygon.commands.objective_options import limited, planning_parser
 from polygon.domain.message import Message
 
 if TYPE_CHECKING:
-    from polygon.api.planner import Plan, Result
+    from polygon.api.plans import Plan
+    from polygon.api.results import Result
     from polygon.domain.groups import Groups
     from polygon.domain.plan import Problem
 

@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out files whose tests take long")
 
 
+def pytest_configure() -> None:
+    """Programs that tests interrupt see it: what a shell starts in the background ignores Ctrl-C, and hands that on."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import what takes long."""
     path = collection_path.relative_to(Path(__file__).parent).as_posix()

@@ -30,6 +30,8 @@ DIMENSIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama3-8b", {"dp": 2, "tp": 2, "cp": 4, "sequence_parallel": True, "zero": 3}),
     ("llama3-8b", {"dp": 2, "cp": 2, "pp": 4, "recompute": "full", "recompute_blocks": 3, "zero": 1}),
     ("llama3-8b", {"dp": 8, "tp": 2, "sequence_parallel": True, "zero": 1, "shards": 4}),
+    ("deepseek-v2-lite", {"dp": 4, "tp": 2, "pp": 2, "ep": 4, "sequence_parallel": True, "zero": 1}),
+    ("gpt-oss-20b", {"dp": 4, "cp": 2, "pp": 2, "ep": 8, "zero": 1, "recompute": "full"}),
 ]
 
 

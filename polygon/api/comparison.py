@@ -9,7 +9,7 @@ from polygon.api.html import html_table
 from polygon.messages.report import seconds, size, table
 
 if TYPE_CHECKING:
-    from polygon.api.planner import Plan
+    from polygon.api.plans import Plan
 
 
 class Difference(NamedTuple):

@@ -13,7 +13,7 @@ from polygon.messages.report import seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from polygon.api.planner import Plan
+    from polygon.api.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from polygon.api.inputs import Cluster, Model, keys_of
 from polygon.api.measurements import is_profile, profiles_of
-from polygon.api.planner import Plan, Problem
+from polygon.api.planner import Problem
+from polygon.api.plans import Plan
 from polygon.cost.calibration import FORMAT as CALIBRATION
 from polygon.cost.calibration import Calibration, calibration
 from polygon.cost.tables import Profile

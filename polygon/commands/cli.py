@@ -296,7 +296,8 @@ def read_plan(path: str, args: argparse.Namespace) -> Any:
     -------
     polygon.Plan
     """
-    from polygon.api.planner import Plan, Problem
+    from polygon.api.planner import Problem
+    from polygon.api.plans import Plan
     from polygon.formats import files
 
     problem, plan, _ = files.read_plan(path)

@@ -17,7 +17,7 @@ from polygon.domain.errors import InputError
 from polygon.messages.figures import new_figure
 
 if TYPE_CHECKING:
-    from polygon.api.planner import Plan
+    from polygon.api.plans import Plan
     from polygon.cost.money import Bill
     from polygon.domain.plan import Problem
 

@@ -35,6 +35,8 @@ class Way:
     """Whether the tp ranks split the tokens between the products that they share."""
     ring: bool = False
     """Whether keys and values of the cp ranks pass round a ring."""
+    whole_experts: bool = False
+    """Whether the tp ranks have whole experts of their own, and each routes its part of the tokens."""
     norms_in_32_bits: bool = True
     """Autocast's way; where weights are in 16 bits (DeepSpeed) norms are too."""
     sums_in_32_bits: bool = False
@@ -102,7 +104,7 @@ def _block(block: Block, way: Way, e: int) -> tuple[float, float]:
     if block.experts:
         widest = block.expert_ffn_size * block.experts_per_token
         # Rows in the order of their experts, and the results before they are weighted, of all tokens.
-        inside += ROUTED_COPIES * block.experts_per_token * h * e
+        inside += ROUTED_COPIES * block.experts_per_token * h * e / (way.tp if way.whole_experts else 1)
     # Gradients of the MLP's widest values and of the sums between blocks.
     return outside / shard + inside, widest * e / way.tp + SUM_BYTES * h / shard
 

@@ -62,6 +62,8 @@ class LayerSplit:
     gradient_bytes: int = 4
     hosted: bool = True
     """Whether a host has to launch the kernels of an accelerator; a CPU calls its own."""
+    whole_experts: bool = False
+    """Whether the devices of the tensor-parallel group have experts of their own, not slices of each."""
     communication: float = 1.0
     """Measured over predicted seconds of all that is sent (`polygon.cost.calibration`)."""
 
@@ -98,6 +100,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         cast_f, cast_b = _casts_s(block, 0 if runtime.cached_casts else cast_parameters, chip, split)
         forward, backward = forward + cast_f, backward + cast_b
 
+    # An accelerator waits where the host launches more slowly than it computes; beyond that the host costs nothing.
     hosted = 1.0 if split.hosted else 0.0
     eager_f = hosted * chip.efficiency.host_forward_s * runtime.host_forward_factor
     eager_b = hosted * chip.efficiency.host_backward_s
@@ -123,6 +126,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     if block.experts:
         expert_f, expert_b, slower_f, slower_b = _experts_s(block, chip, split, forward, backward)
         forward, backward = forward + slower_f, backward + slower_b
+    # What is computed once more in backward sends once more, and nobody hides that.
     recomputed = forward + sent_f + ring_f + expert_f
     forward += exposed_f + ring_f + expert_f
     backward += exposed_b + ring_b + expert_b
@@ -130,6 +134,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     if split.recompute == "full":
         return forward, backward + recomputed, communication + sent_f + ring_f + expert_f, 2 * longer_f + longer_b
     if split.recompute == "selective":
+        # By operators every second product is kept: the other half, and what lies between, is made again.
         backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f
     return forward, backward, communication, longer_f + longer_b
 
@@ -147,12 +152,17 @@ def _sums_s(
     the forward, and what compute and an idle host leave to be seen of them, forward and backward."""
     runtime = split.runtime
     sums = (1 if block.parallel else 2) + (1 if block.cross else 0)
+    if split.whole_experts and block.experts and not block.shared_experts and not block.parallel:
+        sums -= 1  # tokens stay where they are but for the way to their experts
     n_bytes = chip.element_bytes * split.tokens * block.hidden_size
     sent_f = sums * split.communication * all_reduce_s(n_bytes, split.group)
+    # Where the tokens' parts were not kept whole, backward gathers them again: one pass more than the two of a sum.
     regathered = split.sequence_parallel and not runtime.keeps_gathered
     sent_b = sent_f * (1.5 if regathered else 1.0)
     pipelined = runtime.tp_overlap == "pipelined"
     hidden_f = HIDING * min(sent_f, products_f + idle_f) if pipelined else 0.0
+    # Else the sum of an input's gradient has beside it the product for the gradient of the same matrix: one of two
+    # products, of half of the matrices.
     hidden_b = HIDING * min(sent_b, (products_b if pipelined else products_b / 4) + idle_b)
     return sent_f, sent_f - hidden_f, sent_b - (hidden_b if runtime.tp_overlap != "none" else 0.0)
 
@@ -160,12 +170,15 @@ def _sums_s(
 def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
     """Forward and backward of the linear layers; experts take their share of the tokens of all who exchange them."""
     forward = backward = 0.0
-    tp, members = split.tp, split.experts.members
+    members = split.experts.members
     for product in block.products():
-        rows, count = split.tokens, product.copies
+        rows, count, tp = split.tokens, product.copies, split.tp
         if product.routed:
+            # Rows of one expert: those of all members' tokens, each to so many of the experts, taken for even.
             rows = split.tokens * block.experts_per_token * members / block.experts
             count = product.copies // members
+            if split.whole_experts:
+                rows, tp = rows / split.tp, 1
         columns, inner = float(product.columns), float(product.inner)
         if product.split == "columns":
             columns = product.columns / tp + max(product.pairs / tp, product.least)
@@ -187,7 +200,7 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
     moved_f = (10 + drop + NORM_PASSES[0] * (block.norms - 2)) * outer + (1 + up) * width
     moved_b = (15 + 2 * drop + NORM_PASSES[1] * (block.norms - 2)) * outer + (2 + 2 * up) * width
     if block.experts:  # rows are gathered by expert and put back
-        routed = 4 * block.experts_per_token * h
+        routed = 4 * block.experts_per_token * h / (tp if split.whole_experts else 1)
         moved_f, moved_b = moved_f + routed, moved_b + routed
     mixed = block.mixed_size / tp if block.attention_gate else 0.0
     inner_f, inner_b = _inner_norms(block, tp)
@@ -239,12 +252,15 @@ def _ring_attention_s(
     if split.cp == 1:
         return 0.0, 0.0
     if block.linear is not None:
+        # A state of key x value numbers a head, in fp32, whatever the length of the sequence.
         sent_bytes = 4.0 * block.value_size / split.tp * block.linear.key_dim
     else:
         kv = max(block.kv_heads / split.tp, 1) * (block.head_dim + block.value_dim)
         sent_bytes = split.tokens * kv * chip.element_bytes
     step_s = split.cp_link.latency_s + RING_STEP_S + sent_bytes / (split.cp_link.bytes_per_s * FABRIC_EFFICIENCY)
     sent = split.communication * (split.cp - 1) * step_s
+    # A rank attends to its own part first: beside the cp - 1 that come there is so much of attention. Backward passes
+    # gradients of keys and values on beside these.
     exposed_f = sent - HIDING * min(sent, attention_f * (split.cp - 1) / split.cp)
     exposed_b = 2 * sent - HIDING * min(2 * sent, attention_b * (split.cp - 1) / split.cp)
     return exposed_f, exposed_b
@@ -267,6 +283,8 @@ def _exchanged_heads_s(block: Block, chip: Silicon, split: LayerSplit) -> float:
         return split.communication * (wire_s + messages * message_s)
 
     if shares_heads(heads, kv, cp):
+        # There queries, keys and values, and back the result; every rank keeps its own cp-th. Keys and values of fewer
+        # heads than ranks go to several.
         return sent_s((cp - 1) / cp * (heads + max(kv, cp)) * wide, 2 * (cp - 1))
     return sent_s((cp - 1) * kv * wide, cp - 1)
 

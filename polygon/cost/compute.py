@@ -85,13 +85,14 @@ def layer_times(
         Whether norms and dropout work on a share of the sequence (Korthikanti et al.).
     cp, ep : int
         Context- and expert-parallel degrees; `cp_link` is what one device of a ring gets, `ep_group` where the experts
-        lie (`intra_node` and one node if not given).
+        lie (`intra_node` and one node if not given), on ep x tp devices where these hold whole ones.
     communication : float
         Factor of all that is sent.
     profile : optional
         Measured layer times; each layer kind that it holds replaces the model's.
     """
     require(recompute in RECOMPUTE, "recompute", recompute, " or ".join(RECOMPUTE))
+    whole = runtime.whole_experts(model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
     split = LayerSplit(
         micro_batch_size=micro_batch_size,
         seq_len=batch.seq_len,
@@ -101,7 +102,8 @@ def layer_times(
         sequence_parallel=sequence_parallel and tp > 1,
         cp=cp,
         cp_link=cp_link or intra_node,
-        experts=ep_group or one_node(ep, intra_node),
+        experts=ep_group or one_node(ep * (tp if whole else 1), intra_node),
+        whole_experts=whole,
         runtime=runtime,
         gradient_bytes=batch.gradient_bytes,
         hosted=not device.is_cpu,
@@ -121,6 +123,7 @@ def _layer_times(model: Model, chip: Silicon, split: LayerSplit) -> LayerTimes:
     arrays = [np.array([by_kind[kind][part] for kind in kinds]) for part in range(4)]
     for array in arrays:
         array.setflags(write=False)
+    # What a slower host adds is known of each layer; of the whole it counts by the time that it is a part of.
     host_error = float(arrays[3].sum() / (arrays[0].sum() + arrays[1].sum()))
     return LayerTimes(
         forward_s=arrays[0],
@@ -143,8 +146,9 @@ def _layer_s(layer: int, model: Model, chip: Silicon, split: LayerSplit) -> Seco
         times = _one_block_s(layer, model, chip, split)
     if split.runtime.fused_accumulation:
         return times
-    apart = split.experts.members if model.is_sparse(layer) else 1
-    held = model.layer_parameters(layer) / split.tp / apart
+    # The sum is read and written, the new product read. A device has its group's part of the experts.
+    spread = split.experts.members // (split.tp if split.whole_experts else 1)
+    held = model.layer_parameters(layer) / split.tp / (spread if model.is_sparse(layer) else 1)
     added = stream_s(chip, held * (2 * split.gradient_bytes + chip.element_bytes))
     return times[0], times[1] + added, times[2], times[3]
 
@@ -165,6 +169,7 @@ def _whole_embedding_s(model: Model, chip: Silicon, split: LayerSplit) -> Second
     tower = model.tower
     if tower is None:
         return own
+    # A tower's input is an image, whatever the length of the text that it is put into; its head is never computed.
     inside = replace(split, seq_len=tower.tokens_per_input)
     blocks = [_one_block_s(layer, tower, chip, inside) for layer in range(1, tower.blocks + 1)]
     return _sum([own, _whole_embedding_s(tower, chip, inside), *blocks])
@@ -175,6 +180,7 @@ def _whole_head_s(model: Model, chip: Silicon, split: LayerSplit) -> Seconds:
     own = (*_head_s(model, chip, split), 0.0)
     if not model.predicted_ahead:
         return own
+    # The state and the next token's embedding, side by side, go through one matrix (DeepSeek-V3, section 2.2).
     joined = linear_s(chip, split.tokens, model.hidden_size, 2 * model.hidden_size)
     ahead = _sum([own, (*joined, 0.0, 0.0), _one_block_s(model.blocks, model, chip, split)])
     return _sum([own, *[ahead] * model.predicted_ahead])
@@ -185,7 +191,9 @@ def _embedding_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float,
     if model.family == "vit":
         patch = model.channels * model.patch_size**2
         moved_s = stream_s(chip, 3 * e * tokens * h, 2)
+        # Backward has the weights' gradient alone: nobody asks for that of an image.
         return gemm_s(chip, tokens, h, patch) + moved_s, gemm_s(chip, patch, h, tokens) + moved_s, 0.0
+    # Each device has some rows of the vocabulary, and zeros for the tokens of others: their sum is the embedding.
     reduce_s = split.communication * all_reduce_s(e * tokens * h, split.group)
     return stream_s(chip, 5 * e * tokens * h, 3) + reduce_s, stream_s(chip, 8 * e * tokens * h, 3), reduce_s
 
@@ -194,6 +202,7 @@ def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, floa
     h, e, tokens = model.hidden_size, chip.element_bytes, split.tokens
     vit = model.family == "vit"
     rows = split.micro_batch_size if vit else tokens
+    # Classes are few enough to be whole on every device, a vocabulary is cut.
     columns = model.vocab_size if vit else model.vocab_size / split.tp
     in_16_bits = chip._replace(operand_bytes=e, peak_flops=chip.peak_flops_16)  # frameworks keep the logits out of fp8
     forward, backward = linear_s(in_16_bits, rows, columns, h)
@@ -203,6 +212,7 @@ def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, floa
     loss_f, loss_b = LOSS_BYTES[split.runtime.loss]
     forward += stream_s(chip, rows * columns * loss_f + 3 * e * tokens * h, 8)
     backward += stream_s(chip, rows * columns * loss_b + 4 * e * tokens * h, 6)
+    # Each device's columns of the vocabulary give a part of the input's gradient.
     reduce_s = split.communication * all_reduce_s(e * rows * h, split.group)
     return forward, backward + reduce_s, reduce_s
 
@@ -214,6 +224,7 @@ def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: boo
     unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`.
     """
     chip = silicon(device, batch.precision)
+    # 16-bit weights are written beside the fp32 ones that are updated.
     low = 0 if chip.element_bytes == 4 else chip.element_bytes
     optimizer = OPTIMIZERS[batch.optimizer]
     per_parameter: float = optimizer.update_bytes + batch.gradient_bytes + low
@@ -259,6 +270,7 @@ def _head_flops(model: Model, seq_len: int) -> float:
     """Forward of the head for one sequence, with the blocks that predict further tokens."""
     h = model.hidden_size
     head = 2 * h * model.vocab_size + (2 * h * h if model.head_transform else 0)
+    # The joining matrix is 2 h x h: 4 h^2 FLOP a token.
     ahead = head + _block_flops(model.block(model.blocks), seq_len) + 4 * h * h
     rows = 1 if model.family == "vit" else seq_len
     return rows * head + seq_len * model.predicted_ahead * ahead
@@ -269,5 +281,6 @@ def _block_flops(block: Block, seq_len: int) -> float:
     linear = sum(product.flops_per_token for product in block.products())
     if block.linear is not None:
         return linear + 6 * block.linear.value_heads * block.linear.key_dim * block.linear.value_dim
+    # Scores against every key that is seen, and as much to weigh the values; of an encoder's output all are seen.
     keys = block.keys_seen(seq_len) + (seq_len if block.cross else 0)
     return linear + 2 * keys * block.heads * (block.head_dim + block.value_dim)

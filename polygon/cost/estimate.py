@@ -106,6 +106,7 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
     result: list[MemoryBreakdown] = []
     window = windows(plan)
     for s in range(plan.groups):
+        # Workers that are cut alike and hold as many micro-batches peak alike: thousands of them are a few kinds.
         held = in_flight(plan, s, window) if plan.chunks == 1 else interleaved_in_flight(plan, s)
         kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s])
         of_kind = [
@@ -113,6 +114,7 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
             for tp, units, shards in kinds
         ]
         result += [of_kind[k] for k in kind]
+    # A worker's chunks are on the same devices: each of its stages has the peak of all.
     result *= plan.chunks
     tables.plan_memory[plan] = result
     return result
@@ -165,6 +167,7 @@ def _group_rows(plan: Plan, tables: CostTables, stages: Sequence[Stage], tp: int
             for part in stages
         ]
     )
+    # Autograd keeps what a stage has sent until backward, where the runtime does not let go of it; the last sends none.
     sent = boundary_values(model, batch, plan.micro_batch_size) / cp * batch.element_bytes
     if runtime.keeps_outputs:
         rows[:, 2] += [sent * (part.last_layer < model.layers) for part in stages]
@@ -193,6 +196,7 @@ def memory_of(
 
 def _together(rows: np.ndarray) -> tuple[float, ...]:
     """What `stage_rows` says of several stages on the same devices, as of one."""
+    # One layer computes at a time, whichever chunk it is of: what passes is the most of any, the rest adds up.
     held, _, activations, _, sharded, outside = rows.sum(axis=0).tolist()
     return held, float(rows[:, 1].max()), activations, float(rows[:, 3].max()), sharded, outside
 
@@ -228,6 +232,7 @@ def estimate(
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
     links = _link_estimates(plan, problem, times, step_s)
+    # MFU is of the devices that the plan uses, by their data sheets.
     pool_flops = np.array([pool.device.peak_flops(batch.precision) for pool in cluster.pools])
     peak = float(sum(pool_flops[worker.pool] * len(worker.devices) for worker in plan.workers))
     bill = step_bill(problem, plan, times)
@@ -255,6 +260,8 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     """Split the step, as the worker that ends last sees it, into terms that add up."""
     schedule = times.schedule
     stage = int(times.place.stage[last])
+    # The reduction waits for the slowest of those that sum together, not for who ends last: it is that one's pipeline
+    # that is split. Where regions lead by turns nobody waits beyond its own.
     peers = times.place.stage == stage
     if times.ways is not None:
         peers &= times.place.region == times.place.region[last]
@@ -263,6 +270,7 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
     same = schedule.holder == schedule.holder[slowest]
     compute = float((counts * (schedule.forward_s + schedule.backward_s))[same].sum())
     messages, nothing = times.messages, np.zeros_like(schedule.latency_s)
+    # What would be waited for with free links is the pipeline's; what is waited beyond that, the links'.
     free = replace(
         schedule,
         latency_s=nothing,
@@ -317,6 +325,7 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     place, messages = times.place, times.messages
     moved, reduced = traffic_bytes(problem, plan, times)
     workers = len(place.stage)
+    # A sender's messages to one region share its connection there: a link is said to be as busy as its busiest sender.
     channel = (messages.sender * n + place.region[messages.receiver]).ravel()
     busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
     busiest = np.zeros((n, n))
@@ -348,6 +357,7 @@ def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float | No
     used = _layers_used(plan, tables)
     seen = {times.source for times in used}
     sources = {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}
+    # One stage that is not measured leaves all of it as sure as data sheets are.
     return sources, max(times.relative_error for times in used) if seen <= MEASURED else None
 
 
@@ -362,6 +372,7 @@ def _known(tables: CostTables, plan: Plan, terms: dict[str, float], step_s: floa
     pools = problem.cluster.pools
     devices = {pools[worker.pool].device.name: pools[worker.pool].device for worker in plan.workers}
     links = (terms["transfer"] + terms["reduction"]) / step_s if 0 < step_s < np.inf else 0.0
+    # Links of a plan over regions are taken for far ones all together: those inside take little of its step.
     apart = len(plan.regions(problem.cluster)) > 1
     return Known(
         group=group_of_run(problem.model, plan, devices.values()),

@@ -131,7 +131,7 @@ def led_s(
         End of the last action, backward of a micro-batch, and update.
     region : ndarray of int, shape (workers,)
     regions, whole_s, last_s, busy_s
-        Of `polygon.cost.reduction.Ways`.
+        Of `polygon.cost.stage_reduction.Ways`.
     layers : float
         Of the stage.
     more_s : float

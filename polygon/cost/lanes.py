@@ -20,9 +20,9 @@ from polygon.cost.estimate import group_rows, memory_of
 from polygon.cost.finish import done_s, reduction_spans_s
 from polygon.cost.memory import MemoryBreakdown
 from polygon.cost.overlap import Overlap, overlap_of
-from polygon.cost.reduction import stage_reduction
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
+from polygon.cost.stage_reduction import stage_reduction
 from polygon.cost.step_times import held_parameters, stage_seconds, tied_embedding_s, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages

@@ -121,11 +121,13 @@ class _Held(NamedTuple):
 def _layer_memory(model: Model, way: _Way) -> LayerMemory:
     layers = range(model.layers)
     kinds = [model.layer_kind(layer) for layer in layers]
+    # Layers of one kind hold the same: a model of a hundred blocks has three or four kinds.
     by_kind = {kind: _held(kinds.index(kind), model, way) for kind in set(kinds)}
     parameters, elsewhere, activations, transient = np.array([by_kind[kind] for kind in kinds]).T.copy()
     sharded = parameters + elsewhere
     for array in (parameters, activations, transient, sharded):
         array.setflags(write=False)
+    # The last stage has a copy of its own of the first one's matrix; a ViT's classes are not its patches.
     tied = model.head_weight_parameters() / way.tp if model.tied_embeddings and model.family != "vit" else 0.0
     return LayerMemory(
         parameters=parameters,
@@ -146,7 +148,9 @@ def _held(layer: int, model: Model, way: _Way) -> _Held:
 def _embedding_held(model: Model, way: _Way) -> _Held:
     """The embedding, and a tower before it: all of its layers, without the logits of the head that it has not."""
     count, tower = model.layer_parameters(0), model.tower
+    # Rows of the vocabulary are dealt out; patches, a few MB, are whole everywhere.
     parameters = count if model.family == "vit" else count / way.tp
+    # Dropout keeps a byte a value; 8 bytes a token are its number, by which backward finds its row.
     drop = 1 if way.dropout else 0
     activations = way.tokens * model.hidden_size * drop / way.shard + way.tokens * 8
     if tower is None:
@@ -163,17 +167,20 @@ def _head_held(model: Model, way: _Way) -> _Held:
     h, e, tokens, image = model.hidden_size, way.element_bytes, way.tokens, model.family == "vit"
     norm, ahead = model.norm_size, model.predicted_ahead
     count = model.layer_parameters(model.layers - 1) - model.prediction_parameters()
+    # A class is told of one token of an image; logits are there while the loss is computed, and not before or after.
     rows = way.micro_batch_size if image else tokens
     transient = rows * model.vocab_size / way.tp * (e + way.logit_bytes) + 2 * way.gathered(h)
     own = _Held(
         count if image else (count - norm) / way.tp + norm,
         0.0,
+        # Inputs of the norm and of the product; BERT's transform adds its own product and norm.
         2 * e * tokens * h / way.shard + (2 * e * tokens * h / way.shard if model.head_transform else 0.0),
         transient,
     )
     if not ahead:
         return own
     block = _block_held(model.block(model.blocks), way)
+    # Norms of both inputs and of the output, and a matrix that takes them side by side (DeepSeek-V3, section 2.2).
     joining = 3 * norm + 2 * h * h / way.tp
     return _Held(
         own.parameters + ahead * (block.parameters + joining),
@@ -186,13 +193,17 @@ def _head_held(model: Model, way: _Way) -> _Held:
 def _block_held(block: Block, way: _Way) -> _Held:
     h, e, tp, tokens, shard = block.hidden_size, way.element_bytes, way.tp, way.tokens, way.shard
     norms, experts = block.replicated_parameters, block.expert_parameters
+    # Matrices are cut by tp, experts also dealt out over ep; norms, and latent attention's ways down, are whole.
     parameters = (block.parameters - norms - experts) / tp + norms + experts / way.ep / tp
     elsewhere = experts / tp - experts / way.ep / tp
     # Inputs of norms, and of attention (twice with an encoder's output) and MLP, which may be one.
     inputs = block.norms + (1 if block.parallel and block.norms == 1 else 3 if block.cross else 2)
+    # Dropout behind attention and behind the MLP: a byte a value each.
     outside = (inputs * e + (2 if way.dropout else 0)) * h / shard
+    # The MLP before and after its activation; with a gate the gate as well.
     per_width = 3 if block.gated_mlp else 2
     inside = e * (block.mixing_size + per_width * block.width) / tp + e * block.latent_size
+    # Keys and values of the other parts of the sequence, where heads are too few to be exchanged instead.
     if (
         way.gather_keys
         and block.linear is None
@@ -212,7 +223,10 @@ def _block_held(block: Block, way: _Way) -> _Held:
         whole = tokens * e * (h / shard + kept / tp)
     whole += 2 * way.gathered(h)
     heads = 0 if block.linear is not None else block.heads * (2 if block.cross else 1)
+    # Per score the softmax, what is left of it by dropout, and a byte of mask: the 5 a s^2 of Korthikanti et al. in 16
+    # bits. Fused attention keeps a number a row, which is left out.
     scores = 0.0 if way.flash_attention else tokens * way.seq_len * heads / tp * (2 * e + 1)
+    # What is recomputed is held for one block at a time: it moves from what every micro-batch keeps to the transient.
     if way.recompute == "full":
         return _Held(parameters, elsewhere, tokens * h * e / shard, whole + scores)
     if way.recompute == "selective":
@@ -309,6 +323,7 @@ def stage_rows(layers: LayerMemory, first_layer: int, last_layer: int) -> tuple[
     """Of a stage: parameters, most parameters of a layer, bytes of activations per micro-batch, transient bytes, what
     ZeRO divides by the workers, and of that what is outside of blocks."""
     divided = layers.parameters if layers.sharded_parameters is None else layers.sharded_parameters
+    # A stage that has both ends has the matrix once.
     tied = layers.tied_parameters if first_layer > 0 and last_layer == len(layers.parameters) else 0.0
     return (
         float(layers.parameters[first_layer:last_layer].sum()) + tied,
@@ -338,6 +353,7 @@ def outside_bytes(batch: Batch) -> float:
 def gradient_copies(batch: Batch, runtime: Runtime, zero: int) -> float:
     """Further copies of the gradients: flattened ones of a reduction, and low-precision ones that live beside the
     wider ones they are added to, in units of those."""
+    # Nothing narrower lives beside the sum where the product adds into it, or where both are of one width.
     wide = runtime.fused_accumulation or runtime.autograd or batch.gradient_bytes <= batch.element_bytes
     if wide or zero == 3:
         return runtime.gradient_copies
@@ -390,6 +406,7 @@ def breakdown(
             passing_bytes(batch, FUSED, zero) if passing is None else passing
         )
     return MemoryBreakdown(
+        # `sharded` counts the experts of all devices of a group where `held` has one's own: ZeRO divides them all.
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
         gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),
         optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer
@@ -428,5 +445,6 @@ def divided_less(
         )
         for zero, shards in (own, less)
     ]  # fmt: skip
+    # Whatever is the same both ways (activations, context) stays `peak`'s.
     states = {name: getattr(parts[1], name) - getattr(parts[0], name) for name in ("weights", "gradients", "optimizer")}
     return replace(peak, **{name: getattr(peak, name) + more for name, more in states.items()})

@@ -74,6 +74,7 @@ def priced(problem: Problem, step_s: float, usd_per_hour: float, power_w: float,
     egress_usd = float(egress_bytes @ egress_prices(problem)) / GB
     return Bill(
         step_s=step_s,
+        # What costs nothing costs nothing for ever, too: 0 times an endless step is no number.
         usd=(usd_per_hour * step_s / 3600 if usd_per_hour else 0.0) + egress_usd,
         energy_j=power_w * step_s if power_w else 0.0,
         egress_bytes=egress_bytes,
@@ -135,11 +136,13 @@ def traffic_bytes(problem: Problem, plan: Plan, times: StepTimes) -> tuple[np.nd
     place, messages = times.place, times.messages
     pair = (place.region[messages.sender] * n + place.region[messages.receiver]).ravel()
     moved = np.bincount(pair, weights=messages.n_bytes.ravel(), minlength=n * n).reshape(n, n)
+    # What stays in its region crosses no border, and nobody charges for it.
     np.fill_diagonal(moved, 0.0)
     reduced = np.zeros((n, n))
     for reduction in times.reductions:
         for a, b, n_bytes in reduction.across_bytes:
             reduced[a, b] += n_bytes
+    # First and last stage hold a copy each of a tied weight, and send one another their gradient of it.
     if times.tied_s > 0 and len(plan.stages) > 1:
         a, b = (int(place.region[place.stage == s][0]) for s in (0, len(plan.stages) - 1))
         if a != b:

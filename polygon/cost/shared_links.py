@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polygon.cost.reduction import ReductionCost, group_packing, places_of
+from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from polygon.cost.finish import done_s, led_s, reduction_spans_s
 from polygon.cost.overlap import Overlap, gathered_s, overlap_of
-from polygon.cost.reduction import ReductionCost, Ways, stage_devices, stage_reduction, summed_part
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
+from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.cost.zero_sums import summed_part
 from polygon.domain.plan import Plan
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
@@ -75,6 +76,7 @@ class StepTimes:
     def outer_s(self) -> np.ndarray:
         """Seconds after the update, the mean per step, that each stage needs where regions take local steps, else 0."""
         alone_s: np.ndarray = self.sums[3]
+        # Stages meet at the same time: what shares a pair's capacity is done when the last of them is.
         if alone_s.any():
             alone_s = np.maximum(alone_s, last_end_s(np.zeros_like(alone_s), self.shared_pairs_s))
         return alone_s
@@ -129,6 +131,7 @@ class StepTimes:
             self.first_s,
             self.overlaps,
         )
+        # The exchange between regions stands for all: nobody begins the next round before it.
         return np.full_like(done, done.max() + self.outer_s.max()) if self.outer_s.any() else done
 
     @property
@@ -195,6 +198,7 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
     -------
     ndarray, shape (..., stages)
     """
+    # The first stage has nobody before it, the last nobody behind it.
     none = np.zeros((*sent_s.shape[:-1], 1))
     below, above = np.concatenate([sent_s, none], axis=-1), np.concatenate([none, sent_s], axis=-1)
     found: np.ndarray = below + above if apart else np.maximum(below, above)
@@ -209,6 +213,7 @@ def blocked_s(waits_s: np.ndarray, routes: np.ndarray, workers: int) -> np.ndarr
     waits_s : ndarray, shape (2, micro_batches, stages)
         Of `waiting_s`, down and up.
     """
+    # The mean over the micro-batches that a worker takes; one without any waits for none.
     share = np.maximum(np.bincount(routes.ravel(), minlength=workers), 1)
     return np.stack([np.bincount(routes.ravel(), weights=way.ravel(), minlength=workers) for way in waits_s]) / share
 

@@ -23,6 +23,9 @@ from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import Plan, Problem, Stage
 
 TENSOR_DEGREES = (1, 2, 4, 8)
+SHORTEST_PIECE, LEAST_PIECE = 4096, 1024
+"""Tokens of a piece of a sequence that a search looks at, and where a device has less than `FEW` sequences."""
+FEW = 4
 KEPT_PLANS, KEPT_GROUPS = 16, 1024
 """Plans, and groups of workers, of which tables keep what was worked out; a search prices each a few times, and others
 that differ in little."""
@@ -33,6 +36,25 @@ Profile = KindProfile | ModelProfile
 def running_sum(values: np.ndarray) -> np.ndarray:
     """Sums of the first 0, 1, ... values, shape (n + 1,)."""
     return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def widest_pool(problem: Problem) -> int:
+    """Devices of the largest pool that may be used."""
+    return max((pool.devices for pool in problem.cluster.pools if problem.may_use(pool)), default=1)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ..., at most so much."""
+    return [2**k for k in range(most.bit_length())]
+
+
+def context_degrees(problem: Problem) -> list[int]:
+    """Parts of a sequence that a search looks at: of at least `SHORTEST_PIECE` tokens, or `LEAST_PIECE` where sequences
+    are few; as many as a pool has devices at most."""
+    tokens = problem.batch.seq_len
+    shortest = LEAST_PIECE if problem.batch.global_batch < FEW * problem.cluster.devices else SHORTEST_PIECE
+    degrees = powers_of_two(widest_pool(problem))
+    return [cp for cp in degrees if tokens % cp == 0 and (cp == 1 or tokens // cp >= shortest)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +129,14 @@ class CostTables:
     @cached_property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Sequences per micro-batch that plans may use, ascending: those that divide the batch, of which some device
-        holds one recomputed block. The lower bound looks at the same ones."""
+        holds its part of one recomputed block, heads and sequence cut as far as they may be. The lower bound looks at
+        the same ones."""
         problem = self.problem
         sizes: list[int] = []
         most_bytes = max((self.limit_bytes[p.index] for p in problem.cluster.pools if problem.may_use(p)), default=0.0)
-        degree = max(TENSOR_DEGREES)
+        degree, cp = max(TENSOR_DEGREES), max(context_degrees(problem))
         for size in divisors(problem.batch.global_batch):
-            layers = self.memory(degree, size, "full", sequence_parallel=True).layers
+            layers = self.memory(degree, size, "full", cp, sequence_parallel=True).layers
             block = min(1, len(layers.parameters) - 1)
             if sizes and layers.activation_bytes[block] + layers.transient_bytes[block] > most_bytes:
                 break
@@ -163,6 +186,8 @@ class CostTables:
         known = self._times.get(key)
         if known is None:
             place = self.problem.cluster.pools[pool]
+            whole = runtime.whole_experts(self.problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
+            spread, per_node = (ep * tp, place.devices_per_node) if whole else (ep, place.devices_per_node // tp)
             layer = layer_times(
                 self.problem.model,
                 self.problem.batch,
@@ -176,7 +201,7 @@ class CostTables:
                 cp=cp,
                 cp_link=shared_link(place, tp, cp),
                 ep=ep,
-                ep_group=group_of(place, ep, max(1, place.devices_per_node // tp)),
+                ep_group=group_of(place, spread, max(1, per_node)),
                 runtime=runtime if accumulates else replace(runtime, fused_accumulation=True),
                 profile=self._profile_of.get(place.device.name),
                 communication=self.calibration.communication,
@@ -263,6 +288,9 @@ class CostTables:
                 ep=ep,
                 sequence=sequence_parallel,
                 ring=runtime.context == "ring",
+                whole_experts=runtime.whole_experts(
+                    problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel
+                ),
                 compiled=runtime.fused,
                 fused_norms=not all(pool.device.name.startswith("cpu") for pool in pools),
             )

@@ -61,10 +61,12 @@ def packed_bytes(
     if mode == "none":
         return plain
     if mode == "topk":
+        # Of each number that is sent its 2 bytes, and 4 that say where it belongs.
         return min(plain, TOPK_FRACTION * n_values * 6)
     if mode == "powersgd" and width:
         return min(plain, POWERSGD_RANK * (n_values / width + width) * 4)
     if mode == "powersgd":
+        # Both factors in fp32, of matrices as large as the model's and taken for square ones.
         side = (matrix_values or n_values) ** 0.5
         return float(min(plain, 2 * POWERSGD_RANK * n_values / max(side, 1.0) * 4))
     return min(plain, BYTES_RATIO[mode] * 4 * n_values)
@@ -152,6 +154,7 @@ class LinkTable:
         self.latency_s = cluster.latency_s[np.ix_(self.region, self.region)].astype(float)
         self.bytes_per_s = cluster.bytes_per_s[np.ix_(self.region, self.region)].astype(float)
         for a, b in np.argwhere(self.region[:, None] == self.region[None, :]).tolist():
+            # Pools of a region are joined by its own network; that between equal nodes may be a better one.
             link = pools[a].inter_node if a == b else cluster.regions[pools[a].region].intra_region
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
         self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()
@@ -167,6 +170,7 @@ class LinkTable:
         joined = [fabric_of(pool.device, pool.devices_per_node, pool.intra_node) for pool in pools]
         reached = np.where(np.array(joined) == PCIE, PCIE_RING, FABRIC_EFFICIENCY)
         self.node_bytes_per_s = fabric * np.where(nccl, reached, 1.0)
+        # All that leaves a node, to whatever place, passes its cards.
         cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
         tcp = nccl & (np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S)
@@ -185,6 +189,7 @@ class LinkTable:
             ],
             dtype=float,
         )
+        # Of a pair of regions no more than one of them lets out: egress bounds every row.
         self.capacity_bytes_per_s = np.minimum(
             cluster.capacity_bytes_per_s, np.array([region.egress_bytes_per_s for region in cluster.regions])[:, None]
         ).astype(float)
@@ -237,6 +242,7 @@ class Placement:
         rows = []
         for stage in range(len(self.offset)):
             mine = self.members(stage)
+            # Once by node (how many workers are on each), then by pool (how many nodes, and the fullest).
             _, first, per_node = np.unique(self.node[mine], return_index=True, return_counts=True)
             pools, inverse, nodes = np.unique(self.pool[mine][first], return_inverse=True, return_counts=True)
             most = np.zeros(len(pools), dtype=np.int64)
@@ -262,6 +268,8 @@ class Placement:
         rows = []
         for stage in range(len(self.offset)):
             mine = self.members(stage)
+            # One number for pool and degree (64 devices to a worker at most); nodes that are places by themselves get
+            # negative ones, which no pool has.
             alike = self.pool[mine] * 64 + self.tp[mine]
             if self.packed_inside:
                 apart = np.isin(self.region[mine], list(self.packed_inside))

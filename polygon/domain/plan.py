@@ -124,6 +124,16 @@ class Problem:
         for name in limits.forbidden_devices:
             require(name in devices, "forbidden_devices", name, one_of(name, devices))
 
+    def whole_experts(self, stage: Stage) -> bool:
+        """Whether tensor-parallel devices of a stage have experts of their own, not slices of each."""
+        return self.runtime.whole_experts(
+            self.model.experts, tp=stage.workers[0].tp, ep=stage.ep, sequence_parallel=stage.sequence_parallel
+        )
+
+    def experts_apart(self, stage: Stage) -> int:
+        """Devices over which the experts of a layer are spread."""
+        return stage.ep * (stage.workers[0].tp if self.whole_experts(stage) else 1)
+
     def may_use(self, pool: Pool) -> bool:
         """Whether the constraints leave a pool's devices to a plan."""
         return (
@@ -164,7 +174,8 @@ class Stage:
     sequence_parallel: bool = False
     """Whether norms and dropout work on a tensor-parallel rank's part of the sequence (Korthikanti et al.)."""
     ep: int = 1
-    """Expert-parallel degree: devices of the stage over which the experts of a layer are spread."""
+    """Expert-parallel degree: devices of the stage with the same slices over which the experts of a layer are spread
+    (and ep x tp devices where the runtime leaves experts whole, `Problem.experts_apart`)."""
 
     @property
     def width(self) -> int:

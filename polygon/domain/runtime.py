@@ -14,6 +14,7 @@ LOSSES = ("torch", "vocab-parallel", "fused")
 SELECTIVE = ("attention", "operators")
 EXPERT_DISPATCH = ("experts", "nodes")
 CONTEXT = ("ring", "heads")
+EXPERTS = ("cut", "whole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class Runtime:
     """How devices that hold parts of a sequence attend to the others': keys and values pass round a `ring`, beside
     attention; or for attention each gets some `heads` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), and where
     these cannot be shared out all keys and values (arXiv:2407.21783, section 3.3.2)."""
+    experts: str = "cut"
+    """What a tensor-parallel group that splits the tokens has of routed experts: slices of each (`cut`), or each device
+    some of its own, to which all send tokens (`whole`): they are then spread over ep x tp devices, which may be more
+    than dp x cp (Megatron Core's parallel folding, arXiv:2504.14960; its --expert-tensor-parallel-size 1)."""
     tp_overlap: str = "none"
     """What hides tensor-parallel traffic: `none`, weight-gradient products (`backward`), all of them (`pipelined`)."""
     dp_overlap: str = "backward"
@@ -122,6 +127,7 @@ class Runtime:
             ("selective", SELECTIVE),
             ("expert_dispatch", EXPERT_DISPATCH),
             ("context", CONTEXT),
+            ("experts", EXPERTS),
             ("tp_overlap", TP_OVERLAP),
             ("dp_overlap", DP_OVERLAP),
         ):
@@ -135,6 +141,11 @@ class Runtime:
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
             require_number(getattr(self, name), f"runtime.{name}", above=0)
         require(self.gathers_per_layer >= 1, "runtime.gathers_per_layer", self.gathers_per_layer, "a number >= 1")
+
+    def whole_experts(self, experts: int, *, tp: int, ep: int, sequence_parallel: bool) -> bool:
+        """Whether tensor-parallel devices hold whole experts: told to, where they split tokens and all get as many."""
+        folded = self.experts == "whole" and sequence_parallel and tp > 1
+        return folded and experts > 0 and experts % (ep * tp) == 0
 
 
 POLYGON = Runtime(

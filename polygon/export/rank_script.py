@@ -39,7 +39,8 @@ done
 worst=0
 for _ in "${pids[@]}"; do
     code=0
-    wait -n "${pids[@]}" || code=$?
+    # Of those that it was asked for before bash says that it knows them no more.
+    wait -n "${pids[@]}" 2> /dev/null || code=$?
     if ((code != 0)); then
         worst=$code
         stop

@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,10 @@ from polygon.planning.polish import interleaved
 DEGREES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MOST_PRICED = 60
 """Cuts whose exact step is computed, best compute time first."""
+
+
+def _none(model: Model) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class Rules:
     """Kinds of recomputation that may be for a number of a stage's blocks, the same in all."""
     rotary_scalings: tuple[str, ...] = ()
     """Kinds of scaled rotary positions that the files can say."""
+    said_fields: Callable[[Model], tuple[str, ...]] = _none
+    """Fields of a model that make its blocks other than plain and that the files say all the same."""
 
     def most_zero(self, stages: int) -> int:
         """The highest stage of ZeRO in a pipeline of so many."""
@@ -413,7 +419,8 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
     rest = uniform.step_s - before_s
     if _shape(plan) != _shape(uniform.plan) or abs(rest) > 1e-9 * uniform.step_s:
         found.append(Loss(what=_structure(problem, plan, uniform, rules), cost_s=rest))
-    special = tuple(name for name in problem.model.special(problem.batch.seq_len) if name != "family")
+    said = ("family", *rules.said_fields(problem.model))
+    special = tuple(name for name in problem.model.special(problem.batch.seq_len) if name not in said)
     scaling = problem.model.rope_scaling
     if scaling is not None and scaling.kind not in rules.rotary_scalings:
         special = (*special, "rope_scaling")

@@ -142,7 +142,7 @@ def stage_rows(problem: Problem, plan: Plan, estimate: Estimate) -> list[list[st
             fullest = max(mine, key=lambda w: w.peak_bytes / w.limit_bytes)
             extras = [f"tp {tp} x cp {cp}"] if cp > 1 else []
             if i == 0:
-                extras += [f"experts over {stage.ep}"] if stage.ep > 1 else []
+                extras += [f"experts over {apart}"] if (apart := problem.experts_apart(stage)) > 1 else []
                 extras += [words] if (words := _recompute_words(stage)) else []
                 extras += [f"ZeRO-{stage.zero}"] if stage.zero else []
             rows.append(

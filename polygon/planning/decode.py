@@ -18,7 +18,7 @@ from polygon.cost.convergence import Allowed, allowed
 from polygon.cost.estimate import worker_memory
 from polygon.cost.money import Bill, priced, step_bill
 from polygon.cost.step_times import StepTimes, group_work, step_times
-from polygon.cost.tables import CostTables
+from polygon.cost.tables import CostTables, context_degrees, powers_of_two, widest_pool
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.device_assignment import deal_devices, dealt_as
@@ -56,10 +56,6 @@ SOCKET_WINDOW_BYTES = 4 * 2**20
 WINDOW_USE = 0.82
 """Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
 MAX_STREAMS = 16
-SHORTEST_PIECE, LEAST_PIECE = 4096, 1024
-"""Tokens of a piece of a sequence that a search looks at, and where a device has less than `FEW` sequences."""
-FEW = 4
-
 NEARLY = 1.01
 """Of several numbers of local steps, the fewest within this factor of the best are taken."""
 
@@ -447,14 +443,10 @@ class Decoder:
 def parallel_degrees(problem: Problem) -> tuple[tuple[int, int], ...]:
     """Pairs of context- and expert-parallel degrees that a search looks at; (1, 1) first.
 
-    Sequences are cut into pieces of at least `SHORTEST_PIECE` tokens, or `LEAST_PIECE` where they are few; experts are
-    spread over powers of two.
+    Experts are spread over powers of two.
     """
-    widest = max((pool.devices for pool in problem.cluster.pools if problem.may_use(pool)), default=1)
-    tokens, experts = problem.batch.seq_len, problem.model.experts
-    shortest = LEAST_PIECE if problem.batch.global_batch < FEW * problem.cluster.devices else SHORTEST_PIECE
-    powers = [2**k for k in range(int(math.log2(widest)) + 1)]
-    cps = [cp for cp in powers if tokens % cp == 0 and (cp == 1 or tokens // cp >= shortest)]
+    experts = problem.model.experts
+    cps, powers = context_degrees(problem), powers_of_two(widest_pool(problem))
     eps = [ep for ep in powers if ep == 1 or (experts and experts % ep == 0)]
     return tuple((cp, ep) for cp in cps for ep in eps)
 

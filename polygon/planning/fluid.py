@@ -500,7 +500,7 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> N
 
 @inner
 def _find_rings(bank: Bank, work: FluidWork, s: int) -> None:
-    """Fill `near` and `ring_nodes`: parts of a sequence sum too, as in `polygon.cost.reduction.stage_devices`."""
+    """Fill `near` and `ring_nodes`: parts of a sequence sum too, as in `polygon.cost.stage_reduction.stage_devices`."""
     hosts, stages = work.hosts, work.stages
     for i in range(stages.members[s]):
         c, held = stages.classes[s, i], hosts.member_most[s, i] * bank.cp
@@ -540,7 +540,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
 
 @inner
 def _summed_part(bank: Bank, zero: int) -> float:
-    """As `polygon.cost.reduction.summed_part`."""
+    """As `polygon.cost.zero_sums.summed_part`."""
     if zero == 0:
         return 1.0
     return 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
@@ -548,7 +548,7 @@ def _summed_part(bank: Bank, zero: int) -> float:
 
 @inner
 def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
-    """Seconds of packing in the sum of a stage's gradients, as `polygon.cost.reduction.packing_s` prices it."""
+    """Seconds of packing in the sum of a stage's gradients, as `polygon.cost.stage_reduction.packing_s` prices it."""
     nodes, stages = work.places.nodes, work.stages
     places, lanes = 0, 0
     for r in range(nodes.shape[1]):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from polygon.api import planner
+from polygon.api import planner, plans
 from polygon.api.choices import Objective
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError, PolygonError, located
@@ -209,7 +209,7 @@ class Jobs:
         def points_of(found: Sequence[FrontPoint]) -> str:
             points = []
             for point in found:
-                plan = planner.Plan(problem, point.plan)
+                plan = plans.Plan(problem, point.plan)
                 points.append(
                     {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
                      "devices": plan.devices, "stages": plan.stages,

@@ -14,7 +14,7 @@ from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from polygon.api import planner
+from polygon.api import planner, plans
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
@@ -149,7 +149,7 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
         it = asked.load(job)
         changes = own_changes(it, request.changes)
         problem, plan, _, times = timed(it.problem, it.plan, changes, it.tables)
-        own = planner.Plan(planner.Problem.of(problem), plan)
+        own = plans.Plan(planner.Problem.of(problem), plan)
         said = changes.model_dump(exclude_defaults=True)
         request_data = {"name": request.name, "parent": job, "changes": said, "user": http.state.user}
         text = format_json(plan_data(problem, plan, own.to_dict()))

@@ -25,7 +25,7 @@ from pydantic import Field
 from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
-from polygon.cost.reduction import ReductionCost, group_packing, stage_reduction
+from polygon.cost.stage_reduction import ReductionCost, group_packing, stage_reduction
 from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes

@@ -120,7 +120,7 @@ class Agreement:
     def _parts(self, bucket: Bucket) -> Iterator[torch.Tensor]:
         # Slices add up; of what is whole on every device of a worker, the first counts.
         counted = [place[:2] for name, place in bucket.places.items() if name in bucket.dims]
-        if self.worker.place == 0:
+        if bucket.first_here(self.worker.place):
             counted = [(0, bucket.size)]
         for a, b in counted:
             for start, end in bucket.owned_by(self.rank):

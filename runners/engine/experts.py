@@ -1,12 +1,16 @@
 """Routed experts, all on every rank or shared out over a group, and the loss that keeps them equally busy.
 
 Every token goes to its best few experts, none is dropped. With a group, rank p of ep holds experts
-[p E / ep, (p + 1) E / ep): one exchange takes each row to its expert, another brings the result back. Gradients need no
-scaling: the loss is a sum over tokens, so an expert's gradient is the sum over the tokens it saw, of whichever ranks.
+[p E / ep, (p + 1) E / ep): one exchange takes each row to its expert, another brings the result back. Ranks between
+which tensor parallelism cuts the rest of the layer may be in the group: each routes its part of the tokens then, and
+experts are whole. Gradients need no scaling: the loss is a sum over tokens, so an expert's gradient is the sum over the
+tokens it saw, of whichever ranks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +50,9 @@ class _WithLoss(torch.autograd.Function):
         return gradients[0], torch.full((), factor, device=gradients[0].device), None
 
 
-def balance_loss(scores: torch.Tensor, chosen: torch.Tensor, group: ExchangeGroup | None = None) -> torch.Tensor:
+def balance_loss(
+    scores: torch.Tensor, chosen: torch.Tensor, groups: Sequence[ExchangeGroup | TensorGroup] = ()
+) -> torch.Tensor:
     r"""How unequally sequences load the experts, summed over tokens.
 
     .. math:: T \sum_{sequences} \sum_e f_e P_e, \quad f_e = E / (k T) \cdot |\{t: e \in chosen_t\}|,
@@ -59,18 +65,18 @@ def balance_loss(scores: torch.Tensor, chosen: torch.Tensor, group: ExchangeGrou
     ----------
     scores : tensor, shape (batch, tokens, experts)
     chosen : tensor of int, shape (batch, tokens, k)
-    group : ExchangeGroup, optional
-        Ranks that hold the other tokens of the sequences.
+    groups : sequence of ExchangeGroup or TensorGroup
+        Ranks that hold the other tokens of the sequences: of this rank's tokens with others, of theirs together.
 
     References
     ----------
     DeepSeek-AI, arXiv:2412.19437, equations 17 to 20.
     """
     experts, per_token = scores.shape[-1], chosen.shape[-1]
-    tokens = scores.shape[1] * (1 if group is None else group.size)
+    tokens = scores.shape[1] * math.prod(group.size for group in groups)
     counts = torch.zeros(len(scores), experts, device=scores.device)
     counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen.flatten(1), dtype=counts.dtype))
-    if group is not None:
+    for group in groups:
         counts = group.total(counts)
     busy = counts * (experts / (per_token * tokens))
     return (busy * scores.float().softmax(-1).sum(1)).sum()
@@ -88,6 +94,8 @@ class Experts(nn.Module):
         """Ranks that hold the other parts of the sequences."""
         self.split_over: TensorGroup | None = None
         """Ranks that split tokens between them outside of here."""
+        self.beside: TensorGroup | None = None
+        """Ranks that split tokens between them here too, each with whole experts."""
         self.balance = BalanceLoss()
         self.router = nn.Linear(model.hidden_size, model.experts, bias=False)
         self.experts = nn.ModuleDict({str(e): make(model, model.expert_ffn_size) for e in range(model.experts)})
@@ -105,7 +113,8 @@ class Experts(nn.Module):
         scores = self.router(x)
         best, chosen = scores.topk(self.per_token, dim=-1)
         if self.balance.weight and torch.is_grad_enabled():
-            x = _WithLoss.apply(x, balance_loss(scores, chosen, self.context), self.balance)
+            others = [group for group in (self.beside, self.context) if group is not None]
+            x = _WithLoss.apply(x, balance_loss(scores, chosen, others), self.balance)
         rows = x.flatten(0, 1)
         weights = best.float().softmax(-1).to(x.dtype).view(-1, self.per_token, 1)
         # Choices sorted by expert: `order` says which choice, so which row, comes when.
@@ -115,10 +124,17 @@ class Experts(nn.Module):
         mixed = self._run(sent, counts.tolist()) if self.group is None else self._run_apart(sent, counts, self.group)
         # Back to the order of the tokens; `index_add` would keep what it adds for backward.
         mixed = mixed.index_select(0, order.argsort()).view(-1, self.per_token, rows.shape[-1])
-        out = (mixed * weights).to(rows.dtype).sum(1)
+        out = (mixed * weights).to(rows.dtype).sum(1).view_as(x)
         for expert in self.shared:
-            out = out + expert(rows)
-        return split(out.view_as(x), self.split_over)
+            out = out + expert(x)
+        return split(out, self.split_over)
+
+    def own_parameters(self) -> Iterator[torch.Tensor]:
+        """Parameters that a rank applies to its own tokens alone where tokens are split here too."""
+        yield self.router.weight
+        for name, parameter in self.shared.named_parameters():
+            if name.endswith("down.bias"):
+                yield parameter
 
     def _run(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows sorted by expert through the experts that are here.

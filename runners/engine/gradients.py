@@ -126,6 +126,11 @@ class Bucket:
 
         return Pending(sum_.arrive, gather=sum_.gather, advance=sum_.advance, finish=finish)
 
+    def first_here(self, place: int) -> bool:
+        """Whether a rank, by its place in its tensor-parallel group, speaks for what no rank has slices of: the first
+        one, and each where the others of the group have nothing of this."""
+        return self.tp is None or place == 0
+
     @property
     def may_ask(self) -> bool:
         """Whether others can be asked for their part of the sum before this rank's is there."""

@@ -24,7 +24,7 @@ from polygon.domain.errors import require
 from polygon.domain.model import Model
 from runners.engine.context import gathered, part_of, spans_of, to_heads, to_tokens
 from runners.engine.documents import Documents
-from runners.engine.experts import BalanceLoss, Experts
+from runners.engine.experts import EXPERT, BalanceLoss, Experts
 from runners.engine.float8 import EightBits, fits
 from runners.engine.positions import rotate
 from runners.engine.pretrained import Pretrained
@@ -381,23 +381,46 @@ def shard_dim(model: Model, name: str, size: int) -> int | None:
     return None
 
 
-def shard_layer(module: nn.Module, model: Model, layer: int, tp: TensorGroup, *, by_tokens: bool = False) -> None:
+def shard_layer(
+    module: nn.Module,
+    model: Model,
+    layer: int,
+    tp: TensorGroup,
+    *,
+    by_tokens: bool = False,
+    whole_experts: bool = False,
+) -> None:
     """Keep this rank's slices of a layer's parameters and let the layer's parts know their group.
 
     `by_tokens`: between the products that are cut each rank of the group holds only its part of the tokens.
+    `whole_experts`: routed experts are not cut, and get these.
     """
     prefix = layer_name(model, layer)
     for name, parameter in module.named_parameters():
-        dim = shard_dim(model, f"{prefix}.{name}", tp.size)
+        dim = shard_dim(model, f"{prefix}.{name}", 1 if whole_experts and EXPERT in f".{name}" else tp.size)
         if dim is not None:
             parameter.data = tp.part(parameter.data, dim).clone()
-    _join_group(module, model, tp, by_tokens=by_tokens)
+    _join_group(module, model, tp, by_tokens=by_tokens, whole_experts=whole_experts)
 
 
-def _join_group(module: nn.Module, model: Model, tp: TensorGroup, *, by_tokens: bool) -> None:
+def _routed(module: nn.Module) -> set[nn.Module]:
+    """The parts of a layer's routed experts."""
+    return {
+        inner
+        for part in module.modules()
+        if isinstance(part, Experts)
+        for expert in part.experts.values()
+        for inner in expert.modules()
+    }
+
+
+def _join_group(module: nn.Module, model: Model, tp: TensorGroup, *, by_tokens: bool, whole_experts: bool) -> None:
     """Let the parts of a layer know with whom they hold slices."""
     spread_vocabulary = shard_dim(model, TIED_WEIGHT, tp.size) is not None
+    alone = _routed(module) if whole_experts else set()
     for part in module.modules():
+        if part in alone:
+            continue
         if isinstance(part, Attention | Mlp) or (isinstance(part, TokenEmbedding | Head) and spread_vocabulary):
             part.tp = tp
         if isinstance(part, Attention) and model.kv_heads % tp.size:
@@ -410,16 +433,23 @@ def _join_group(module: nn.Module, model: Model, tp: TensorGroup, *, by_tokens: 
             for norm in (part.query_norm, part.key_norm) if not by_tokens else ():
                 norm.weight.register_hook(tp.total)
     if by_tokens:
-        _split_tokens(module, tp)
+        _split_tokens(module, tp, whole_experts=whole_experts)
 
 
-def _split_tokens(module: nn.Module, tp: TensorGroup) -> None:
-    """Let the parts of a layer know that between them tokens are split over a group; routed experts see all."""
-    routed = {inner for part in module.modules() if isinstance(part, Experts) for inner in part.modules()}
+def _split_tokens(module: nn.Module, tp: TensorGroup, *, whole_experts: bool) -> None:
+    """Let the parts of a layer know that between them tokens are split over a group; routed experts see all, or those
+    that are sent to them where they are whole."""
+    blind = {inner for part in module.modules() if isinstance(part, Experts) for inner in part.modules()}
+    if whole_experts:
+        blind = _routed(module)
     for part in module.modules():
-        if isinstance(part, Attention | Mlp) and part not in routed:
+        if isinstance(part, Attention | Mlp) and part not in blind:
             part.by_tokens = True
-        if isinstance(part, TokenEmbedding | Head | Experts):
+        if isinstance(part, Experts) and whole_experts:
+            part.beside = tp
+            for parameter in part.own_parameters():
+                parameter.register_hook(tp.total)
+        elif isinstance(part, TokenEmbedding | Head | Experts):
             part.split_over = tp
     sum_gradients(module, tp)
 
@@ -466,6 +496,7 @@ def build_layer(
     experts: ExchangeGroup | None = None,
     *,
     by_tokens: bool = False,
+    whole_experts: bool = False,
 ) -> nn.Module:
     """One layer with its first weights (fp32), or this rank's slices of it.
 
@@ -476,25 +507,33 @@ def build_layer(
         for part in module.modules():
             if isinstance(part, Experts) and experts is not None:
                 part.share_out(experts)
-        _read_layer(module, model, layer, device, tp, pretrained)
+        _read_layer(module, model, layer, device, tp, pretrained, whole_experts=whole_experts)
         if tp is not None:
-            _join_group(module, model, tp, by_tokens=by_tokens)
+            _join_group(module, model, tp, by_tokens=by_tokens, whole_experts=whole_experts)
         return module
     module.to_empty(device=device)
     _initialise(module, model, layer, seed)
     if tp is not None:
-        shard_layer(module, model, layer, tp, by_tokens=by_tokens)
+        shard_layer(module, model, layer, tp, by_tokens=by_tokens, whole_experts=whole_experts)
     return module
 
 
 def _read_layer(
-    module: nn.Module, model: Model, layer: int, device: torch.device, tp: TensorGroup | None, pretrained: Pretrained
+    module: nn.Module,
+    model: Model,
+    layer: int,
+    device: torch.device,
+    tp: TensorGroup | None,
+    pretrained: Pretrained,
+    *,
+    whole_experts: bool,
 ) -> None:
     """Put what is read in place of parameters without memory."""
     place, size = (0, 1) if tp is None else (tp.place, tp.size)
     for name, parameter in list(module.named_parameters()):
         full = f"{layer_name(model, layer)}.{name}"
-        found = pretrained.tensor(full, parameter.shape, shard_dim(model, full, size), place, size)
+        of, over = (0, 1) if whole_experts and EXPERT in full else (place, size)
+        found = pretrained.tensor(full, parameter.shape, shard_dim(model, full, over), of, over)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(found.to(device)))
 
@@ -559,11 +598,16 @@ def build_layers(
     experts: ExchangeGroup | None = None,
     *,
     by_tokens: bool = False,
+    whole_experts: bool = False,
 ) -> nn.ModuleDict:
     """Layers by their number (as text); a tied head that is here together with the embedding shares its weight."""
     built = nn.ModuleDict(
         {
-            str(layer): build_layer(model, layer, seed, device, tp, pretrained, experts, by_tokens=by_tokens)
+            str(layer): build_layer(
+                *(model, layer, seed, device, tp, pretrained, experts),
+                by_tokens=by_tokens,
+                whole_experts=whole_experts,
+            )
             for layer in layers
         }
     )

@@ -59,13 +59,26 @@ class Layout:
         return ranks[ranks.index(rank) % size :: size]
 
     def expert_ranks(self, rank: int, stage: int) -> list[int]:
-        """The ranks that `rank` shares a stage's experts with: neighbours among those with the same slices."""
+        """The ranks that `rank` shares a stage's experts with: neighbours among those with the same slices, and where
+        experts are whole the rest of their tensor-parallel groups too."""
         ep = self.plan.stages[stage].ep
+        lanes = self.lanes([stage])
+        if self.whole_experts(stage):
+            place = next(lane.index(rank) for lane in lanes if rank in lane) // ep * ep
+            return [lane[member] for member in range(place, place + ep) for lane in lanes]
         if ep == 1:
             return [rank]
-        lane = next(lane for lane in self.lanes([stage]) if rank in lane)
+        lane = next(lane for lane in lanes if rank in lane)
         first = lane.index(rank) // ep * ep
         return lane[first : first + ep]
+
+    def whole_experts(self, stage: int) -> bool:
+        """Whether the devices of a stage's tensor-parallel groups have experts of their own, not slices of each."""
+        return self.problem.whole_experts(self.plan.stages[stage])
+
+    def experts_apart(self, stage: int) -> int:
+        """Ranks over which the experts of a stage are spread."""
+        return self.problem.experts_apart(self.plan.stages[stage])
 
     @cached_property
     def region_of(self) -> dict[int, int]:
@@ -165,8 +178,10 @@ class Layout:
         place = 0 if self.sums_whole(stages) else self.tensor_ranks(rank).index(rank)
         if kind == "tied":
             return f"tied.{place}"
-        which = f".{self.expert_ranks(rank, stages[0]).index(rank)}" if kind == "experts" else ""
-        return f"{kind}-{stages[0]}.{place}{which}"
+        if kind == "experts":
+            place = 0 if self.whole_experts(stages[0]) else place
+            return f"experts-{stages[0]}.{place}.{self.expert_ranks(rank, stages[0]).index(rank)}"
+        return f"{kind}-{stages[0]}.{place}"
 
     def sums_whole(self, stages: Sequence[int]) -> bool:
         """Whether workers of these stages are cut differently, so that their gradients are summed uncut."""
@@ -184,7 +199,7 @@ class Layout:
     @property
     def gradient_everywhere(self) -> bool:
         """Whether every rank has the whole model's gradient once it is summed, and so its norm."""
-        return self.plan.stages[0].ep == 1 and self.plan.gradient_everywhere
+        return self.experts_apart(0) == 1 and self.plan.gradient_everywhere
 
     def shard_group(self, rank: int, group: str) -> tuple[int, ...]:
         """Ranks between which ZeRO divides what a group (by its name) sums: of one region, itself among them.
@@ -274,12 +289,16 @@ class Layout:
         `tied.<slice>` (embedding and its copy), `all` (loss and norm)."""
         last = len(self.plan.stages) - 1
         ranks = {f"stage-{s}.{t}": lane for s in range(last + 1) for t, lane in enumerate(self.lanes([s]))}
-        ranks |= {
-            f"experts-{s}.{t}.{which}": lane[which :: stage.ep]
-            for s, stage in enumerate(self.plan.stages)
-            for t, lane in enumerate(self.lanes([s]))
-            for which in range(stage.ep if stage.ep > 1 else 0)
-        }
+        for s in range(last + 1):
+            lanes = self.lanes([s])
+            if self.whole_experts(s):  # in the order of `expert_ranks`
+                lanes = [[lane[member] for member in range(len(lanes[0])) for lane in lanes]]
+            apart = self.experts_apart(s)
+            ranks |= {
+                f"experts-{s}.{t}.{which}": lane[which::apart]
+                for t, lane in enumerate(lanes)
+                for which in range(apart if apart > 1 else 0)
+            }
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self.lanes([0, last]))}
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches

@@ -14,8 +14,9 @@ from runners.engine.rank_layout import Layout
 
 def check_runnable(problem: Problem, plan: Plan, *, own_model: bool = False) -> None:
     """Require what the runner can execute; `InputError` says what it cannot. A user's own model has its own layers."""
-    ours = replace(problem.runtime, name=POLYGON.name, context=POLYGON.context, fused=POLYGON.fused) == POLYGON
-    expected = "polygon, polygon-compiled or polygon-ring, to be run here"
+    free = {name: getattr(POLYGON, name) for name in ("name", "context", "fused", "experts")}
+    ours = replace(problem.runtime, **free) == POLYGON
+    expected = "polygon, polygon-compiled, polygon-ring or polygon-whole-experts, to be run here"
     require(ours, "problem.runtime", Phrase(problem.runtime.name), expected)
     if own_model:
         precision, expected = problem.batch.precision, "fp32, tf32, bf16 or fp16 (with --model-file)"
@@ -96,9 +97,16 @@ def _check_experts(layout: Layout) -> None:
     plan, model = layout.plan, layout.problem.model
     for s, stage in enumerate(plan.stages):
         ep, members = stage.ep, sum(worker.cp for worker in stage.workers)
+        where = f"plan.stages[{s}]"
+        if layout.whole_experts(s) and (
+            layout.sums_whole([s]) or plan.local_steps > 1 or plan.reduction != "all-reduce"
+        ):
+            raise InputError(
+                f"{where}: found whole experts on tensor-parallel devices, expected experts that are cut (with local "
+                "steps, parameter servers or workers of different degrees)"
+            )
         if ep == 1:
             continue
-        where = f"plan.stages[{s}]"
         if not model.experts or model.experts % ep:
             raise InputError(f"{where}.ep: found {ep}, expected a divisor of the model's {model.experts} experts")
         if plan.local_steps > 1 or plan.reduction != "all-reduce":

@@ -470,10 +470,11 @@ class Training:
             state = self.update.state(bucket, self._more(bucket))
             # Several hold the same: they take turns. A tied weight has another place on the other stage that holds it.
             turn = 0 if bucket.name == "tied" else index % len(bucket.writers)
-            if self.worker.place == 0 and bucket.writers[turn] == self.rank:
+            first = bucket.first_here(self.worker.place)
+            if first and bucket.writers[turn] == self.rank:
                 for name, tensors in state.items():
                     files.setdefault(file_of(model, name), {})[canonical(model, name)] = tensors
-            if alone and bucket.fraction is not None and bucket.group is not None and self.worker.place == 0:
+            if alone and bucket.fraction is not None and bucket.group is not None and first:
                 near = bucket.group.near_ranks
                 for name, tensors in state.items() if near[turn % len(near)] == self.rank else ():
                     own = {key: tensors[key] for key in self.update.state_keys if key in tensors}

@@ -171,7 +171,9 @@ class StageWorker:
                 by_tokens = stage.sequence_parallel
                 experts = self.experts.get(number)
                 layers = build_layers(
-                    *(model, held, options.seed, place, self.tp, pretrained, experts), by_tokens=by_tokens
+                    *(model, held, options.seed, place, self.tp, pretrained, experts),
+                    by_tokens=by_tokens,
+                    whole_experts=self.layout.whole_experts(number),
                 )
             else:
                 layers = own_model.build(held, place)
@@ -209,7 +211,7 @@ class StageWorker:
             for layer in reversed(range(stage.first_layer, stage.last_layer)):
                 prefix = layer_name(model, layer)
                 parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
-                if stage.ep > 1 and model.is_sparse(layer):
+                if layout.experts_apart(number) > 1 and model.is_sparse(layer):
                     apart = {name: parameters.pop(name) for name in list(parameters) if EXPERT in name}
                     if apart:
                         buckets.append(self._bucket(f"{prefix}{EXPERT}", apart, "experts", [number], chunk, sums))
@@ -230,7 +232,9 @@ class StageWorker:
         sums: dict[str, SumGroup],
     ) -> Bucket:
         whole = self.layout.sums_whole(stages)
-        size = 1 if self.tp is None else self.tp.size
+        # Whole experts are of this rank alone, whatever the others of its tensor-parallel group have.
+        tp_sums = None if kind == "experts" and self.layout.whole_experts(stages[0]) else self._tp_sums
+        size = 1 if tp_sums is None else tp_sums.size
         dims = {key: dim for key in parameters if (dim := shard_dim(self.layout.problem.model, key, size)) is not None}
         group = self.layout.group_of(self.rank, kind, stages)
         zero, sum_group = self.layout.zero_of(stages), sums.get(group)
@@ -239,7 +243,7 @@ class StageWorker:
         bucket: Bucket
         if zero >= 2 and sum_group is not None and owners is not None and owners.near_size > 1:
             bucket = ShardedBucket(
-                *(name, parameters, sum_group, self._tp_sums, dims),
+                *(name, parameters, sum_group, tp_sums, dims),
                 device=self.wires.device,
                 accelerator=self.wires.accelerator,
                 rank=self.rank,
@@ -249,7 +253,7 @@ class StageWorker:
                 dtype=self.dtype,
             )
         else:
-            bucket = Bucket(name, parameters, sum_group, self._tp_sums, dims, whole=whole, device=self.wires.device)
+            bucket = Bucket(name, parameters, sum_group, tp_sums, dims, whole=whole, device=self.wires.device)
             bucket.zero, bucket.owners = min(zero, 1), owners
         members = self.layout.groups[group].ranks
         bucket.chunk = chunk

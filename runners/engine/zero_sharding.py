@@ -188,7 +188,7 @@ def buckets_by_layer(layout: Layout, stage: int) -> dict[int, tuple[str, ...]]:
     found = {}
     for layer in range(held.first_layer, held.last_layer):
         name = layer_name(model, layer)
-        experts = (name + EXPERT,) if held.ep > 1 and model.is_sparse(layer) else ()
+        experts = (name + EXPERT,) if layout.experts_apart(stage) > 1 and model.is_sparse(layer) else ()
         found[layer] = (name, *experts, *_tied_bucket(model, layer, apart=layout.tied_apart))
     return found
 

@@ -94,6 +94,7 @@ def _stage_memory(layout: Layout, s: int, worker: Worker, shards: int) -> Memory
         ep=stage.ep,
         sequence=stage.sequence_parallel,
         ring=problem.runtime.context == "ring",
+        whole_experts=layout.whole_experts(s),
         compiled=problem.runtime.fused,
         fused_norms=not problem.cluster.pools[worker.pool].device.name.startswith("cpu"),
     )

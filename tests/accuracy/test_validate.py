@@ -21,8 +21,8 @@ from polygon.accuracy.rows import Row, accuracy, predict
 from polygon.accuracy.sailor_runs import sailor_runs
 from polygon.commands import cli, validate
 from polygon.cost.blocks import HOST_ERROR
-from polygon.cost.reduction import weight_matrices
 from polygon.cost.uncertainty import beyond_host, errors
+from polygon.cost.zero_sums import weight_matrices
 from polygon.domain.errors import InputError
 from polygon.domain.runtime import DP_OVERLAP, Runtime
 from polygon.domain.uniform import uniform_config

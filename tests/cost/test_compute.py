@@ -13,13 +13,16 @@ from polygon.cost.blocks import HOST_ERROR
 from polygon.cost.compute import layer_times, model_flops_per_step, update_s
 from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
+from polygon.cost.tables import CostTables
 from polygon.domain.block import LinearAttention
 from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
+from polygon.domain.plan import Problem
 from polygon.domain.runtime import Runtime
 from polygon.formats import catalogue
 from tests.nightly import cases
+from tests.small_problems import small_cluster
 
 A100 = Device(
     name="A100",
@@ -118,6 +121,18 @@ def test_the_embedding_moves_bytes():
     slow = replace(A100, memory_bytes_per_s=A100.memory_bytes_per_s / 100)
     times = layer_times(gpt(), Batch(global_batch=1, seq_len=65536), slow, NVLINK)
     assert times.backward_s[0] / times.forward_s[0] == pytest.approx(8 / 5, rel=1e-3)
+
+
+def test_an_eager_softmax_passes_over_scores_more_often():
+    """Where scores are most of what a slow memory moves, backward takes 16 / 9 of a fused one's; forward as long."""
+    slow = replace(A100, memory_bytes_per_s=A100.memory_bytes_per_s / 100)
+    batch = Batch(global_batch=1, seq_len=65536)
+    eager, fused = (
+        layer_times(gpt(), batch, slow, NVLINK, runtime=Runtime(attention="materialised", fused=fused))
+        for fused in (False, True)
+    )
+    assert eager.backward_s[1] / fused.backward_s[1] == pytest.approx(16 / 9, rel=0.02)
+    assert eager.forward_s[1] / fused.forward_s[1] == pytest.approx(1, rel=0.02)
 
 
 def test_optimizer_is_memory_bound():
@@ -323,3 +338,35 @@ def test_an_unknown_host_widens_what_waits_for_it_alone(seq_len: int, part: floa
     if part:
         assert whole_s[1:-1] == pytest.approx(sum(EAGER_HOST_S))
     assert times.host_error * whole_s.sum() == pytest.approx(part * whole_s[1:-1].sum())
+
+
+def test_whole_experts_are_not_cut_and_their_tokens_not_gathered():
+    """Of eight tensor-parallel devices each has 16 of 128 experts: wider products, and no sum behind the MLP but the
+    way to the experts and back, seven eighths of a device's tokens eight times over."""
+    model, batch = catalogue.model("qwen3-30b-a3b"), Batch(global_batch=8, seq_len=4096)
+    h100, endless = catalogue.device("h100-sxm"), Link(latency_s=0.0, bytes_per_s=1e18)
+    link = Link(latency_s=0.0, bytes_per_s=450e9)
+
+    def forward(experts, link, sequence=True):
+        runtime = Runtime(experts=experts)
+        found = layer_times(model, batch, h100, link, tp=8, sequence_parallel=sequence, runtime=runtime)
+        return found.forward_s[1]
+
+    assert forward("whole", endless) < 0.9 * forward("cut", endless)
+    assert forward("whole", link, sequence=False) == forward("cut", link, sequence=False)
+    attention_sum = forward("cut", link) - forward("cut", endless)
+    exchange_s = 2 * (8 * 2048 * 2 * 4096 / 8 * 7 / 8 / 450e9 / FABRIC_EFFICIENCY + 7 * RING_STEP_S)
+    exchange_endless_s = 2 * 7 * RING_STEP_S
+    sent = forward("whole", link) - forward("whole", endless)
+    assert sent == pytest.approx(attention_sum / 2 + exchange_s - exchange_endless_s, rel=0.02)
+
+
+def test_whole_experts_weigh_what_slices_of_all_do():
+    """Routed rows are kept of a device's part of the tokens, not of all."""
+    problem = Problem(
+        cluster=small_cluster(16), model=catalogue.model("qwen3-30b-a3b"), batch=Batch(global_batch=8, seq_len=512)
+    )
+    whole = replace(problem, runtime=replace(problem.runtime, experts="whole"))
+    cut, whole = (CostTables(one).memory(4, 1, "none", 1, 4, True).layers for one in (problem, whole))
+    assert whole.parameters == pytest.approx(cut.parameters)
+    assert (whole.activation_bytes[1:-1] < cut.activation_bytes[1:-1]).all()

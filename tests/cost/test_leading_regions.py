@@ -75,6 +75,7 @@ def test_nobody_leads_where_links_are_alike_or_all_wait_for_the_norm():
     times, waiting = (step_times(p, CostTables(narrow)) for p in (plan, replicas(narrow, zero=2)))
     longest_s = times.reduced_s.max() + times.update_s.max()
     busy_s = times.reductions[0].ways.busy_s
+    assert busy_s == pytest.approx(times.reductions[0].wire_bytes / rate[1, 0])  # of the narrow way, not of the other
     assert times.step_s == pytest.approx(max((alone_s + longest_s) / 2, busy_s))
     assert times.step_s < longest_s
     assert waiting.ways is None

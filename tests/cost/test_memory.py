@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times
 from polygon.cost.estimate import estimate
-from polygon.cost.memory import layer_memory, stage_memory
+from polygon.cost.memory import layer_memory, stage_memory, stage_rows
 from polygon.domain.model import Batch, Model
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
@@ -159,3 +159,11 @@ def test_the_head_keeps_its_input_before_and_after_the_norm(size: int):
     )
     assert plain == 4 * size * BATCH.seq_len * 1024
     assert transformed == 2 * plain
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 6), (0, 3), (1, 5), (3, 6)])
+def test_what_is_outside_of_blocks_is_embedding_and_head(first: int, last: int):
+    """Of a stage those that it has, and not the blocks: Muon's states differ there."""
+    layers = layer_memory(gpt(blocks=4, tied_embeddings=False), Batch(global_batch=1, seq_len=128))
+    expected = sum(layers.parameters[i] for i in (0, 5) if i in range(first, last))
+    assert stage_rows(layers, first, last)[5] == pytest.approx(expected)

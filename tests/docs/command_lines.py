@@ -72,7 +72,8 @@ def fault_of(line: str, *, shortened: bool = False) -> str | None:
         words = words[: words.index(end)] if end in words else words
     words = [PLACEHOLDERS.get(word, word) for word in words]
     if words[0] == "make":
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        rules = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
+        targets = set(re.findall(r"^([a-z-]+|\.venv/[a-z.]+):", rules, re.MULTILINE))
         return None if set(words[1:]) <= targets else f"no target of {targets}"
     for word in words:
         if word.startswith("instances/") and not [*ROOT.glob(word)]:

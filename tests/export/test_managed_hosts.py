@@ -102,7 +102,7 @@ def batch(tmp_path, problem, plan):
         ["bash", str(folder / "job.sbatch"), "--steps", "3"], env=environment, capture_output=True, text=True,
         timeout=PATIENCE_S, check=False, cwd=tmp_path,
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0 and run.stderr == "", run.stderr
     return parts, [path.read_text() for path in seen.iterdir()], folder
 
 

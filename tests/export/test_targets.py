@@ -25,10 +25,11 @@ from polygon.export.megatron import layout, model_arguments
 from polygon.export.restrict import find_uniform
 from polygon.export.targets import TARGETS, export
 from polygon.export.torchrun import by_rank
+from polygon.export.torchtitan import RULES as TITAN
 from polygon.export.torchtitan import module_names
 from polygon.formats import catalogue, files
 from polygon.formats.convert_plan import plan_data
-from tests import megatron_flags
+from tests import megatron_flags, target_parsers
 from tests.deepspeed_parser import read_by_deepspeed
 from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, planned
 from tests.patience import PATIENCE_S
@@ -97,6 +98,92 @@ def test_megatron_takes_every_flag():
             assert read.num_layers == problem.model.blocks and read.global_batch_size == problem.batch.global_batch
     with pytest.raises(ValueError, match="--num-layer"):
         megatron_flags.parse(["--num-layer", "3"])
+
+
+def megatron_start(problem, plan, tables):
+    """What the script of the first host gives to Megatron-LM: flags, ranks, variables; None where nothing fits."""
+    result = export(problem, plan, "megatron", tables=tables)
+    if result is None:
+        return None
+    start = target_parsers.megatron_start(result.files)
+    assert set(result.files["arguments.txt"].split()) <= set(start[0])
+    return start
+
+
+def test_megatron_lm_itself_reads_and_accepts_the_scripts():
+    """Its own `parse_args` and `validate_args`, with the ranks and variables of the scripts: random plans, every
+    dimension, and a DeepSeek that predicts further tokens; it understands the degrees of the plan."""
+    cases = [*drawn(20), *(of_dimensions(*case) for case in DIMENSIONS)]
+    problem, plan, _ = of_dimensions(*next(case for case in DIMENSIONS if case[0] == "deepseek-v2-lite"))
+    ahead = replace(problem, model=replace(problem.model, predicted_ahead=1, expert_groups=8, groups_per_token=3))
+    folded = replace(problem, runtime=catalogue.runtime("megatron-core-folded"))
+    cases += [(ahead, plan, CostTables(ahead)), (folded, plan, CostTables(folded))]
+    asked = [
+        (start, plan, problem) for problem, plan, tables in cases if (start := megatron_start(problem, plan, tables))
+    ]
+    read = target_parsers.read_by_megatron([start for start, _, _ in asked])
+    assert [said["refused"] for said in read if "refused" in said] == []
+    assert len(read) > 20
+    for said, (start, _plan, problem) in zip(read, asked, strict=True):
+        tp, pp, cp = (int(said[f"{name}_parallel_size"]) for name in ("tensor_model", "pipeline_model", "context"))
+        assert said["data_parallel_size"] * tp * pp * cp == start[1]
+        assert said["num_layers"] == problem.model.blocks and said["mtp_num_layers"] in (None, 1)
+        latent = problem.model.latent
+        assert said["multi_latent_attention"] == (latent is not None)
+        if latent is not None:
+            assert (said["kv_lora_rank"], said["qk_pos_emb_head_dim"]) == (latent.kv_rank, latent.rope_dim)
+            assert said["qk_head_dim"] + latent.rope_dim == problem.model.head_dim
+        windows = said["window_attn_skip_freq"] or []
+        assert [bool(seen) for seen in windows] == [
+            problem.model.attention_of(layer) == "window" for layer in range(1, problem.model.blocks + 1) if windows
+        ]
+        assert said["window_size"] == ([problem.model.window - 1, 0] if problem.model.window else None)
+    assert read[-2]["mtp_num_layers"] == 1 and read[-2]["moe_router_group_topk"] == 3
+    # Experts over more devices than hold the same slices: tensor-parallel ranks have whole ones.
+    spread = [read[-1][f"expert_{name}_parallel_size"] for name in ("model", "tensor")]
+    assert spread == [8, 1] and read[-1]["data_parallel_size"] == 4
+
+
+def test_megatron_lm_refuses_what_it_does_not_know():
+    """The parser that the exports are held against is one: it ends at another flag, at other ranks."""
+    words, ranks, variables = megatron_start(*of_dimensions(*DIMENSIONS[1]))
+    wrong = [([*words, "--num-layer", "3"], ranks, variables), (words, ranks + 1, variables), (words, ranks, {})]
+    assert ["refused" in said for said in target_parsers.read_by_megatron(wrong)] == [True, True, True]
+
+
+def test_the_recorded_flags_are_megatron_lms():
+    """What is held against the record where Megatron-LM is not installed is what it would say itself."""
+    starts = [start for case in DIMENSIONS if (start := megatron_start(*of_dimensions(*case)))]
+    for (words, *_), said in zip(starts, target_parsers.read_by_megatron(starts), strict=True):
+        recorded = vars(megatron_flags.parse(words))
+        for name, value in recorded.items():
+            if value is not None and not isinstance(value, bool):  # switches were taken, some mean the opposite
+                value = value if name != "window_size" else [int(number) for number in value.split(",")]
+                assert said["layernorm_epsilon" if name == "norm_epsilon" else name] == value, name
+
+
+def test_torchtitan_itself_reads_the_flags():
+    """Its own `ConfigManager`: random plans and every dimension, with the degrees and the stages of the plan."""
+    asked = []
+    for problem, plan, tables in [*drawn(20), *(of_dimensions(*case) for case in DIMENSIONS)]:
+        result, uniform = export(problem, plan, "torchtitan", tables=tables), find_uniform(problem, plan, tables, TITAN)
+        if result is not None:
+            asked.append((result.files["flags.txt"].split(), uniform, problem))
+    read = target_parsers.read_by_torchtitan([words for words, _, _ in asked])
+    assert [said["refused"] for said in read if "refused" in said] == []
+    for said, (_, uniform, problem) in zip(read, asked, strict=True):
+        degrees = {name: value for name, value in said["parallelism"].items() if name.endswith("_degree")}
+        replicate, shard = degrees["data_parallel_replicate_degree"], degrees["data_parallel_shard_degree"]
+        assert replicate * shard == uniform.dp and said["training"]["seq_len"] == problem.batch.seq_len
+        assert (degrees["tensor_parallel_degree"], degrees["pipeline_parallel_degree"]) == (uniform.tp, uniform.pp)
+        assert (degrees["context_parallel_degree"], degrees["expert_parallel_degree"]) == (uniform.cp, uniform.ep)
+        parts = said["parallelism"]["module_fqns_per_model_part"]
+        if uniform.pp > 1:
+            assert [tuple(part) for part in parts] == [tuple(p) for p in module_names(uniform.plan, problem.model)]
+        kind = {"none": "NoneType", "selective": "SelectiveAC.Config", "full": "FullAC.Config"}
+        assert said["recompute"] == kind[uniform.plan.stages[0].recompute]
+    wrong = target_parsers.read_by_torchtitan([[*asked[0][0][:-1], "--parallelism.no_such_degree=2"]])
+    assert "refused" in wrong[0]
 
 
 @pytest.mark.parametrize(("model", "degrees"), DIMENSIONS)

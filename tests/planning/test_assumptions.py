@@ -69,3 +69,19 @@ def test_what_a_slow_plan_loses_by_itself_is_not_the_links(on_one_node):
     told = {it.name: it.anew for it in assumptions(problem, slow, tables, anew=True)}
     expected = {it.name: it.anew for it in assumptions(problem, fast, tables, anew=True)}
     assert told["here.intra_region"] == pytest.approx(expected["here.intra_region"], abs=0.05)
+
+
+def test_of_many_links_those_of_the_most_used_regions_are_looked_at(monkeypatch):
+    """Where there is time for one, it is the one between nodes of the region with most of the workers."""
+    monkeypatch.setattr("polygon.planning.assumptions.MOST_PRICED", 1)
+    node = {"device": "a100-40gb", "devices_per_node": 1}
+    regions = [{"name": "few", "nodes": [node | {"count": 2}]}, {"name": "many", "nodes": [node | {"count": 6}]}]
+    links = [{"between": ["few", "many"], "latency_ms": 1, "bandwidth_gbps": 100}]
+    problem = Problem(
+        Cluster.from_dict({"regions": regions, "links": links}), "gpt3-1.3b", Batch(global_batch=8, seq_len=512)
+    )
+    plan = uniform_plan(problem.data, ParallelConfig(dp=8, micro_batch_size=1))
+    names = problem.cluster.data.defaults
+    assert [name for name in names if name.startswith("few")] and names[0].startswith("few")
+    (told,) = assumptions(problem.data, plan, problem.tables)
+    assert told.name.startswith("many")

@@ -8,8 +8,12 @@ import pytest
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
+from polygon.formats.recognition import cluster_from_data
 from polygon.planning import candidates as candidates_module
 from polygon.planning.candidates import Candidates, GroupCandidates
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.problem_arrays import Setting
 from tests.linked_regions import cluster_of, small_gpt
@@ -168,3 +172,18 @@ def test_near_classes_are_close(decoder):
     assert (apart[np.equal.outer(region, region)] > 0.1).all()
     rates = found.weight()
     assert (rates > 0).all() and rates[0] > rates[3]  # an A100 and a T4
+
+
+def test_sizes_that_only_parts_of_a_sequence_can_hold_are_tried():
+    """Two sequences of a million tokens fit 128 devices when these cut them into 16; no tensor-parallel group holds a
+    block of them."""
+    nodes = [{"device": "h100-sxm", "count": 16, "devices_per_node": 8}]
+    cluster = cluster_from_data({"name": "pod", "regions": [{"name": "here", "nodes": nodes}]}, "pod")
+    model = replace(catalogue.model("llama3-70b"), max_seq_len=2**20)
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=4, seq_len=2**20))
+    degrees = {"tp": 8, "cp": 16, "zero": 3, "recompute": "full", "sequence_parallel": True}
+    plan = uniform_plan(problem, ParallelConfig(dp=1, micro_batch_size=2, **degrees))
+    assert violations(problem, plan) == []
+    decoder = Decoder(problem)
+    assert decoder.tables.memory(8, 2, "full", sequence_parallel=True).layers.transient_bytes.max() > 80e9
+    assert 2 in Candidates(decoder, 4).sizes

@@ -289,3 +289,15 @@ def test_gentler_levels_are_searched_with_the_same_measurements(monkeypatch):
     monkeypatch.setattr(engine, "Decoder", decoder)
     find_plan(problem, np.random.default_rng(0), effort=FAST, tables=tables)
     assert seen == [(level, tables.calibration) for level in ("safe", "known", "any")]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "nodes", "asked", "most"),
+    [(62, 8, None, 32), (62, 8, 40, 32), (62, 8, 3, 3), (62, 1, None, 8), (4, 8, None, 6)],
+)
+def test_stages_are_no_more_than_layers_devices_what_is_asked_and_32(blocks, nodes, asked, most):
+    """Whichever is least."""
+    cluster = cluster_of([[("t4", nodes, 8)]], latency_s=0.0, bytes_per_s=1e9)
+    batch, model = Batch(global_batch=8, seq_len=128), small_gpt(blocks=blocks)
+    constraints = Constraints() if asked is None else Constraints(most_stages=asked)
+    assert most_stages(Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)) == most

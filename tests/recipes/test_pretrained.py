@@ -9,7 +9,7 @@ import torch
 from polygon.domain.errors import InputError
 from polygon.formats.files import read_model
 from runners.engine.layers import build_layers, check_weights
-from runners.engine.pretrained import SINGLE, Pretrained, weights_digest
+from runners.engine.pretrained import LOOKED_AT_BYTES, SINGLE, Pretrained, weights_digest
 from tests.small_problems import small_model
 from tests.transformers_models import LLAMA3, YARN, logits_of, saved
 
@@ -82,6 +82,17 @@ def test_other_weights_under_the_same_names_have_another_digest(tmp_path):
     first = weights_digest(tmp_path)
     data = bytearray((tmp_path / SINGLE).read_bytes())
     data[-1] ^= 1
+    (tmp_path / SINGLE).write_bytes(data)
+    assert weights_digest(tmp_path) != first
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_of_large_files_start_middle_and_end_count(part, tmp_path):
+    """A file of which most is not looked at: one byte of each of the three places makes another digest."""
+    data = bytearray(5 * LOOKED_AT_BYTES)
+    (tmp_path / SINGLE).write_bytes(data)
+    first = weights_digest(tmp_path)
+    data[round(part * (len(data) - 1))] = 1
     (tmp_path / SINGLE).write_bytes(data)
     assert weights_digest(tmp_path) != first
 

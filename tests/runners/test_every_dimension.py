@@ -7,10 +7,12 @@ import pytest
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from polygon.domain.runtime import POLYGON
 from polygon.domain.schedule import worker_order
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from runners.dist_runner import end_process
 from runners.engine.options import Options
+from runners.engine.rank_layout import Layout
 from runners.engine.run import train
 from runners.engine.runnable import check_runnable
 from tests.real_ranks import run_ranks
@@ -120,3 +122,44 @@ def test_what_lies_between_messages_is_compiled(plain, model, split):
     problem, plan = planned(model, ParallelConfig(micro_batch_size=2, **split))
     found = run_ranks(run_rank, plan.world_size, problem, plan, replace(OPTIONS, compile="aot_eager"))
     agree(found, plain[model])
+
+
+FOLDED = [
+    {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "zero": 3},
+    {"tp": 2, "cp": 2, "ep": 2, "zero": 1, "recompute": "full"},
+    {"dp": 2, "tp": 2, "zero": 2, "recompute": "selective"},
+    {"dp": 4, "tp": 2, "ep": 2, "zero": 2, "shards": 2},
+]
+
+
+def folded(degrees):
+    """Problem and plan of a uniform split whose tensor-parallel devices have whole experts."""
+    problem, plan = planned(MOE, ParallelConfig(micro_batch_size=2, sequence_parallel=True, **degrees))
+    return replace(problem, runtime=replace(problem.runtime, experts="whole")), plan
+
+
+@pytest.mark.parametrize("degrees", FOLDED, ids=lambda degrees: " ".join(f"{k} {v}" for k, v in degrees.items()))
+def test_experts_are_whole_on_tensor_parallel_devices(plain, degrees):
+    """Each has a part of the experts, also where ep x tp is more than dp x cp, and as many weights as with slices of
+    them; losses, clipped by the norm of all gradients, are those of one process."""
+    problem, plan = folded(degrees)
+    check_runnable(problem, plan)
+    layout, apart = Layout(problem, plan), degrees.get("ep", 1) * 2
+    for stage, held in enumerate(plan.stages):
+        first = plan.device_ranks[held.workers[0].devices[0]]
+        assert layout.experts_apart(stage) == apart == len(layout.expert_ranks(first, stage))
+    found = run_ranks(losses_and_bytes, plan.world_size, problem, plan)
+    agree([losses for losses, _ in found], plain[MOE])
+    cut = run_ranks(losses_and_bytes, plan.world_size, replace(problem, runtime=POLYGON), plan)
+    for (_, whole), (_, sliced) in zip(found, cut, strict=True):  # but for biases of the experts, which no slice cuts
+        assert whole["weights"] == pytest.approx(sliced["weights"], rel=0.02)
+
+
+def test_whole_experts_go_on_under_another_plan(plain, tmp_path):
+    """Saved by tensor-parallel ranks with experts of their own, resumed by one process, then by such ranks again."""
+    losses = []
+    for steps, degrees in ((2, FOLDED[0]), (3, None), (4, FOLDED[1])):
+        problem, plan = planned(MOE, ParallelConfig(micro_batch_size=2)) if degrees is None else folded(degrees)
+        options = replace(OPTIONS, steps=steps, checkpoint_dir=tmp_path, resume=True)
+        losses += run_ranks(run_rank, plan.world_size, problem, plan, options)[0]
+    assert losses == pytest.approx(plain[MOE], rel=1e-5)

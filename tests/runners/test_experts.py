@@ -54,7 +54,7 @@ def test_a_favourite_costs_more():
     # Every sequence by itself: one that loves the first and one that loves the second do not make up for one another.
     assert balance_loss(torch.cat([scores, scores.flip(2)]), torch.cat([chosen, 1 - chosen])).item() == pytest.approx(9)
     # The other half of the sequence is alike: the same part of choices, and these tokens' probabilities alone.
-    assert balance_loss(scores, chosen, Parts()).item() == pytest.approx(4.5)
+    assert balance_loss(scores, chosen, [Parts()]).item() == pytest.approx(4.5)
 
 
 def test_experts_are_weighted_by_a_softmax_over_the_chosen():

@@ -42,7 +42,7 @@ def test_a_plan_for_this_engine_is_runnable():
         ({"cp": 2}, r"plan\.stages\[0\]\.workers\[1\]\.cp: found 1, expected 2, as in all stages"),
         (
             {"runtime": "megatron-core"},
-            r"problem\.runtime: found megatron-core, expected polygon, polygon-compiled or polygon-ring, to be run",
+            r"problem\.runtime: found megatron-core, expected polygon, polygon-compiled, polygon-ring or polygon-whole",
         ),
     ],
 )

@@ -1,0 +1,80 @@
+"""What a search found: how it ended, the plan, how good that is and how it came about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from polygon.api.choices import Status
+from polygon.api.html import html_table
+from polygon.api.plans import Plan
+from polygon.bounds.gap import gap
+from polygon.bounds.lower_bound import LowerBound
+from polygon.cost.estimate import Estimate
+from polygon.cost.money import Bill
+from polygon.domain.message import Message
+from polygon.messages.report import seconds
+from polygon.planning.decode import Allocation
+from polygon.planning.local_updates import LocalUpdates, local_updates
+from polygon.planning.robust import simpler
+
+
+class Milestone(NamedTuple):
+    """A new best within a phase of a search."""
+
+    phase: Message
+    """Phases may value a plan differently: the fluid objective leaves some waiting out."""
+    seconds: float
+    """Since the search began."""
+    value: float
+    """Of the objective; the step time [s] unless another was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """Outcome of a search."""
+
+    status: Status
+    """`feasible`; `proved`, no allocation of devices to stages has a better plan; `infeasible`, nothing fits;
+    `interrupted`, the best so far (no plan if there was none)."""
+    plan: Plan | None = field(default=None, repr=False)
+    estimate: Estimate | None = field(default=None, repr=False)
+    bound: LowerBound | None = field(default=None, repr=False)
+    """Least step time of any plan, whatever the objective."""
+    reason: Message | None = None
+    """Why there is no plan; `str` puts it into words."""
+    met: tuple[tuple[Bill, Allocation], ...] = field(default=(), repr=False)
+    """What every allocation costs that was simulated exactly."""
+    history: tuple[Milestone, ...] = field(default=(), repr=False)
+    """Every improvement, oldest first."""
+    seconds: float = 0.0
+    """That the search took."""
+    evaluations: int = 0
+
+    def simpler(self) -> Plan | None:
+        """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one."""
+        if self.plan is None:
+            return None
+        problem = self.plan.problem
+        other = simpler(problem.data, self.plan.data, self.met, problem.tables)
+        return None if other is None else Plan(problem, replace(other.plan, seed=self.plan.data.seed))
+
+    def local_updates(self) -> LocalUpdates | None:
+        """What the plan's regions would gain by training by themselves for some steps; None if they do, or little."""
+        if self.plan is None or self.plan.data.local_steps > 1:
+            return None
+        return local_updates(self.plan.problem.data, self.plan.data, self.plan.problem.tables)
+
+    def _repr_html_(self) -> str:
+        rows = [["status", self.status]]
+        if self.plan is None:
+            return html_table("Result", ["", ""], [*rows, ["reason", str(self.reason)]])
+        rows += [["step", seconds(self.plan.evaluate().step_s)]]
+        if self.bound is not None and self.gap is not None:
+            rows += [["no plan is faster than", seconds(self.bound.seconds)], ["above that", f"{self.gap:.1%}"]]
+        return html_table("Result", ["", ""], rows) + self.plan._repr_html_()
+
+    @property
+    def gap(self) -> float | None:
+        """How far the step is above the bound, as a part of it; None without a plan."""
+        return None if self.estimate is None or self.bound is None else gap(self.estimate.step_s, self.bound)

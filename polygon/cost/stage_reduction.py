@@ -1,0 +1,313 @@
+"""What the sum of a stage's gradients takes in a plan: who holds them, what is packed, who waits for whom.
+
+The levels themselves are in `polygon.cost.reduction`, with their formulas; what ZeRO makes of those inside places is in
+`polygon.cost.zero_sums`. With local steps regions meet every H steps: the levels inside regions run in every step, and
+after each H-th update all three once more, for the outer gradient (`ReductionCost.with_local_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from polygon.cost.overlap import overlap_of, seen_parts
+from polygon.cost.reduction import LevelsRoom, levels_room, levels_s, passes_of_card, unpackings, ways_s
+from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
+from polygon.cost.zero_sums import Held, with_zero
+from polygon.domain.model import Batch, Model
+from polygon.domain.plan import COMPRESSIONS, Plan
+from polygon.domain.runtime import Runtime
+
+MOST_LEADING = 64
+"""Regions up to which it is looked at whether they lead by turns; more of them wait for the longest way."""
+
+
+class Ways(NamedTuple):
+    """What gradients take from region to region, over whoever adds them up.
+
+    Attributes
+    ----------
+    regions : ndarray of int, shape (regions,)
+        Their numbers in the cluster, ascending.
+    whole_s, last_s : ndarray, shape (regions, regions)
+        [target, source] seconds of all gradients, and of those that backward does not hide.
+    busy_s : float
+        Seconds that a step keeps the busiest link busy.
+    """
+
+    regions: np.ndarray
+    whole_s: np.ndarray
+    last_s: np.ndarray
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionCost:
+    """Seconds of one gradient reduction by level, and the bytes it sends from region to region."""
+
+    node_s: float
+    region_s: float
+    across_s: float
+    latency_s: float = 0.0
+    """Part of `across_s` that is latency: however little is reduced, it takes no less."""
+    across_bytes: tuple[tuple[int, int, float], ...] = ()
+    """Rows (source region, target region, bytes), per step."""
+    wire_bytes: float = 0.0
+    """Of the gradient once packed for the way between places."""
+    gather_s: float = 0.0
+    """Seconds after the update in which the weights that ZeRO has divided are gathered."""
+    outer_s: float = 0.0
+    """Seconds after the update, the mean per step, in which regions that take local steps meet."""
+    ways: Ways | None = None
+    """Where regions may lead by turns, what their gradients take to one another."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the three levels one after another, in every step."""
+        return self.node_s + self.region_s + self.across_s
+
+    def with_local_steps(self, steps: int) -> ReductionCost:
+        """The cost where regions meet every `steps` steps instead of in each."""
+        if steps == 1 or self.across_s == 0:
+            return self
+        return replace(
+            self,
+            across_s=0.0,
+            latency_s=0.0,
+            across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
+            outer_s=self.total_s / steps,
+            ways=None,
+        )
+
+
+class Places(NamedTuple):
+    """Where a stage's gradients are added up before what is packed goes from place to place."""
+
+    regions: np.ndarray
+    """Those that the stage is in, ascending."""
+    apart: np.ndarray
+    """Whether the nodes of every region of the cluster are places by themselves, shape (regions of the cluster,)."""
+    counts: np.ndarray
+    """Places in each of `regions`."""
+    lanes: int
+    """Nodes of every place that send at the same time."""
+
+    @property
+    def total(self) -> int:
+        """All places."""
+        return int(self.counts.sum())
+
+
+def places_of(packed_inside: Iterable[int], region: np.ndarray, nodes: np.ndarray, all_regions: int) -> Places:
+    """The places of a stage.
+
+    Parameters
+    ----------
+    packed_inside : iterable of int
+        As in `Plan`.
+    region, nodes : ndarray of int, shape (n,)
+        A region that the stage is in, and how many nodes there (of a pool).
+    all_regions : int
+        Of the cluster.
+    """
+    apart = np.zeros(all_regions, dtype=bool)
+    apart[list(packed_inside)] = True
+    regions, where = np.unique(region, return_inverse=True)
+    held = np.bincount(where, weights=nodes).astype(np.int64)
+    counts = np.where(apart[regions], held, 1)
+    return Places(regions=regions, apart=apart, counts=counts, lanes=int((held // counts).min()))
+
+
+def stage_devices(place: Placement, stage: int, links: LinkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pools of a stage, nodes used in each, and how many devices of one of these hold the same part of the layers.
+
+    As `Placement.nodes`, but the parts of a sequence count, and a worker may need several nodes for them.
+    """
+    pools, nodes, workers = place.nodes[stage]
+    held = workers * place.cp[stage]
+    near = np.minimum(held, np.maximum(1, links.collective[pools, 0].astype(np.int64) // place.degrees[stage]))
+    return pools, nodes * held // near, near
+
+
+def stage_reduction(
+    plan: Plan,
+    stage: int,
+    n_values: float,
+    batch: Batch,
+    links: LinkTable,
+    place: Placement,
+    pair_share: np.ndarray,
+    runtime: Runtime,
+    model: Model,
+) -> ReductionCost:
+    """Cost of one reduction of a stage's gradients, and of gathering the weights that ZeRO has divided.
+
+    Parameters
+    ----------
+    n_values : float
+        Weight gradients that one worker holds (all its tensor-parallel ranks together).
+    pair_share : ndarray, shape (regions, regions)
+        How many stages reduce over each pair of regions (they share its capacity).
+    """
+    if plan.stages[stage].width == 1 and place.cp[stage] == 1:
+        return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
+    held = Held(*stage_devices(place, stage, links), place.degrees[stage], n_values)
+    pools = held.pools
+    places = places_of(plan.packed_inside, links.region[pools], held.nodes, len(links.cluster.regions))
+    crossing = _crossing(plan, places, n_values, batch, model)
+    arrays, share = links.arrays(runtime.bucket_bytes), pair_share.astype(float)
+    room = levels_room(len(pools), len(pools))
+    node_s, region_s, across_s, latency_s = levels_s(
+        float(n_values * batch.gradient_bytes),
+        len(pools),
+        pools,
+        held.nodes,
+        held.members,
+        held.degrees,
+        crossing.sent_bytes,
+        share,
+        places.apart,
+        arrays,
+        crossing.whole,
+        room,
+    )
+    summed_s = node_s + region_s
+    node_s, region_s, gather_s = with_zero(
+        plan, stage, held, places.apart, node_s, region_s, batch, runtime, arrays, model, place
+    )
+    workers = int((held.nodes * held.members).sum())
+    nccl = bool((arrays.collective[pools, 4] > 0).all())
+    if plan.reduction == "central-server" and len(places.regions) == 1 and workers > 1 and nccl:
+        # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
+        region_s *= workers / (workers - 1)
+    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, held.degrees, places.total, links)
+    ways = None
+    if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
+        _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
+        # What ZeRO leaves for the step's end of the sums inside regions.
+        seen = (node_s + region_s) / summed_s if summed_s else 1.0
+        n_bytes = seen * n_values * batch.gradient_bytes
+        cards_s = _cards_s(places, n_bytes, crossing.sent_bytes, pools, room, arrays, nccl=nccl)
+        ways = _ways(places, crossing, pools, share, arrays, room, codec_s, seen, cards_s, last)
+    return ReductionCost(
+        node_s=node_s,
+        region_s=region_s,
+        across_s=across_s + codec_s,
+        latency_s=latency_s,
+        gather_s=gather_s,
+        across_bytes=_across_bytes(places, crossing.wire_bytes),
+        wire_bytes=crossing.wire_bytes,
+        ways=ways,
+    )
+
+
+class Crossing(NamedTuple):
+    """What of a stage's gradients goes from place to place."""
+
+    mode: str
+    """How it is packed."""
+    wire_bytes: float
+    """Of all of it, packed."""
+    sent_bytes: float
+    """What `levels_s` is told: it shares this among the nodes of a place that send side by side."""
+    values: float
+    """Numbers that a sending node packs."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether places send one another all they have in one round, not parts and then sums of parts."""
+        return self.mode == "powersgd"
+
+
+def _crossing(plan: Plan, places: Places, n_values: float, batch: Batch, model: Model) -> Crossing:
+    mode = group_packing(plan, places.regions)
+    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix_values(model))
+    if mode != "powersgd":
+        return Crossing(mode, wire, wire, n_values / places.lanes)
+    # Factors of whole matrices: one node of each place sends them whole to every other place.
+    wire *= places.total / 2
+    return Crossing(mode, wire, wire * places.lanes, n_values)
+
+
+def _ways(
+    places: Places,
+    crossing: Crossing,
+    pools: np.ndarray,
+    share: np.ndarray,
+    links: LinkArrays,
+    room: LevelsRoom,
+    codec_s: float,
+    seen: float,
+    cards_s: np.ndarray,
+    last: float,
+) -> Ways:
+    """What gradients take from region to region; `seen` is the part of the sums inside regions that the step's end
+    waits for, the others are parameters of `ways_s`, after `levels_s` has filled `room`."""
+    count = len(places.regions)
+    near_s = seen * room.near_s[:count]
+    found = ways_s(
+        count, pools, crossing.sent_bytes, share, links, crossing.whole, codec_s, near_s, cards_s, last, room
+    )
+    return Ways(links.region[pools][room.first[:count]], *found)
+
+
+def _cards_s(
+    places: Places,
+    n_bytes: float,
+    wire_bytes: float,
+    pools: np.ndarray,
+    room: LevelsRoom,
+    links: LinkArrays,
+    *,
+    nccl: bool,
+) -> np.ndarray:
+    """Seconds in which the cards of each region's leaders pass what their region adds up and what they send to others,
+    none of it before the region has gradients; shape (regions,)."""
+    found = np.zeros(len(places.regions))
+    for a, count in enumerate(places.counts):
+        total = int(room.nodes[a])
+        near = 0.0
+        if count == 1:
+            near = 2 * (total - 1) / total if nccl else passes_of_card(total, places.lanes)
+        far = 2 * wire_bytes * (places.total - 1) / places.total / places.lanes
+        found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
+    return found
+
+
+def group_packing(plan: Plan, regions: np.ndarray) -> str:
+    """Packing of gradients that several places add up: all use the strongest that the plan names for any pair."""
+    names = [plan.link_use(int(a), int(b)).weight_gradients for a in regions for b in regions]
+    return max(names, key=COMPRESSIONS.index, default="none")
+
+
+def packing_s(
+    n_values: float,
+    batch: Batch,
+    mode: str,
+    pools: np.ndarray,
+    degrees: np.ndarray,
+    places: int,
+    links: LinkTable,
+) -> float:
+    """Seconds in which the leaders of a place pack (with error feedback) and unpack their part of so many values.
+
+    Every number is packed once: for the place that adds it up, or there as a sum. It is unpacked from every other
+    place, of whole gradients (low-rank factors) whole, else twice one of as many parts as places: before and after the
+    sum. Each slice of a tensor-parallel worker has a leader of its own, where all workers are cut alike.
+    """
+    if places == 1:
+        return 0.0
+    slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
+    pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
+    slices = int(degrees[0]) if (degrees == degrees[0]).all() else 1
+    return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
+
+
+def _across_bytes(places: Places, wire_bytes: float) -> tuple[tuple[int, int, float], ...]:
+    """Who sends how much to whom across regions: every place to every other."""
+    held = list(zip(places.regions.tolist(), places.counts.tolist(), strict=True))
+    n = places.total
+    return tuple((a, b, 2 * wire_bytes * i * k / n) for a, i in held for b, k in held if a != b)
