@@ -19,6 +19,7 @@ if __package__ in (None, ""):
 
 from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, Phrase, PolygonError, require
+from runners.data.choice import tokenizer_of
 from runners.engine.arguments import require_torch
 from runners.export_hf import config_for, merged, newest_whole, put_together, require_transformers, tensors_of
 
@@ -35,8 +36,11 @@ def make_parser() -> ProgramParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws, with --temperature")
     parser.add_argument("--step", type=int, help="of a checkpoint (default: the newest that is whole)")
-    parser.add_argument("--base", type=Path, metavar="DIR", help="folder that a run with --lora began with")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a folder with it")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="folder that the run began with (--weights)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH",
+        help="tokenizer.json, or a folder with it (default: that of the model or --base; without these bytes)",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
     return parser
 
@@ -81,8 +85,8 @@ class _Bytes:
         return bytes(number for number in ids if number < 256).decode(errors="replace")
 
 
-def tokenizer_for(path: Path, named: Path | None, vocab_size: int) -> Any:
-    """What turns text into numbers and back: that of the option, of the model's folder, or bytes.
+def tokenizer_for(named: Path | None, folders: Sequence[Path | None], vocab_size: int) -> Any:
+    """What turns text into numbers and back: that of the option, of a folder that has one, or bytes.
 
     Raises
     ------
@@ -91,8 +95,7 @@ def tokenizer_for(path: Path, named: Path | None, vocab_size: int) -> Any:
     """
     from runners.data.documents import load_tokenizer, require_bytes, tokenizer_file
 
-    if named is None and (path / "tokenizer.json").is_file():
-        named = path
+    named = named or next(filter(None, map(tokenizer_of, folders)), None)
     if named is None:
         require_bytes(vocab_size)
         return _Bytes()
@@ -110,7 +113,7 @@ def generate(arguments: Any) -> str:
     model = load(arguments.model, arguments.step, arguments.base)
     finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
     require(finite, str(arguments.model), Phrase("weights that are no numbers"), "finite ones")
-    tokenizer = tokenizer_for(arguments.model, arguments.tokenizer, model.config.vocab_size)
+    tokenizer = tokenizer_for(arguments.tokenizer, [arguments.model, arguments.base], model.config.vocab_size)
     encoded = tokenizer.encode(arguments.prompt)
     ids = list(getattr(encoded, "ids", encoded))
     require(bool(ids), "--prompt", arguments.prompt, "some text")

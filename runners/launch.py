@@ -284,7 +284,7 @@ def run(
 
     check_runnable(problem, plan, own_model=options.model_file is not None)
     if options.lora is not None:
-        check_lora(problem.model, plan, options.lora)
+        check_lora(problem.model, options.lora)
     check_fits_here(problem, plan, options)
     read_data_once(problem, options)
     launcher = make(problem, plan, options)

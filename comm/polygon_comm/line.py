@@ -96,7 +96,7 @@ class SumLine:
     def __init__(self, accelerator: Accelerator) -> None:
         names = ("begin", "gather", "advance", "end", "advance-exchange", "end-exchange")
         self._begin, self._gather, *rest = [accelerator.threads(1, f"sum-{name}") for name in names]
-        self._finish = accelerator.finish
+        self._finish, self.device = accelerator.finish, accelerator.device
         self._sums, self._exchanges = (rest[0], rest[1]), (rest[2], rest[3])
         self._added: list[Future[None]] = []
         self._under_way, self._bytes = 0, 0

@@ -89,6 +89,10 @@ class TensorGroup:
         """The whole, for what every rank computes as a whole: of its gradients this rank's slice."""
         return there_and_back(part, lambda x: self.gather(x, dim), lambda g: self.part(g, dim).contiguous())
 
+    def spread(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole, for products of which every rank computes some: of the sum of its gradients this rank's slice."""
+        return there_and_back(part, lambda x: self.gather(x, dim), lambda g: self.total_part(g, dim))
+
     def split(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's slice of what every rank has computed as a whole; gradients are gathered."""
         return there_and_back(whole, lambda x: self.part(x, dim).contiguous(), lambda g: self.gather(g, dim))

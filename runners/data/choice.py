@@ -12,6 +12,12 @@ TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 PACKINGS = ("stream", "documents")
 
 
+def tokenizer_of(weights: Path | None) -> Path | None:
+    """The tokenizer that lies in a folder of Hugging Face; None: there is none."""
+    file = None if weights is None else weights / "tokenizer.json"
+    return file if file is not None and file.is_file() else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChoice:
     """Files to train and validate on, and how they are read."""
@@ -23,6 +29,8 @@ class DataChoice:
     token_type: str | None = None
     """Of raw files that do not say it."""
     tokenizer: Path | None = None
+    pretrained: bool = False
+    """Whether the model begins with weights: then text needs a tokenizer, unless these know bytes alone."""
     column: str | None = None
     """Of data sets."""
     packing: str = "stream"

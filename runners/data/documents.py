@@ -10,6 +10,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,14 @@ FORMAT = "1"
 
 
 def open_documents(
-    path: Path, vocab_size: int, tokenizer: Path | None, column: str | None, cache: Path | None, part: str = "train"
+    path: Path,
+    vocab_size: int,
+    tokenizer: Path | None,
+    column: str | None,
+    cache: Path | None,
+    part: str = "train",
+    *,
+    pretrained: bool = False,
 ) -> Corpus:
     """The tokens of a data set or text; whoever comes first prepares them, the others wait.
 
@@ -55,6 +63,8 @@ def open_documents(
         Where prepared data is kept.
     part : str
         Of a set with several, `train` or `test`.
+    pretrained : bool
+        See `require_bytes`.
 
     Raises
     ------
@@ -63,12 +73,15 @@ def open_documents(
     """
     folder = cache_folder("--data-cache", cache)
     encoder = None if tokenizer is None else tokenizer_file(tokenizer)
-    says = (FORMAT, str(path.resolve()), state_of(path), column, part, vocab_size <= 2**16, _content(encoder))
+    says: tuple[object, ...] = FORMAT, str(path.resolve()), state_of(path), column, part, vocab_size <= 2**16
+    # What was read by bytes for another model is not used.
+    says = (*says, "no text" if encoder is None and pretrained else _content(encoder))
     place = folder / f"tokens-{hashlib.sha256(repr(says).encode()).hexdigest()[:16]}"
+    encode = partial(_encoder_of, encoder, vocab_size, pretrained=pretrained)
     try:
         with one_at_a_time(folder / "lock"):
             if not place.exists():
-                write_whole(place, lambda into: _write(path, column, part, into, vocab_size, encoder))
+                write_whole(place, lambda into: _write(path, column, part, into, vocab_size, encode))
     except OSError as error:
         raise InputError(f"--data-cache {place}: {error.strerror}, expected a folder that can be written") from None
     found = open_tokens(place / "tokens")
@@ -125,16 +138,23 @@ _Encode = Callable[[list[str], bool], Iterator[np.ndarray]]
 """Tokens of texts, with or without the mark of a document's end."""
 
 
-def _byte_encoder(vocab_size: int) -> _Encode:
+def _encoder_of(file: Path | None, vocab_size: int, *, pretrained: bool) -> _Encode:
+    return _byte_encoder(vocab_size, pretrained=pretrained) if file is None else _encoder(file, vocab_size)
+
+
+def _byte_encoder(vocab_size: int, *, pretrained: bool) -> _Encode:
     def encode(texts: list[str], end: bool) -> Iterator[np.ndarray]:
-        require_bytes(vocab_size)
+        require_bytes(vocab_size, pretrained=pretrained)
         yield from (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
 
     return encode
 
 
-def require_bytes(vocab_size: int) -> None:
-    """Raise `InputError` for a model that cannot take text byte by byte."""
+def require_bytes(vocab_size: int, *, pretrained: bool = False) -> None:
+    """Raise `InputError` for a model that cannot take text byte by byte, or was `pretrained` on other tokens."""
+    if pretrained and vocab_size != BYTE_VOCABULARY:
+        expected = f"that of the weights, which know {vocab_size} tokens, to read text"
+        raise InputError(f"--tokenizer: found none, expected {expected}")
     require(
         vocab_size >= BYTE_VOCABULARY,
         "model.vocab_size",
@@ -178,9 +198,11 @@ def _stretches(path: Path) -> Iterator[str]:
         raise InputError(f"{path}: {error}, expected text in UTF-8") from None
 
 
-def _write(path: Path, column: str | None, part: str, into: Path, vocab_size: int, tokenizer: Path | None) -> None:
+def _write(
+    path: Path, column: str | None, part: str, into: Path, vocab_size: int, encoder: Callable[[], _Encode]
+) -> None:
     """Write all documents; a text file is one. A line on stderr every now and then."""
-    encode = _byte_encoder(vocab_size) if tokenizer is None else _encoder(tokenizer, vocab_size)
+    encode = encoder()
     table = path.is_dir() or is_table(path)
     texts = (tokens for stretch in _stretches(path) for tokens in encode([stretch], False))
     documents = _rows(path, column, part, encode) if table else texts

@@ -86,18 +86,23 @@ def open_corpus(path: Path, model: Model, data: DataChoice, part: str) -> Corpus
         if files:
             return joined(str(path), [open_tokens(file, data.token_type) for file in files])
         files_of(path, part)
-        return open_documents(path, model.vocab_size, data.tokenizer, data.column, data.cache, part)
+        return _documents(path, model, data, part)
     if is_table(path):
         if not path.is_file():
             raise InputError(f"--data {path}: found no such file, expected a readable file or folder")
-        return open_documents(path, model.vocab_size, data.tokenizer, data.column, data.cache, part)
+        return _documents(path, model, data, part)
     if path.suffix not in TEXT_SUFFIXES and is_token_file(path, data.token_type):
         return open_tokens(path, data.token_type)
     _require_text(path)
     if data.tokenizer is not None:
-        return open_documents(path, model.vocab_size, data.tokenizer, data.column, data.cache, part)
-    require_bytes(model.vocab_size)
+        return _documents(path, model, data, part)
+    require_bytes(model.vocab_size, pretrained=data.pretrained)
     return open_tokens(path, "uint8")
+
+
+def _documents(path: Path, model: Model, data: DataChoice, part: str) -> Corpus:
+    known = data.tokenizer, data.column, data.cache
+    return open_documents(path, model.vocab_size, *known, part, pretrained=data.pretrained)
 
 
 def _require_text(path: Path) -> None:

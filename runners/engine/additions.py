@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
+from polygon_comm.tensor_group import TensorGroup
 from torch import nn
 
 from polygon.domain.errors import InputError, require
 from polygon.domain.model import Model
-from polygon.domain.plan import Plan
-from runners.engine.layers import empty_layer, layer_name
+from runners.engine.layers import empty_layer, layer_name, shard_dim
 
 
 class Additions(Protocol):
@@ -71,13 +71,17 @@ def lora_shapes(model: Model, part: Additions) -> dict[str, torch.Size]:
     return found
 
 
-def add_lora(layers: nn.ModuleDict, model: Model, part: Additions, seed: int) -> list[str]:
+def add_lora(
+    layers: nn.ModuleDict, model: Model, part: Additions, seed: int, tp: TensorGroup | None = None
+) -> list[str]:
     """Freeze layers and put low-rank additions beside their linear layers; a head for classes stays trained.
 
     Parameters
     ----------
     layers : ModuleDict
         By their numbers; some or all of the model.
+    tp : TensorGroup, optional
+        The devices that hold slices of them.
 
     Returns
     -------
@@ -103,6 +107,8 @@ def add_lora(layers: nn.ModuleDict, model: Model, part: Additions, seed: int) ->
             if "lora_A" in name:  # peft's own way; its B are zeros
                 drawn = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5), generator=generator)
                 parameter.data.copy_(drawn)
+    if tp is not None:
+        _cut(layers, model, here, tp)
     head = str(model.layers - 1)
     if model.family == "vit" and head in layers:
         for parameter in layers[head].output.parameters():  # type: ignore[union-attr]
@@ -110,20 +116,32 @@ def add_lora(layers: nn.ModuleDict, model: Model, part: Additions, seed: int) ->
     return here
 
 
-def check_lora(model: Model, plan: Plan, part: Additions) -> None:
-    """Require a plan that trains additions.
+def _cut(layers: nn.ModuleDict, model: Model, names: list[str], tp: TensorGroup) -> None:
+    """Keep this rank's slices of additions, and sum the gradients of what is whole where each rank has a part of them.
 
-    Raises
-    ------
-    InputError
-        Cut layers, gradients in parts, stages without a block, or targets that are experts.
+    `down` of a layer whose outputs are cut gets its gradient whole, but for tokens that others have.
     """
+    for name in names:
+        _, layer, inside = name.split(".", maxsplit=2)
+        owner, _, linear = inside.rpartition(".")
+        block: Any = layers[layer].get_submodule(owner)
+        prefix = f"{layer_name(model, int(layer))}.{inside}"
+        down, up = (
+            parameter
+            for factor in (block.get_submodule(linear).lora_A, block.get_submodule(linear).lora_B)
+            for parameter in factor.parameters()
+        )
+        dims = [shard_dim(model, f"{prefix}.lora_{which}.default.weight", tp.size) for which in "AB"]
+        for parameter, dim in zip((down, up), dims, strict=True):
+            if dim is not None:
+                parameter.data = tp.part(parameter.data, dim).clone()
+        if dims[1] is None:
+            up.register_hook(tp.total)
+        if dims[0] is None and block.by_tokens:
+            down.register_hook(tp.total)
+
+
+def check_lora(model: Model, part: Additions) -> None:
+    """Require additions that plans train: none to routed experts."""
     for name in lora_layers(model, part):
         require(".experts." not in name, "lora.targets", name.rpartition(".")[2], "none that routed experts have")
-    for s, stage in enumerate(plan.stages):
-        where = f"plan.stages[{s}]"
-        require(stage.zero <= 1, f"{where}.zero", stage.zero, "0 or 1 (with LoRA)")
-        for w, worker in enumerate(stage.workers):
-            require(worker.tp == 1, f"{where}.workers[{w}].tp", worker.tp, "1 (with LoRA)")
-        blocks = min(stage.last_layer, model.layers - 1) - max(stage.first_layer, 1)
-        require(blocks >= 1, f"{where}: blocks", blocks, "at least one, to have something to train (with LoRA)")

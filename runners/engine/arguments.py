@@ -11,7 +11,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.plan import Plan, Problem
 from polygon.formats.files import read_plan
 from polygon.planning.rehearsal import rehearsal_problem
-from runners.data.choice import PACKINGS, TOKEN_TYPES, DataChoice
+from runners.data.choice import PACKINGS, TOKEN_TYPES, DataChoice, tokenizer_of
 from runners.data.prepared import CACHE
 from runners.engine.learning_rate import SCHEDULES
 from runners.engine.options import Lora, Options
@@ -193,7 +193,10 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     data.add_argument("--data-weights", type=float, nargs="+", metavar="W", help="of the samples of each --data")
     data.add_argument("--token-type", choices=TOKEN_TYPES, help="of raw files of tokens that do not say it")
-    data.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with it (default: text by bytes)")
+    data.add_argument(
+        "--tokenizer", type=Path, metavar="PATH",
+        help="tokenizer.json, or a folder with it (default: that of --weights; without these text is read by bytes)",
+    )  # fmt: skip
     data.add_argument("--data-column", metavar="NAME", help="of data sets (default: input_ids, tokens, text, ...)")
     data.add_argument(
         "--packing", choices=PACKINGS, default=default.packing,
@@ -213,7 +216,8 @@ def _data_choice(arguments: argparse.Namespace) -> DataChoice:
         paths=tuple(arguments.data or ()),
         weights=tuple(arguments.data_weights or ()),
         token_type=arguments.token_type,
-        tokenizer=arguments.tokenizer,
+        tokenizer=arguments.tokenizer or tokenizer_of(arguments.weights),
+        pretrained=arguments.weights is not None,
         column=arguments.data_column,
         packing=arguments.packing,
         cache=arguments.data_cache,

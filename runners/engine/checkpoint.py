@@ -284,12 +284,13 @@ class Checkpoints:
 
     def agree(self, stems: Iterable[str]) -> tuple[int | None, list[str]]:
         """The newest step that every rank can load (None: there is none), and what this rank found damaged."""
-        steps, faults = self.usable(stems)
-        self._store.set(f"usable/{self._rank}", json.dumps(steps))
+        wanted = list(stems)
+        steps, faults = self.usable(wanted)
+        # A rank that trains nothing goes along with the others, and needs no file.
+        self._store.set(f"usable/{self._rank}", json.dumps(steps if wanted else None))
         if self._rank == 0:
-            common = set(steps)
-            for rank in range(1, self._world_size):
-                common &= set(json.loads(self._store.get(f"usable/{rank}")))
+            told = [json.loads(self._store.get(f"usable/{rank}")) for rank in range(self._world_size)]
+            common = set.intersection(*(set(known) for known in told if known is not None))
             self._store.set("resume", json.dumps(max(common, default=None)))
         self._whole = json.loads(self._store.get("resume"))
         return self._whole, faults
@@ -320,6 +321,10 @@ class Checkpoints:
             if canonical(self.model, name) not in content["parameters"]:
                 raise InputError(f"{self.directory}: found no {name}, expected a checkpoint of what is trained here")
             states[name] = content["parameters"][canonical(self.model, name)]
+        if states:
+            self._store.set("progress", json.dumps(asdict(progress)))
+        else:
+            progress = SavedProgress(**json.loads(self._store.get("progress")))
         require(progress.seed == seed, f"{self.directory}: seed of the data order", progress.seed, f"{seed} (--seed)")
         return progress, states
 

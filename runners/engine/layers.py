@@ -7,6 +7,7 @@ its first weights from a generator of its own, so that a layer starts the same w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ from runners.engine.windows import Piece, pieces_of, window_mask
 
 TIED_WEIGHT = "embedding.tokens.weight"
 TIED_COPY = "head.output.weight"
+ADDED = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+"""A factor of an addition to a linear layer, by its name in the full model."""
 
 
 def layer_name(model: Model, layer: int) -> str:
@@ -359,9 +362,14 @@ def shard_dim(model: Model, name: str, size: int) -> int | None:
     Heads and inner MLP units are spread; the vocabulary too, where `size` divides it. Key and value heads that are
     fewer than the devices are whole on each, which computes the one that it needs.
     """
-    part = name.rsplit(".", maxsplit=2)
     if size == 1:
         return None
+    added = ADDED.fullmatch(name)
+    if added is not None:
+        # Of the two factors that make up an addition the one is cut that has the cut outputs, or inputs.
+        dim = shard_dim(model, f"{added[1]}.weight", size)
+        return dim if dim == {"A": 1, "B": 0}[added[2]] else None
+    part = name.rsplit(".", maxsplit=2)
     if name in (TIED_WEIGHT, TIED_COPY):
         return 0 if model.family != "vit" and model.vocab_size % size == 0 else None
     if len(part) == 3 and part[1] in ("key", "value") and model.kv_heads % size:

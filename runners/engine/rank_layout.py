@@ -31,6 +31,8 @@ class Layout:
 
     problem: Problem
     plan: Plan
+    keeps_whole: bool = False
+    """Whether no weights and gradients are split (ZeRO-2 and 3): those of additions are small, the others are fixed."""
 
     def worker_of(self, rank: int) -> Worker:
         """The worker that a rank belongs to."""
@@ -192,7 +194,7 @@ class Layout:
         """
         if self.sums_whole(stages) or self.plan.reduction != "all-reduce":
             return 0
-        return min(self.plan.stages[s].zero for s in stages)
+        return min([*(self.plan.stages[s].zero for s in stages), 1 if self.keeps_whole else 3])
 
     @property
     def gradient_everywhere(self) -> bool:

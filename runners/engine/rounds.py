@@ -49,7 +49,7 @@ class Rounds:
         wanted = f"at most local steps / fragments ({spacing}): one exchange ends before the next begins"
         require(local_steps == 1 or self._overlap <= spacing, "--outer-overlap", self._overlap, wanted)
         self._streams = self._fragments > 1 or self._overlap > 0
-        self._everyone, self._line, self._device = everyone, line, buckets[0].weights.device
+        self._everyone, self._line = everyone, line
         self.outer: dict[str, OuterUpdate] = {}
         """By bucket."""
         self._fragment_of: dict[str, int] = {}
@@ -104,7 +104,7 @@ class Rounds:
         return ended
 
     def _begin_stops(self, *, stop: bool) -> Pending:
-        stops = torch.tensor([float(stop)], device=self._device)
+        stops = torch.tensor([float(stop)], device=self._line.device)
         under_way = self._everyone.begin(stops, "stops")
 
         def finish() -> None:

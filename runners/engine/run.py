@@ -109,7 +109,7 @@ def train(
     if own is not None:
         own.measure(samples, plan.micro_batch_size)
     _check_options(problem, plan, options)
-    layout = Layout(problem, plan)
+    layout = Layout(problem, plan, keeps_whole=options.lora is not None)
     if options.checkpoint_dir is not None:
         prepare_folder(options.checkpoint_dir, resume=options.resume)
     training: Training | None = None
@@ -159,7 +159,7 @@ def _check_options(problem: Problem, plan: Plan, options: Options) -> None:
         require(not options.offload_optimizer, "--offload-optimizer", True, "none (Adafactor keeps next to nothing)")
     check_compiler(compiler_of(problem.runtime, options))
     if options.lora is not None:
-        check_lora(problem.model, plan, options.lora)
+        check_lora(problem.model, options.lora)
 
 
 def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> None:

@@ -115,6 +115,27 @@ def sum_over(x: torch.Tensor, tp: TensorGroup, *, by_tokens: bool) -> torch.Tens
     return tp.sum_part(x, TOKENS) if by_tokens else tp.sum(x)
 
 
+class Addition(NamedTuple):
+    """What peft computes beside a linear layer (LoRA): `up(down(x))` times a factor, without dropout."""
+
+    down: nn.Linear
+    up: nn.Linear
+    factor: float
+
+    def of(self, narrow: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The addition to some of the layer's outputs, of what `down` makes of its input."""
+        return functional.linear(narrow, self.up.weight[rows]) * self.factor
+
+
+def parted(layer: nn.Module) -> tuple[Linear, Addition | None]:
+    """A linear layer by itself, and what peft puts beside it."""
+    if isinstance(layer, Linear):
+        return layer, None
+    held: Any = layer
+    [name] = held.lora_A
+    return held.base_layer, Addition(held.lora_A[name], held.lora_B[name], held.scaling[name])
+
+
 class Rows(NamedTuple):
     """Some outputs of a linear layer."""
 
@@ -144,6 +165,8 @@ def column_products(
     layers: Sequence[nn.Module | Rows], x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool
 ) -> list[torch.Tensor]:
     """Linear layers with one input, whose outputs are spread over a group."""
+    if tp is not None and not all(isinstance(layer, Linear) for layer in map(_held, layers)):
+        return _with_additions(layers, x, tp, by_tokens=by_tokens)
     ours = [layer for layer in layers if isinstance(layer, Linear | Rows)]  # additions stand around others
     if tp is not None and by_tokens:
         return _of_layers(ours, x, tp)
@@ -153,20 +176,46 @@ def column_products(
     return [layer(whole) for layer in layers]
 
 
+def _held(layer: nn.Module | Rows) -> nn.Module:
+    return layer.layer if isinstance(layer, Rows) else layer
+
+
+def _with_additions(
+    layers: Sequence[nn.Module | Rows], x: torch.Tensor, tp: TensorGroup, *, by_tokens: bool
+) -> list[torch.Tensor]:
+    """`column_products` of layers of which some have additions.
+
+    Whoever has which tokens makes them narrow, by `down`, which is whole on every rank; what is narrow travels.
+    """
+    rows = [layer.rows if isinstance(layer, Rows) else slice(None) for layer in layers]
+    held = [parted(_held(layer)) for layer in layers]
+    bare = [Rows(base, part) if part != slice(None) else base for (base, _), part in zip(held, rows, strict=True)]
+    products = column_products(bare, x, tp, by_tokens=by_tokens)
+    for number, (_, addition) in enumerate(held):
+        if addition is not None:
+            narrow = addition.down(as_autocast(x))
+            narrow = tp.spread(narrow, TOKENS) if by_tokens else tp.copy(narrow)
+            products[number] = products[number] + addition.of(narrow, rows[number])
+    return products
+
+
 def as_autocast(x: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast would make it for a product; by itself it makes, and keeps, a copy for each of several."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def row_product(layer: Linear, x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool) -> torch.Tensor:
+def row_product(layer: nn.Module, x: torch.Tensor, tp: TensorGroup | None, *, by_tokens: bool) -> torch.Tensor:
     """A linear layer whose inputs are spread over a group: the products are summed, the bias is added once."""
     if tp is None:
         return layer(x)
+    layer, addition = parted(layer)
     if layer.eight_bits is None:
         own = functional.linear(x, layer.weight)
     else:
         [own] = _Products.apply(as_autocast(x), None, [layer.eight_bits], layer.weight, None)
+    if addition is not None:
+        own = own + addition.of(addition.down(as_autocast(x)))
     total = sum_over(own, tp, by_tokens=by_tokens)
     return total if layer.bias is None else total + layer.bias.to(total.dtype)
 

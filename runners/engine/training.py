@@ -198,6 +198,8 @@ class Training:
             if zero >= 1 and not layout.zero_of([s]):
                 why = "parameter servers" if self._served else "workers of different tensor-parallel degrees"
                 self._say(f"stage {s}: ZeRO-{zero} is not run: {why} hold whole weights and gradients")
+            elif zero > layout.zero_of([s]):
+                self._say(f"stage {s}: ZeRO-{zero} is run as ZeRO-1: with LoRA every worker holds the fixed weights")
         if layout.problem.batch.precision == "fp8" and not self.worker.eight_bits:
             self._say(f"rank {rank}: {self._accelerator.device} has no products in 8 bits, computing in bf16")
 

@@ -118,7 +118,7 @@ class Update:
     def _factored(self) -> bool:
         return self._name == "adafactor"
 
-    def _make_adafactor(self) -> torch.optim.Adafactor:
+    def _make_adafactor(self) -> torch.optim.Adafactor | None:
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": self.options.weight_decay},
             {"params": [], "weight_decay": 0.0},
@@ -127,7 +127,8 @@ class Update:
             for name, (start, _, _) in bucket.places.items():
                 whole = self._whole[bucket.name, name] = nn.Parameter(torch.empty(0, device=bucket.weights.device))
                 groups[0 if self._decayed(bucket, start) else 1]["params"].append(whole)
-        return torch.optim.Adafactor([group for group in groups if group["params"]], lr=self.options.learning_rate)
+        held = [group for group in groups if group["params"]]
+        return torch.optim.Adafactor(held, lr=self.options.learning_rate) if held else None
 
     def _decayed(self, bucket: Bucket, start: int) -> bool:
         return self.options.decay == "all" or start < bucket.matrix_elements

@@ -125,7 +125,7 @@ class StageWorker:
                 if isinstance(module, Attention):
                     module.recompute_core = True
         if options.lora is not None:
-            add_lora(self.layers, model, options.lora, options.seed)
+            add_lora(self.layers, model, options.lora, options.seed, self.tp)
         apart = self.tp is not None or self.context is not None or any(stage.zero == 3 for stage in self.stages)
         tune(
             self.layers,
@@ -213,7 +213,8 @@ class StageWorker:
                 parameters = {name: p for name, p in named.items() if name.startswith(f"{prefix}.")}
                 if layout.experts_apart(number) > 1 and model.is_sparse(layer):
                     apart = {name: parameters.pop(name) for name in list(parameters) if EXPERT in name}
-                    buckets.append(self._bucket(f"{prefix}{EXPERT}", apart, "experts", [number], chunk, sums))
+                    if apart:
+                        buckets.append(self._bucket(f"{prefix}{EXPERT}", apart, "experts", [number], chunk, sums))
                 if parameters:
                     buckets.append(self._bucket(prefix, parameters, "stage", [number], chunk, sums))
         if tied:
@@ -399,7 +400,9 @@ class StageWorker:
             last = self._lookahead > 0 and self._last_backwards[action.chunk] == action
             self.reducer.begin_backward(action.chunk, last=last)
             with self._precision(enabled=False):
-                if gradient is None:
+                if not output.requires_grad:
+                    pass  # nothing is trained here, nor before
+                elif gradient is None:
                     (output * (self.loss_scale * self.overflow_scale)).backward()
                 else:
                     output.backward(gradient)

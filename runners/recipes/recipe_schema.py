@@ -53,7 +53,8 @@ class DataPart(Strict):
     path: Name | None = None
     """File or folder (seen from the recipe); none: the small set that the kind brings along."""
     tokenizer: Name | None = None
-    """Folder or file of a tokenizer; none: instructions train one, text is read byte by byte."""
+    """Folder or file of a tokenizer; none: that of the weights; without one instructions train one, text is read by
+    bytes."""
     token_type: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Of a raw file of tokens that does not say it."""
     cache: Name | None = None

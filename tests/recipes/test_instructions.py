@@ -9,11 +9,11 @@ import torch
 
 from polygon.domain.errors import InputError
 from polygon.formats.schema import check
-from runners.recipes.data import make_samples
+from runners.recipes.data import make_samples, training_and_validation
 from runners.recipes.data.instructions import IGNORED, read_examples
 from runners.recipes.data.questions import made_up
 from runners.recipes.data.tokenizing import END, START, Tokenizing
-from runners.recipes.recipe_schema import DataPart
+from runners.recipes.recipe_schema import DataPart, Recipe
 from tests.small_problems import small_model
 
 MODEL = small_model(vocab_size=400, max_seq_len=512)
@@ -142,6 +142,21 @@ def test_a_model_with_too_few_tokens_is_refused(tmp_path):
     name = str(next(tmp_path.glob("tokenizer-*.json")))
     with pytest.raises(InputError, match="largest token"):
         samples_in(tmp_path, tmp_path, model=small_model(vocab_size=300), samples=20, tokenizer=name)
+
+
+def test_weights_bring_their_tokenizer(tmp_path):
+    """A recipe with weights trains none of its own: the same samples as where it is named."""
+    samples_in(tmp_path, tmp_path, samples=20)
+    (tmp_path / "weights").mkdir()
+    _tokenizer(tmp_path).save(str(tmp_path / "weights" / "tokenizer.json"))
+    data = {"kind": "instructions", "cache": str(tmp_path / "own"), "samples": 20}
+    batch = {"global_batch": 2, "micro_batch": 1, "seq_len": 192}
+    model = {"source": "gpt2", "weights": "weights"}
+    recipe = check(Recipe, {"name": "x", "steps": 1, "model": model, "data": data, "batch": batch})
+    samples, _ = training_and_validation(recipe, MODEL, 192, tmp_path)
+    named = samples_in(tmp_path / "own", tmp_path, samples=20, tokenizer="weights")
+    assert torch.equal(samples.batch(range(20))[0], named.batch(range(20))[0])
+    assert not list((tmp_path / "own").glob("tokenizer-*.json"))
 
 
 def test_chat_template_of_a_named_tokenizer(tmp_path):

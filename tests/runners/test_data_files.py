@@ -16,12 +16,14 @@ from polygon.formats.files import write_plan
 from runners.data.choice import DataChoice
 from runners.data.documents import open_documents
 from runners.data.mixture import Mixture
-from runners.data.sources import english_text, samples_for, training_and_held_out
+from runners.data.sources import english_text, open_corpus, samples_for, training_and_held_out
 from runners.data.token_files import TokenWriter, open_tokens
 from runners.dist_runner import end_process
 from runners.dist_runner import main as dist_runner
+from runners.engine.arguments import options_from
 from runners.engine.options import Options
 from runners.engine.run import train
+from runners.launch import make_parser
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
@@ -237,6 +239,40 @@ def test_text_goes_through_the_tokenizer(folder, tmp_path):
     assert corpus.tokens[:].tolist() == [2, 3, 2] * 3
     with pytest.raises(InputError, match=r"tokenizer\.json: tokens: found 4, expected at most 3, the model's"):
         open_documents(tmp_path / "x.jsonl", 3, named, "content", tmp_path / "cache2")
+
+
+@needs_tokenizers
+def test_text_for_weights_goes_through_their_tokenizer(tmp_path):
+    """That of --weights, unless another one is named; weights without one take text by bytes only where they know no
+    other tokens, also where another model's run has read the same file so. Tokens need none."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    plan, weights = tmp_path / "plan.json", tmp_path / "weights"
+    weights.mkdir()
+    (tmp_path / "x.jsonl").write_text('{"text": "one two"}\n')
+    (tmp_path / "x.txt").write_text("one two\n")
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [2, 3]}\n')
+    parser = make_parser()
+
+    def tokens_of(name, *words, vocab_size=300):
+        given = ["--data", str(tmp_path / name), "--data-cache", str(tmp_path / "cache"), *map(str, words)]
+        choice = options_from(parser.parse_args([str(plan), *given])).data
+        model = small_model(vocab_size=vocab_size)
+        return open_corpus(choice.paths[0], model, choice, "train").tokens[:].tolist()
+
+    for name in ("x.jsonl", "x.txt"):
+        assert bytes(tokens_of(name)).decode().strip() == "one two"
+        with pytest.raises(InputError, match=r"--tokenizer: found none, expected that of the weights, which know 300"):
+            tokens_of(name, "--weights", weights)
+        assert bytes(tokens_of(name, "--weights", weights, vocab_size=256)).decode().strip() == "one two"
+    assert tokens_of("ids.jsonl", "--weights", weights) == [2, 3]
+    for folder, number in ((weights, 7), (tmp_path, 9)):
+        tokenizer = Tokenizer(models.WordLevel({"?": 1, "one": number, "two": 3}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    for name in ("x.jsonl", "x.txt"):
+        assert tokens_of(name, "--weights", weights) == [7, 3]
+        assert tokens_of(name, "--weights", weights, "--tokenizer", tmp_path) == [9, 3]
 
 
 def test_held_out_parts_of_a_mixture(tmp_path):

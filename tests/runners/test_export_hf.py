@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from polygon.domain.errors import InputError
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats.files import read_model
 from polygon.formats.schema import check
 from runners.data.choice import DataChoice
@@ -19,18 +22,19 @@ from runners.dist_runner import end_process
 from runners.engine.additions import check_lora
 from runners.engine.checkpoint import SUFFIX, canonical, file_of, step_directory, write_file
 from runners.engine.layers import build_layers, check_weights, layer_name
-from runners.engine.options import Lora
+from runners.engine.options import Lora, Options
 from runners.engine.pretrained import Pretrained
 from runners.engine.run import train
 from runners.export_hf import export
 from runners.export_hf import main as export_hf
-from runners.generate import load
+from runners.generate import load, tokenizer_for
 from runners.generate import main as generate
 from runners.recipes.backends import Job
 from runners.recipes.backends.engine_backend import options_of, problem_and_plan
 from runners.recipes.recipe_schema import Recipe
+from tests.patience import PATIENCE_S
 from tests.real_ranks import preload, run_ranks
-from tests.small_problems import small_model
+from tests.small_problems import small_cluster, small_model, small_plan
 from tests.transformers_models import LLAMA3, YARN, saved
 
 transformers = pytest.importorskip("transformers")
@@ -282,6 +286,24 @@ def test_what_cannot_be_exported_is_one_line(two_steps, base, tmp_path, capsys):
     assert "--seed: found" in seed and "found weights that are no numbers" in numbers and "expected a model" in cut
 
 
+def test_a_checkpoint_is_read_with_the_tokenizer_of_its_base(tmp_path):
+    """The option's, else the model folder's, else the base's, else bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    for name, number in (("a", 1), ("b", 2), ("c", 3), ("none", 0)):
+        (tmp_path / name).mkdir()
+        words = tokenizers.models.WordLevel({"?": 0, "x": number}, unk_token="?")
+        if number:
+            tokenizers.Tokenizer(words).save(str(tmp_path / name / "tokenizer.json"))
+
+    def first(named, *folders):
+        encoded = tokenizer_for(named, folders, 256).encode("x")
+        return next(iter(getattr(encoded, "ids", encoded)))
+
+    a, b, c, none = (tmp_path / name for name in ("a", "b", "c", "none"))
+    assert first(c, a, b) == 3 and first(None, a, b) == 1 and first(None, none, b) == 2
+    assert first(None, none, None) == ord("x")
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsys):
     """LoRA under data parallelism with ZeRO-1, then under a pipeline: peft computes the next loss from what was
@@ -320,17 +342,69 @@ def test_additions_are_trained_by_plans_and_read_by_peft(corpus, tmp_path, capsy
             run_ranks(run_rank, 2, job_of(tmp_path / "base", corpus, parallel, STEPS, tmp_path, lora=lora | other))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "lora", "message"),
-    [
-        ({"tp": 2}, {}, "tp: found 2, expected 1 (with LoRA)"),
-        ({"dp": 2, "zero": 2}, {}, "zero: found 2, expected 0 or 1 (with LoRA)"),
-        ({}, {"targets": ["query", "up"]}, "'up', expected none that routed experts have"),
-    ],
-)
-def test_plans_that_do_not_train_additions_are_refused(base, corpus, parallel, lora, message, tmp_path):
+def losses_with_additions(rank, port, problem, plan, options):
+    """Losses of a rank, and the names of what it trains."""
+    losses, names = [], []
+    train(
+        *(problem, plan, rank, "127.0.0.1", port, options),
+        on_loss=end_process,
+        report=lambda result: losses.append(result["loss"]),
+        on_start=lambda training: names.extend(training.worker.parameters()),
+    )
+    return losses, names
+
+
+def uniform(problem, **config):
+    """A plan that splits all evenly."""
+    return uniform_plan(problem, ParallelConfig(micro_batch_size=2, **config))
+
+
+ADDED_UNDER = {
+    "tensor parallel": ("Llama", lambda problem: uniform(problem, tp=2)),
+    "split by tokens": ("Llama", lambda problem: uniform(problem, tp=2, sequence_parallel=True)),
+    "more devices than key heads": ("Llama", lambda problem: uniform(problem, tp=4)),
+    "more devices than key heads, by tokens": ("Llama", lambda problem: uniform(problem, tp=4, sequence_parallel=True)),
+    "embedding and head alone": (
+        "Llama",
+        lambda problem: small_plan(problem.cluster, [(0, 1), (1, 3), (3, 4)], [[0], [1], [2]], [[0, 0, 0]] * 4),
+    ),
+    "ZeRO-3": ("Llama", lambda problem: uniform(problem, dp=2, zero=3)),
+    "experts apart, ZeRO-2": ("Qwen3Moe", lambda problem: uniform(problem, dp=2, ep=2, zero=2)),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_UNDER)
+def test_additions_are_the_same_under_any_plan(name, corpus, tmp_path):
+    """Losses of additions to attention (and to the MLP) equal those of one process to 1e-5, resumed ones too: where
+    layers are cut, where a stage has nothing to train, where ZeRO would split what is fixed.
+    """
+    pytest.importorskip("peft")
+    kind, plan_of = ADDED_UNDER[name]
+    saved(tmp_path / "base", kind, **({"vocab_size": 256} | (QWEN3_MOE if kind == "Qwen3Moe" else {})))
+    problem = Problem(
+        cluster=small_cluster(4),
+        model=read_model(tmp_path / "base"),
+        batch=Batch(global_batch=8, seq_len=16, precision="fp32"),
+    )
+    targets = ("query", "key", "value", "output", *(("up", "down") if kind == "Llama" else ()))
+    data = DataChoice(paths=(corpus,), token_type="uint16")
+    options = Options(
+        steps=6, learning_rate=3e-2, data=data, weights=tmp_path / "base", timeout_s=PATIENCE_S,
+        lora=Lora(rank=4, alpha=16.0, targets=targets), checkpoint_dir=tmp_path / "saved", resume=True,
+    )  # fmt: skip
+    plan = plan_of(problem)
+    found = run_ranks(losses_with_additions, plan.world_size, problem, plan, replace(options, steps=4))
+    names = {name for _, trained in found for name in trained}
+    assert names and all("lora" in name for name in names)
+    more = run_ranks(losses_with_additions, plan.world_size, problem, plan, options)
+    alone = replace(options, checkpoint_dir=None, resume=False)
+    [(expected, _)] = run_ranks(losses_with_additions, 1, problem, uniform(problem), alone)
+    assert expected[-1] < 0.99 * expected[0]
+    for (first, _), (last, _) in zip(found, more, strict=True):
+        assert first + last == pytest.approx(expected, rel=1e-5)
+
+
+def test_additions_to_routed_experts_are_refused(base):
     """In a line, before anything starts."""
-    problem, plan = problem_and_plan(job_of(base, corpus, parallel, 1, tmp_path))
-    with pytest.raises(InputError) as caught:
-        check_lora(problem.model, plan, Lora(**({"targets": ("query",)} | lora)))
-    assert message in str(caught.value)
+    with pytest.raises(InputError, match="'up', expected none that routed experts have"):
+        check_lora(read_model(base), Lora(targets=("query", "up")))

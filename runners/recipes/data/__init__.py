@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
+from runners.data.choice import tokenizer_of
+from runners.recipes.models import beside
 from runners.recipes.recipe_schema import DATA_KINDS, DataPart, Recipe
 
 if TYPE_CHECKING:
@@ -38,16 +40,20 @@ def training_and_validation(
     """
     from runners.data.samples import Shuffled, hold_out
 
-    samples = make_samples(recipe.data, model, seq_len, recipe.seed, folder)
+    data = recipe.data
+    if data.tokenizer is None and recipe.model.weights is not None:
+        own = tokenizer_of(beside(folder, recipe.model.weights))
+        data = data if own is None else data.model_copy(update={"tokenizer": str(own.absolute())})
+    samples = make_samples(data, model, seq_len, recipe.seed, folder)
     part = recipe.validation
     if part is None:
         return samples, None
     if part.path is None and part.part is None:
         assert isinstance(samples, Shuffled)
         return hold_out(samples, part.fraction, part.samples)
-    if recipe.data.kind == "instructions" and recipe.data.tokenizer is None:
+    if data.kind == "instructions" and data.tokenizer is None:
         raise InputError("data.tokenizer: found none, expected one for both (validation has a path of its own)")
-    change = {"path": part.path or recipe.data.path, "samples": part.samples, "part": part.part or "train"}
-    own = make_samples(recipe.data.model_copy(update=change), model, seq_len, recipe.seed, folder)
-    assert isinstance(own, Shuffled)
-    return samples, own
+    change = {"path": part.path or data.path, "samples": part.samples, "part": part.part or "train"}
+    held = make_samples(data.model_copy(update=change), model, seq_len, recipe.seed, folder)
+    assert isinstance(held, Shuffled)
+    return samples, held
