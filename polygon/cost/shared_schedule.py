@@ -10,9 +10,8 @@ here, those before it later.)
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from polygon.jit.compilation import kernel
+from polygon.jit.compilation import general, kernel
 
 
 @kernel
@@ -42,7 +41,7 @@ def drop(due_s: np.ndarray, worker: np.ndarray, size: int) -> None:
     due_s[i], worker[i] = time_s, w
 
 
-@njit(cache=True)
+@general
 def worker_actions(
     routes: np.ndarray, order: np.ndarray, first: np.ndarray, workers: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +71,7 @@ def worker_actions(
     return actions, begins
 
 
-@njit(cache=True)
+@general
 def shared_ends_s(
     routes: np.ndarray,
     actions: np.ndarray,

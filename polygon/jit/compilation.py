@@ -16,6 +16,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.types import unliteral
 
 from polygon.jit.cache import ensure_kernel_cache
+from polygon.jit.inner_lowering import InnerCompiler
 from polygon.jit.stamp import stamped
 
 ensure_kernel_cache()
@@ -24,8 +25,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def _kept(**options: Any) -> Callable[[Function], Function]:
     """A decorator that compiles a function when it is first called, once for all processes to come."""
-    compiled = njit(cache=True, **options)
-    return lambda function: stamped(_without_literals(compiled(function)))
+    return lambda function: stamped(_without_literals(njit(cache=True, **options)(function)))
+
+
+def _part_of_others(function: Function) -> Function:
+    """A function that kernels may call; from Python it crashes."""
+    options: dict[str, Any] = {
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+        "error_model": "numpy",
+        "_nrt": False,
+    }
+    part: Function = _without_literals(njit(pipeline_class=InnerCompiler, **options)(function))
+    return part
 
 
 def _without_literals(kernel: Any) -> Any:
@@ -46,8 +58,8 @@ general = _kept()
 kernel = _kept(no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
 """For functions that Python calls."""
 
-inner = _kept(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", _nrt=False)
-"""For functions that only kernels call; called from Python they crash."""
+inner = _part_of_others
+"""For functions that only kernels call, and that are compiled with these; called from Python they crash."""
 
 
 class _NoCollector(event.Listener):
