@@ -67,7 +67,7 @@ demo: $(VENV)/train.installed ## install polygon and run its main job: cluster -
 
 # Once, where every worker of the tests would do it otherwise.
 kernels: $(VENV)/plan.installed ## compile the planner's kernels
-	$(BIN)/python -m tests.kernels
+	$(BIN)/python -m polygon kernels
 
 test: $(VENV)/test.installed kernels ## install polygon and run all tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
@@ -106,9 +106,11 @@ site: $(VENV)/site.installed ## build the documentation into out/site, without a
 pages: $(VENV)/sweeps.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
 	$(BIN)/python -m tests.docs.page_commands README.md docs/tutorial.md docs/concepts.md docs/overhead.md docs/how-to/*.md
 
-wheel: $(BIN)/python ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
+wheel: $(VENV)/plan.installed ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
 	@rm -rf out/wheel && mkdir -p out/wheel/empty
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PIP) setuptools wheel
+	POLYGON_SHIP_KERNELS=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --wheel-dir dist .
 	$(PYTHON) -m venv --without-pip out/wheel/venv
 	env -u PYTHONPATH $(BIN)/python -m pip --python out/wheel/venv/bin/python install --quiet --disable-pip-version-check \
 	  "$$(ls -t dist/*.whl | head -1)[plots,web]"

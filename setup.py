@@ -4,10 +4,16 @@ The folders `runners/` and `solvers/` are packages of the checkout (`python -m r
 short. A wheel must not put such names into everybody's site-packages: there they are `polygon.runners` and
 `polygon.solvers`, and what imports them, runs them or speaks of them is told so while it is copied. Editable installs
 are the checkout itself and stay as they are.
+
+With `POLYGON_SHIP_KERNELS=1`, and what the planner needs installed (`pip wheel --no-build-isolation`), a wheel holds
+the planner's kernels compiled (`polygon/jit/shipped.py`).
 """
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -51,6 +57,13 @@ class BuildPy(build_py):
         for name in INSIDE:
             shutil.move(built / name, home / name)
         shutil.copytree("instances", home / "instances")
+        if os.environ.get("POLYGON_SHIP_KERNELS"):
+            # Of the sources as they are here: a kernel of other ones would be made anew.
+            folder = home / "jit" / "shipped"
+            command = [sys.executable, "-m", "polygon.commands.kernels", "--ship", folder.resolve()]
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": str(built.resolve())}, cwd=built, check=True)
+            for cache in built.rglob("__pycache__"):
+                shutil.rmtree(cache)
 
 
 class EggInfo(egg_info):

@@ -1,8 +1,9 @@
 """Processor time of a new user's first commands, with no compiled kernel at hand, and of the same commands again.
 
-    python benchmarks/cold_start.py [--kernels]
+    python benchmarks/cold_start.py [--kernels] [--python out/wheel/venv/bin/python]
 
-`--kernels` also prints the kernels that took longest to compile, each without those that it calls.
+`--python` takes another environment, as that in which `make wheel` installs the wheel alone. `--kernels` also prints
+the kernels that took longest to compile, each without those that it calls.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     """Run init and search twice with an empty cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", action="store_true", help="which kernels took longest")
+    parser.add_argument("--python", metavar="PATH", help="of an environment with polygon; left out: this checkout")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         groups, log = f"{folder}/groups.json", Path(folder, "kernels.txt")
@@ -60,17 +62,21 @@ def main() -> None:
         environment = {
             **os.environ,
             "NUMBA_CACHE_DIR": f"{folder}/cache",
-            "PYTHONPATH": str(ROOT),
             "KERNEL_LOG": str(log),
         }
+        if arguments.python is None:
+            environment["PYTHONPATH"] = str(ROOT)
+        else:
+            environment.pop("PYTHONPATH", None)
         total_s = {"first": 0.0, "again": 0.0}
         for turn in total_s:
             for command in commands:
                 before_s = spent_s()
                 how = ("-c", WATCHED) if arguments.kernels else ("-m",)
                 subprocess.run(
-                    [sys.executable, *how, *command],
+                    [Path(arguments.python or sys.executable).absolute(), *how, *command],
                     env=environment,
+                    cwd=folder,
                     check=True,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

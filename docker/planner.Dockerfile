@@ -5,7 +5,10 @@
 FROM python:3.12-slim AS wheel
 WORKDIR /src
 COPY . .
-RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# Kernels come compiled: by what the wheel needs itself.
+# hadolint ignore=DL3013
+RUN python -m pip install --no-cache-dir "setuptools>=77" wheel . \
+    && POLYGON_SHIP_KERNELS=1 python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM python:3.12-slim
 COPY --from=wheel /wheels /wheels

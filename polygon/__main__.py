@@ -27,6 +27,7 @@ COMMANDS = {
     "export": "plan -> what other systems read",
     "show": "devices, models and links of the catalogues",
     "serve": "the web application",
+    "kernels": "compile the planner's kernels, which the first command does otherwise",
     "launch": "plan -> training by ranks on this machine, or a rehearsal of it (needs torch)",
     "dist-runner": "one rank of a plan, the same command on every device (needs torch)",
     "train": "a recipe -> training in one to five dimensions (needs torch)",

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
+from polygon.jit.shipped import offer_shipped
+
 CONSTANTS = (bool, int, float, str, tuple, np.ndarray, np.generic)
 """Types of values that numba compiles into a kernel."""
 
@@ -31,10 +33,12 @@ def stamped(kernel: Any) -> Any:
     Without a compiler (NUMBA_DISABLE_JIT) it is a plain function, and has no cache. The stamp's place is no public part
     of numba: in one that keeps it elsewhere, kernels are made anew when their own file changes, as numba has it.
     """
-    index: Any = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+    cache: Any = getattr(kernel, "_cache", None)
+    index: Any = getattr(cache, "_cache_file", None)
     if hasattr(index, "_source_stamp"):
         index._source_stamp = stamp(kernel.py_func.__globals__)
         index._load_index = _or_nothing(index._load_index)
+        offer_shipped(cache, index._source_stamp)
     return kernel
 
 
