@@ -78,23 +78,25 @@ class Cluster:
             return cls(recognition.cluster_from_data(dict(data), "cluster"))
 
     @classmethod
-    def from_hostfile(cls, path: PathLike) -> Cluster:
+    def from_hostfile(cls, path: PathLike, *, device: str | None = None) -> Cluster:
         """The cluster of a hostfile, lines ``HOST slots=N type=DEVICE``: one region with the usual links.
 
         Parameters
         ----------
         path : path
             Hosts with equally many devices of one type become one group of nodes.
+        device : str, optional
+            Name in the catalogue of what the hosts have whose line names no type, as those of DeepSpeed's hostfiles.
 
         Raises
         ------
         InputError
-            For a file of another kind, a host twice, or a line without a type.
+            For a file of another kind, a host twice, or a line without a type where `device` names none either.
         """
         text = files.read_text(path)
         with located(f"{path}: "):
             require(import_formats.is_hostfile(text), "line 1", text.split("\n", 1)[0], "HOST slots=N type=DEVICE")
-            return cls(recognition.cluster_from_data(import_formats.hostfile_cluster(text), files.stem(path)))
+            return cls(recognition.cluster_from_data(import_formats.hostfile_cluster(text, device), files.stem(path)))
 
     @property
     def name(self) -> str:

@@ -62,7 +62,7 @@ class Problem:
     Raises
     ------
     InputError
-        Where they do not fit together, as sequences that are longer than the model takes.
+        Where one is of another kind, or they do not fit together, as sequences that are longer than the model takes.
 
     Examples
     --------
@@ -103,7 +103,10 @@ class Problem:
             "profiles": tuple(profiles),
             "calibration": calibration,
         }
+        kinds = {"cluster": Cluster, "model": Model, "batch": Batch, "runtime": Runtime, "constraints": Constraints}
         for name, value in fields.items():
+            kind = kinds.get(name, object)
+            require(isinstance(value, kind), name, value, f"a polygon.{kind.__name__}")
             object.__setattr__(self, name, value)
         _ = self.data  # what does not fit together is said here, not by the first search
 

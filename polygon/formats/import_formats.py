@@ -142,11 +142,11 @@ def is_hostfile(text: str) -> bool:
     return _HOST.fullmatch(first) is not None
 
 
-def hostfile_cluster(text: str) -> dict[str, Any]:
+def hostfile_cluster(text: str, device: str | None = None) -> dict[str, Any]:
     """The cluster of a hostfile with device types, as `polygon.formats.schema.ClusterSpec` reads it.
 
     Lines ``HOST slots=N type=DEVICE``; `type` is FlagScale's addition, which DeepSpeed ignores. One region; a hostfile
-    says nothing about links, so they have the defaults of a cluster file.
+    says nothing about links, so they have the defaults of a cluster file. `device` is the type of lines without one.
 
     References
     ----------
@@ -162,10 +162,11 @@ def hostfile_cluster(text: str) -> dict[str, Any]:
         if match is None or int(match["slots"]) < 1:
             raise fault(_line(number), line, "'HOST slots=N type=DEVICE' with N >= 1")
         require(match["host"] not in hosts, _line(number), match["host"], "each host once")
-        found = Message("found.no_type", line=line)
-        require(match["type"] is not None, _line(number), found, "type=DEVICE at the end of the line")
+        named = match["type"] or device
+        if named is None:
+            raise fault(_line(number), Message("found.no_type", line=line), "type=DEVICE at the end of the line")
         hosts.add(match["host"])
-        kind = (match["type"], int(match["slots"]))
+        kind = (named, int(match["slots"]))
         nodes[kind] = nodes.get(kind, 0) + 1
     listed = [{"device": kind, "count": n, "devices_per_node": slots} for (kind, slots), n in nodes.items()]
     return {"source": "hostfile", "regions": [{"name": "cluster", "nodes": listed}]}

@@ -285,6 +285,29 @@ def test_anything_is_loaded_by_its_content(result, tmp_path):
     assert from_groups.status == "feasible"
 
 
+def test_hosts_without_a_type_have_the_one_that_is_given(tmp_path):
+    """A line's own type stays; without either the line is refused."""
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("n1 slots=8\nn2 slots=4 type=T4\n", "utf-8")
+    cluster = polygon.Cluster.from_hostfile(hosts, device="h100-sxm")
+    found = {(pool.device.name, pool.nodes, pool.devices_per_node) for pool in cluster.data.pools}
+    assert found == {("h100-sxm", 1, 8), ("t4", 1, 4)}
+    with pytest.raises(polygon.InputError, match="line 1: found 'n1 slots=8' without a type"):
+        polygon.Cluster.from_hostfile(hosts)
+
+
+@pytest.mark.parametrize("field", ["cluster", "model", "batch", "runtime", "constraints"])
+def test_a_problem_names_the_part_that_is_of_another_kind(field):
+    """A path in place of what is read from it, numbers in place of a batch."""
+    parts = {
+        "cluster": polygon.Cluster.from_dict(PAIR),
+        "model": "opt-350m",
+        "batch": polygon.Batch(global_batch=8, seq_len=512),
+    }
+    with pytest.raises(polygon.InputError, match=f"^{field}: found 3, expected a polygon.{field.capitalize()}$"):
+        polygon.Problem(**{**parts, field: 3})
+
+
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
