@@ -47,6 +47,7 @@ def bucket_of(**more):
     """A matrix that is cut (gradient 3, 4) and a vector that is whole (12)."""
     parameters = {"matrix": nn.Parameter(torch.zeros(1, 2)), "bias": nn.Parameter(torch.zeros(1))}
     bucket = Bucket("blocks.0", parameters, None, dims={"matrix": 0})
+    bucket.tp = SimpleNamespace()
     bucket.vector.copy_(torch.tensor([3.0, 4, 12]))
     for name, value in more.items():
         setattr(bucket, name, value)
@@ -81,6 +82,8 @@ def test_of_what_all_slices_hold_the_first_counts():
     assert agreement(bucket, place=1)._square([bucket]).item() == pytest.approx(3**2 + 4**2)
     assert agreement(bucket)._square([bucket, bucket]).item() == pytest.approx(2 * 169)
     assert agreement(bucket)._square([]).item() == pytest.approx(0)
+    # Whole experts: nobody else of the worker has anything of them.
+    assert agreement(place=1)._square([bucket_of(tp=None)]).item() == pytest.approx(3**2 + 4**2 + 12**2)
 
 
 def test_owners_count_what_they_own():

@@ -32,7 +32,8 @@ def layout_of(first, last, *, ep=1, apart=False, **model):
     """Of one stage, as far as it is asked."""
     stage = SimpleNamespace(first_layer=first, last_layer=last, ep=ep)
     problem = SimpleNamespace(model=small_model(**model))
-    return SimpleNamespace(problem=problem, plan=SimpleNamespace(stages=[stage]), tied_apart=apart)
+    plan = SimpleNamespace(stages=[stage])
+    return SimpleNamespace(problem=problem, plan=plan, tied_apart=apart, experts_apart=lambda stage: ep)
 
 
 def test_a_layer_is_fetched_unless_the_one_before_used_it():
