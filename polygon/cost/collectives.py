@@ -16,7 +16,8 @@ Which operation is best by which of them on which network: `polygon.overhead.col
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
@@ -347,39 +348,78 @@ def hierarchical_pass_s(
     return ring_pass_s(n_bytes, per_node, *intra) + across(n_bytes / per_node, nodes, *inter)
 
 
+MOST_PIECES = 512
+"""Of different sizes; where they grow by a tenth already, a hundred do."""
+
+
+class LevelsPass(NamedTuple):
+    """A pass over two levels in pieces, each on one level while another is on the other."""
+
+    seconds: float
+    pieces: int
+    least_bytes: float
+    """Of the whole buffer: the piece that one level waits for, the first inside the nodes or the last between them."""
+    far_always_busy: bool
+    """The level between the nodes waits for the first piece alone; else it does the last piece alone."""
+
+
 def pipelined_levels_pass_s(
     n_bytes: float, per_node: int, nodes: int, intra: tuple[float, float], inter: tuple[float, float]
-) -> tuple[float, int]:
+) -> LevelsPass:
     r"""`hierarchical_pass_s` in k pieces: one is inside the nodes while the one before it is between them.
 
-    .. math:: T = \min(a, b) + k \max(a, b), \quad
-        a = L_g \alpha_1 + (g - 1) M / (k g B_1), \quad b = L \alpha_2 + (N - 1) M / (k g N B_2)
+    .. math:: T = a(c) + k L \alpha_2 + (N - 1) M / (g N B_2), \quad
+        a(c) = L_g \alpha_1 + (g - 1) c / (g B_1), \quad b(c) = L \alpha_2 + (N - 1) c / (g N B_2)
 
-    A flow shop of two machines and k equal jobs; each level in log2 rounds. Parameters are those of
-    `hierarchical_pass_s`, numbers only.
+    A flow shop of two machines, each level in log2 rounds. Pieces follow :math:`a(c_{i+1}) = b(c_i)`, so that neither
+    level waits but for the first piece, c; or they are equal, and T is as above or, where the inside takes longer,
+    :math:`k L_g \alpha_1 + (g - 1) M / (g B_1) + b(c)`. Parameters are those of `hierarchical_pass_s`, numbers only.
 
     Returns
     -------
-    tuple of float and int
-        T [s] with the best whole k, and k. The best real k is that of one of the two sums that T can be, where they
-        meet, or an end (one piece, a piece for each byte).
+    LevelsPass
+        The best of both with whole k. Of equal pieces the best real k is that of one of the two sums, where they meet,
+        or an end (one piece, a piece for each byte); of others k up to `MOST_PIECES` are tried.
     """
-
-    def pass_s(k: int) -> float:
-        near_s = circulant_pass_s(n_bytes / k, per_node, *intra)
-        far_s = circulant_pass_s(n_bytes / (k * per_node), nodes, *inter)
-        return float(min(near_s, far_s) + k * max(near_s, far_s))
-
     near_fixed_s, far_fixed_s = log2_ceil(per_node) * intra[0], log2_ceil(nodes) * inter[0]
     near_s = (per_node - 1) / per_node * n_bytes / intra[1]
     far_s = (nodes - 1) / (nodes * per_node) * n_bytes / inter[1]
+
+    def in_equal_pieces(k: int) -> LevelsPass:
+        far_longer = far_fixed_s + far_s / k >= near_fixed_s + near_s / k
+        fill_s = near_fixed_s + near_s / k if far_longer else far_fixed_s + far_s / k
+        whole_s = k * far_fixed_s + far_s if far_longer else k * near_fixed_s + near_s
+        return LevelsPass(fill_s + whole_s, k, n_bytes / k, far_longer)
+
     most = max(1, int(n_bytes))
     roots = [0.0, most]
     roots += [math.sqrt(near_s / far_fixed_s)] if far_fixed_s > 0 else []
     roots += [math.sqrt(far_s / near_fixed_s)] if near_fixed_s > 0 else []
     roots += [(near_s - far_s) / (far_fixed_s - near_fixed_s)] if far_fixed_s != near_fixed_s else []
     tried = {min(max(1, int(root) + more), most) for root in roots for more in (0, 1)}
-    return min((pass_s(k), k) for k in tried)
+    found = [in_equal_pieces(k) for k in sorted(tried)]
+    if near_s > 0 and far_s > 0:
+        found += [
+            LevelsPass(near_fixed_s + near_s * first + k * far_fixed_s + far_s, k, first * n_bytes, True)
+            for k, first in _never_waiting(far_s / near_s, (far_fixed_s - near_fixed_s) / near_s, n_bytes)
+        ]
+    return min(found)
+
+
+def _never_waiting(ratio: float, more: float, n_bytes: float) -> Iterator[tuple[int, float]]:
+    """Numbers k of pieces, and the first of them as a part of all, where c[i + 1] = ratio c[i] + more; of bytes at
+    least."""
+    # The i-th piece is `factor` times the first, and `rest`.
+    factor, rest, factors, rests = 1.0, 0.0, 1.0, 0.0
+    for k in range(1, MOST_PIECES + 1):
+        first = (1.0 - rests) / factors
+        # The pieces grow or shrink all the way: the first and the last are the ends. One that is a billion times
+        # smaller than another is rounding.
+        if k > 1 and (min(first, factor * first + rest) * n_bytes < 1 or not 1e-9 < factor < 1e9):
+            return
+        yield k, first
+        factor, rest = factor * ratio, rest * ratio + more
+        factors, rests = factors + factor, rests + rest
 
 
 def flat_ring_bytes_per_s(per_node: int, nodes: int, intra_bytes_per_s: float, inter_bytes_per_s: float) -> float:

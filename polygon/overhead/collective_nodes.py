@@ -66,14 +66,16 @@ def _in_pieces(times: int, t: Topology, m: float) -> AlgorithmCost:
     """Both levels at once, each with another piece."""
     n, g, nodes = t.ranks, t.per_node, t.nodes
     intra, inter = _pair(t)
-    pass_s, k = c.pipelined_levels_pass_s(m, g, nodes, intra, inter)
-    near, far = "(Lg * α1 + (g - 1) * M / (k * g * B1))", "(L * α2 + (N - 1) * M / (k * n * B2))"
-    formula = f"{'2 * ' * (times == 2)}(min({near}, {far}) + k * max({near}, {far}))"
+    found = c.pipelined_levels_pass_s(m, g, nodes, intra, inter)
+    k = found.pieces
+    near, far = "Lg * α1 + (g - 1) * {} / (g * B1)", "L * α2 + (N - 1) * {} / (n * B2)"
+    filled, busy = (near, far) if found.far_always_busy else (far, near)
+    formula = f"{'2 * ' * (times == 2)}({filled.format('c')} + k * {busy.format('M')})"
     inside, between = int(c.log2_ceil(g)), int(c.log2_ceil(nodes))
-    inside_longer = c.circulant_pass_s(m / k, g, *intra) > c.circulant_pass_s(m / (k * g), nodes, *inter)
-    steps = inside + between + (k - 1) * (inside if inside_longer else between)
-    sent, numbers = times * (n - 1) / n * m, {**_two_level_numbers(t, m), "k": k}
-    return entry("two-level-pipelined", times * pass_s, times * steps, sent, formula, numbers, BLUECONNECT, ranks=n)
+    steps = inside + k * between if found.far_always_busy else between + k * inside
+    sent, numbers = times * (n - 1) / n * m, {**_two_level_numbers(t, m), "k": k, "c": found.least_bytes}
+    seconds = times * found.seconds
+    return entry("two-level-pipelined", seconds, times * steps, sent, formula, numbers, BLUECONNECT, ranks=n)
 
 
 def _hierarchical_broadcast(t: Topology, m: float) -> Entries:
