@@ -18,6 +18,7 @@ from polygon.bounds.lower_bound import lower_bound
 from polygon.commands import cli
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Constraints, Problem
 from polygon.domain.uniform import ParallelConfig, uniform_plan
@@ -84,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.ship is None:
         compile_kernels()
     else:
+        free = not args.ship.exists() or (args.ship.is_dir() and not any(args.ship.iterdir()))
+        require(free, "--ship", str(args.ship), "a new or an empty folder")
         cli.Talk(quiet=False).say(f"{args.ship}: {ship(args.ship)} files")
     return cli.EXIT_OK
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from polygon.commands import cli
+from polygon.commands.kernels import main
 from polygon.jit import shipped
 from tests.patience import PATIENCE_S
 
@@ -71,3 +73,12 @@ def test_two_kernels_that_are_called_alike_are_not_shipped(tmp_path):
         (tmp_path / name / "x.nbi").touch()
     with pytest.raises(FileExistsError):
         shipped.collect(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["full", "full/file"])
+def test_kernels_go_into_a_folder_of_their_own(name, tmp_path, capsys):
+    """Neither a folder with something in it nor a file, and nothing is compiled before that is said."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert cli.run(main, ["--ship", str(tmp_path / name)]) == 2
+    assert "expected a new or an empty folder" in capsys.readouterr().err
