@@ -189,16 +189,18 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     micro_batch_size, cp, ep = setting
     pools = [cluster.pools[p] for p, _ in classes]
     how = [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
-    times = [
-        [tables.times(p, t, micro_batch_size, r, *options) for r in RECOMPUTE]
-        for (p, t), options in zip(classes, how, strict=True)
-    ]
+    kind = _kinds(tables, classes)
+    # Classes of a kind compute alike: a cluster of ten regions often has few kinds.
+    of_kind = {}
+    for c in dict.fromkeys(kind.tolist()):
+        (p, t), splits = classes[c], how[c][2]
+        plain = tables.times(p, t, micro_batch_size, "none", cp, ep, splits, accumulates=False)
+        of_kind[c] = [tables.times(p, t, micro_batch_size, r, *how[c]) for r in RECOMPUTE], plain.backward_s
+    times = [of_kind[c][0] for c in kind.tolist()]
     forward = np.array([[of.forward_s for of in row] for row in times])
     backward = np.array([[of.backward_s for of in row] for row in times])
-    memory = [
-        [tables.memory(t, micro_batch_size, r, *options) for r in RECOMPUTE]
-        for (_, t), options in zip(classes, how, strict=True)
-    ]
+    kept_by = {c: [tables.memory(classes[c][1], micro_batch_size, r, *how[c]) for r in RECOMPUTE] for c in of_kind}
+    memory = [kept_by[c] for c in kind.tolist()]
     activations = np.array([[r.activation_bytes for r in m] for m in memory])
     rows = [m[0].layers for m in memory]
     divided = [of.parameters if of.sharded_parameters is None else of.sharded_parameters for of in rows]
@@ -224,15 +226,10 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         nodes=np.array([pool.nodes for pool in pools], dtype=np.int64),
         devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
         first_node=links.first_node[[p for p, _ in classes]],
-        kind=_kinds(tables, classes),
+        kind=kind,
         forward_s=forward,
         backward_s=backward,
-        accumulation_s=np.array(
-            [
-                row[0].backward_s - tables.times(p, t, micro_batch_size, "none", *options, False).backward_s
-                for (p, t), options, row in zip(classes, how, times, strict=True)
-            ]
-        ),
+        accumulation_s=np.array([of_kind[c][0][0].backward_s - of_kind[c][1] for c in kind.tolist()]),
         parameters=np.array([m[0].parameters for m in memory]),
         divided=np.array([running_sum(values) for values in divided]),
         passing_bytes=np.array(
