@@ -171,10 +171,6 @@ class Problem:
         LowerBound
             ``seconds`` per step, the ``parts`` that prove it, and which of them is ``binding``.
         """
-        return self._bound
-
-    @cached_property
-    def _bound(self) -> LowerBound:
         return lower_bound(self.tables)
 
     def search(
