@@ -78,6 +78,17 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
 
 
+def test_workers_that_fill_a_node_go_on_with_the_next(decoder):
+    """Of a stage of six on nodes of four the last two are on the second node, beside those of the other stage."""
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    column = decoder.classes.index((3, 1))
+    workers[:, column] = 6, 2
+    assert decoder.fluid_s(Allocation(workers=workers, micro_batch_size=1))[1] == FITS
+    hosts, bank = decoder._work(2).hosts, decoder.bank(Allocation(workers=workers, micro_batch_size=1).setting)
+    found = {(hosts.stage[e], hosts.node[e] - bank.first_node[column], hosts.workers[e]) for e in range(3)}
+    assert found == {(0, 0, 4), (0, 1, 2), (1, 1, 2)}
+
+
 @pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
 def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
     """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""
