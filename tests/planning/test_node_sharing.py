@@ -89,6 +89,18 @@ def test_workers_that_fill_a_node_go_on_with_the_next(decoder):
     assert found == {(0, 0, 4), (0, 1, 2), (1, 1, 2)}
 
 
+def test_kinds_of_a_stage_are_told_apart_though_the_widest_are_dealt_out_first():
+    """Workers of one, two and four devices, each kind with a node of its own."""
+    batch = Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster_of([[("v100-16gb", 3, 4)]]), model=small_gpt(), batch=batch))
+    workers = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    workers[0, [decoder.classes.index((0, tp)) for tp in (1, 2, 4)]] = 4, 2, 1
+    assert decoder.fluid_s(Allocation(workers=workers, micro_batch_size=1))[1] == FITS
+    hosts = decoder._work(1).hosts
+    assert hosts.member_nodes[0, :3].tolist() == [1, 1, 1]
+    assert hosts.member_most[0, :3].tolist() == [4, 2, 1]
+
+
 @pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
 def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
     """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""
