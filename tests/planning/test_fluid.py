@@ -98,6 +98,15 @@ def test_gradients_are_scattered_as_often_as_the_runtime_does_it(runtime, every)
     assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.05)
 
 
+def test_weights_stay_whole_where_memory_holds_them():
+    """Four micro-batches a worker: ZeRO-1 sends weights once a step, ZeRO-3 twice a micro-batch."""
+    decoder = Decoder(
+        Problem(cluster=cluster_of([[("t4", 1, 4)]]), model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    )
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    assert decoder.decode(Allocation(workers=workers, micro_batch_size=1)).stages[0].zero == 1
+
+
 @pytest.mark.parametrize("latency_s", [0.02, 0.2])
 def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     """Stages far apart have more in flight than one micro-batch per worker; where memory lacks room, another cut.
