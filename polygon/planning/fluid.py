@@ -32,7 +32,6 @@ from polygon.planning.layer_split import (
     in_flight_estimate,
     kinds_makespan_s,
     room_in_flight,
-    scatters_every,
     split_layers,
     split_layers_under_way,
 )
@@ -544,7 +543,7 @@ def _summed_part(bank: Bank, zero: int) -> float:
     """As `polygon.cost.zero_sums.summed_part`."""
     if zero == 0:
         return 1.0
-    return 0.0 if scatters_every(bank, zero) else 0.5
+    return 0.0 if zero == 3 or (zero == 2 and bank.overlap.scatters) else 0.5
 
 
 @inner

@@ -47,17 +47,11 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 
 
 @inner
-def scatters_every(bank: Bank, zero: int) -> bool:
-    """Whether gradients are scattered after every micro-batch, and not once a step."""
-    return zero == 3 or (zero == 2 and bank.overlap.scatters)
-
-
-@inner
 def _shards_traffic_s(
     bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int
 ) -> float:
     """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike."""
-    if shards <= 1 or not scatters_every(bank, zero):
+    if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
         return 0.0
     p, of = bank.pool[c], bank.overlap
     near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
@@ -195,7 +189,7 @@ def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: floa
     near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = 0.0
-    if not scatters_every(bank, zero):
+    if zero < 2 or not of.scatters:
         scatter = collective_s(held * of.gradient_bytes, shards, near, p, latency_s, rate, 1, bank.links)
     gather = collective_s(held * of.weight_bytes, shards, near, p, latency_s, rate, 1, bank.links)
     summed = summed_s(0.0, seconds * 2 / 3, scatter, 0.0, float(last - first), of)[1]

@@ -76,7 +76,7 @@ links:
 PREPARED = """
 polygon init c.yaml --model gpt2 --global-batch 32 --seq-len 128 --precision fp32 -o groups.json
 polygon search groups.json --effort quick -o plan.json
-polygon launch plan.json --rehearse --max-ranks 4 --steps 4 --log-dir run
+polygon launch plan.json --rehearse --max-ranks 4 --steps 8 --log-dir run
 """
 
 
@@ -106,7 +106,7 @@ def prepare(folder: Path) -> None:
     """Put the files there that lines name."""
     from tests.lab.test_probe_fit import iperf3_file
 
-    for name in ("instances", "runners", "comm"):
+    for name in ("instances", "runners", "comm", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "c.yaml").write_text(CLUSTER, "utf-8")
     iperf3_file(folder / "p1.json", 1, 100, 10_000)
