@@ -324,8 +324,8 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     n = len(names)
     place, messages = times.place, times.messages
     moved, reduced = traffic_bytes(problem, plan, times)
-    # What messages pass (a node pair, a card, a capacity) is busy with all that pass it; a link of two regions as much as
-    # the busiest thing that one of its messages passes.
+    # What messages pass (a node pair, a card, a capacity) is busy with all that pass it; a link of two regions as much
+    # as the busiest thing that one of its messages passes.
     passes = messages.link >= 0
     used_s = np.bincount(messages.link[passes], weights=messages.hold_s[passes], minlength=messages.links)
     busiest = np.zeros((n, n))

@@ -34,7 +34,7 @@ def test_the_usual_models_have_a_config():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_read_as_the_same_model(name):
-    """Of as many parameters and the same sizes; the name, what people note and the MLP of blocks that are none aside."""
+    """With as many parameters and the same sizes; name, notes and the MLP of blocks that are none aside."""
     model = catalogue.model(name)
     again = hugging_face_model(MODELS[name], name)
     assert again.parameters == model.parameters

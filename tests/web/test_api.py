@@ -228,7 +228,7 @@ def test_uploads_are_read_like_files(server):
 
 
 def test_a_model_is_written_as_it_is_read(server):
-    """By name or spelt out, a language model becomes a `config.json` that says the same; another is refused in a line."""
+    """By name or spelt out, a language model becomes a `config.json` that says the same; another is refused."""
     for model in ("llama2-7b", server.request("POST", "/api/v1/read", {"kind": "model", "text": json.dumps(
         {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})})[2]):  # fmt: skip
         status, _, config = server.request("POST", "/api/v1/config", {"model": model})
