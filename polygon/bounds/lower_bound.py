@@ -21,7 +21,7 @@ plans that are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -32,18 +32,19 @@ import numpy as np
 from scipy.optimize import linprog
 
 from polygon.bounds.region_sets import RegionSets, Ways, region_sets
-from polygon.bounds.region_sums import Hop, LedSets, Links, groups_by_capacity, led_sets, summing_sets
+from polygon.bounds.fitting import SHARDINGS, Executions, fitting_s
+from polygon.bounds.region_sums import NODES, Hop, LedSets, Links, groups_by_capacity, led_sets, summing_sets
 from polygon.bounds.region_traffic import Borders, Layers, RegionTraffic, borders
 from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
 from polygon.bounds.stage_tiers import (
+    MANY_NODES,
     Distances,
-    Executions,
     Kinds,
+    NodeCapacity,
     Tier,
     best_hop,
     best_tiers,
     differences,
-    fitting_s,
     least_wire_bytes,
     region_tiers,
 )
@@ -60,8 +61,12 @@ MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
 LONGER = 2
 """Passing all layers takes a micro-batch of more sequences no less than one over so much of the time of a smaller."""
-MOST_SPREADS = 8
-"""Tiers of several regions, by their compute."""
+MOST_SPREADS = 24
+"""Tiers of several regions, by their nodes and compute."""
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Groups of an interleaved plan at which the bound takes a step: those from one to the next hold what the first does."""
+HELD = sorted({*(1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0), *((groups + 1) / 2 for groups in GROUPS)})
+"""Micro-batches in flight of these, and steps below."""
 TOLERANCE = 1e-3
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
@@ -173,7 +178,6 @@ class _Size:
         problem = tables.problem
         self.tables, self.kinds, self.micro_batch_size = tables, kinds, micro_batch_size
         self.micro_batches = problem.batch.global_batch // micro_batch_size
-        self._held_s: dict[float | None, np.ndarray] = {}
         times = np.array(
             [
                 [Executions(tables, c, micro_batch_size).least_s(r, accumulates=False) for r in RECOMPUTE]
@@ -207,27 +211,24 @@ class _Size:
         self.devices = float(count.sum())
         self.work = float(prices @ work)
         """Worth of all layers of all micro-batches."""
-        ends = [layer_kinds.index(names[layer]) for layer in (0, -1)]
-        self.rest_work = float(prices[ends].sum()) * self.micro_batches
-        """Of these, of the first and the last layer."""
         self.layer_work = prices[[layer_kinds.index(name) for name in names]] * self.micro_batches
         """Of these, of every layer, shape (layers,)."""
-        self.block_s = np.diff([self.forward_s, self.backward_s])[..., 1:-1].min(axis=(1, 2, 3), initial=np.inf)
-        """Least seconds of forward and of backward of a layer that is neither the first nor the last."""
-        self.alike = len(set(names[1:-1])) == 1 and len(layer_kinds) == 3
-        """Whether all layers between these are of one kind."""
+        self.run = slice(*longest_run(names))
+        """The most layers of one kind that follow one another."""
+        self.rest_work = float(self.layer_work.sum() - self.layer_work[self.run].sum())
+        """Worth of all other layers."""
+        self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
+        """Least seconds of forward and of backward of a layer of that run."""
 
     @cached_property
     def fitting_s(self) -> np.ndarray:
         """See `stage_tiers.fitting_s`."""
-        return self.held_s(None)
+        return fitting_s(self.tables, self.kinds, self.micro_batch_size, self.rest_s)
 
-    def held_s(self, held: float | None) -> np.ndarray:
-        """See `stage_tiers.fitting_s`."""
-        if held not in self._held_s:
-            rest_s = self.rest_s
-            self._held_s[held] = fitting_s(self.tables, self.kinds, self.micro_batch_size, rest_s, held=held)
-        return self._held_s[held]
+    @cached_property
+    def held_s(self) -> np.ndarray:
+        """See `stage_tiers.fitting_s`, of so many micro-batches in flight as `HELD` says."""
+        return fitting_s(self.tables, self.kinds, self.micro_batch_size, self.rest_s, held=HELD)
 
     @property
     def least_s(self) -> float:
@@ -262,18 +263,16 @@ def _compute_program(device_s: np.ndarray, work: np.ndarray, devices: np.ndarray
     return float(result.fun) * scale, np.maximum(result.eqlin.marginals, 0.0) / work
 
 
-INSIDE = (..., slice(1, -1), slice(1, -1))
-"""Of arrays by first and last layer: all but the model's first and last."""
-
-
 class Across(NamedTuple):
     """A way to place the workers of a stage in several regions, and what reducing layers [a, b) then takes at least."""
 
     capacity: float
+    free: float
+    """As in `Tier`."""
     whole_s: np.ndarray
-    """Shape (layers, layers + 1), as all that follow in their last axes."""
+    """Shape (layers, layers + 1), as all that follow."""
     exposed_s: np.ndarray
-    """What backward does not hide, where gradients are whole [0] and where regions shard them inside [1]."""
+    """What backward does not hide."""
     near_s: np.ndarray
     """The same without the latency between regions."""
 
@@ -309,9 +308,17 @@ class _Traffic:
             np.floor([self.gradient_bytes.ravel(), wire_bytes.ravel()]), axis=1, return_inverse=True
         )
         self._span_of = where.reshape(values.shape)
-        # Where gradients are sharded inside regions, what goes between them is the same.
-        apart = links.hop._replace(latency_s=0.0, part=0.0)
-        self._sums_s = [self.sets_of_regions.seconds(spans[0], spans[1], hop) for hop in (links.hop, apart)]
+        # Where micro-batches scatter gradients, nodes of a region sum what those inside of nodes have scattered.
+        scattered = links.hop._replace(latency_s=0.0, part=1.0)
+        steps = [(fewest, more - 1) for fewest, more in pairwise((*NODES, MANY_NODES)) if fewest <= links.nodes.max()]
+        self._sums_s = [
+            (
+                most,
+                self.sets_of_regions.seconds(spans[0], spans[1], links.hop, fewest, most),
+                self.sets_of_regions.seconds(spans[0], spans[1], scattered, fewest, MANY_NODES),
+            )
+            for fewest, most in steps
+        ]
 
     def _links_between_regions(self) -> Links:
         links, cluster = self.tables.links, self.tables.problem.cluster
@@ -367,6 +374,12 @@ class _Traffic:
         devices = np.array([pool.devices for pool in cluster.pools])
         worth = np.where(used, devices * device_capacity[self.kinds.of_pool], 0.0)
         return np.bincount(self.tables.links.region, weights=worth, minlength=len(cluster.regions))
+
+    @property
+    def second_largest(self) -> int:
+        """Devices of the region that has most but one."""
+        devices = self._region_capacity(np.ones(int(self.kinds.of_pool.max()) + 1))
+        return int(np.sort(devices)[-2]) if len(devices) > 1 else 1
 
     @cached_property
     def _used_regions(self) -> np.ndarray:
@@ -428,9 +441,9 @@ class _Traffic:
         n_bytes = float(self.gradient_bytes[0, -1])
         values = np.array([n_bytes / self.tables.problem.batch.gradient_bytes])
         wire_bytes = float(self._gradient_wire_bytes(values)[0])
-        capacity = self._region_capacity(size.device_capacity)
+        nodes = NodeCapacity(self.tables, self.kinds, size.device_capacity)
         links, sets = self._links_between_regions(), self.sets_of_regions
-        return led_sets(links, sets, capacity, n_bytes, wire_bytes, hidden_s=hidden_s, last=last)
+        return led_sets(links, sets, nodes.within_regions, n_bytes, wire_bytes, hidden_s=hidden_s, last=last)
 
     def _ways(self, micro_batch_size: int) -> Ways:
         """Links between regions; messages that a runtime sends between computing count in its workers' time alone."""
@@ -461,33 +474,49 @@ class _Traffic:
         element_bytes = problem.batch.element_bytes
         return min(packed_bytes(values, element_bytes, mode, width=problem.model.hidden_size) for mode in modes)
 
-    def across(self, device_capacity: np.ndarray, hidden_s: np.ndarray, last: np.ndarray) -> list[Across]:
-        """Tiers of several regions.
+    def across(
+        self, device_capacity: np.ndarray, hidden_s: np.ndarray, last: np.ndarray
+    ) -> tuple[list[Across], list[Across]]:
+        """Tiers of several regions: where gradients are summed as a step ends, and where micro-batches scatter them.
 
         Parameters
         ----------
         hidden_s, last : ndarray, shape (layers, layers + 1)
             What of the reduction of layers [a, b) backward hides at most, and which part it hides nothing of.
         """
-        capacity = self.sets_of_regions.capacity(self._region_capacity(device_capacity))
-        latency_s, tiers = self.sets_of_regions.latency_s[:, None], []
-        for some in groups_by_capacity(capacity, MOST_SPREADS):
-            far_s, exposed_s, near_s = latency_s[some], [], []
-            for sums_s in self._sums_s:
-                # The least of many sets, each part by itself.
-                whole = sums_s[some].min(axis=0)[self._span_of]
-                near = (sums_s[some] - far_s).min(axis=0)[self._span_of]
-                exposed_s.append(np.maximum(float(far_s.min()) + near * last, whole - hidden_s))
-                near_s.append(np.maximum(near * last, near - hidden_s))
-            tiers.append(
-                Across(
-                    capacity=float(capacity[some].max()),
-                    whole_s=self._sums_s[0][some].min(axis=0)[self._span_of],
-                    exposed_s=np.array(exposed_s),
-                    near_s=np.array(near_s),
-                )
-            )
+        sets, nodes = self.sets_of_regions, NodeCapacity(self.tables, self.kinds, device_capacity)
+        all_of_it = sets.capacity(nodes.within_pools(MANY_NODES))
+        tiers: tuple[list[Across], list[Across]] = [], []
+        for most, end_s, scattered_s in self._sums_s:
+            capacity, free = sets.capacity(nodes.within_regions(most)), sets.capacity(nodes.within_pools(most))
+            for found, sums_s, held, scatter_free in (
+                (tiers[0], end_s, capacity, np.full_like(free, np.inf)),
+                (tiers[1], scattered_s, all_of_it, free),
+            ):
+                for some in groups_by_capacity(held, max(3, MOST_SPREADS // len(self._sums_s))):
+                    found.append(self._tier(sums_s[some], held[some], scatter_free[some], some, hidden_s, last))
         return tiers
+
+    def _tier(
+        self,
+        sums_s: np.ndarray,
+        capacity: np.ndarray,
+        free: np.ndarray,
+        some: np.ndarray,
+        hidden_s: np.ndarray,
+        last: np.ndarray,
+    ) -> Across:
+        """The least of some sets, each part by itself."""
+        far_s = self.sets_of_regions.latency_s[some, None]
+        whole = sums_s.min(axis=0)[self._span_of]
+        near = np.maximum(sums_s - far_s, 0.0).min(axis=0)[self._span_of]
+        return Across(
+            capacity=float(capacity.max()),
+            free=float(free.max()),
+            whole_s=whole,
+            exposed_s=np.maximum(float(far_s.min()) + near * last, whole - hidden_s),
+            near_s=np.maximum(near * last, near - hidden_s),
+        )
 
     def message_s(self, micro_batch_size: int) -> float:
         """Least seconds of a message between any two workers (0 without two nodes or devices to a node)."""
@@ -525,9 +554,22 @@ def _kinds(problem: Problem, traffic: str) -> set[str]:
     return kinds
 
 
+def longest_run(names: Sequence[str]) -> tuple[int, int]:
+    """Where the most equal names that follow one another begin, and where they have ended."""
+    best, begin = (0, 1), 0
+    for i in range(1, len(names) + 1):
+        if i == len(names) or names[i] != names[begin]:
+            best, begin = max(best, (begin, i), key=lambda run: run[1] - run[0]), i
+    return best
+
+
 def constant(capacity: float) -> Callable[[float], float]:
     """As much compute whatever the time."""
     return lambda _: capacity
+
+
+NOWHERE = Tier(0.0, np.inf, 0.0, 0.0)
+"""A tier without any room."""
 
 
 class _Stages:
@@ -537,16 +579,25 @@ class _Stages:
         self.size, self.traffic_s = size, traffic.between_regions(size).least_s
         capacity = size.class_capacity
         ratio = capacity / capacity.min()
-        inside = best_tiers(region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed))
-        tiers = [Tier(float(capacity.max()), 0.0, 0.0), *inside]
-        whole_s = np.array([tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers])
+        most = float(capacity.max())
+        inside = [
+            [Tier(most, 0.0, 0.0, most), *best_tiers(tiers)]
+            for tiers in region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed)
+        ]
+        self.inside = max(map(len, inside))
+        inside = [[*tiers, *[NOWHERE] * (self.inside - len(tiers))] for tiers in inside]
+        # (end or scattered, tiers, layers, layers + 1)
+        whole_s = np.array(
+            [[tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers] for tiers in inside]
+        )
         runtime = traffic.tables.problem.runtime
-        layers = np.maximum(differences(np.arange(whole_s.shape[1] + 1.0)), 1.0)
+        layers = np.maximum(differences(np.arange(whole_s.shape[2] + 1.0)), 1.0)
         # Layers are reduced one after another while backward of the last micro-batch still runs.
         backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
-        ends_s = np.diff(size.backward_s)[..., [0, -1]].max(axis=(0, 1)).sum()
+        each_s = np.diff(size.backward_s).max(axis=(0, 1))
+        others_s, others = each_s.sum() - each_s[size.run].sum(), len(each_s) - len(each_s[size.run])
 
-        def exposed(more: int, more_s: float) -> tuple[np.ndarray, np.ndarray, list[Across]]:
+        def exposed(more: int, more_s: float) -> tuple[np.ndarray, np.ndarray, tuple[list[Across], list[Across]]]:
             """Sums as far as backward does not hide them, with and without latency between regions, of stages that may
             have so many more layers, with a backward of so much."""
             count = layers + more
@@ -555,35 +606,38 @@ class _Stages:
             last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
             if not more:
                 self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
-            # Where regions shard gradients or weights inside, that is traffic of micro-batches, not of the end.
-            inside_s = np.array([np.maximum(whole_s * last, whole_s - hidden_s), np.zeros_like(whole_s)])
+            inside_s = np.maximum(whole_s * last, whole_s - hidden_s)
             across = traffic.across(size.device_capacity, hidden_s, last)
             far, near = (
-                np.concatenate([inside_s, *(part[:, None] for part in parts)], axis=1)
-                for parts in ([tier.exposed_s for tier in across], [tier.near_s for tier in across])
+                np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
+                for name in ("exposed_s", "near_s")
             )
             return far, near, across
 
         tier_s, self.near_s, across = exposed(0, 0.0)
-        self.group_tier_s = exposed(2, float(ends_s))[0]
-        self.inside = len(tiers)
+        self.group_tier_s = exposed(others, float(others_s))[0]
         # Regions that meet only every so many steps do it after the update.
         self.local_tier_s = tier_s.copy()
-        for t, tier in enumerate(across, len(tiers)):
-            self.local_tier_s[:, t] = np.minimum(tier_s[:, t], tier.whole_s / traffic.local_steps)
+        for i, tiers in enumerate(across):
+            for t, tier in enumerate(tiers, self.inside):
+                self.local_tier_s[i, t] = np.minimum(tier_s[i, t], tier.whole_s / traffic.local_steps)
+        self.most_stages_inside = traffic.second_largest
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
         self.meeting_s = min(
-            (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tier in across), default=np.inf
+            (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tiers in across for tier in tiers),
+            default=np.inf,
         )
         self.pipeline = Pipeline(
             micro_batches=float(size.micro_batches),
             forward_s=_least_sum(size.forward_s),
             backward_s=_least_sum(size.backward_s),
             class_s=size.fitting_s,
+            held=np.ones(1),
             class_capacity=capacity,
             best=best_class(size.fitting_s, capacity),
             tier_s=tier_s,
-            tier_capacity=np.array([*(tier.capacity for tier in tiers), *(tier.capacity for tier in across)]),
+            tier_capacity=np.array([[tier.capacity for tier in (*inside[i], *across[i])] for i in range(2)]),
+            tier_free=np.array([tier.free for tier in (*inside[1], *across[1])]),
             message_s=traffic.message_s(size.micro_batch_size),
             passing_s=(0.0, 0.0),
             tied_s=traffic.tied_s,
@@ -695,65 +749,62 @@ class _Stages:
     def interleaved_s(self, sets: RegionSets, known_s: float) -> float:
         """Least time of an interleaved plan; `known_s` if that is less.
 
-        Its groups hold any layers: what the blocks of a group ask (`_blocks`) counts, and compute for the rest, in what
-        regions apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v
-        chunks each has (p (v - 1) + 1) / v micro-batches in flight, (p + 1) / 2 or more, if it does as many: lanes that
-        do fewer, of which there are no more than devices over p, do as many together as the others may be spared.
+        Its groups hold any layers: what the blocks of a group ask counts, and compute for the rest, in what regions
+        apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v chunks
+        each holds (p (v - 1) + 1) / v micro-batches in flight, (p + 1) / 2 or more, or all that it does if these are
+        fewer (`polygon.domain.schedule.interleaved_in_flight`). Of layers of one kind any are as good as neighbours;
+        those outside of the longest run of one kind count as compute alone.
         """
         least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
         sets = sets.some(least_s < known_s)
-        if self._blocks is None or not len(sets.capacity):
+        blocks = len(self.size.layer_work[self.size.run])
+        if blocks < 2 or not len(sets.capacity):
             return min(known_s, float(least_s.min()))
-        free_s = self._groups_s(sets, known_s, self._blocks)
-        blocks, devices, held_s = self._blocks.forward_s.shape[0] - 1, self.size.devices, np.inf
-        for fewest, more in pairwise((2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, blocks + 1)):
-            if free_s >= known_s or fewest > blocks:
-                break
-            held = (fewest + 1) / 2
-            spared = held * devices / fewest
-            left = self.size.micro_batches - spared
-            if left <= 0:
-                return free_s
-            class_s = np.ascontiguousarray(self.size.held_s(held)[INSIDE])
-            pipeline = self._blocks._replace(
-                class_s=class_s, best=best_class(class_s, self.size.class_capacity), micro_batches=left
-            )
-            held_s = self._groups_s(
-                sets, min(known_s, held_s), pipeline, most_stages=min(more - 1, blocks), further=False
-            )
-            if held_s <= free_s:
-                return free_s
-        return min(known_s, max(free_s, held_s))
-
-    def _groups_s(self, sets: RegionSets, known_s: float, blocks: Pipeline, **stages: Any) -> float:
-        """Least time in which groups do their blocks, and others the first and the last layer."""
-        rest = self.size.rest_work * blocks.micro_batches / self.size.micro_batches
-        for some in sets.bins():
-            tier_s = np.maximum(blocks.tier_s - float(some.first_s.max()), 0.0)
-            known_s = self._waiting_s(some, known_s, blocks._replace(tier_s=tier_s), rest=rest, **stages)
+        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= blocks), blocks + 1)):
+            pipeline = self._groups(fewest)
+            for some in sets.bins():
+                tier_s = np.maximum(pipeline.tier_s - float(some.first_s.max()), 0.0)
+                known_s = self._waiting_s(
+                    some,
+                    known_s,
+                    pipeline._replace(tier_s=tier_s),
+                    rest=self.size.rest_work,
+                    most_stages=more - 1,
+                    further=False,
+                )
         return known_s
 
-    @cached_property
-    def _blocks(self) -> Pipeline | None:
-        """A pipeline of the blocks alone, if they are all alike: of so many of them any are as good as neighbours."""
-        if not self.size.alike:
-            return None
-        pipeline, nothing = self.pipeline, np.zeros(len(self.pipeline.forward_s) - 2)
-        class_s = np.ascontiguousarray(self.size.held_s(1.0)[INSIDE])
-        return pipeline._replace(
+    def _groups(self, fewest: int) -> Pipeline:
+        """The longest run of alike layers in so many groups or more."""
+        run = self.size.run
+        inside = (..., run, slice(run.start, run.stop + 1))
+        levels = np.array(HELD) <= (fewest + 1) / 2
+        nothing = np.zeros(run.stop - run.start + 1)
+        class_s = np.ascontiguousarray(self.size.held_s[levels][inside])
+        return self.pipeline._replace(
             forward_s=nothing,
             backward_s=nothing,
             class_s=class_s,
-            best=best_class(class_s, pipeline.class_capacity),
-            tier_s=np.ascontiguousarray(self.group_tier_s[INSIDE]),
+            held=np.array(HELD)[levels],
+            best=best_class(class_s, self.pipeline.class_capacity),
+            tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             tied_s=0.0,
         )
 
     def local_s(self, known_s: float) -> float:
-        """Least time of regions that each hold all layers and meet every so many steps."""
-        pipeline = self.pipeline._replace(tier_s=self.local_tier_s)
-        least_s = self.least_s(constant(self.size.capacity), known_s, only=pipeline)
+        """Least time of two regions or more that each hold all layers and meet every so many steps.
+
+        All have the same stages, so of these no more than the second largest has devices.
+        """
+        pipeline, most = self.pipeline._replace(tier_s=self.local_tier_s), self.most_stages_inside
+        least_s = self.least_s(
+            constant(self.size.capacity),
+            known_s,
+            only=pipeline,
+            most_stages=min(most, MOST_STAGES),
+            further=most > MOST_STAGES,
+        )
         return min(known_s, max(least_s, self.meeting_s))
 
 

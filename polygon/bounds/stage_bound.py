@@ -16,8 +16,9 @@ class Pipeline(NamedTuple):
     """What stages cost at best, for one micro-batch size.
 
     Shapes: n layers, c worker classes, j tiers. A tier is a way to place the workers of a stage (one worker, one node,
-    so many nodes of a region, several regions). The first axis of `class_s` and `tier_s` tells stages that shard
-    optimizer states at most (0) from those that also shard gradients or weights (1).
+    so many nodes of a region, several regions). The sharding axis of `class_s` and `best` is that of
+    `polygon.bounds.fitting.SHARDINGS`; tiers are told apart by whether gradients are summed as a step ends (0) or
+    micro-batches scatter them (1).
     """
 
     micro_batches: float
@@ -25,15 +26,21 @@ class Pipeline(NamedTuple):
     backward_s: np.ndarray
     """(n + 1,) running sums over the layers of the least seconds per micro-batch on any worker."""
     class_s: np.ndarray
-    """(2, c, n, n + 1) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit."""
+    """(levels, 3, c, n, n + 1) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
+    """
+    held: np.ndarray
+    """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
     class_capacity: np.ndarray
     """(c,) compute of a worker, in any unit."""
     best: np.ndarray
-    """(2, 2, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1]."""
+    """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
+    the last level."""
     tier_s: np.ndarray
     """(2, j, n, n + 1) least exposed seconds of reducing layers [a, b)."""
     tier_capacity: np.ndarray
-    """(j,) most compute that workers so placed have together."""
+    """(2, j) most compute that workers so placed have together."""
+    tier_free: np.ndarray
+    """(j,) of these, of workers that scatter inside of nodes or not at all; the others do so over nodes."""
     message_s: float
     """Least seconds of a message between two workers."""
     passing_s: tuple[float, float]
@@ -48,37 +55,82 @@ class Pipeline(NamedTuple):
 
 def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
     """`Pipeline.best`; inf where no class fits."""
-    product = class_s * class_capacity[:, None, None]
+    product = class_s[-1] * class_capacity[:, None, None]
     which = product.argmin(axis=1)[:, None]
-    return np.stack([np.take_along_axis(values, which, axis=1)[:, 0] for values in (product, class_s)])
+    return np.stack([np.take_along_axis(values, which, axis=1)[:, 0] for values in (product, class_s[-1])])
 
 
 @kernel
-def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, left_s: float) -> float:
+def most_done(pipeline: Pipeline, sharded: int, c: int, first: int, last: int, left_s: float) -> float:
+    """Most micro-batches of layers [first, last) that a worker of class c does in so much time; 0 if it cannot.
+
+    One that does m has min(m, held) in flight, and the more it has in flight the more it recomputes: of the levels up
+    to m the last counts.
+    """
+    levels, most = len(pipeline.held), 0.0
+    for level in range(levels):
+        done = left_s * (1 + 1e-9) / pipeline.class_s[level, sharded, c, first, last]
+        if done < 1:
+            break  # with more in flight a micro-batch takes no less
+        if level + 1 < levels:
+            more = pipeline.held[level + 1]
+            done = min(done, np.ceil(more) - 1 if pipeline.whole else more)
+        if pipeline.whole:
+            done = min(np.floor(done), pipeline.micro_batches)
+        most = max(most, done)
+    return most
+
+
+@kernel
+def workers_capacity(pipeline: Pipeline, sharding: int, first: int, last: int, left_s: float) -> float:
     """Least compute of workers that do all micro-batches of layers [first, last) in so much time; inf if none can.
 
     A worker of class c does k whole micro-batches; the class with least compute for each may make up the whole stage.
     """
+    return rounded(pipeline, parts_capacity(pipeline, sharding, first, last, left_s))
+
+
+@kernel
+def parts_capacity(pipeline: Pipeline, sharding: int, first: int, last: int, left_s: float) -> float:
+    """`workers_capacity` where parts of a worker are allowed."""
     each = np.inf
-    many = left_s / pipeline.best[1, sharded, first, last]
+    many = left_s / pipeline.best[1, sharding, first, last] if len(pipeline.held) == 1 else 0.0
     if many >= 1 and (not pipeline.whole or MANY <= many <= pipeline.micro_batches):
         # So many that whole ones or parts make no difference.
-        each = pipeline.best[0, sharded, first, last] / left_s
-    for c in range(pipeline.class_s.shape[1] if each == np.inf else 0):
-        done = left_s * (1 + 1e-9) / pipeline.class_s[sharded, c, first, last]
-        if done < 1:
-            continue
-        if pipeline.whole:
-            done = min(np.floor(done), pipeline.micro_batches)
-        each = min(each, pipeline.class_capacity[c] / done)
-    if pipeline.whole and pipeline.unit > 0 and each < np.inf:
-        return float(np.ceil(each * pipeline.micro_batches / pipeline.unit - 1e-6) * pipeline.unit)
+        each = pipeline.best[0, sharding, first, last] / left_s
+    for c in range(len(pipeline.class_capacity) if each == np.inf else 0):
+        done = most_done(pipeline, sharding, c, first, last, left_s)
+        if done > 0:
+            each = min(each, pipeline.class_capacity[c] / done)
     return each * pipeline.micro_batches
 
 
 @kernel
+def rounded(pipeline: Pipeline, capacity: float) -> float:
+    """Whole workers with so much compute or more."""
+    if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
+        return float(np.ceil(capacity / pipeline.unit - 1e-6) * pipeline.unit)
+    return capacity
+
+
+@kernel
+def placed_capacity(
+    pipeline: Pipeline, scatters: int, tier: int, first: int, last: int, left_s: float, room: float
+) -> float:
+    """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
+    it has no room for them."""
+    need = parts_capacity(pipeline, scatters, first, last, left_s)
+    if scatters and need > pipeline.tier_free[tier]:
+        free = pipeline.tier_free[tier]
+        apart = parts_capacity(pipeline, 2, first, last, left_s)
+        need = free + (1 - free / need) * apart if need < np.inf else np.inf
+    need = rounded(pipeline, need)
+    return need if need <= room else np.inf
+
+
+@kernel
 def stage_capacity(
-    pipeline: Pipeline, sharded: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
+    pipeline: Pipeline, scatters: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
 ) -> float:
     """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
 
@@ -87,17 +139,15 @@ def stage_capacity(
     """
     tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
     best = np.inf
-    at_best = workers_capacity(pipeline, sharded, first, last, time_s - begins_s - tail_s)
+    at_best = workers_capacity(pipeline, scatters, first, last, time_s - begins_s - tail_s)
     for j in range(pipeline.tier_s.shape[1]):
-        room = pipeline.tier_capacity[j] * (1 + 1e-9)
-        if at_best > room:
+        room = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
+        reduced_s = max(tail_s, pipeline.tier_s[scatters, j, first, last] + tied_s)
+        if at_best > room or reduced_s == np.inf:
             continue
-        reduced_s = pipeline.tier_s[sharded, j, first, last] + tied_s
-        if reduced_s <= tail_s:
-            return at_best
-        need = workers_capacity(pipeline, sharded, first, last, time_s - begins_s - reduced_s)
-        if need <= room:
-            best = min(best, need)
+        best = min(best, placed_capacity(pipeline, scatters, j, first, last, time_s - begins_s - reduced_s, room))
+        if best <= at_best:
+            break
     return best
 
 
@@ -138,10 +188,10 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
                     tail_s += before * pipeline.passing_s[1]
                 left_s = time_s - begins_s - tail_s
                 possible = False
-                for sharded in range(2):
-                    if used[a] + workers_capacity(pipeline, sharded, a, b, left_s) <= limit * (1 + 1e-9):
+                for scatters in range(2):
+                    if used[a] + workers_capacity(pipeline, scatters, a, b, left_s) <= limit * (1 + 1e-9):
                         possible = True
-                        total = used[a] + stage_capacity(pipeline, sharded, a, b, begins_s, tail_s, time_s)
+                        total = used[a] + stage_capacity(pipeline, scatters, a, b, begins_s, tail_s, time_s)
                         if total < after[b]:
                             after[b] = total
                             some = True
