@@ -34,6 +34,7 @@ from polygon.cost.tables import ClassMemory, CostTables, running_sum
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import RECOMPUTE
 
+EVERY = slice(None)
 SHARDINGS = ("end", "any", "apart")
 MANY_BYTES = 1e12
 """So many that latency does not matter."""
@@ -73,7 +74,13 @@ class Executions:
 
 
 def fitting_s(
-    tables: CostTables, kinds: Kinds, micro_batch_size: int, rest_s: np.ndarray, *, held: Sequence[float] = ()
+    tables: CostTables,
+    kinds: Kinds,
+    micro_batch_size: int,
+    rest_s: np.ndarray,
+    *,
+    held: Sequence[float] = (),
+    rows: slice = EVERY,
 ) -> np.ndarray:
     """Seconds per micro-batch of layers [a, b) with as little recomputation as fits a worker's memory.
 
@@ -83,20 +90,24 @@ def fitting_s(
         Least seconds in which a micro-batch passes layers [b, layers) and comes back.
     held : sequence of float, optional
         Micro-batches in flight, whatever a micro-batch takes: of interleaved plans.
+    rows : slice
+        First layers a that matter.
 
     Returns
     -------
-    ndarray, shape (1 or one for each of `held`, shardings, classes, layers, layers + 1)
+    ndarray, shape (1 or one for each of `held`, shardings, classes, rows, layers + 1)
         inf where nothing fits.
     """
     layers = tables.problem.model.layers
-    least_s = np.full((max(1, len(held)), len(SHARDINGS), len(kinds.classes), layers, layers + 1), np.inf)
+    shape = max(1, len(held)), len(SHARDINGS), len(kinds.classes), len(range(layers)[rows]), layers + 1
+    least_s = np.full(shape, np.inf)
     for c, of in enumerate(kinds.classes):
         ways = Executions(tables, of, micro_batch_size)
         for ep in ways.spreads:
-            for where, work, room in _ways(tables, kinds, of, ways, ep):
-                if (room <= 0).all():
-                    continue
+            for where, work, room in _ways(tables, kinds, of, ways, ep, rows):
+                quickest = work.held_s(room, held[0] if held else 1.0)
+                if all((quickest >= least_s[-1, sharding, c]).all() for sharding in where):
+                    continue  # with more in flight it takes no less
                 for level, found in enumerate(
                     [work.held_s(room, count) for count in held] if held else [work.passing_s(room, rest_s)]
                 ):
@@ -107,7 +118,7 @@ def fitting_s(
 
 
 def _ways(
-    tables: CostTables, kinds: Kinds, of: WorkerClass, ways: Executions, ep: int
+    tables: CostTables, kinds: Kinds, of: WorkerClass, ways: Executions, ep: int, rows: slice
 ) -> Sequence[tuple[tuple[int, ...], Work, np.ndarray]]:
     """What a micro-batch takes in layers [a, b) of a class of workers, and the room for its activations, by the ways to
     shard; and to which of `SHARDINGS` each belongs."""
@@ -118,12 +129,14 @@ def _ways(
     plain = memory["none"]
     held = differences(running_sum(plain.parameters))
     held[1:, layers] += plain.tied_parameters
+    held = held[rows]
     divided = plain.parameters if plain.sharded_parameters is None else plain.sharded_parameters
     whole = differences(running_sum(divided))
     whole[1:, layers] += plain.tied_parameters
-    transient = np.minimum.reduce([_longest(memory[r].transient_bytes) for r in RECOMPUTE])
+    whole = whole[rows]
+    transient = np.minimum.reduce([_longest(memory[r].transient_bytes)[rows] for r in RECOMPUTE])
     limit = tables.limit_bytes[of.pool] - runtime.context_bytes - transient
-    activations = differences(running_sum(plain.activation_bytes))
+    activations = differences(running_sum(plain.activation_bytes))[rows]
     hidden = overlap_of(runtime, tables.problem.batch).gather_hidden
     found = []
 
@@ -142,10 +155,12 @@ def _ways(
         seen_s += np.maximum(gather_s + scatter_s - hidden * backward, 0.0)
         once = running_sum(forward + backward)
         work = Work(
-            seconds=differences(once),
+            seconds=differences(once)[rows],
             bytes=activations,
-            gives=_steps(freed, more_s),
-            least_s=differences(running_sum(forward + backward + seen_s)) if per_byte else np.zeros_like(activations),
+            gives=[(rate, differences(running_sum(each))[rows]) for rate, each in _steps(freed, more_s)],
+            least_s=differences(running_sum(forward + backward + seen_s))[rows]
+            if per_byte
+            else np.zeros_like(activations),
         )
         found.append((where, work, limit - need))
 
@@ -166,7 +181,7 @@ def _ways(
 
 
 def _steps(freed: Sequence[np.ndarray], more_s: Sequence[np.ndarray]) -> list[tuple[float, np.ndarray]]:
-    """Items of the knapsack: bytes per second, best first, and the bytes that layers [a, b) free at that rate.
+    """Items of the knapsack: bytes per second, best first, and the bytes that each layer frees at that rate.
 
     Of a layer the points (bytes freed, seconds more) of all ways to recompute it, with none at all, have a lower convex
     hull; its edges are the items.
@@ -176,22 +191,20 @@ def _steps(freed: Sequence[np.ndarray], more_s: Sequence[np.ndarray]) -> list[tu
     freed, more_s : sequence of ndarray, shape (layers,)
         By way to recompute.
     """
-    layers = len(freed[0])
+    columns, of_layer = np.unique(np.array([*freed, *more_s]), axis=1, return_inverse=True)
     by_rate: dict[float, np.ndarray] = {}
-    for layer in range(layers):
+    for column, ways in enumerate(columns.T):
         at, spent = 0.0, 0.0
-        points = sorted((float(f[layer]), max(float(s[layer]), 0.0)) for f, s in zip(freed, more_s, strict=True))
-        while True:
+        points = list(zip(ways[: len(freed)].tolist(), np.maximum(ways[len(freed) :], 0.0).tolist(), strict=True))
+        while ahead := [(f - at, max(s - spent, 0.0)) for f, s in points if f > at * (1 + 1e-12)]:
             # The next corner of the hull: from here the most bytes for a second.
-            ahead = [(f - at, max(s - spent, 0.0)) for f, s in points if f > at * (1 + 1e-12)]
-            if not ahead:
-                break
             more, seconds = max(ahead, key=lambda step: (step[0] / max(step[1], 1e-300), step[0]))
             # Rates that differ by less than rounding are one.
             rate = float(f"{more / max(seconds, 1e-300) * (1 + 1e-9):.9g}")
-            by_rate.setdefault(rate, np.zeros(layers))[layer] += more * (1 + 1e-12)
+            each = by_rate.setdefault(rate, np.zeros(len(freed[0])))
+            each[of_layer.ravel() == column] += more * (1 + 1e-12)
             at, spent = at + more, spent + seconds
-    return [(rate, differences(running_sum(by_rate[rate]))) for rate in sorted(by_rate, reverse=True)]
+    return sorted(by_rate.items(), key=lambda item: -item[0])
 
 
 class Work(NamedTuple):

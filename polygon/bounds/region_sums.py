@@ -297,8 +297,8 @@ def led_sets(
 
     A step T is at least the mean of any cycle of regions. With x_ab the mean of both ways between a and b, what
     backward hides left out: in two rounds a region's own sums come back over b, so that it computes for T - x_ab or
-    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods this does not count. A region
-    alone is such a cycle: with f of its nodes it computes for T less what is seen of their sum.
+    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods this does not count. A
+    region alone is such a cycle: with f of its nodes it computes for T less what is seen of their sum.
 
     Parameters
     ----------

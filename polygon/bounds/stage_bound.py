@@ -30,8 +30,16 @@ class Pipeline(NamedTuple):
     """
     held: np.ndarray
     """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
+    levels: np.ndarray
+    """(s,) of these levels, how many stand for the workers of each stage; the last for all further stages."""
     class_capacity: np.ndarray
     """(c,) compute of a worker, in any unit."""
+    class_kind: np.ndarray
+    """(c,) kind of its devices."""
+    class_devices: np.ndarray
+    """(c,) devices of a worker."""
+    kind_devices: np.ndarray
+    """(kinds,) all devices of a kind."""
     best: np.ndarray
     """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
     the last level."""
@@ -49,6 +57,8 @@ class Pipeline(NamedTuple):
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     unit: float
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
+    alike: bool
+    """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
     whole: bool
     """Whether workers do whole micro-batches, and stages have whole workers; else any part of them."""
 
@@ -61,15 +71,15 @@ def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def most_done(pipeline: Pipeline, sharded: int, c: int, first: int, last: int, left_s: float) -> float:
+def most_done(pipeline: Pipeline, sharding: int, c: int, stage: int, first: int, last: int, left_s: float) -> float:
     """Most micro-batches of layers [first, last) that a worker of class c does in so much time; 0 if it cannot.
 
     One that does m has min(m, held) in flight, and the more it has in flight the more it recomputes: of the levels up
     to m the last counts.
     """
-    levels, most = len(pipeline.held), 0.0
+    levels, most = pipeline.levels[min(stage, len(pipeline.levels) - 1)], 0.0
     for level in range(levels):
-        done = left_s * (1 + 1e-9) / pipeline.class_s[level, sharded, c, first, last]
+        done = left_s * (1 + 1e-9) / pipeline.class_s[level, sharding, c, first, last]
         if done < 1:
             break  # with more in flight a micro-batch takes no less
         if level + 1 < levels:
@@ -82,16 +92,16 @@ def most_done(pipeline: Pipeline, sharded: int, c: int, first: int, last: int, l
 
 
 @kernel
-def workers_capacity(pipeline: Pipeline, sharding: int, first: int, last: int, left_s: float) -> float:
+def workers_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
     """Least compute of workers that do all micro-batches of layers [first, last) in so much time; inf if none can.
 
     A worker of class c does k whole micro-batches; the class with least compute for each may make up the whole stage.
     """
-    return rounded(pipeline, parts_capacity(pipeline, sharding, first, last, left_s))
+    return rounded(pipeline, parts_capacity(pipeline, sharding, stage, first, last, left_s))
 
 
 @kernel
-def parts_capacity(pipeline: Pipeline, sharding: int, first: int, last: int, left_s: float) -> float:
+def parts_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
     """`workers_capacity` where parts of a worker are allowed."""
     each = np.inf
     many = left_s / pipeline.best[1, sharding, first, last] if len(pipeline.held) == 1 else 0.0
@@ -99,7 +109,7 @@ def parts_capacity(pipeline: Pipeline, sharding: int, first: int, last: int, lef
         # So many that whole ones or parts make no difference.
         each = pipeline.best[0, sharding, first, last] / left_s
     for c in range(len(pipeline.class_capacity) if each == np.inf else 0):
-        done = most_done(pipeline, sharding, c, first, last, left_s)
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
         if done > 0:
             each = min(each, pipeline.class_capacity[c] / done)
     return each * pipeline.micro_batches
@@ -114,15 +124,36 @@ def rounded(pipeline: Pipeline, capacity: float) -> float:
 
 
 @kernel
+def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+    """Most micro-batches of layers [first, last) that all devices together do in so much time."""
+    total = 0.0
+    for kind in range(len(pipeline.kind_devices)):
+        each = 0.0
+        for c in range(len(pipeline.class_capacity)):
+            if pipeline.class_kind[c] == kind:
+                done = most_done(pipeline, sharding, c, stage, first, last, left_s) / pipeline.class_devices[c]
+                each = max(each, done)
+        total += each * pipeline.kind_devices[kind]
+    return total
+
+
+@kernel
 def placed_capacity(
-    pipeline: Pipeline, scatters: int, tier: int, first: int, last: int, left_s: float, room: float
+    pipeline: Pipeline, scatters: int, tier: int, stage: int, first: int, last: int, left_s: float, room: float
 ) -> float:
     """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
-    it has no room for them."""
-    need = parts_capacity(pipeline, scatters, first, last, left_s)
+    it has no room for them.
+
+    A stage of all layers has no other devices than all, each kind at its own pace.
+    """
+    if first == 0 and last == pipeline.forward_s.shape[0] - 1:
+        most = all_done(pipeline, scatters, stage, first, last, left_s)
+        if most < pipeline.micro_batches * (1 - 1e-9):
+            return np.inf
+    need = parts_capacity(pipeline, scatters, stage, first, last, left_s)
     if scatters and need > pipeline.tier_free[tier]:
         free = pipeline.tier_free[tier]
-        apart = parts_capacity(pipeline, 2, first, last, left_s)
+        apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
     need = rounded(pipeline, need)
     return need if need <= room else np.inf
@@ -130,7 +161,7 @@ def placed_capacity(
 
 @kernel
 def stage_capacity(
-    pipeline: Pipeline, scatters: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
+    pipeline: Pipeline, scatters: int, stage: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
 ) -> float:
     """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
 
@@ -139,16 +170,36 @@ def stage_capacity(
     """
     tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
     best = np.inf
-    at_best = workers_capacity(pipeline, scatters, first, last, time_s - begins_s - tail_s)
+    at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
     for j in range(pipeline.tier_s.shape[1]):
         room = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
         reduced_s = max(tail_s, pipeline.tier_s[scatters, j, first, last] + tied_s)
         if at_best > room or reduced_s == np.inf:
             continue
-        best = min(best, placed_capacity(pipeline, scatters, j, first, last, time_s - begins_s - reduced_s, room))
+        left_s = time_s - begins_s - reduced_s
+        best = min(best, placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room))
         if best <= at_best:
             break
     return best
+
+
+@kernel
+def stage_need(pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float) -> float:
+    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
+    layers need no less than that."""
+    before = max(stage - 1, 0)
+    begins_s = pipeline.forward_s[first] + stage * pipeline.message_s + before * pipeline.passing_s[0]
+    tail_s = 0.0
+    if first > 0:
+        tail_s = pipeline.backward_s[first] + stage * pipeline.message_s + pipeline.tied_s
+        tail_s += before * pipeline.passing_s[1]
+    least, possible = np.inf, False
+    for scatters in range(2):
+        if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
+            possible = True
+            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s)
+            least = min(least, need)
+    return least if possible else -1.0
 
 
 @general
@@ -168,7 +219,8 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
         inf if there is none up to the limit.
     """
     layers = pipeline.forward_s.shape[0] - 1
-    used = np.full(layers + 1, np.inf)
+    room = limit * (1 + 1e-9)
+    used, needs = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
     used[0] = 0.0
     best = np.inf
     last = min(most_stages, layers) - 1
@@ -176,30 +228,26 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
         # The last round goes on from what it finds: any number of further stages.
         after = used if s == last and further else np.full(layers + 1, np.inf)
         some = False
+        if pipeline.alike:
+            first = min(s, 1)
+            needs[:] = -1.0
+            for count in range(1, layers + 1 - first):
+                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s)
+                if needs[count] < 0:
+                    break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
-            before = max(s - 1, 0)
-            begins_s = pipeline.forward_s[a] + s * pipeline.message_s + before * pipeline.passing_s[0]
             for b in range(a + 1, layers + 1):
-                tail_s = 0.0
-                if a > 0:
-                    tail_s = pipeline.backward_s[a] + s * pipeline.message_s + pipeline.tied_s
-                    tail_s += before * pipeline.passing_s[1]
-                left_s = time_s - begins_s - tail_s
-                possible = False
-                for scatters in range(2):
-                    if used[a] + workers_capacity(pipeline, scatters, a, b, left_s) <= limit * (1 + 1e-9):
-                        possible = True
-                        total = used[a] + stage_capacity(pipeline, scatters, a, b, begins_s, tail_s, time_s)
-                        if total < after[b]:
-                            after[b] = total
-                            some = True
-                if not possible:
-                    break  # more layers need no less
+                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s)
+                if need < 0:
+                    break
+                if used[a] + need < after[b]:
+                    after[b] = used[a] + need
+                    some = True
         best = min(best, after[layers])
         if not some:
             break
         used = after
         used[layers] = np.inf
-    return best if best <= limit * (1 + 1e-9) else np.inf
+    return best if best <= room else np.inf

@@ -17,12 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.cost.memory import state_bytes
-from polygon.cost.reduction import collective_s, exchange_rounds, least_part
-from polygon.cost.tables import ClassMemory, CostTables, running_sum
+from polygon.cost.reduction import exchange_rounds, least_part
+from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
-from polygon.domain.divisors import divisors
-from polygon.domain.plan import RECOMPUTE
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Nodes at which the bound on a reduction takes a step; between two it stays at the lower."""

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.bounds.lower_bound import _Size, _Stages, _Traffic, lower_bound
+from polygon.bounds.least_traffic import LeastTraffic
+from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.pipeline_bound import PipelineBound
+from polygon.bounds.size_work import SizeWork
 from polygon.bounds.stage_bound import least_capacity
 from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.convergence import allowed
@@ -195,8 +198,8 @@ def test_kernel_is_its_python(problem, slack):
     """Compiled and interpreted dynamic programs agree."""
     tables = CostTables(problem)
     kinds = Kinds.of(tables)
-    size = _Size(tables, kinds, tables.micro_batch_sizes[-1])
-    pipeline = _Stages(size, _Traffic(tables, kinds, 1)).pipeline
+    size = SizeWork(tables, kinds, tables.micro_batch_sizes[-1])
+    pipeline = PipelineBound(size, LeastTraffic(tables, kinds, 1)).pipeline
     for most_stages, further in ((3, True), (3, False), (1, False)):
         arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, np.inf, further
         assert least_capacity(*arguments) == pytest.approx(least_capacity.py_func(*arguments))
