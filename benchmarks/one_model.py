@@ -15,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,22 +100,32 @@ def agree(count: int) -> None:
     print(f"verdicts of checker and grid that differ: {verdicts}")
 
 
-def drawn_plans(problem: Problem, decoder: Decoder, rng: np.random.Generator, count: int) -> list[tuple[float, Plan]]:
-    """Candidates of the search, random ones and simple ones, by their objective, with the plans that they become."""
+def drawn_plans(
+    problem: Problem, decoder: Decoder, rng: np.random.Generator, count: int, draws: int
+) -> list[tuple[float, Plan]]:
+    """Candidates of the search, simple ones and random ones, by their objective, with the plans that they become.
+
+    As many as `count` plans, half of them of simple candidates at most; at most so many `draws` of random ones.
+    """
     candidates = Candidates(decoder, min(8, problem.model.layers))
     starts = [
         Allocation(workers=workers, micro_batch_size=size)
         for size in candidates.sizes
         for workers in simple_starts(decoder, min(8, problem.model.layers), size)
     ]
-    chosen = [starts[i] for i in rng.permutation(len(starts))[: count // 2]]
-    chosen += [candidates.random(rng) for _ in range(count - len(chosen))]
-    plans = []
-    for candidate in chosen:
-        legal = decoder.legal(candidate)
-        plan = decoder.decode(legal)
-        if not isinstance(plan, Infeasible):
-            plans.append((decoder.fluid_s(legal)[0], plan))
+    plans: list[tuple[float, Plan]] = []
+
+    def take(chosen: Iterable[Allocation], most: int) -> None:
+        for candidate in chosen:
+            if len(plans) >= most:
+                return
+            legal = decoder.legal(candidate)
+            plan = decoder.decode(legal)
+            if not isinstance(plan, Infeasible):
+                plans.append((decoder.fluid_s(legal)[0], plan))
+
+    take((starts[i] for i in rng.permutation(len(starts))), count // 2)
+    take((candidates.random(rng) for _ in range(draws)), count)
     return plans
 
 
@@ -126,7 +136,7 @@ def bound(count: int) -> None:
         problem = small_problem(seed)
         decoder = Decoder(problem)
         least_s = lower_bound(decoder.tables).seconds
-        for _, plan in drawn_plans(problem, decoder, np.random.default_rng(seed), 12):
+        for _, plan in drawn_plans(problem, decoder, np.random.default_rng(seed), 12, 12):
             ratio = step_times(plan, decoder.tables).step_s / least_s
             above, plans, nearest = above + (ratio < 1 - 1e-9), plans + 1, min(nearest, ratio)
     print(f"bound above the step in {above} of {plans} plans of {count} problems; least step over bound {nearest:.4f}")
@@ -142,7 +152,7 @@ def rank(count: int) -> None:
         model, batch = catalogue.model("gpt3-6.7b"), Batch(global_batch=1024, seq_len=2048)
         problem = Problem(cluster=cluster, model=model, batch=batch)
         decoder = Decoder(problem)
-        plans = drawn_plans(problem, decoder, rng, 60)
+        plans = drawn_plans(problem, decoder, rng, 60, 600)
         if len(plans) < LEAST_PLANS:
             print(f"{devices:6} devices, {len(plans):3} plans: too few", flush=True)
             continue

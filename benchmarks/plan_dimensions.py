@@ -78,7 +78,8 @@ def row_of(config: ParallelConfig) -> int:
         return 3
     if config.sequence_parallel:
         return 2
-    return int((config.recompute, config.zero) not in FIRST_PAIRS)
+    # Of one replica ZeRO splits nothing: every pair is one of the six.
+    return int(config.dp > 1 and (config.recompute, config.zero) not in FIRST_PAIRS)
 
 
 def splits_of(problem: Problem) -> Iterator[ParallelConfig]:

@@ -18,6 +18,8 @@ settings.register_profile("polygon", settings.get_profile("nightly"), derandomiz
 # For benchmarks/mutants.py, which asks whether a law fails and not for the smallest example.
 settings.register_profile("unshrunk", settings.get_profile("polygon"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("polygon")
+# As the Makefile does: lab programs set it when they are imported, wherever it is not set.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SLOW = frozenset({
     "accuracy", "api/test_quickstart.py", "commands/test_pareto.py", "docs", "export/test_deepspeed_run.py",

@@ -63,12 +63,14 @@ def describe_explanation(problem: Any, plan: Any, answers: Any, tokens: float | 
         lines.append(describe_run(whole_run(base, tokens)))
 
     def cells(alternative: Any) -> list[str]:
-        bill = alternative.bill
+        idea, bill, variant = alternative.idea, alternative.bill, ""
+        if idea.kind == "idea.at_best":
+            idea, variant = idea["idea"], str(idea["variant"])
         if bill is None:
-            return [str(alternative.idea), "no", "", str(alternative.reason)]
-        return [str(alternative.idea), f"{bill.step_s / base.step_s - 1:+.1%}", f"{bill.usd:.3g}", ""]
+            return [str(idea), "no", "", str(alternative.reason)]
+        return [str(idea), f"{bill.step_s / base.step_s - 1:+.1%}", f"{bill.usd:.3g}", variant]
 
-    header = ["step", "USD", "why not"]
+    header = ["step", "USD", "at best, or why not"]
     for title, naive in (("naive plans", True), ("rejected ideas", False)):
         rows = [cells(a) for a in answers.why.alternatives if a.naive == naive]
         if rows:

@@ -353,7 +353,7 @@ class Explainer:
                 replace(use, activations="none", activation_gradients="none", weight_gradients="none")
                 for use in plan.links
             )
-            yield Message("idea.no_compression"), False, self._changed(links=bare)
+            yield Message("idea.no_compression"), False, self._best_memory(links=bare)
         if plan.local_steps > 1:
             yield Message("idea.no_local_steps"), False, self._changed(local_steps=1)
         for level in PARITY_LEVELS[PARITY_LEVELS.index(self.problem.constraints.parity) + 1 :]:

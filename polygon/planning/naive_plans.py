@@ -155,4 +155,4 @@ def variant(plan: Plan) -> Message:
 
 def _span(values: set[int]) -> str:
     """One number, or the least and the most."""
-    return str(min(values)) if len(values) == 1 else f"{min(values)}-{max(values)}"
+    return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"
