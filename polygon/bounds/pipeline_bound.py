@@ -24,8 +24,10 @@ from polygon.cost.tables import running_sum
 
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
-GROUPS = (2, 3, 4, 6, 8, 12, 16)
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
+WEIGHTS = (0.0, 0.1, 0.3, 1.0)
+"""Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
 TOLERANCE = 1e-3
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
@@ -148,7 +150,10 @@ class PipelineBound:
             limit = min(capacity(time_s), self.size.capacity)
             if self.size.work > limit * time_s * (1 + 1e-9):
                 return False
-            return least_capacity(pipeline, time_s, most_stages, limit, further) < np.inf
+            weights = WEIGHTS if pipeline.alike else (0.0,)
+            return all(
+                least_capacity(pipeline, time_s, most_stages, limit, further, weight) < np.inf for weight in weights
+            )
 
         low_s = max(self.size.path_s, self.size.compute_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):

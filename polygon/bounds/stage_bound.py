@@ -116,6 +116,20 @@ def parts_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, la
 
 
 @kernel
+def passing_capacity(
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, price: float
+) -> float:
+    """`parts_capacity` and, at so much for a second, what a micro-batch takes on the worker that does it."""
+    each = np.inf
+    for c in range(len(pipeline.class_capacity)):
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
+        if done > 0:
+            own_s = pipeline.class_s[0, sharding, c, first, last]
+            each = min(each, pipeline.class_capacity[c] / done * pipeline.micro_batches + price * own_s)
+    return each
+
+
+@kernel
 def rounded(pipeline: Pipeline, capacity: float) -> float:
     """Whole workers with so much compute or more."""
     if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
@@ -139,10 +153,18 @@ def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: in
 
 @kernel
 def placed_capacity(
-    pipeline: Pipeline, scatters: int, tier: int, stage: int, first: int, last: int, left_s: float, room: float
+    pipeline: Pipeline,
+    scatters: int,
+    tier: int,
+    stage: int,
+    first: int,
+    last: int,
+    left_s: float,
+    room: float,
+    price: float,
 ) -> float:
     """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
-    it has no room for them.
+    it has no room for them. With a price, `passing_capacity` if that is more.
 
     A stage of all layers has no other devices than all, each kind at its own pace.
     """
@@ -156,17 +178,28 @@ def placed_capacity(
         apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
     need = rounded(pipeline, need)
-    return need if need <= room else np.inf
+    if need > room:
+        return np.inf
+    return max(need, passing_capacity(pipeline, scatters, stage, first, last, left_s, price)) if price > 0 else need
 
 
 @kernel
 def stage_capacity(
-    pipeline: Pipeline, scatters: int, stage: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
+    pipeline: Pipeline,
+    scatters: int,
+    stage: int,
+    first: int,
+    last: int,
+    begins_s: float,
+    tail_s: float,
+    time_s: float,
+    price: float,
 ) -> float:
     """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
 
     Its workers have `time_s` less the time until the first micro-batch arrives and less the longer of what follows the
-    last one: reduction (the wider the tier, the longer), or backward through the stages before.
+    last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
+    `placed_capacity`.
     """
     tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
     best = np.inf
@@ -177,14 +210,16 @@ def stage_capacity(
         if at_best > room or reduced_s == np.inf:
             continue
         left_s = time_s - begins_s - reduced_s
-        best = min(best, placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room))
-        if best <= at_best:
-            break
+        best = min(best, placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price))
+        if reduced_s <= tail_s:
+            break  # no tier is better
     return best
 
 
 @kernel
-def stage_need(pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float) -> float:
+def stage_need(
+    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float
+) -> float:
     """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
     layers need no less than that."""
     before = max(stage - 1, 0)
@@ -197,14 +232,19 @@ def stage_need(pipeline: Pipeline, stage: int, first: int, last: int, limit: flo
     for scatters in range(2):
         if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
             possible = True
-            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s)
+            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price)
             least = min(least, need)
     return least if possible else -1.0
 
 
 @general
-def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool) -> float:
+def least_capacity(
+    pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool, weight: float
+) -> float:
     """Least compute, over all ways to cut the layers into stages, of a pipeline that ends in time.
+
+    No micro-batch takes longer than that to pass all workers, so the mean does not: with a weight, that part of the
+    limit times (the mean over the time) is added to the compute, and to the limit.
 
     Parameters
     ----------
@@ -219,6 +259,8 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
         inf if there is none up to the limit.
     """
     layers = pipeline.forward_s.shape[0] - 1
+    price = weight * limit / time_s
+    limit *= 1 + weight
     room = limit * (1 + 1e-9)
     used, needs = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
     used[0] = 0.0
@@ -232,14 +274,14 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
             first = min(s, 1)
             needs[:] = -1.0
             for count in range(1, layers + 1 - first):
-                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s)
+                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price)
                 if needs[count] < 0:
                     break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
             for b in range(a + 1, layers + 1):
-                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s)
+                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price)
                 if need < 0:
                     break
                 if used[a] + need < after[b]:
