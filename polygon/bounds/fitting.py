@@ -95,7 +95,7 @@ def fitting_s(
 
     Returns
     -------
-    ndarray, shape (1 or one for each of `held`, shardings, classes, rows, layers + 1)
+    ndarray, shape (shardings, rows, layers + 1, classes, 1 or one for each of `held`)
         inf where nothing fits.
     """
     layers = tables.problem.model.layers
@@ -114,7 +114,7 @@ def fitting_s(
                     for sharding in where:
                         least = least_s[level, sharding, c]
                         np.minimum(least, found, out=least)
-    return least_s
+    return np.ascontiguousarray(np.moveaxis(least_s, (0, 2), (4, 3)))
 
 
 def _ways(

@@ -24,7 +24,7 @@ from polygon.cost.tables import running_sum
 
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
-GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
@@ -81,6 +81,8 @@ class PipelineBound:
                 np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
                 for name in ("exposed_s", "near_s")
             )
+            # Tiers last: the program looks at all of them for the same layers.
+            far, near = (np.ascontiguousarray(np.moveaxis(of, 1, 3)) for of in (far, near))
             return far, near, across
 
         tier_s, self.near_s, across = exposed(0, 0.0)
@@ -89,7 +91,7 @@ class PipelineBound:
         self.local_tier_s = tier_s.copy()
         for i, tiers in enumerate(across):
             for t, tier in enumerate(tiers, self.inside):
-                self.local_tier_s[i, t] = np.minimum(tier_s[i, t], tier.whole_s / traffic.local_steps)
+                self.local_tier_s[i, ..., t] = np.minimum(tier_s[i, ..., t], tier.whole_s / traffic.local_steps)
         self.most_stages_inside = traffic.second_largest
         one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
         self.meeting_s = min(
@@ -199,11 +201,11 @@ class PipelineBound:
         """
         first_s, tier_s = float(sets.first_s.max()), self.pipeline.tier_s.copy()
         if first_s == 0:
-            tier_s[:, self.inside :, 0] = np.inf
+            tier_s[:, 0, :, self.inside :] = np.inf
         else:
             tier_s = np.maximum(tier_s - first_s, 0.0)
-            tier_s[:, : self.inside, 0] = np.inf
-            tier_s[:, self.inside :, 0] = self.near_s[:, self.inside :, 0]
+            tier_s[:, 0, :, : self.inside] = np.inf
+            tier_s[:, 0, :, self.inside :] = self.near_s[:, 0, :, self.inside :]
         return self._waiting_s(sets, known_s, self.pipeline._replace(tier_s=tier_s))
 
     def _waiting_s(
@@ -239,7 +241,7 @@ class PipelineBound:
     def single_s(self, led: LedSets, known_s: float) -> float:
         """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""
         tier_s = self.pipeline.tier_s.copy()
-        tier_s[:, self.inside :] = 0.0
+        tier_s[..., self.inside :] = 0.0
         pipeline = self.pipeline._replace(tier_s=tier_s)
         least = partial(self.least_s, most_stages=1, further=False)
         least_s = least(constant(float(led.capacity.max(initial=0.0))), known_s, only=pipeline)
@@ -264,6 +266,9 @@ class PipelineBound:
         for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= blocks), MANY_NODES)):
             pipeline = self._groups(fewest)
             for some in sets.bins():
+                computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
+                if float(computing_s.min()) >= known_s:
+                    continue
                 tier_s = np.maximum(pipeline.tier_s - float(some.first_s.max()), 0.0)
                 known_s = self._waiting_s(
                     some,
@@ -278,12 +283,12 @@ class PipelineBound:
     def _groups(self, fewest: int) -> Pipeline:
         """The longest run of alike layers in so many groups or more."""
         run = self.size.run
-        inside = (..., slice(run.start, run.start + 2), slice(run.start, run.stop + 1))
+        inside = (slice(None), slice(run.start, run.start + 2), slice(run.start, run.stop + 1))
         group = np.arange(run.stop - run.start)
         groups = np.maximum(fewest, group + 1)
         levels = np.searchsorted(HELD, np.minimum(groups, 1.5 * groups - 0.5 - group), side="right")
         nothing = np.zeros(run.stop - run.start + 1)
-        class_s = self.size.held_s[: levels.max()]
+        class_s = np.ascontiguousarray(self.size.held_s[..., : levels.max()])
         return self.pipeline._replace(
             forward_s=nothing,
             backward_s=nothing,

@@ -93,7 +93,7 @@ class SizeWork:
         found_s = fitting_s(
             self.tables, self.kinds, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2)
         )
-        return np.ascontiguousarray(found_s[..., first : self.run.stop + 1])
+        return np.ascontiguousarray(found_s[:, :, first : self.run.stop + 1])
 
     @property
     def least_s(self) -> float:

@@ -26,7 +26,7 @@ class Pipeline(NamedTuple):
     backward_s: np.ndarray
     """(n + 1,) running sums over the layers of the least seconds per micro-batch on any worker."""
     class_s: np.ndarray
-    """(levels, 3, c, n, n + 1) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
+    """(3, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
     """
     held: np.ndarray
     """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
@@ -44,7 +44,7 @@ class Pipeline(NamedTuple):
     """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
     the last level."""
     tier_s: np.ndarray
-    """(2, j, n, n + 1) least exposed seconds of reducing layers [a, b)."""
+    """(2, n, n + 1, j) least exposed seconds of reducing layers [a, b)."""
     tier_capacity: np.ndarray
     """(2, j) most compute that workers so placed have together."""
     tier_free: np.ndarray
@@ -65,9 +65,10 @@ class Pipeline(NamedTuple):
 
 def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
     """`Pipeline.best`; inf where no class fits."""
-    product = class_s[-1] * class_capacity[:, None, None]
-    which = product.argmin(axis=1)[:, None]
-    return np.stack([np.take_along_axis(values, which, axis=1)[:, 0] for values in (product, class_s[-1])])
+    last = class_s[..., -1]
+    product = last * class_capacity
+    which = product.argmin(axis=-1)[..., None]
+    return np.stack([np.take_along_axis(values, which, axis=-1)[..., 0] for values in (product, last)])
 
 
 @kernel
@@ -79,7 +80,7 @@ def most_done(pipeline: Pipeline, sharding: int, c: int, stage: int, first: int,
     """
     levels, most = pipeline.levels[min(stage, len(pipeline.levels) - 1)], 0.0
     for level in range(levels):
-        done = left_s * (1 + 1e-9) / pipeline.class_s[level, sharding, c, first, last]
+        done = left_s * (1 + 1e-9) / pipeline.class_s[sharding, first, last, c, level]
         if done < 1:
             break  # with more in flight a micro-batch takes no less
         if level + 1 < levels:
@@ -124,7 +125,7 @@ def passing_capacity(
     for c in range(len(pipeline.class_capacity)):
         done = most_done(pipeline, sharding, c, stage, first, last, left_s)
         if done > 0:
-            own_s = pipeline.class_s[0, sharding, c, first, last]
+            own_s = pipeline.class_s[sharding, first, last, c, 0]
             each = min(each, pipeline.class_capacity[c] / done * pipeline.micro_batches + price * own_s)
     return each
 
@@ -204,15 +205,20 @@ def stage_capacity(
     tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
     best = np.inf
     at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
-    for j in range(pipeline.tier_s.shape[1]):
-        room = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
-        reduced_s = max(tail_s, pipeline.tier_s[scatters, j, first, last] + tied_s)
+    found_s, found_free = np.inf, 0.0
+    for j in range(pipeline.tier_s.shape[3]):
+        room, free = pipeline.tier_capacity[scatters, j] * (1 + 1e-9), pipeline.tier_free[j]
+        reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j] + tied_s)
         if at_best > room or reduced_s == np.inf:
             continue
+        if reduced_s >= found_s and (not scatters or free <= found_free):
+            continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
-        best = min(best, placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price))
-        if reduced_s <= tail_s:
-            break  # no tier is better
+        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price)
+        if need < best:
+            best, found_s, found_free = need, reduced_s, free
+        if best <= at_best:
+            break
     return best
 
 
