@@ -4,11 +4,12 @@
     python benchmarks/mutants.py polygon/planning/routing.py --count 20
 
 A mutant differs from the source in one operator, comparison, number, truth value, condition or name (min for max), or
-lacks one term. Places are drawn from all of the given files, so the same seed and sources give the same mutants. Each
-is tried in a copy of the tree: tests that import the module first, then (without `--own`) the others of the folder that
-mirrors it, up to the first that fails. Results are kept, a JSON line each: who starts again with the same output goes
-on where it ended, and with `--again` what survived is tried once more. A mutant that means the same as the source
-cannot be killed.
+lacks one term. Places are drawn from all of the given files by a hash of the seed and their line: who changes a line
+changes what is drawn there, and nothing else. Each is tried in a copy of the tree: tests that import the module first
+(or one that does), then (without `--own`) the others of the folder that mirrors it, up to the first that fails, which
+must pass without the mutant. Results are kept, a JSON line each: who starts again with the same output goes on where
+it ended, and with `--again` what survived is tried once more. With `--limit-s` a mutant that no test has failed within
+so many seconds counts as one that survived. One that means the same as the source cannot be killed.
 
 mutmut and cosmic-ray were looked at. mutmut calls every mutant through a function that reads the environment, which
 numba cannot compile, and leaves constants of modules alone; cosmic-ray takes every place (no draw), runs one test
@@ -41,8 +42,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).parents[1]
 DEFAULT = ("polygon/cost", "polygon/planning", "comm/polygon_comm", "runners/engine")
 TESTS = {"polygon_comm": "comm", "engine": "runners", "lab_net": "lab", "probe_net": "lab"}
@@ -59,8 +58,8 @@ COMPARISONS = {
 }  # fmt: skip
 NAMES = {"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil"}
 NAMES |= {second: first for first, second in NAMES.items()}
-SETTLE_S, TIMES = 60.0, 3.0
-"""A mutant may take the seconds that its tests take without it, so many times, and some more: then it hangs."""
+TEST_S = 240
+"""A mutant hangs where one test takes longer; without a mutant none takes half of it."""
 
 
 @functools.cache
@@ -78,6 +77,8 @@ class Mutant:
     start: int
     end: int
     text: str
+    times: int = 0
+    """How many places of the same words stand before it in the file."""
 
     def source(self) -> bytes:
         """The file with the fault in it."""
@@ -99,10 +100,17 @@ class Mutant:
         changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
         return "\n".join([f"{self.path}:{first} ({self.kind})", *changed])
 
+    def place(self) -> str:
+        """A name that stays as long as the line does, its comment and indentation apart."""
+        source = original(self.path)
+        begin = source.rfind(b"\n", 0, self.start) + 1
+        line = source[begin : source.find(b"\n", self.start)].decode()
+        column = self.start - begin - len(line) + len(line.lstrip())
+        return f"{self.path}:{line.strip().partition('  #')[0]}:{column}:{self.end - self.start}:{self.times}"
+
     def key(self) -> str:
-        """A name that stays as long as the file does."""
-        digest = hashlib.sha256(original(self.path)).hexdigest()[:10]
-        return f"{self.path}:{digest}:{self.start}:{self.end}:{self.text}"
+        """The place, and what stands there."""
+        return f"{self.place()}:{self.text}"
 
 
 class Places(ast.NodeVisitor):
@@ -236,9 +244,13 @@ class Places(ast.NodeVisitor):
 def mutants_of(path: str) -> list[Mutant]:
     """Every mutant of a file."""
     source = original(path)
-    places = Places(path, source)
+    places, seen = Places(path, source), Counter[str]()
     places.visit(ast.parse(source))
-    return places.found
+    found = list[Mutant]()
+    for mutant in places.found:
+        found.append(dataclasses.replace(mutant, times=seen[mutant.key()]))
+        seen[mutant.key()] += 1
+    return found
 
 
 def files_of(paths: Iterable[str]) -> list[str]:
@@ -255,14 +267,13 @@ def files_of(paths: Iterable[str]) -> list[str]:
 
 def drawn(paths: Iterable[str], count: int, seed: int) -> list[Mutant]:
     """So many places of the files, each with one of its mutants, in the order of the draw."""
-    places: dict[tuple[str, int, int], list[Mutant]] = {}
+    places: dict[str, list[Mutant]] = {}
     for path in files_of(paths):
         for mutant in mutants_of(path):
-            places.setdefault((path, mutant.start, mutant.end), []).append(mutant)
-    rng = np.random.default_rng(seed)
-    groups = list(places.values())
-    order = (groups[place] for place in rng.permutation(len(groups)))
-    chosen = (group[int(rng.integers(len(group)))] for group in order)
+            places.setdefault(mutant.place(), []).append(mutant)
+    numbers = {place: int(hashlib.sha256(f"{seed}:{place}".encode()).hexdigest(), 16) for place in places}
+    order = (places[place] for place in sorted(places, key=lambda place: numbers[place]))
+    chosen = (group[numbers[group[0].place()] % len(group)] for group in order)
     return list(itertools.islice((mutant for mutant in chosen if mutant.is_program()), count))
 
 
@@ -276,11 +287,22 @@ def test_folder(path: str) -> Path:
     raise SystemExit(f"mutants: {path}: found no folder of tests, expected tests/{names[-1]}")
 
 
+def imports(file: Path, path: str) -> int:
+    """How many times a file names a module."""
+    stem, package = Path(path).stem, Path(path).parent.name
+    return len(re.findall(rf"\b{package}(?:\.{stem}\b| import [^\n]*\b{stem}\b)", file.read_text("utf-8")))
+
+
 def tests_of(path: str, *, own: bool) -> list[str]:
-    """The folder's tests: that called as the module, those that import it, the others unless own ones alone."""
-    stem, package, folder = Path(path).stem, Path(path).parent.name, ROOT / test_folder(path)
-    word = re.compile(rf"\b{package}(?:\.{stem}\b| import [^\n]*\b{stem}\b)")
-    named = {file: len(word.findall(file.read_text("utf-8"))) for file in folder.glob("test_*.py")}
+    """The folder's tests: that called as the module, those that import it, the others unless own ones alone.
+
+    Where none imports it, those that import a module beside it that does.
+    """
+    stem, folder = Path(path).stem, ROOT / test_folder(path)
+    named = {file: imports(file, path) for file in folder.glob("test_*.py")}
+    if not any(named.values()):
+        users = [str(file) for file in (ROOT / path).parent.glob("*.py") if imports(file, path)]
+        named = {file: sum(imports(file, user) for user in users) for file in named}
     ranked = sorted(named, key=lambda file: (file.stem != f"test_{stem}", -named[file], file.name))
     if own and any(named.values()):
         ranked = [file for file in ranked if named[file]]
@@ -293,6 +315,7 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._written = 0
+        self._sound = set[str]()
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0"):
             if name and (ROOT / name).is_file():
@@ -305,34 +328,43 @@ class Copy:
         (self.folder / path).write_bytes(source)
         os.utime(self.folder / path, (self._written, self._written))
 
-    def run(self, tests: list[str], limit_s: float) -> tuple[str, str]:
-        """`survived`, `killed` or `hung`, and the test that failed."""
+    def run(self, tests: list[str], limit_s: float | None = None) -> tuple[str, str]:
+        """`survived`, `killed` or `hung`, and the test that failed, or that there was no time for all."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+        limit = ["-o", f"faulthandler_timeout={TEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
         # An installed polygon is another tree: ranks and commands started by tests must take the copy's modules, too.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.folder), str(self.folder / "comm")])}
         process = subprocess.Popen(
-            [*command, "--hypothesis-profile=unshrunk", *tests], cwd=self.folder, text=True, start_new_session=True,
-            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*command, *limit, "--hypothesis-profile=unshrunk", *tests], cwd=self.folder, text=True,
+            start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             talk, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return "hung", f"after {limit_s:.0f} s"
+            return "survived", f"{limit_s:.0f} s of tests"
         finally:
             if process.poll() is None or process.returncode:
                 _end_group(process)
         if process.returncode == 0:
             return "survived", ""
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", talk, re.MULTILINE)
-        return "killed", failed[1] if failed else talk.strip().rpartition("\n")[2]
+        if failed:
+            return "killed", failed[1]
+        return "hung" if "Timeout (" in talk else "killed", talk.strip().rpartition("\n")[2]
 
-    def try_(self, mutant: Mutant, limit_s: float, *, own: bool) -> tuple[str, str]:
-        """What the tests say to a mutant."""
+    def try_(self, mutant: Mutant, *, own: bool, limit_s: float | None) -> tuple[str, str]:
+        """What the tests say to a mutant; a test that fails without it says nothing."""
         self._write(mutant.path, mutant.source())
         try:
-            return self.run(tests_of(mutant.path, own=own), limit_s)
+            outcome, failed = self.run(tests_of(mutant.path, own=own), limit_s)
         finally:
             self._write(mutant.path, original(mutant.path))
+        if "::" in failed and failed not in self._sound:
+            if self.run([failed.partition("[")[0]])[0] != "survived":
+                raise SystemExit(f"mutants: {failed}: found that it fails without any mutant")
+            self._sound.add(failed)
+        return outcome, failed
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
@@ -344,37 +376,19 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def limits_s(copy: Copy, mutants: Iterable[Mutant], *, own: bool) -> dict[str, float]:
-    """Seconds that a mutant may take, by its file: the tests pass without any, or nothing can be said."""
-    limits, seconds = {}, dict[tuple[str, ...], float]()
-    for path in sorted({mutant.path for mutant in mutants}):
-        tests = tuple(tests_of(path, own=own))
-        together = tuple(sorted(tests))
-        if together not in seconds:
-            start_s = time.monotonic()
-            outcome, failed = copy.run(list(tests), 3600.0)
-            if outcome != "survived":
-                raise SystemExit(f"mutants: {path}: found failing tests without any mutant: {failed}")
-            seconds[together] = time.monotonic() - start_s
-            print(f"{path}: {seconds[together]:.0f} s without a mutant", file=sys.stderr, flush=True)
-        limits[path] = SETTLE_S + TIMES * seconds[together]
-    return limits
-
-
-def tried(mutants: list[Mutant], jobs: int, output: Path, *, own: bool) -> Iterator[dict[str, Any]]:
+def tried(
+    mutants: list[Mutant], jobs: int, output: Path, *, own: bool, limit_s: float | None
+) -> Iterator[dict[str, Any]]:
     """Results as they come; each is in the output before the next one is begun."""
     with tempfile.TemporaryDirectory(prefix="polygon-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: queue.Queue[Copy] = queue.Queue()
         for job in range(jobs):
             copies.put(Copy(Path(folder, str(job))))
-        first = copies.get()
-        limits = limits_s(first, mutants, own=own)
-        copies.put(first)
 
         def result(mutant: Mutant) -> dict[str, Any]:
             copy, start_s = copies.get(), time.monotonic()
             try:
-                outcome, failed = copy.try_(mutant, limits[mutant.path], own=own)
+                outcome, failed = copy.try_(mutant, own=own, limit_s=limit_s)
             finally:
                 copies.put(copy)
             seconds = round(time.monotonic() - start_s, 1)
@@ -399,6 +413,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--own", action="store_true", help="only tests that import the module, not all of its folder")
+    parser.add_argument("--limit-s", type=float, help="most seconds for a mutant's tests (default: all of them)")
     parser.add_argument("--again", action="store_true", help="try those again that survived")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "out" / "mutants.jsonl")
     args = parser.parse_args()
@@ -410,7 +425,7 @@ def main() -> int:
     known = {row["key"]: row for row in before if not (args.again and row["outcome"] == "survived")}
     left = [mutant for mutant in mutants if mutant.key() not in known]
     rows = [known[mutant.key()] for mutant in mutants if mutant.key() in known]
-    for row in tried(left, args.jobs, args.output, own=args.own) if left else ():
+    for row in tried(left, args.jobs, args.output, own=args.own, limit_s=args.limit_s) if left else ():
         rows.append(row)
         print(f"{len(rows):4}  {row['outcome']:9}{row['seconds']:6.0f} s  {row['by']}\n{row['diff']}\n", flush=True)
     survived = [row for row in rows if row["outcome"] == "survived"]

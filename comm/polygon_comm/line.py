@@ -114,8 +114,11 @@ class SumLine:
         self._added.append(ended)
         self._begin.submit(self._start, begin, n_bytes, self._sums, end, ended)
 
-    def exchange(self, begin: Callable[[], Pending], n_bytes: int = 0) -> Callable[[], None]:
-        """Begin a sum that those added later may overtake; the call of the result ends it, in the caller's thread."""
+    def exchange(self, begin: Callable[[], Pending]) -> Callable[[], None]:
+        """Begin a sum that those added later may overtake; the call of the result ends it, in the caller's thread.
+
+        Its bytes take no room from theirs: it may be under way for steps.
+        """
         arrived: Future[Pending] = Future()
 
         def end(pending: Pending) -> None:
@@ -128,7 +131,7 @@ class SumLine:
             pending()
             self._finish()
 
-        self._begin.submit(self._start, begin, n_bytes, self._exchanges, end, arrived)
+        self._begin.submit(self._start, begin, 0, self._exchanges, end, arrived)
         return take
 
     def _start(

@@ -104,7 +104,7 @@ class Pacer:
 
 
 class ShapedReceipt(dist._Work):
-    """A receive that is complete when its bytes are there and its time has come."""
+    """A receive that is complete when its bytes are there and its time has come: the latest of its tensors' stamps."""
 
     def __init__(self, works: list, stamp: torch.Tensor, clock: Clock, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class ShapedReceipt(dist._Work):
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         self._works = []
-        self._clock.wait_until(float(self._stamp))
+        self._clock.wait_until(float(self._stamp.max()))
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works) and self._clock.now_s() >= float(self._stamp)
+        return all(work.is_completed() for work in self._works) and self._clock.now_s() >= float(self._stamp.max())
 
 
 class ShapedSending(dist._Work):
@@ -213,7 +213,7 @@ class ShapedGroup(dist.ProcessGroup):
         for place, tensor in enumerate(tensors):
             works.append(self._group.recv([stamp[place : place + 1]], peer, tag + STAMP_TAG))
             works.append(self._group.recv([tensor], peer, tag))
-        return ShapedReceipt(works, stamp.max() if len(tensors) > 1 else stamp, self.clock, list(tensors))
+        return ShapedReceipt(works, stamp, self.clock, list(tensors))
 
     def _collective(self, body: Callable[[int], None], result: Any) -> _Done:
         """Do something with messages in the group's thread, collectives one after the other."""

@@ -63,7 +63,9 @@ def _fit(
     def of(x: np.ndarray) -> np.ndarray:
         return residuals(dict(zip(names, np.exp(x), strict=True)))
 
+    # An outlier (another program on the device, a clock that fell) counts linearly from an error of a tenth on.
     found = least_squares(of, np.minimum(x0, high - 1e-3), bounds=(low, high), loss="soft_l1", f_scale=0.1)
+    # A row that alone decides a coefficient has leverage 1, and no error of its own could be told.
     projector = found.jac @ np.linalg.pinv(found.jac)
     leverage = np.clip(np.diag(projector), 0.0, 0.9)
     return _Fit(values=dict(zip(names, np.exp(found.x).tolist(), strict=True)), left_out=of(found.x) / (1 - leverage))
@@ -85,6 +87,7 @@ def _products(chip: Silicon, bench: DeviceBench, precision: str) -> _Fit:
     streams = [row for row in bench.streams if row.precision == precision]
     measured = [row.seconds for row in products] + [row.seconds for row in streams]
     rates = [2.0 * row.rows * row.columns * row.inner / row.seconds for row in products]
+    # The fastest product is nearest to the peak; what the others lack the formula explains by tiles and traffic.
     start = {
         "gemm": max(rates) / chip.peak_flops,
         "operands": chip.efficiency.memory,
@@ -115,6 +118,7 @@ def _attention(chip: Silicon, bench: DeviceBench, precision: str) -> _Fit | None
     if not rows:
         return None
     lengths = sorted({row.seq_len for row in rows})
+    # Times are inverse to the shares: the row that the catalogue's share misses most says where the best may be.
     faster_f = max(_attention_s(chip, row)[0] / row.forward_s for row in rows)
     faster_b = max(_attention_s(chip, row)[1] / row.backward_s for row in rows)
     start = {
@@ -147,6 +151,7 @@ def _attention_s(chip: Silicon, row: AttentionRow) -> tuple[float, float]:
         head_dim=row.head_dim,
         value_dim=row.head_dim,
     )
+    # The backward launches a second kernel: output times its gradient, row by row.
     return forward_s + chip.efficiency.launch_s, backward_s + 2 * chip.efficiency.launch_s
 
 
@@ -289,6 +294,7 @@ def _node_group(group: NodeGroup, benches: Mapping[str, DeviceBench], cluster: C
         fabric = fabric_of(cluster.catalogue[group.device], row.members, link)
         return intra_node_all_reduce_s(row.n_bytes, row.members, link, fabric=fabric) - row.seconds
 
+    # Seconds fall with the rate: where both ends err alike, no rate of links explains them, and the data sheet stays.
     low, high = (math.log(rate) for rate in RATES)
     if over(low) * over(high) >= 0:
         return group

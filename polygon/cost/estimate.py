@@ -324,12 +324,13 @@ def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: floa
     n = len(names)
     place, messages = times.place, times.messages
     moved, reduced = traffic_bytes(problem, plan, times)
-    workers = len(place.stage)
-    # A sender's messages to one region share its connection there: a link is said to be as busy as its busiest sender.
-    channel = (messages.sender * n + place.region[messages.receiver]).ravel()
-    busy = np.bincount(channel, weights=messages.busy_s.ravel(), minlength=workers * n).reshape(workers, n)
+    # What messages pass (a node pair, a card, a capacity) is busy with all that pass it; a link of two regions as much
+    # as the busiest thing that one of its messages passes.
+    passes = messages.link >= 0
+    used_s = np.bincount(messages.link[passes], weights=messages.hold_s[passes], minlength=messages.links)
     busiest = np.zeros((n, n))
-    np.maximum.at(busiest, place.region, busy)
+    held_s = np.where(passes, used_s[messages.link], 0.0).max(axis=-1, initial=0.0)
+    np.maximum.at(busiest, (place.region[messages.sender], place.region[messages.receiver]), held_s)
     moved_list, reduced_list, busy_list = moved.tolist(), reduced.tolist(), (busiest / step_s).tolist()
     return tuple(
         LinkEstimate(

@@ -36,6 +36,7 @@ def reduction_spans_s(
     groups = stages // chunks
     spans = np.empty((2, stages))
     for group in range(groups):
+        # A sum begins when the last of its members has a gradient to add: the stage's slowest worker counts.
         first = offset[group]
         after = offset[group + 1] if group + 1 < stages else workers
         last = first
@@ -46,7 +47,7 @@ def reduction_spans_s(
         for s in range(group, stages, groups):
             count += layers[s]
             whole += whole_s[s]
-            latency = max(latency, latency_s[s])
+            latency = max(latency, latency_s[s])  # messages of one chunk wait beside those of the others
             backward += backward_s[offset[s] + last - first]
         begin, end = summed_s(ends_s[last], backward, whole, latency, count, overlap)
         for s in range(group, stages, groups):
@@ -81,9 +82,11 @@ def done_s(
     stages, workers = len(offset), len(forward_s)
     groups = stages // chunks
     summed = reduced_s.copy()
+    # One weight on two stages: neither has its gradient before both have summed and met.
     if tied_s > 0:
         both = max(summed[0], summed[stages - 1]) + tied_s
         summed[0], summed[stages - 1] = both, both
+    # Clipping scales by the norm of all gradients: nobody updates before the last stage has summed.
     if norm_s > 0:
         summed[:] = summed.max() + norm_s
     done = np.empty(workers)
@@ -153,22 +156,25 @@ def led_s(
             summed = max(end + last_s[b, a], end - window + whole_s[b, a])
             summed += overlap.contention * min(whole_s[b, a], window)
             steps[b, a] = summed + update[b] + more_s
+    # Karp: with longest[k, b] the heaviest path of k steps to b, the largest mean over cycles is the largest over b of
+    # the least over k < n of (longest[n, b] - longest[k, b]) / (n - k). All regions reach one another: any is a source.
     longest = np.full((n + 1, n), -np.inf)
     longest[0, 0] = 0.0
     for k in range(n):
         for b in range(n):
             for a in range(n):
                 longest[k + 1, b] = max(longest[k + 1, b], longest[k, a] + steps[b, a])
-    mean = busy_s
+    mean = busy_s  # no step is shorter than what the busiest link carries in it
     for b in range(n):
         least = np.inf
         for k in range(n):
             if longest[k, b] > -np.inf:
                 least = min(least, (longest[n, b] - longest[k, b]) / (n - k))
         mean = max(mean, least)
-    if not steps.max() < np.inf:
+    if not steps.max() < np.inf:  # a link is missing
         mean = np.inf
     done = np.empty(len(ends_s))
     for w in range(len(ends_s)):
+        # Had all begun together, the last gradient to arrive would end the step of its region: leading never costs.
         done[w] = min(mean, steps[of[w]].max() - update[of[w]] + update_s[w])
     return done

@@ -189,11 +189,14 @@ def _silicon(
     peak: float, peak_16: float, bytes_per_s: float, element_bytes: int, efficiency: Efficiency, vector_peak: float
 ) -> Silicon:
     eight_bit = EIGHT_BIT_GEMM if element_bytes == 1 else 1.0
+    # Where the peak of a precision is that of the vector units (fp32 without TF32), products never see matrix units.
     gemm = efficiency.vector_gemm if peak == vector_peak else efficiency.gemm * eight_bit
     packed = 2.0 if element_bytes == 2 else 1.0  # vector units do two 16-bit operations in place of one
+    # What matrix units cannot take goes to the vector units, which have a peak and a share of it of their own.
     unaligned = min(1.0, packed * vector_peak * efficiency.vector_gemm / (peak * gemm))
     return Silicon(
         peak_flops=peak,
+        # Data sheets of many devices give no count of multiprocessors; the rate of one is its architecture's.
         memory_bytes_per_s=bytes_per_s,
         multiprocessors=max(1.0, round(peak_16 / efficiency.flops_per_multiprocessor)),
         element_bytes=max(element_bytes, 2),
@@ -243,16 +246,21 @@ def gemm_s(chip: Silicon, rows: float, columns: float, inner: float) -> float:
     memory bandwidth decides), and needs no coefficient of its own. Ignores split-k and stream-k kernels.
     """
     efficiency = chip.efficiency
+    # cuBLAS chooses among tile shapes by a heuristic; that it finds the best of these is assumed.
     fill = max(_tile_fill(rows, columns, chip.multiprocessors, tile) for tile in TILES)
+    # Rows are the tokens: their number only matters to the tiles. Along the other two, operands are read in vectors.
     if inner % 8 or columns % 8:
         fill *= chip.unaligned
     math_s = 2.0 * rows * columns * inner / (chip.peak_flops * chip.gemm * fill)
     traffic = chip.operand_bytes * (rows * inner + inner * columns) + chip.element_bytes * rows * columns
+    # A bench tells how fast products read apart from element-wise kernels; without one they are taken as equal.
     operands = efficiency.memory if efficiency.operands is None else efficiency.operands
     return math_s + traffic / (chip.memory_bytes_per_s * operands) + efficiency.launch_s
 
 
 def _tile_fill(rows: float, columns: float, multiprocessors: float, tile: tuple[int, int, float]) -> float:
+    """Useful part of what is launched, times what the shape reaches at best: a part of a tile costs a whole one, and a
+    wave that does not fill the multiprocessors costs a whole wave."""
     high, wide, best = tile
     tiles = math.ceil(rows / high) * math.ceil(columns / wide)
     waves = math.ceil(tiles / multiprocessors)
@@ -304,7 +312,9 @@ def attention_s(
         "triton": (efficiency.triton_forward, efficiency.triton_backward),
     }[kernel]
     key, value = padded_head(head_dim), padded_head(value_dim)
+    # Scores (queries x keys) and their product with values: a multiplication and an addition for each of both.
     flops = tokens * keys * heads * (key + value) * 2.0
+    # Backward: over keys the scores anew and gradients of queries and keys, over values those of values and scores.
     again = (3 * key + 2 * value) / (key + value)
     return flops / (chip.peak_flops_16 * forward), again * flops / (chip.peak_flops_16 * backward)
 

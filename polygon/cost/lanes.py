@@ -300,6 +300,7 @@ class Lanes:
         self, first: Round, how: Execution, config: ParallelConfig, count: int
     ) -> tuple[float, np.ndarray, np.ndarray]:
         """Seconds of a step, and when the stages of the steps that were simulated are done and end their actions."""
+        # After some rounds every further one takes the same, so that many micro-batches cost no more than few to price.
         once = max(ROUNDS * config.pp, 16)
         once += -once % config.pp
         if count <= once + config.pp or config.schedule == "gpipe":
@@ -363,6 +364,7 @@ class Lanes:
         known = self._ends.get(key)
         if known is not None:
             return known
+        # GPipe holds all micro-batches before the first backward; 1F1B one more with every stage towards the front.
         span = 1 if config.schedule == "1f1b" else count
         of = self._order(config.stages, count, span, config.chunks)
         of.hold_s[:], of.latency_s[:] = first.sent_s[:, None], first.latency_s[:, None]
@@ -421,6 +423,7 @@ class Lanes:
         tensor_s = count * float(how.sent_s[busiest])
         compute_s = count * float(by_group[busiest]) - tensor_s
         waits_s = count * float(first.waits_s[:, busiest :: config.pp].sum())
+        # Terms of the busiest group and of the last one to be done; what neither accounts for is bubble.
         last = int(done.argmax())
         optimizer_s = float(how.update_s[last])
         data_s = float(done[last]) - float(ends[last]) - optimizer_s

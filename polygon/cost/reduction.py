@@ -73,6 +73,7 @@ def lent_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float, p
     """A ring's latencies (`ring_s`) and so many passes of a card."""
     if members <= 1:
         return 0.0
+    # Latencies of 2 (p - 1) rounds, as in any ring; only the bytes of the card are less.
     return 2 * (members - 1) * latency_s + passes * n_bytes / bytes_per_s if bytes_per_s > 0 else np.inf
 
 
@@ -136,6 +137,7 @@ def collective_s(
     if nodes > 1 and bytes_per_s <= 0:
         return np.inf
     of = links.collective[pool]
+    # Equal buckets: the last one of a runtime is smaller, which matters less than that there is one more latency.
     buckets = max(1.0, np.ceil(n_bytes / links.bucket_bytes))
     one_s = ring_kernel(
         n_bytes / buckets, members, per_node, int(of[0]), of[1], of[2], bytes_per_s, latency_s, int(of[3]), passes
@@ -227,6 +229,7 @@ def levels_s(
             latency, rate = between(a, b, pools, pair_share, links, places, parallel, room)
             if rate >= 0:
                 far_s = max(far_s, rounds * latency)
+                # A part of 1 / places goes to every place, and its sum comes back from there (or whole ones, once).
                 n = 2 * wire_bytes / places
                 across_s = max(across_s, rounds * latency + n / rate if rate > 0 else np.inf)
     return node_s, region_s, across_s, far_s

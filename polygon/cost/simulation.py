@@ -153,6 +153,8 @@ def routed_ends_s(
     channel = np.zeros(channels)
     arrived = np.zeros((micro_batches, stages))
     record = start_s.shape[0] == 2
+    # In the order of keys every action comes after all that it waits for: the forwards of micro-batch k, then those
+    # backwards that free a place for the next forward. One pass over them suffices, and nothing is sorted.
     for key in range(first.shape[0] - 1):
         if key < micro_batches:
             arrival = 0.0
@@ -164,6 +166,7 @@ def routed_ends_s(
                     start_s[0, key, s] = start
                 if s + 1 < stages:
                     c = down_channel[key, s]
+                    # Bytes hold the channel, latency does not: the next message may follow at once.
                     leaves = (end if end > channel[c] else channel[c]) + down_busy_s[key, s]
                     channel[c] = leaves
                     arrival = leaves + down_latency_s[key, s]

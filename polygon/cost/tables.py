@@ -138,6 +138,7 @@ class CostTables:
         for size in divisors(problem.batch.global_batch):
             layers = self.memory(degree, size, "full", cp, sequence_parallel=True).layers
             block = min(1, len(layers.parameters) - 1)
+            # Of larger ones no device holds a block either: sizes ascend. The first one stays in any case.
             if sizes and layers.activation_bytes[block] + layers.transient_bytes[block] > most_bytes:
                 break
             sizes.append(size)
@@ -181,12 +182,15 @@ class CostTables:
         then nothing `accumulates`.
         """
         runtime = self.problem.runtime
+        # Fused, the product that makes a gradient adds it to the sum: no pass over the parameters of its own.
         accumulates = accumulates and not runtime.fused_accumulation
         key = (pool, tp, micro_batch_size, recompute, cp, ep, sequence_parallel, accumulates)
         known = self._times.get(key)
         if known is None:
             place = self.problem.cluster.pools[pool]
             whole = runtime.whole_experts(self.problem.model.experts, tp=tp, ep=ep, sequence_parallel=sequence_parallel)
+            # Whole experts are dealt out to all devices of the tensor-parallel groups, which then all exchange tokens;
+            # cut ones to the groups, of which each device exchanges with its like: one in tp of a node.
             spread, per_node = (ep * tp, place.devices_per_node) if whole else (ep, place.devices_per_node // tp)
             layer = layer_times(
                 self.problem.model,
@@ -240,7 +244,7 @@ class CostTables:
         device = self.problem.cluster.pools[pool].device
         factor = self.calibration.update.get(device.name, 1.0)
         profile = self._profile_of.get(device.name)
-        measured = profile.update_rate_s(device.name) if profile else None
+        measured = profile.update_rate_s(device.name) if profile else None  # seconds per parameter
         if measured is not None:
             return factor * parameters_held * measured
         fused = self.problem.runtime.fused
@@ -264,6 +268,7 @@ class CostTables:
         known = self._memory.get(key)
         if known is None:
             model, batch = self.problem.model, self.problem.batch
+            # What layers keep does not depend on who keeps it: a profile of any device will do.
             measured = (p.memory(model, batch, tp, micro_batch_size, recompute) for p in self._profiles)
             layers = next((layers for layers in measured if layers is not None), None) or self._layer_memory(*key)
             known = self._memory[key] = ClassMemory(

@@ -136,6 +136,7 @@ def zero_sums_s(
         return whole_s, owners * collective_s(weight / owners, shards, near, p, latency_s, rate, 1, links)
     scattered = zero == 3 or (zero == 2 and runtime.zero2_by_micro_batch)
     sum_s = 0.0 if scattered else collective_s(gradient, shards, near, p, latency_s, rate, 1, links)
+    # What a group has summed in parts, the groups that hold copies sum part by part: those of a node inside it first.
     copies = group.members // shards
     apart = max(1, group.per_node // shards)
     sum_s += collective_s(gradient / shards, copies, min(apart, copies), p, latency_s, rate, 2, links)

@@ -443,7 +443,8 @@ class Explainer:
                 seen.add(self.structure(plan))
                 candidates.append((bill.step_s, len(candidates), self._described(plan)))
         for other in others:
-            if other.plan is not None and other.bill is not None:
+            if other.plan is not None:
+                assert other.bill is not None
                 candidates.append((other.bill.step_s, len(candidates), self._described(other.plan)))
         best: dict[object, Alternative] = {}
         for _, _, alternative in sorted(candidates, key=lambda entry: entry[:2]):

@@ -133,9 +133,7 @@ def polished_outcome(decoder: Decoder, outcome: Outcome) -> Outcome:
     """The outcome with its plan polished a little, as that of a search is."""
     if outcome.plan is None:
         return outcome
-    plan = polished(
-        outcome.plan, decoder.tables, decoder.plan_value, evaluations=POLISH_EVALUATIONS, expired=lambda: False
-    )
+    plan = polished(outcome.plan, decoder.tables, decoder.plan_value, evaluations=POLISH_EVALUATIONS)
     return replace(outcome, plan=plan, bill=decoder.bill(plan))
 
 

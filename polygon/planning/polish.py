@@ -37,7 +37,12 @@ Changed = Callable[[Stage], Stage | None]
 
 
 def polished(
-    plan: Plan, tables: CostTables, value_of: Callable[[Plan], float], *, evaluations: int, expired: Callable[[], bool]
+    plan: Plan,
+    tables: CostTables,
+    value_of: Callable[[Plan], float],
+    *,
+    evaluations: int,
+    expired: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The plan after small changes, each of which lowers `value_of` by more than `GAIN`.
 
@@ -47,8 +52,8 @@ def polished(
         What is minimised, exactly.
     evaluations : int
         Plans that are priced at most.
-    expired : callable
-        Whether time is up.
+    expired : callable, optional
+        Whether time is up; without it, evaluations alone are counted.
     """
     best, value = plan, value_of(plan)
     hurdle_s = HURDLE * step_times(plan, tables).step_s

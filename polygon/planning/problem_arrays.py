@@ -23,6 +23,10 @@ RECOMPUTED, ZERO, BLOCKS = 0, 1, 2
 """Rows of the memory options of stages: recomputation (its place in `RECOMPUTE`), ZeRO, and blocks recomputed."""
 
 
+Classes = tuple[tuple[int, int], ...]
+"""Pool and tensor-parallel degree of each class of workers."""
+
+
 class Setting(NamedTuple):
     """How the workers of an allocation work, whatever their stage."""
 
@@ -114,7 +118,7 @@ def splits_sequence(problem: Problem, tp: int, cp: int = 1) -> bool:
     return tp > 1 and problem.batch.seq_len % (tp * cp) == 0
 
 
-def worker_classes(tables: CostTables, limit: int | None = None) -> tuple[tuple[int, int], ...]:
+def worker_classes(tables: CostTables, limit: int | None = None) -> Classes:
     """Every (pool, tensor-parallel degree) that a plan may use: allowed ones, degrees up to `limit`."""
     problem = tables.problem
     classes = []
@@ -127,7 +131,7 @@ def worker_classes(tables: CostTables, limit: int | None = None) -> tuple[tuple[
     return tuple(classes)
 
 
-def _kinds(tables: CostTables, classes: tuple[tuple[int, int], ...]) -> np.ndarray:
+def _kinds(tables: CostTables, classes: Classes) -> np.ndarray:
     pools = tables.problem.cluster.pools
     first: dict[object, int] = {}
     kinds = []
@@ -175,7 +179,58 @@ def _wires(tables: CostTables, micro_batch_size: int, may: Allowed) -> tuple[np.
     return wire, packing_s
 
 
-def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting: Setting, may: Allowed) -> Bank:
+def _ways(problem: Problem, classes: Classes, setting: Setting) -> list[tuple[int, int, bool]]:
+    """How each class cuts sequences and spreads experts, and whether its devices split tokens between products too."""
+    _, cp, ep = setting
+    return [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
+
+
+def _layer_seconds(tables: CostTables, classes: Classes, setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Running sums over layers: forward and backward by class and `RECOMPUTE`, and by class the part of a plain
+    backward that adds gradients up."""
+    size = setting.micro_batch_size
+    forward, backward, adding = [], [], []
+    for (p, t), way in zip(classes, _ways(tables.problem, classes, setting), strict=True):
+        row = [tables.times(p, t, size, recompute, *way) for recompute in RECOMPUTE]
+        forward.append([of.forward_s for of in row])
+        backward.append([of.backward_s for of in row])
+        adding.append(row[0].backward_s - tables.times(p, t, size, "none", *way, False).backward_s)
+    return np.array(forward), np.array(backward), np.array(adding)
+
+
+class _Gradients(NamedTuple):
+    """How gradients may be packed."""
+
+    packed_ratio: float
+    """Bytes of what is packed over bytes of what is not."""
+    ratio: np.ndarray
+    """(regions, regions) the same, where it is done; 1 elsewhere."""
+    codec_s: np.ndarray
+    """(2, classes) seconds per value to pack and to unpack it."""
+    inside: np.ndarray
+    """(regions,) whether the nodes of a region gain by it."""
+
+
+def _gradients(tables: CostTables, classes: Classes, may: Allowed) -> _Gradients:
+    """The packing that is quickest for gradients between regions, which all of them use."""
+    problem, batch = tables.problem, tables.problem.batch
+    mode = gradient_mode(tables, may.weight_gradients)
+    # Of a block's matrices: packings add to every message what its size decides (scales of rows, indices).
+    block = 4 * matrix_values(problem.model)
+    packed = packed_bytes(block, batch.gradient_bytes, mode, matrix_values(problem.model))
+    ratio = packed / (block * batch.gradient_bytes)
+    inside = pays_inside(tables, mode)
+    far = ~np.eye(len(problem.cluster.regions), dtype=bool)
+    rates = [problem.cluster.pools[p].device.memory_bytes_per_s for p, _ in classes]
+    return _Gradients(
+        packed_ratio=float(ratio),
+        ratio=np.where(far | np.diag(inside), ratio, 1.0),
+        codec_s=np.array([codec_s(1.0, batch.gradient_bytes, mode, rate, feedback=True) for rate in rates]).T.copy(),
+        inside=inside,
+    )
+
+
+def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allowed) -> Bank:
     """Collect the arrays of a problem.
 
     Parameters
@@ -188,16 +243,10 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     cluster, batch, links = problem.cluster, problem.batch, tables.links
     micro_batch_size, cp, ep = setting
     pools = [cluster.pools[p] for p, _ in classes]
-    how = [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
-    times = [
-        [tables.times(p, t, micro_batch_size, r, *options) for r in RECOMPUTE]
-        for (p, t), options in zip(classes, how, strict=True)
-    ]
-    forward = np.array([[of.forward_s for of in row] for row in times])
-    backward = np.array([[of.backward_s for of in row] for row in times])
+    forward, backward, accumulation = _layer_seconds(tables, classes, setting)
     memory = [
         [tables.memory(t, micro_batch_size, r, *options) for r in RECOMPUTE]
-        for (_, t), options in zip(classes, how, strict=True)
+        for (_, t), options in zip(classes, _ways(problem, classes, setting), strict=True)
     ]
     activations = np.array([[r.activation_bytes for r in m] for m in memory])
     rows = [m[0].layers for m in memory]
@@ -205,13 +254,8 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
     message_bytes = boundary_values(problem.model, batch, micro_batch_size) / cp * batch.element_bytes
     held_bytes, divided_bytes = state_bytes_per_parameter(tables)
     regions = len(cluster.regions)
-    far = ~np.eye(regions, dtype=bool)
     wire, packing_s = _wires(tables, micro_batch_size, may)
-    block = 4 * matrix_values(problem.model)
-    gradients = gradient_mode(tables, may.weight_gradients)
-    ratio = packed_bytes(block, batch.gradient_bytes, gradients, matrix_values(problem.model))
-    ratio /= block * batch.gradient_bytes
-    inside = pays_inside(tables, gradients)
+    gradients = _gradients(tables, classes, may)
     stands = np.zeros(regions, dtype=np.int64)
     stands[links.region] = np.arange(len(links.region))
     million = 1_000_000
@@ -227,12 +271,7 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         kind=_kinds(tables, classes),
         forward_s=forward,
         backward_s=backward,
-        accumulation_s=np.array(
-            [
-                row[0].backward_s - tables.times(p, t, micro_batch_size, "none", *options, False).backward_s
-                for (p, t), options, row in zip(classes, how, times, strict=True)
-            ]
-        ),
+        accumulation_s=accumulation,
         parameters=np.array([m[0].parameters for m in memory]),
         divided=np.array([running_sum(values) for values in divided]),
         passing_bytes=np.array(
@@ -254,12 +293,10 @@ def build_bank(tables: CostTables, classes: tuple[tuple[int, int], ...], setting
         gradient_bytes=float(batch.gradient_bytes),
         activation_wire=wire,
         activation_codec_s=packing_s,
-        gradient_ratio=np.where(far | np.diag(inside), ratio, 1.0),
-        packed_ratio=float(ratio),
-        gradient_codec_s=np.array(
-            [codec_s(1.0, batch.gradient_bytes, gradients, p.device.memory_bytes_per_s, feedback=True) for p in pools]
-        ).T.copy(),
-        packs_inside=inside,
+        gradient_ratio=gradients.ratio,
+        packed_ratio=gradients.packed_ratio,
+        gradient_codec_s=gradients.codec_s,
+        packs_inside=gradients.inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,
         links=links.arrays(problem.runtime.bucket_bytes),

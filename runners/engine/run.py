@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.transport import PeerLostError
@@ -95,19 +95,7 @@ def train(
     UnsavedError
         All was trained, but the last checkpoint could not be written; the message names the last whole one.
     """
-    code, own = code_digest(), None
-    if options.model_file is not None:
-        expected = "stream: layers of one's own get one tensor, and not where documents begin"
-        require(options.data.packing == "stream", "--packing", options.data.packing, expected)
-        problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
-        own = OwnModel(options.model_file, options.seed, problem.model.layers)
-        samples = samples or own.samples
-    if options.weights is not None:
-        code += weights_digest(options.weights)
-    if samples is None:
-        samples, validation = training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
-    if own is not None:
-        own.measure(samples, plan.micro_batch_size)
+    problem, own, samples, validation, code = _material(problem, plan, options, samples, validation)
     _check_options(problem, plan, options)
     layout = Layout(problem, plan, keeps_whole=options.lora is not None)
     if options.checkpoint_dir is not None:
@@ -139,17 +127,59 @@ def train(
             _run_steps(training, report)
             training.close()
             leave_together(store, rank, plan.world_size)
-            for failure in (training.diverged, training.unsaved):
-                if failure is not None:
-                    raise failure
+            for ended in (training.diverged, training.unsaved):
+                if ended is not None:
+                    raise ended
         except (PeerLostError, RuntimeError) as error:
-            # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
-            verdict = watch.verdict(options.dead_after_s + 1)
-            if not verdict and not isinstance(error, PeerLostError):
+            failure = _loss(error, layout, rank, watch, options.dead_after_s)
+            if failure is None:
                 raise
-            peer = f"lost {layout.describe(error.peer)}: {error}" if isinstance(error, PeerLostError) else str(error)
-            raise RunFailedError(verdict or f"{layout.describe(rank)}: {peer} ({watch.doing})") from error
+            raise failure from error
     return training.progress.step >= options.steps
+
+
+class _Material(NamedTuple):
+    """What a rank trains, and on what."""
+
+    problem: Problem
+    own: OwnModel | None
+    """Where layers are those of the user's file; the problem then has their sizes."""
+    samples: Samples
+    validation: Shuffled | None
+    code: str
+    """Digest of the program and of what files add to it: ranks of one run have the same."""
+
+
+def _material(
+    problem: Problem, plan: Plan, options: Options, samples: Samples | None, validation: Shuffled | None
+) -> _Material:
+    """The model and the samples that options name; samples that are handed in go before those of files."""
+    code, own = code_digest(), None
+    if options.model_file is not None:
+        expected = "stream: layers of one's own get one tensor, and not where documents begin"
+        require(options.data.packing == "stream", "--packing", options.data.packing, expected)
+        problem, code = own_problem(problem, plan, options.model_file), code + content_digest(options.model_file)
+        own = OwnModel(options.model_file, options.seed, problem.model.layers)
+        samples = samples or own.samples
+    if options.weights is not None:
+        code += weights_digest(options.weights)
+    if samples is None:
+        samples, validation = training_and_held_out(problem.model, problem.batch.seq_len, options.seed, options.data)
+    if own is not None:
+        own.measure(samples, plan.micro_batch_size)
+    return _Material(problem, own, samples, validation, code)
+
+
+def _loss(error: Exception, layout: Layout, rank: int, watch: Watch, dead_after_s: float) -> RunFailedError | None:
+    """Who was lost, if an error in a rank's step comes of that; None for an error of its own."""
+    # The neighbour's end is noticed first by whoever talks to it; the watch knows it a moment later.
+    verdict = watch.verdict(dead_after_s + 1)
+    if verdict:
+        return RunFailedError(verdict)
+    if isinstance(error, PeerLostError):
+        peer = layout.describe(error.peer)
+        return RunFailedError(f"{layout.describe(rank)}: lost {peer}: {error} ({watch.doing})")
+    return None
 
 
 def _check_options(problem: Problem, plan: Plan, options: Options) -> None:

@@ -98,8 +98,6 @@ class Training:
             options,
             scaled=problem.batch.precision == "fp16",
         )
-        self.alone = False
-        """Whether the regions sum the gradients of this step each for itself."""
         self.rounds = Rounds(self.buckets, self._all, plan.local_steps, options, self.worker.reducer.line)
         self.progress = SavedProgress(seed=options.seed, data=digest_of(samples))
         self.unsaved: UnsavedError | None = None
@@ -284,7 +282,7 @@ class Training:
     def _resume_region(self, step: int, states: dict[str, dict[str, Any]]) -> None:
         """Where regions train by themselves, put the optimizer state that this one had in place of another one's."""
         assert self.checkpoints is not None
-        if not self.rounds.alone(self.progress.step):
+        if not self.alone:
             return
         names = [name for bucket in self.buckets if bucket.fraction is not None for name in bucket.parameters]
         region = self.layout.region_name(self.rank)
@@ -322,6 +320,11 @@ class Training:
         self.log.write("note", text=text)
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
+    @property
+    def alone(self) -> bool:
+        """Whether the regions sum the gradients of the next step, or that under way, each for itself."""
+        return self.rounds.alone(self.progress.step)
+
     def _expect(self) -> None:
         """Let the others send early what is summed in the step."""
         if not self.alone and self.options.lookahead:
@@ -335,7 +338,6 @@ class Training:
         """
         start_s, worker, step = time.time(), self.worker, self.progress.step
         last = step + 1 == self.options.steps
-        self.alone = self.rounds.alone(step)
         for bucket in self.buckets:
             bucket.alone = self.alone
         together = last or self.rounds.meets(step, wanted=meet)
@@ -464,7 +466,7 @@ class Training:
             return
         self._note_write_errors()
         model = self.layout.problem.model
-        region, alone = self.layout.region_name(self.rank), self.rounds.alone(self.progress.step)
+        region, alone = self.layout.region_name(self.rank), self.alone
         files: dict[str, dict[str, dict[str, Any]]] = {}
         for index, bucket in enumerate(self.buckets):
             state = self.update.state(bucket, self._more(bucket))

@@ -218,7 +218,7 @@ class StageWorker:
                 if parameters:
                     buckets.append(self._bucket(prefix, parameters, "stage", [number], chunk, sums))
         if tied:
-            chunk = 0 if self._numbers[0] == 0 else len(self._numbers) - 1
+            chunk = self._numbers.index(0 if 0 in self._numbers else last)
             buckets.append(self._bucket("tied", {TIED_WEIGHT: tied[0]}, "tied", [0, last], chunk, sums))
         return buckets
 

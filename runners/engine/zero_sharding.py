@@ -236,6 +236,8 @@ class Sharding:
         dtype: torch.dtype,
     ) -> None:
         self._rank, self._buckets, self._dtype = rank, {bucket.name: bucket for bucket in buckets}, dtype
+        self._parted = {name: bucket for name, bucket in self._buckets.items() if bucket.zero == 3}
+        """Those whose weights are whole only while they are used (ZeRO-3)."""
         self._gradients, self._weights = gradients, weights
         self._sent: tuple[torch.Tensor, list[Sending]] | None = None
         self._fetching: dict[str, list[tuple[slice, Callable[[], torch.Tensor]]]] = {}
@@ -291,9 +293,8 @@ class Sharding:
 
     def _begin_weights(self, uses_by_peer: dict[int, list[Use]]) -> None:
         self._at, self._uses = 0, uses_by_peer
-        for bucket in self._buckets.values():
-            if bucket.zero == 3:
-                bucket.renew()
+        for bucket in self._parted.values():
+            bucket.renew()
         for peer in self._uses:
             if peer == self._rank:
                 continue
@@ -312,16 +313,17 @@ class Sharding:
         """Ask for the weights of a use that those of the one before do not include."""
         mine = self._uses[self._rank]
         for name in mine[at].fetched if at < len(mine) else ():
-            bucket = self._buckets.get(name)
-            if bucket is not None and bucket.zero == 3:
-                self._fetching[name] = [
-                    (
-                        bucket.split.part(owner),
-                        self._weights.post(owner, bucket.split.length(owner), bucket.whole_weights.dtype),
-                    )
-                    for owner in bucket.split.owners
-                    if owner != self._rank
-                ]
+            if name not in self._parted:
+                continue
+            bucket = self._parted[name]
+            self._fetching[name] = [
+                (
+                    bucket.split.part(owner),
+                    self._weights.post(owner, bucket.split.length(owner), bucket.whole_weights.dtype),
+                )
+                for owner in bucket.split.owners
+                if owner != self._rank
+            ]
 
     def enter(self, layer: int) -> None:
         """Have a layer's weights there, no longer those of the layer before, and the next one's on their way."""
@@ -344,7 +346,7 @@ class Sharding:
 
     def _note_passing(self) -> None:
         buckets = self._buckets.values()
-        n_bytes = sum(bucket.whole_weights.untyped_storage().nbytes() for bucket in buckets if bucket.zero == 3)
+        n_bytes = sum(bucket.whole_weights.untyped_storage().nbytes() for bucket in self._parted.values())
         n_bytes += sum(bucket.passing.nbytes for bucket in buckets if bucket.passing is not None)
         n_bytes += 0 if self._sent is None else self._sent[0].nbytes
         for name in self._fetching:

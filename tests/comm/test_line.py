@@ -107,6 +107,19 @@ def test_an_exchange_that_has_not_arrived_holds_no_other_up(line):
     second()
 
 
+def test_an_exchange_takes_no_room_from_sums(line):
+    """Those that fill it to the byte are all under way beside one that has not arrived."""
+    arrived, begun = threading.Event(), []
+    exchanged = line.exchange(lambda: Pending(lambda: arrived.wait(PATIENCE_S)))
+    for number in range(SUMS_UNDER_WAY):
+        size = BYTES_UNDER_WAY // SUMS_UNDER_WAY
+        line.add(lambda number=number: begun.append(number) or Pending(lambda: arrived.wait(PATIENCE_S)), size)
+    assert eventually(lambda: len(begun) == SUMS_UNDER_WAY)
+    arrived.set()
+    line.wait()
+    exchanged()
+
+
 def test_as_many_small_sums_may_be_under_way_as_there_are_tags_for(monkeypatch):
     """However small; and the bytes of those that have ended make room for others."""
     monkeypatch.setattr(sums, "MOST_UNDER_WAY", SUMS_UNDER_WAY + 2)

@@ -63,6 +63,14 @@ def queue(rank, clock):
     return [float(buffer[9]) for buffer in buffers]
 
 
+def two_in_one(rank, clock):
+    """One receive of two tensors, which were sent one after the other."""
+    group = dist.group.WORLD
+    tensors = [torch.full((MESSAGE,), float(i + 1) * (1 - rank)) for i in range(2)]
+    (group.recv(tensors, 0, 0) if rank else group.send(tensors, 1, 0)).wait()
+    return [float(tensor[9]) for tensor in tensors]
+
+
 def overlap(rank, clock):
     """Rank 1 computes while the message is under way."""
     if rank == 0:
@@ -125,12 +133,14 @@ def test_a_message_is_there_when_its_time_has_come():
 
 
 def test_virtual_times_are_exact():
-    """Ping-pong: 3 (20 + 10 + 20 ms and a byte). A queue of four: 20 + 40 ms. Compute of 25 ms hides in 30 ms."""
+    """Ping-pong: 3 (20 + 10 + 20 ms and a byte). A queue of four: 20 + 40 ms; of two: 20 + 20. Compute of 25 hides."""
     [(_, first), (_, second)] = run_ranks(in_group, 2, 2, True, ping_pong)
     first, second = lasted_s(first), lasted_s(second)
     assert first == pytest.approx(3 * (0.05 + 1 / 4e6), abs=1e-9) and second < first
     [_, (received, span_s)] = run_ranks(in_group, 2, 2, True, queue)
     assert received == [0.0, 1.0, 2.0, 3.0] and lasted_s(span_s) == pytest.approx(0.06, abs=1e-4)
+    [_, (received, span_s)] = run_ranks(in_group, 2, 2, True, two_in_one)
+    assert received == [1.0, 2.0] and lasted_s(span_s) == pytest.approx(0.04, abs=1e-4)
     [_, (_, span_s)] = run_ranks(in_group, 2, 2, True, overlap)
     assert lasted_s(span_s) == pytest.approx(0.03, abs=1e-4)
 

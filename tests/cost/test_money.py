@@ -106,6 +106,8 @@ def test_an_estimate_says_what_the_bill_says_with_an_interval_around_the_step(ro
     """Both ends as far from the step, by its logarithm, as the error of what it was worked out from."""
     problem, plan = routed
     found = estimate(problem, plan)
+    places = [(s, w) for s, stage in enumerate(plan.stages) for w in range(stage.width)]
+    assert [(worker.stage, worker.worker) for worker in found.workers] == places
     costs = step_bill(problem, plan, step_times(plan, CostTables(problem)))
     assert (found.cost_usd, found.energy_j) == (pytest.approx(costs.usd), pytest.approx(costs.energy_j))
     assert found.low_s < found.step_s < found.high_s

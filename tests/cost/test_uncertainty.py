@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from polygon.cost.uncertainty import Known, compute_error, errors, interval, log_half_width
+from polygon.cost.uncertainty import Known, compute_error, errors, group_of_run, interval, log_half_width
+from polygon.formats import catalogue
+from tests.small_problems import routed_problem
 
 KNOWN = Known(group="nobody's", runtime="unheard of", measured=0.2, near=0.0, far=0.0, program=0.0)
 
@@ -29,6 +31,17 @@ def test_an_unmeasured_device_errs_by_its_group():
     assert log_half_width(replace(unmeasured, near=0.25)) == pytest.approx(worst)
     both = replace(unmeasured, near=0.25, far=0.5, program=0.1, host=0.05)
     assert log_half_width(both) == pytest.approx(math.hypot(0.5 * worst, 0.06, 0.1, 0.05))
+
+
+def test_devices_err_as_the_least_known_of_their_architectures():
+    """Of A100 and RTX 4090 as the latter; one of no known architecture as others do."""
+    problem, plan = routed_problem(2)
+    device = catalogue.device
+    assert compute_error("ada") > compute_error("ampere")
+    for names, group in ((["a100-40gb"], "ampere"), (["a100-40gb", "rtx-4090"], "ada")):
+        assert group_of_run(problem.model, plan, map(device, names)) == group
+    unknown = replace(device("a100-40gb"), name="mine", architecture="")
+    assert group_of_run(problem.model, plan, [unknown]) == "other"
 
 
 def test_a_program_that_was_measured_on_the_device_is_known():

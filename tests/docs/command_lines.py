@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "instances" / "README.md", *(ROOT / "docs").rglob("*.md"))
 OURS = re.compile(
     r"(?:make|polygon|python -m (?:polygon|runners|benchmarks)[\w.]*|python (?:runners|benchmarks)/\w+\.py"
-    r"|torchrun|deepspeed (?=--))(?=\s|$).*"
+    r"|torchrun|deepspeed(?= --))(?=\s|$).*"
 )
 PLACEHOLDERS = {"N": "2", "i": "0"}
 """Numbers for those that stand where numbers do."""

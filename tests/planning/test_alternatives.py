@@ -127,6 +127,16 @@ def test_one_region_only_means_one_region(wide_ideas):
     assert any(alternative.idea == only_t4 for alternative in found.alternatives)
 
 
+def test_one_uniform_split_is_the_best_of_all():
+    """Not of the narrower ideas alone: over a slow link a pipeline of whole nodes beats data and plain pipelines."""
+    problem = replace(problem_of(([("a100-40gb", 1, 4)],) * 2, 1e7), batch=Batch(global_batch=2, seq_len=512))
+    explainer = Explainer(problem, plan_for(problem))
+    (plain_3d,) = (work() for idea, _, work in explainer.ideas() if idea == Message("idea.plain_3d"))
+    both = explainer.naive.best("both", lambda row: row["tp"] > 1 and row["pp"] > 1)
+    narrow = explainer.naive.best("narrow", lambda row: row["tp"] == 1 or row["pp"] == 1)
+    assert plain_3d.bill.step_s <= both.bill.step_s < narrow.bill.step_s
+
+
 def test_no_packing_is_held_at_its_best_memory_options():
     """Packing inside a region also keeps fully sharded groups inside nodes: without it other options are quicker."""
     # Without packing fully sharded groups reach over both nodes of a region, in every micro-batch.

@@ -211,6 +211,13 @@ def test_routes_name_no_worker_before_the_first():
     assert (found.kind, found["least"]) == ("plan.route", -1)
 
 
+@pytest.mark.parametrize(("stage", "found"), [(0, {0}), (1, {1}), (-1, {1}), (-2, {0}), (2, set()), (-3, set())])
+def test_a_rule_is_of_its_stage_alone(stage, found):
+    """From the front or from the back; one for a stage that is not there binds nobody."""
+    rules = (StageRule(stage=stage, never_regions=("r0",)),)
+    assert {violation.stage for violation in violations(problem_of(stage_rules=rules), SOUND)} == found
+
+
 @pytest.mark.parametrize("limit", ["step_s", "usd_per_step", "usd_per_hour"])
 def test_limits_of_time_and_money(limit):
     """Half of what the plan takes: exceeded by all of that again; twice as much: kept."""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
+from polygon.formats import catalogue
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.fluid import BETTER, FIRST, SECOND, fluid_step_s, work_for
@@ -64,6 +66,45 @@ def test_tied_embeddings_of_one_node_take_its_fabric_in_the_relaxation_too(nodes
     assert {d // 4 for s in (0, -1) for worker in plan.stages[s].workers for d in worker.devices} == {0}
     exact_s = decoder.step_times(plan).step_s
     assert decoder.fluid_s(x)[0] < 1.5 * exact_s < small_gpt().head_weight_parameters() * 4 / 1e7
+
+
+def test_nodes_of_a_region_pack_what_they_sum_in_the_relaxation_too():
+    """Four times less over a slow network: the relaxed step is that of the plan, and so with nothing packed."""
+    slow = Link(latency_s=1e-4, bytes_per_s=1e8)
+    cluster = cluster_of([[("a100-40gb", 2, 2)]], inside=Link(latency_s=5e-6, bytes_per_s=1e11), between=slow)
+    batch, steps_s = Batch(global_batch=32, seq_len=512), []
+    for modes in ("int8",), ("none",):
+        decoder = Decoder(
+            Problem(cluster=cluster, model=small_gpt(), batch=batch, constraints=Constraints(compressions=modes))
+        )
+        workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+        x = Allocation(workers=workers, micro_batch_size=1)
+        steps_s.append(decoder.fluid_s(x)[0])
+        assert steps_s[-1] == pytest.approx(decoder.step_times(decoder.decode(x)).step_s, rel=0.02)
+    assert steps_s[0] < 0.3 * steps_s[1]
+
+
+@pytest.mark.parametrize(("runtime", "every"), [("fsdp", True), ("megatron-core", False)])
+def test_gradients_are_scattered_as_often_as_the_runtime_does_it(runtime, every):
+    """ZeRO-2 of a model that no other option holds: after every micro-batch or once a step, relaxed as in the plan."""
+    cluster = cluster_of([[("t4", 1, 4)]])
+    model, batch = replace(small_gpt(), blocks=100), Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=batch, runtime=catalogue.runtime(runtime)))
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    x = Allocation(workers=workers, micro_batch_size=1)
+    plan = decoder.decode(x)
+    times = decoder.step_times(plan)
+    assert plan.stages[0].zero == 2 and decoder.problem.runtime.zero2_by_micro_batch == every
+    assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.05)
+
+
+def test_weights_stay_whole_where_memory_holds_them():
+    """Four micro-batches a worker: ZeRO-1 sends weights once a step, ZeRO-3 twice a micro-batch."""
+    decoder = Decoder(
+        Problem(cluster=cluster_of([[("t4", 1, 4)]]), model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    )
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    assert decoder.decode(Allocation(workers=workers, micro_batch_size=1)).stages[0].zero == 1
 
 
 @pytest.mark.parametrize("latency_s", [0.02, 0.2])

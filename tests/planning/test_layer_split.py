@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+from numba import njit
 
 from polygon.cost.convergence import allowed
 from polygon.cost.tables import CostTables
-from polygon.planning.layer_split import passing_s
+from polygon.domain.cluster import Link
+from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
+from polygon.formats import catalogue
+from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.layer_split import _ends_s, in_flight_estimate, passing_s
 from polygon.planning.problem_arrays import Setting, build_bank, worker_classes
+from tests.linked_regions import cluster_of, small_gpt
 from tests.small_problems import routed_problem
 
 
@@ -30,3 +37,57 @@ def test_layers_take_what_each_of_them_takes_by_itself(mode):
                 ways = [mode if recomputed else 0 for recomputed in again]
                 expected = np.sum([each[way][:, i] for way, i in zip(ways, range(first, last), strict=True)], axis=0)
                 assert passing_s(bank, c, mode, blocks, first, last) == pytest.approx(expected)
+
+
+@njit
+def end_s(bank, stages, zero, seconds, last):
+    """Of the first kind of the first stage."""
+    return _ends_s(bank, stages, 0, 0, zero, seconds, 0, last)
+
+
+@njit
+def in_flight(bank, stages, window):
+    """Of the kinds of the first stage."""
+    in_flight_estimate(bank, stages, 0, window)
+    return stages.held[0]
+
+
+def one_stage(groups, runtime="polygon", **cluster):
+    """All devices of a region in one stage, four micro-batches for each of four: its decoder and allocation."""
+    batch = Batch(global_batch=16, seq_len=512)
+    problem = Problem(
+        cluster=cluster_of([groups], **cluster), model=small_gpt(), batch=batch, runtime=catalogue.runtime(runtime)
+    )
+    decoder = Decoder(problem)
+    counts = [problem.cluster.pools[pool].devices if tp == 1 else 0 for pool, tp in decoder.classes]
+    return decoder, Allocation(workers=np.array([counts]), micro_batch_size=1)
+
+
+@pytest.mark.parametrize("runtime", ["megatron-core", "fsdp", "polygon"])
+def test_a_stage_ends_when_its_sums_and_gathers_do(runtime):
+    """Micro-batches and what is seen of gradients and weights over slow links: the step, but for its update."""
+    decoder, x = one_stage([("t4", 1, 4)], runtime, inside=Link(latency_s=5e-6, bytes_per_s=1e9))
+    plan = decoder.decode(x)
+    decoder.fluid_s(x)
+    bank, stages = decoder.bank(x.setting), decoder._work(1).stages
+    seconds = stages.kind_seconds[0, 0]
+    step_s = 4 * seconds + end_s(bank, stages, plan.stages[0].zero, seconds, bank.parameters.shape[1] - 1)
+    assert step_s == pytest.approx(decoder.step_times(plan).step_s, rel=0.02)
+    once, scattered, sharded = (end_s(bank, stages, zero, seconds, 8) for zero in (1, 2, 3))
+    assert sharded == 0 and (scattered < once) == decoder.problem.runtime.zero2_by_micro_batch
+
+
+def test_workers_of_unlike_speed_may_have_one_more_in_flight():
+    """Of a window of eight, four equal workers have two each; where some are faster shares cannot be dealt evenly."""
+    for groups, more in (([("t4", 1, 4)], 0), ([("t4", 1, 2), ("a100-40gb", 1, 2)], 1)):
+        decoder, x = one_stage(groups)
+        decoder.fluid_s(x)
+        bank, stages = decoder.bank(x.setting), decoder._work(1).stages
+        kinds = stages.kind_members[0]
+        held = in_flight(bank, stages, 8.0)[:kinds]
+        layer_s = [
+            np.diff(bank.forward_s[c, 0])[1] + np.diff(bank.backward_s[c, 0])[1] for c in stages.kinds[0, :kinds]
+        ]
+        speed = 1 / np.array(layer_s)
+        rate = stages.kind_counts[0, :kinds] @ speed
+        assert held == pytest.approx(np.minimum(np.ceil(8 * speed / rate) + more, np.ceil(16 * speed / rate)))

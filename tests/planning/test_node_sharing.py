@@ -78,6 +78,29 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
 
 
+def test_workers_that_fill_a_node_go_on_with_the_next(decoder):
+    """Of a stage of six on nodes of four the last two are on the second node, beside those of the other stage."""
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    column = decoder.classes.index((3, 1))
+    workers[:, column] = 6, 2
+    assert decoder.fluid_s(Allocation(workers=workers, micro_batch_size=1))[1] == FITS
+    hosts, bank = decoder._work(2).hosts, decoder.bank(Allocation(workers=workers, micro_batch_size=1).setting)
+    found = {(hosts.stage[e], hosts.node[e] - bank.first_node[column], hosts.workers[e]) for e in range(3)}
+    assert found == {(0, 0, 4), (0, 1, 2), (1, 1, 2)}
+
+
+def test_kinds_of_a_stage_are_told_apart_though_the_widest_are_dealt_out_first():
+    """Workers of one, two and four devices, each kind with a node of its own."""
+    batch = Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster_of([[("v100-16gb", 3, 4)]]), model=small_gpt(), batch=batch))
+    workers = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    workers[0, [decoder.classes.index((0, tp)) for tp in (1, 2, 4)]] = 4, 2, 1
+    assert decoder.fluid_s(Allocation(workers=workers, micro_batch_size=1))[1] == FITS
+    hosts = decoder._work(1).hosts
+    assert hosts.member_nodes[0, :3].tolist() == [1, 1, 1]
+    assert hosts.member_most[0, :3].tolist() == [4, 2, 1]
+
+
 @pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
 def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
     """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""

@@ -154,7 +154,7 @@ def test_polishing_keeps_the_rules_of_local_steps():
     def shared(plan):
         return -float(sum(stage.zero for stage in plan.stages))
 
-    better = polished(found.plan, CostTables(problem), shared, evaluations=200, expired=lambda: False)
+    better = polished(found.plan, CostTables(problem), shared, evaluations=200)
     assert shared(better) < shared(found.plan) and violations(problem, better) == []
 
 

@@ -201,13 +201,13 @@ def test_polishing_prices_no_more_than_it_may():
         priced.append(draft)
         return -1.0 - all(s.recompute == "selective" for s in draft.stages)
 
-    best = polished(plan, tables, value_of, evaluations=10**6, expired=lambda: False)
+    best = polished(plan, tables, value_of, evaluations=10**6)
     assert [s.recompute for s in best.stages] == ["selective", "selective"]
     priced.clear()
     assert polished(plan, tables, value_of, evaluations=10**6, expired=lambda: True) is plan
     assert priced == [plan]
     priced.clear()
-    polished(plan, tables, lambda draft: priced.append(draft) or 1.0, evaluations=0, expired=lambda: False)
+    polished(plan, tables, lambda draft: priced.append(draft) or 1.0, evaluations=0)
     assert 1 < len(priced) <= 1 + polish.FEWEST
     gains = iter([1.0, *[1.0 - 0.5 * polish.GAIN] * 10**6])
-    assert polished(plan, tables, lambda draft: next(gains), evaluations=10**6, expired=lambda: False) is plan
+    assert polished(plan, tables, lambda draft: next(gains), evaluations=10**6) is plan

@@ -130,6 +130,14 @@ def test_what_is_split_stays_split_and_sizes_have_limits():
         assert small.model.dense_blocks == min(dense, small.model.blocks)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_that_share_keys_still_share_them(kv_heads):
+    """Grouped-query attention stays what it is, and attention without groups too."""
+    problem, plan = routed_problem(2)
+    small, _ = rehearsal_problem(replace(problem, model=small_model(heads=4, kv_heads=kv_heads)), plan)
+    assert (small.model.kv_heads < small.model.heads) == (kv_heads < 4)
+
+
 @pytest.mark.parametrize("ratio", [0.01, 1.0, 2.6875, 3.5, 4.0])
 def test_widths_keep_their_ratio_in_eights(ratio):
     """Of feed-forward layers and experts to the model: as it is, to the nearest eight, and eight at least."""

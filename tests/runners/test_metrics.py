@@ -8,6 +8,7 @@ import pytest
 from polygon.cost.compute import model_flops_per_step
 from polygon.export.measured import placed
 from runners.engine.metrics import StepFigures, flat
+from runners.engine.summary import summarise
 from tests.routed_plans import plain_plan
 from tests.small_problems import routed_problem
 
@@ -61,6 +62,15 @@ def test_figures_of_a_step_are_those_of_all_ranks():
     named = dict(flat(json.loads(json.dumps(merged))))
     assert named["link_bytes/region-0 -> region-1"] == 100
     assert all(isinstance(value, int | float) for value in named.values())
+
+
+@pytest.mark.parametrize(("seconds", "step_s"), [([9], 9), ([9, 1], 1), ([9, 1, 3], 2), ([9, 1, 3, 1, 3, 8], 2)])
+def test_a_runs_step_is_the_usual_pair_without_its_first(tmp_path, seconds, step_s):
+    """Regions that lead by turns make steps alternate: their mean, and none of a step that opens connections."""
+    for rank, line in enumerate(lines()):
+        steps = [{**line, "type": "step", "step": n, "seconds": float(s)} for n, s in enumerate(seconds)]
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert summarise(*routed_problem(2), tmp_path)["median_step_s"] == step_s
 
 
 def test_between_outer_steps_ranks_wait_for_their_own_region():

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from polygon.domain.block import LatentAttention
 from polygon.domain.errors import InputError
 from polygon.domain.model import SPECIAL, Batch, Model
-from polygon.domain.plan import RECOMPUTE, Problem
+from polygon.domain.plan import RECOMPUTE, Problem, Worker
 from polygon.domain.uniform import SCHEDULES, ParallelConfig, uniform_plan
 from polygon.formats import catalogue, files
 from polygon.planning.checker import violations
 from polygon.planning.rehearsal import rehearsal_problem
 from runners.engine.layers import empty_layer
-from runners.engine.runnable import check_runnable, require_plain
+from runners.engine.runnable import _check_worker, check_runnable, require_plain
 from tests.nightly import cases
 from tests.small_problems import routed_problem, small_cluster, small_model
 
@@ -58,6 +58,19 @@ def test_what_is_not_done_yet_is_refused(changes, message):
             plan = replace(plan, stages=(replace(stages[0], workers=(worker, *stages[0].workers[1:])), *stages[1:]))
     with pytest.raises(InputError, match=message):
         check_runnable(problem, plan)
+
+
+def test_an_image_is_not_cut_and_a_text_into_equal_parts():
+    """A sequence over two devices: refused for images and odd lengths alone, not where every worker has a whole one."""
+    problem, plan = routed_problem(8)
+    image = small_model(family="vit", image_size=32, patch_size=8)
+    whole = replace(problem, model=image, batch=replace(problem.batch, seq_len=17))
+    cut = tuple(replace(s, workers=(Worker(pool=0, devices=(0, 1), cp=2),)) for s in plan.stages[:1])
+    odd = replace(problem, batch=replace(problem.batch, seq_len=15))
+    for case, message in ((whole, "a cp degree of 2 with an image model"), (odd, "seq_len: found 15, expected a mult")):
+        _check_worker(case, plan.stages[0], plan.stages[0].workers[0], "here")
+        with pytest.raises(InputError, match=message):
+            _check_worker(case, cut[0], cut[0].workers[0], "here")
 
 
 def test_a_model_of_ones_own_has_no_8_bit_products():
