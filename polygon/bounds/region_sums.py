@@ -1,13 +1,15 @@
 """What regions that add up gradients need at least, for every set of regions that could.
 
-A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: in r rounds,
-every pair of regions at once, over at most as many node pairs as each region of S has nodes. With w bytes that takes
+A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: first inside the
+regions, then in r rounds, every pair of regions at once, over at most as many node pairs as each region of S has nodes
+in the stage. With n bytes of gradient, w of it packed, and f nodes in the region that has most of them, that takes
 
-    at least  max over a, b in S  r latency_ab + 2 w / (|S| k rate_ab),  and before that  2 (k - 1) (l + n / (k B))
+    at least  2 (f - 1) / f n / B  +  max over a, b in S of  r latency_ab + 2 w / (|S| k rate_ab)
 
-inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest. All
-that leaves a region passes its egress: 2 w (|S| - 1) / |S| or more.
-Where packed, all N nodes of S may send one another parts: k is then N / |S|, and nothing is summed before that.
+with k node pairs, f at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k. Of the pairs those count that are
+farthest or slowest. All that leaves a region passes its egress. A stage with f nodes at most has the compute of so many
+of every region: so f is looked at in steps (`NODES`).
+Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
 link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute

@@ -20,8 +20,11 @@ HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 
 
 def size_work(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> SizeWork:
-    """Kept in the tables: links between regions do not change it."""
-    key = micro_batch_size, tables.problem.batch.global_batch
+    """Kept in the tables: links between regions do not change it, and prices only where there is a budget."""
+    problem = tables.problem
+    budget = problem.constraints.most_usd_per_hour
+    prices = () if budget is None else tuple(pool.price_usd_per_hour for pool in problem.cluster.pools)
+    key = micro_batch_size, problem.batch.global_batch, budget, prices
     if key not in tables.bounds_by_size:
         tables.bounds_by_size[key] = SizeWork(tables, kinds, micro_batch_size)
     known: SizeWork = tables.bounds_by_size[key]

@@ -1,10 +1,11 @@
-"""What the workers of a stage cost at least, by how they are placed: memory, reduction, messages.
+"""What the workers of a stage cost at least, by how they are placed: reduction, messages.
 
 A *tier* is a way to place the workers of a stage: one worker, one node, so many nodes of a region, several regions. The
 more compute a stage needs, the wider its tier, and the longer its reduction (`polygon.cost.reduction`): over f nodes at
 least 2 (f - 1) / f of its bytes at the nodes' rate, of which ZeRO may hide a part (`least_part`), or of its packed
 bytes at a card's rate (`Plan.packed_inside`); inside a node at least the part of a tensor-parallel rank; and twice a
-region's part between regions.
+region's part between regions. Where micro-batches scatter gradients over nodes nothing is left to sum but what nodes
+have scattered inside (`Tier.free`).
 """
 
 from __future__ import annotations

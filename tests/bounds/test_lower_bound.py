@@ -225,6 +225,9 @@ def test_a_budget_leaves_what_can_be_paid():
     half = replace(free, constraints=Constraints(most_usd_per_hour=usd / 2))
     bound, tables = lower_bound(CostTables(free)), CostTables(half)
     assert lower_bound(tables).parts["compute"] == pytest.approx(2 * bound.parts["compute"])
+    known = CostTables(free)
+    assert lower_bound(known) == bound
+    assert lower_bound(known.with_other_links(half)) == lower_bound(tables)
     decoder = Decoder(half)
     workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
     plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
