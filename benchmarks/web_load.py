@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,6 +103,34 @@ def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, fl
             rows.append((name, statistics.median(walls), statistics.median(cpus)))
         browser.close()
     return rows
+
+
+def told_at_s(server: Server, path: str) -> list[float]:
+    """When each of an operation's server-sent events came."""
+    with urllib.request.urlopen(server.url + path, timeout=PATIENCE_S) as lines:
+        return [time.perf_counter() for line in lines if line.startswith(b"data:")]
+
+
+def first_example(server: Server, tries: int = 3) -> None:
+    """Print what a quick plan of the page's first example takes, and the first and all limits of it after that.
+
+    Warm: kernels and processes are there; every try is another seed, so that nothing of it is known.
+    """
+    cluster = server.request("GET", "/api/v1/instances/aws-regions")[2]
+    problem = {"cluster": cluster, "model": "llama2-7b", "batch": {"global_batch": 512, "seq_len": 2048}}
+    rows = []
+    for seed in range(tries + 1):
+        before_s, begin = cpu_s(server), time.perf_counter()
+        job = server.request("POST", "/api/v1/jobs", {"problem": problem, "effort": "quick", "seed": seed})[2]["id"]
+        planned_s, plan_cpu_s = told_at_s(server, f"/api/v1/jobs/{job}/events")[-1], cpu_s(server) - before_s
+        with ThreadPoolExecutor(1) as beside:  # as the page asks
+            view = beside.submit(server.request, "POST", f"/api/v1/plans/{job}/view?bound=false", {})
+            told = told_at_s(server, f"/api/v1/plans/{job}/limits/events")
+            view.result()
+        rows.append((plan_cpu_s, planned_s - begin, told[0] - planned_s, told[-1] - planned_s))
+    plan_cpu_s, wall_s, first_s, all_s = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+    print(f"first example: a quick plan takes {plan_cpu_s:.2f} CPU-s ({wall_s:.2f} s); its first limit comes "
+          f"{first_s:.2f} s after it, all {all_s:.2f} s")  # fmt: skip
 
 
 def long_timeline(server: Server, plan: str) -> None:
@@ -193,6 +222,7 @@ def main() -> int:
                     print(f"{name}: {args.users} users, {len(waits)} {kind}, no error: median "
                           f"{statistics.median(waits):.2f} s, p95 {p95_s:.2f} s, {p95_s / alone_s:.0f} times "
                           f"one user's {alone_s * 1e3:.0f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+            first_example(server)
             long_timeline(server, plan)
             many = ten_thousand(server)
             if shutil.which("chromium"):

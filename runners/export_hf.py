@@ -26,7 +26,8 @@ from polygon.commands.cli import ProgramParser
 from polygon.domain.errors import InputError, PolygonError
 from polygon.domain.model import Model
 from polygon.formats.files import read_json, read_model
-from runners.engine.architectures import KINDS, Place, architecture_of, check_config, config_of
+from polygon.formats.hugging_face_export import config_of
+from runners.engine.architectures import KINDS, Place, architecture_of, check_config
 from runners.engine.arguments import require_torch
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from polygon.domain.plan import Constraints
 from polygon.domain.runtime import POLYGON, Runtime
 from polygon.formats import catalogue, files
 from polygon.formats.files import PathLike
-from polygon.planning.efforts import EFFORTS, THOROUGH, UNTIL_ROUNDS
+from polygon.planning.efforts import EFFORTS, UNTIL_ROUNDS, times_thorough
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
@@ -335,7 +335,6 @@ class Problem:
             status="interrupted" if found.interrupted else ended,
             plan=plan,
             estimate=plan.evaluate() if plan is not None else None,
-            bound=self.bound() if plan is not None else None,
             reason=found.reason if plan is None else None,
             met=found.bills,
             history=history,
@@ -351,7 +350,7 @@ def _effort(effort: EffortName | int | Effort, time_limit_s: float | None) -> Ef
     """An effort by name, number of rounds or spelt out, within a time limit."""
     if isinstance(effort, int):
         require(effort >= 1, "effort", effort, "a whole number >= 1")
-        effort = replace(THOROUGH, rounds=effort)
+        effort = times_thorough(effort)
     if isinstance(effort, str):
         require(effort in EFFORTS, "effort", effort, one_of(effort, EFFORTS))
         effort = EFFORTS[effort]

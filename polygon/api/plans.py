@@ -228,15 +228,21 @@ class Plan:
         times = step_times(self.data, self.problem.tables)
         return whole_run(step_bill(self.problem.data, self.data, times), tokens)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data of the estimate, the bound and what is assumed of the loss, as plan files and ``--json`` say."""
-        priced = estimate_data(self.evaluate(), self.problem.bound())
-        return {
-            "runtime": runtime_data(self.problem.runtime),
-            **priced,
-            "loss": loss_assumptions(self.problem.data, self.data),
-            "assumed": [asdict(assumption) for assumption in self.assumptions()],
-        }
+    def to_dict(self, *, brief: bool = False) -> dict[str, object]:
+        """Plain data of the estimate, the bound and what is assumed of the loss, as plan files and ``--json`` say.
+
+        Parameters
+        ----------
+        brief : bool
+            Without the bound and the links that nobody gave, which take longer than a price.
+        """
+        if brief:
+            priced, more = self.evaluate().to_dict(), {}
+        else:
+            priced = estimate_data(self.evaluate(), self.problem.bound())
+            more = {"assumed": [asdict(assumption) for assumption in self.assumptions()]}
+        loss = loss_assumptions(self.problem.data, self.data)
+        return {"runtime": runtime_data(self.problem.runtime), **priced, "loss": loss, **more}
 
     def describe(self) -> str:
         """Stages, speed, memory, traffic, bound and what limits the plan, for people."""

@@ -39,8 +39,6 @@ class Result:
     `interrupted`, the best so far (no plan if there was none)."""
     plan: Plan | None = field(default=None, repr=False)
     estimate: Estimate | None = field(default=None, repr=False)
-    bound: LowerBound | None = field(default=None, repr=False)
-    """Least step time of any plan, whatever the objective."""
     reason: Message | None = None
     """Why there is no plan; `str` puts it into words."""
     met: tuple[tuple[Bill, Allocation], ...] = field(default=(), repr=False)
@@ -50,6 +48,11 @@ class Result:
     seconds: float = 0.0
     """That the search took."""
     evaluations: int = 0
+
+    @property
+    def bound(self) -> LowerBound | None:
+        """Least step time of any plan, whatever the objective; worked out when it is asked for. None without a plan."""
+        return None if self.plan is None else self.plan.problem.bound()
 
     def simpler(self) -> Plan | None:
         """A plan with fewer regions, stages or links whose step is within 1 % of the plan's, if the search met one."""

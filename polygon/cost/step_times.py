@@ -248,6 +248,14 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
     return StepTimes(schedule=schedule, ends_s=schedule.simulate()[0], **terms)
 
 
+def unpaced_times(plan: Plan, tables: CostTables) -> StepTimes:
+    """A plan's step but for its spans: no order of the backwards, and no ends."""
+    durations, terms = plan_terms(plan, tables)
+    none = np.empty(0, dtype=np.int64)
+    schedule = ScheduleTimes(order=none, first=none, chunks=plan.chunks, **durations)
+    return StepTimes(schedule=schedule, ends_s=np.full(len(schedule.forward_s), np.nan), **terms)
+
+
 def plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `ScheduleTimes` and of `StepTimes` that do not follow from a plan's spans, kept for the next plan that
     differs in these alone."""

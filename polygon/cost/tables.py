@@ -122,6 +122,8 @@ class CostTables:
         """What such a group computes, which links between regions do not change."""
         self.stage_rows = Kept[tuple[float, ...]](KEPT_GROUPS)
         """What memory needs of a group's stages (`polygon.cost.estimate.group_rows`)."""
+        self.fluid_values = Kept[dict[bytes, float]](KEPT_PLANS)
+        """What allocations are worth by the relaxation, by problem and objective (`polygon.planning.decode`)."""
         self._places = Kept[Placement](KEPT_PLANS)
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])

@@ -13,8 +13,9 @@ from polygon.cost.money import Bill
 from polygon.domain.plan import Plan
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, even_parts
-from polygon.planning.objectives import value_of
+from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
+from polygon.planning.warmup_depths import HURDLE
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import SearchProblem
 
@@ -43,21 +44,22 @@ class Candidates(SearchProblem[Allocation]):
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
+        self._seen: set[bytes] = set()
         self._count = itertools.count()
 
     def evaluate(self, x: Allocation) -> float:
         """The objective at the fluid step time."""
         value = self.decoder.value(x)
+        if x.key in self._seen:
+            return value
+        self._seen.add(x.key)
         if np.isfinite(value):
-            used = x.workers.any(axis=0)
-            structure = (int(x.workers.any(axis=1).sum()), x.setting, used.tobytes())
+            structure = (len(x.stages), x.setting, x.stages.any(axis=0).tobytes())
             best = self._best.setdefault(structure, [])
             if len(best) < 3 or value < best[-1][0]:
-                key = self.key(x)
-                if all(self.key(other) != key for _, _, other in best):
-                    best.append((value, next(self._count), x))
-                    best.sort(key=lambda entry: entry[:2])
-                    del best[3:]
+                best.append((value, next(self._count), x))
+                best.sort(key=lambda entry: entry[:2])
+                del best[3:]
             if len(self._best) > MOST_STRUCTURES:
                 kept = sorted(self._best.items(), key=lambda item: item[1][0][:2])[: MOST_STRUCTURES // 2]
                 self._best = dict(kept)
@@ -65,7 +67,7 @@ class Candidates(SearchProblem[Allocation]):
 
     def evaluate_degrees(self, x: Allocation) -> tuple[float, Allocation]:
         """The best of an allocation's context- and expert-parallel degrees, and its value."""
-        options = [replace(x, cp=cp, ep=ep) for cp, ep in self.degrees]
+        options = [x if (cp, ep) == (x.cp, x.ep) else replace(x, cp=cp, ep=ep) for cp, ep in self.degrees]
         values = [self.evaluate(option) for option in options]
         best = int(np.argmin(values))
         return values[best], options[best]
@@ -177,7 +179,7 @@ class Candidates(SearchProblem[Allocation]):
 
     def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Split a stage into two, merge two neighbours, move a stage to another place, or halve all widths."""
-        rows = [row for row in workers if row.any()]
+        rows = list(workers[workers.any(axis=1)])
         kind = rng.integers(4)
         if kind == 3:
             halved = (workers + 1) // 2
@@ -211,7 +213,7 @@ class Candidates(SearchProblem[Allocation]):
 
     def key(self, x: Allocation) -> Hashable:
         """Stages and setting."""
-        return x.setting, x.workers.tobytes()
+        return x.key
 
 
 class ExactCandidates(Candidates):
@@ -220,6 +222,7 @@ class ExactCandidates(Candidates):
     def __init__(self, decoder: Decoder, stages: int) -> None:
         super().__init__(decoder, stages)
         self._values: dict[Hashable, float] = {}
+        self._hurdle_s = math.inf
         self.bills: list[tuple[Bill, Allocation]] = []
         """What every allocation evaluated costs."""
 
@@ -238,12 +241,14 @@ class ExactCandidates(Candidates):
         """The objective, exactly; what was evaluated before is remembered."""
         key = self.key(x)
         if key not in self._values:
-            plan = self.decoder.decode(x, relax=False)
+            plan = self.decoder.decode(x, relax=False, hurdle_s=self._hurdle_s)
             self._values[key] = math.inf
             if isinstance(plan, Plan):
                 bill = self.decoder.bill(plan)
                 self.bills.append((bill, x))
                 self._values[key] = value_of(self.decoder.problem, self.decoder.objective, bill)
+                if self.decoder.objective is STEP_TIME and self._values[key] < OVER_LIMIT:
+                    self._hurdle_s = min(self._hurdle_s, HURDLE * bill.step_s)
         return self._values[key]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 
 import numpy as np
 
@@ -56,6 +57,8 @@ SOCKET_WINDOW_BYTES = 4 * 2**20
 WINDOW_USE = 0.82
 """Part of window / round trip that one TCP stream was measured to reach at 80 ms."""
 MAX_STREAMS = 16
+MOST_VALUES = 200_000
+"""Fluid values that are kept of a problem; then all are dropped."""
 NEARLY = 1.01
 """Of several numbers of local steps, the fewest within this factor of the best are taken."""
 
@@ -81,6 +84,18 @@ class Allocation:
     def setting(self) -> Setting:
         """How the workers work."""
         return Setting(self.micro_batch_size, self.cp, self.ep)
+
+    @cached_property
+    def stages(self) -> np.ndarray:
+        """The rows that are stages."""
+        found: np.ndarray = self.workers[self.workers.any(axis=1)]
+        return found
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for allocations whose stages and setting are: a digest, as matrices of large clusters are long."""
+        how = f"{self.micro_batch_size} {self.cp} {self.ep} ".encode()
+        return blake2b(how + self.stages.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,8 +128,12 @@ class Decoder:
             self.rules = StageRules(problem, np.array([problem.cluster.pools[p].region for p, _ in self.classes]))
             self._bills = FluidBills(problem, self.classes)
             self._bank = lru_cache(maxsize=None)(self._build_bank)
+            self._banks: dict[Setting, Bank] = {}
             self._packings = lru_cache(maxsize=None)(self._pays)
             self._work = lru_cache(maxsize=None)(self._room)
+            of = (problem, objective)
+            known = self.tables.fluid_values.get(of, tensor_limit)
+            self._values = self.tables.fluid_values.put({}, of, tensor_limit) if known is None else known
 
     def _build_bank(self, setting: Setting, may: Allowed) -> Bank:
         return build_bank(self.tables, self.classes, setting, may)
@@ -124,7 +143,10 @@ class Decoder:
 
     def bank(self, setting: Setting) -> Bank:
         """Arrays of the problem under a setting."""
-        return self._bank(setting, self.may)
+        found = self._banks.get(setting)
+        if found is None:
+            found = self._banks[setting] = self._bank(setting, self.may)
+        return found
 
     def warm_up(self) -> None:
         """Have the kernels compiled (or loaded), so that time limits count searching alone."""
@@ -144,10 +166,20 @@ class Decoder:
         return replace(allocation, workers=self.rules.legal(allocation.workers)) if self.rules else allocation
 
     def value(self, allocation: Allocation) -> float:
-        """What the search minimises (`polygon.planning.objectives`), by the fluid step time."""
-        if self.objective is STEP_TIME and not self.problem.constraints.limits_cost:
-            return self.fluid_s(allocation)[0]
-        return value_of(self.problem, self.objective, self.fluid_bill(allocation))
+        """What the search minimises (`polygon.planning.objectives`), by the fluid step time.
+
+        Random moves lead to the same allocations again and again, and so do searches of one problem: values are kept.
+        """
+        value = self._values.get(allocation.key)
+        if value is None:
+            if self.objective is STEP_TIME and not self.problem.constraints.limits_cost:
+                value = self.fluid_s(allocation)[0]
+            else:
+                value = value_of(self.problem, self.objective, self.fluid_bill(allocation))
+            if len(self._values) >= MOST_VALUES:
+                self._values.clear()
+            self._values[allocation.key] = value
+        return value
 
     def fluid_bill(self, allocation: Allocation) -> Bill:
         """What an allocation's step costs, by the fluid step time."""
@@ -168,7 +200,12 @@ class Decoder:
         return value_of(self.problem, self.objective, self.bill(plan))
 
     def decode(
-        self, allocation: Allocation, *, relax: bool = True, cuts: tuple[int, ...] = (FIRST, SECOND)
+        self,
+        allocation: Allocation,
+        *,
+        relax: bool = True,
+        cuts: tuple[int, ...] = (FIRST, SECOND),
+        hurdle_s: float = math.inf,
     ) -> Plan | Infeasible:
         """The plan of an allocation.
 
@@ -182,12 +219,14 @@ class Decoder:
             plan is worse than under fewer packings and local steps.
         cuts : tuple of int
             Ways to cut the layers (`polygon.planning.fluid`), of which the better is taken when simulated.
+        hurdle_s : float
+            Without `relax`: where the first spans give a longer step, no others are tried (`Pacing.best`).
         """
         allocation = self.legal(allocation)
         if self.rules and not allocation.workers.any():
             return Infeasible(reason=Message("reason.no_devices_by_rules"))
         if not relax:
-            return self._decode(allocation, self.may, cuts)
+            return self._decode(allocation, self.may, cuts, hurdle_s)
         best: Plan | Infeasible = Infeasible(reason=NEVER_ENDS)
         value = math.inf
         for may in self._chain:
@@ -219,18 +258,20 @@ class Decoder:
         plan = settled(self.tables, plan, may, value)
         return self._with_local_steps(replace(plan, local_steps=1), may)
 
-    def _decode(self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...]) -> Plan | Infeasible:
+    def _decode(
+        self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], hurdle_s: float = math.inf
+    ) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
-        best = self._decode_cut(allocation, may, cuts[0])
+        best = self._decode_cut(allocation, may, cuts[0], hurdle_s)
         for cut in cuts[1:]:
             if not isinstance(best, Plan):
                 break
-            other = self._decode_cut(allocation, may, cut)
+            other = self._decode_cut(allocation, may, cut, hurdle_s)
             if isinstance(other, Plan) and self.plan_value(other) < self.plan_value(best):
                 best = other
         return best
 
-    def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int) -> Plan | Infeasible:
+    def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int, hurdle_s: float) -> Plan | Infeasible:
         """See `_decode`; the layers are cut as `polygon.planning.fluid` says."""
         bounds, options, out = _out(allocation.workers.shape[0])
         bank = self._bank(allocation.setting, may)
@@ -241,7 +282,7 @@ class Decoder:
         draft = self._route(stages, allocation.setting, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):
             return draft
-        paced = Pacing(draft, self.tables).best()
+        paced = Pacing(draft, self.tables).best(hurdle_s)
         if paced is None and (alike := self._dividing_ends_alike(draft)) is not None:
             paced = Pacing(alike, self.tables).best()
         if paced is None:

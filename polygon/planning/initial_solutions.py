@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -109,15 +110,17 @@ def kind_sequences(decoder: Decoder, rows: int, sizes: Sequence[int], limit: int
         Micro-batch sizes.
     """
     pools = decoder.problem.cluster.pools
+    devices = np.array([pools[p].devices for p, _ in decoder.classes])
     columns: dict[tuple[str, int], list[int]] = {}
     for c, (p, tp) in enumerate(decoder.classes):
         columns.setdefault((pools[p].device.name, tp), []).append(c)
     for sequence in _sequences(list(columns), rows, len(sizes), limit):
         x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+        per_width = Counter[str]()
+        for name, tp in sequence:
+            per_width[name] += tp
         for s, kind in enumerate(sequence):
-            per_width = sum(tp for name, tp in sequence if name == kind[0])
-            for c in columns[kind]:
-                x[s, c] = pools[decoder.classes[c][0]].devices // per_width
+            x[s, columns[kind]] = devices[columns[kind]] // per_width[kind[0]]
         if x[: len(sequence)].any(axis=1).all():
             for size in sizes:
                 yield Allocation(workers=x, micro_batch_size=size)
@@ -329,13 +332,17 @@ def window_starts(
             column = {
                 p: max((t, c) for c, (q, t) in enumerate(decoder.classes) if q == p and t <= tp)[1] for p in chain
             }
-            for x, size in itertools.product(_whole_regions(chain, column, decoder, rates, rows), sizes):
-                how = int(x.any(axis=1).sum()), tp, size
-                if seconds_left() > 0 and (likely is None or how in likely):
+            for x in _whole_regions(chain, column, decoder, rates, rows):
+                stages = int(x.any(axis=1).sum())
+                for size in sizes:
+                    how = stages, tp, size
+                    if seconds_left() <= 0 or (likely is not None and how not in likely):
+                        continue
                     allocation = Allocation(workers=x, micro_batch_size=size)
                     value = value_of(allocation)
-                    if math.isfinite(value):
-                        found.append((value, allocation, how))
+                    if not math.isfinite(value):
+                        break  # as in `_regions_alone`
+                    found.append((value, allocation, how))
     found.sort(key=lambda entry: entry[0])
     return [allocation for _, allocation, _ in found[:MOST_LIKELY]]
 
@@ -417,6 +424,7 @@ def _regions_alone(
                             continue
                         allocation = Allocation(workers=x, micro_batch_size=size)
                         value = value_of(allocation)
-                        if math.isfinite(value):
-                            found.append((value, allocation, r, stages, tp))
+                        if not math.isfinite(value):
+                            break  # larger micro-batches are fewer and hold more: they do not fit either
+                        found.append((value, allocation, r, stages, tp))
     return found

@@ -21,15 +21,13 @@ from polygon.cost.tables import CostTables
 from polygon.domain.divisors import divisors
 from polygon.domain.plan import Plan, Stage
 from polygon.planning.checker import violations
-from polygon.planning.warmup_depths import Pacing
+from polygon.planning.warmup_depths import HURDLE, Pacing
 
 CHUNKS = (2, 3, 4, 6, 8)
 MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
 """Blocks by which a border, or a number of recomputed blocks, is moved."""
 FEWEST, MOST_ACTIONS = 20, 2_000_000
 """Changes that are priced however large the step, and micro-batches times stages that are priced in all."""
-HURDLE = 1.1
-"""Of the best step: a change that takes longer at its first pace gets no other."""
 GAIN = 1e-4
 """Part by which a change has to shorten the step to be kept."""
 

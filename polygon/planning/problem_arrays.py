@@ -185,17 +185,22 @@ def _ways(problem: Problem, classes: Classes, setting: Setting) -> list[tuple[in
     return [(cp, ep, splits_sequence(problem, t, cp)) for _, t in classes]
 
 
-def _layer_seconds(tables: CostTables, classes: Classes, setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _layer_seconds(
+    tables: CostTables, classes: Classes, setting: Setting, kind: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Running sums over layers: forward and backward by class and `RECOMPUTE`, and by class the part of a plain
-    backward that adds gradients up."""
-    size = setting.micro_batch_size
+    backward that adds gradients up. Classes of a `kind` compute alike: ten regions often have few kinds."""
+    size, ways = setting.micro_batch_size, _ways(tables.problem, classes, setting)
     forward, backward, adding = [], [], []
-    for (p, t), way in zip(classes, _ways(tables.problem, classes, setting), strict=True):
-        row = [tables.times(p, t, size, recompute, *way) for recompute in RECOMPUTE]
+    firsts, row_of = np.unique(kind, return_inverse=True)
+    for c in firsts.tolist():
+        (p, t), (cp, ep, splits) = classes[c], ways[c]
+        row = [tables.times(p, t, size, recompute, cp, ep, splits) for recompute in RECOMPUTE]
         forward.append([of.forward_s for of in row])
         backward.append([of.backward_s for of in row])
-        adding.append(row[0].backward_s - tables.times(p, t, size, "none", *way, False).backward_s)
-    return np.array(forward), np.array(backward), np.array(adding)
+        apart = tables.times(p, t, size, "none", cp, ep, splits, accumulates=False)
+        adding.append(row[0].backward_s - apart.backward_s)
+    return np.array(forward)[row_of], np.array(backward)[row_of], np.array(adding)[row_of]
 
 
 class _Gradients(NamedTuple):
@@ -243,7 +248,8 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
     cluster, batch, links = problem.cluster, problem.batch, tables.links
     micro_batch_size, cp, ep = setting
     pools = [cluster.pools[p] for p, _ in classes]
-    forward, backward, accumulation = _layer_seconds(tables, classes, setting)
+    kind = _kinds(tables, classes)
+    forward, backward, accumulation = _layer_seconds(tables, classes, setting, kind)
     memory = [
         [tables.memory(t, micro_batch_size, r, *options) for r in RECOMPUTE]
         for (_, t), options in zip(classes, _ways(problem, classes, setting), strict=True)
@@ -268,7 +274,7 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         nodes=np.array([pool.nodes for pool in pools], dtype=np.int64),
         devices_per_node=np.array([pool.devices_per_node for pool in pools], dtype=np.int64),
         first_node=links.first_node[[p for p, _ in classes]],
-        kind=_kinds(tables, classes),
+        kind=kind,
         forward_s=forward,
         backward_s=backward,
         accumulation_s=accumulation,

@@ -46,8 +46,8 @@ MOST_OF_LENGTH = 1_000
 MOST_SEQUENCES = 3_000
 """Sequences of device types that are looked at, shortest first."""
 
-MOST_LAPS, LAP = 4, 60
-"""Halvings of a race, and moves of every racer in its first lap."""
+MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 15
+"""Halvings of a race, and moves of every racer in its first lap: fewer where there are fewer evaluations."""
 RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
 
@@ -329,10 +329,12 @@ def _explore(
     if begun.interrupted:
         return 0, True
     left, interrupted = effort.fluid_evaluations, False
-    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k) <= left), default=0)
+    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k, SHORTEST_LAP) <= left), default=0)
+    lap = max((n for n in range(SHORTEST_LAP, LAP + 1) if _race(racers, n) <= left), default=SHORTEST_LAP)
+    race = _race(racers, lap)
     for solver, count, patience in (
-        (Racing(racers=racers, lap=LAP), _race(racers), left),
-        (Genetic(), left - _race(racers), effort.patience),
+        (Racing(racers=racers, lap=lap), race, left),
+        (Genetic(), left - race, effort.patience),
     ):
         if interrupted or count == 0:
             continue
@@ -342,9 +344,9 @@ def _explore(
     return effort.fluid_evaluations - left, interrupted
 
 
-def _race(racers: int) -> int:
+def _race(racers: int, lap: int) -> int:
     """Evaluations of a race: the starts, and laps that all take as long; none of one racer."""
-    return racers * (1 + LAP * int(math.log2(racers))) if racers > 1 else 0
+    return racers * (1 + lap * int(math.log2(racers))) if racers > 1 else 0
 
 
 class _Clock:
@@ -391,11 +393,17 @@ def _begin(
     starts = list(known)
     rows = candidates.space.groups
     value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
+
+    def likely_sizes() -> tuple[int, ...]:
+        """Micro-batch sizes of the best so far, ascending; all while there is none."""
+        return tuple(sorted({x.micro_batch_size for x in candidates.elite[:12]})) or candidates.sizes
+
     try:
         starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
-        sizes = tuple(dict.fromkeys(x.micro_batch_size for x in candidates.elite[:12])) or candidates.sizes
+        sizes = likely_sizes()
         starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35))
         starts += window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
+        sizes = likely_sizes()
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
             if i > FEWEST_STARTS and clock.left_s(0.4) <= 0:
                 break

@@ -15,7 +15,7 @@ import numpy as np
 
 from polygon.cost.estimate import group_memory
 from polygon.cost.simulation import backward_order
-from polygon.cost.step_times import StepTimes, alike, step_times
+from polygon.cost.step_times import StepTimes, alike, unpaced_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
 from polygon.jit.compilation import general
@@ -50,6 +50,8 @@ AT_ONCE = StagePace(0.0, 0.0, 0.0, kept=0.0)
 """Every backward at once: memory holds this pace if it holds any."""
 LOOKS = 2
 """Paces that are simulated before a plan is given up."""
+HURDLE = 1.1
+"""Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
 
 
 def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
@@ -85,11 +87,9 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
         kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
         room = np.empty(len(kinds), dtype=np.int64)
         for k, (pool, tp, shards) in enumerate(kinds):
-            one, two = (
-                group_memory(plan, tables, s, tp=tp, in_flight=held, shards=shards).total_bytes for held in (1.0, 2.0)
-            )
-            free = float(tables.limit_bytes[pool]) - one
-            more = math.floor(free / (two - one)) if two > one else plan.micro_batches
+            one = group_memory(plan, tables, s, tp=tp, in_flight=1.0, shards=shards)
+            free = float(tables.limit_bytes[pool]) - one.total_bytes
+            more = math.floor(free / one.activations) if one.activations > 0 else plan.micro_batches
             room[k] = min(1 + more, plan.micro_batches) if free >= 0 else 0
         result[mine] = room[kind]
     return result
@@ -196,7 +196,8 @@ class Pacing:
 
     def __init__(self, plan: Plan, tables: CostTables) -> None:
         self.plan, self._tables = plan, tables
-        self.times = step_times(plan, tables)
+        self.times = unpaced_times(plan, tables)
+        """Without an order of the backwards: `timed` has one."""
         self._least = wanted_spans(self.times, messages=False)
         self._away = wanted_spans(self.times, messages=True) - self._least
         self._room = rooms(plan, tables, self.times)

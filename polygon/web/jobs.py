@@ -193,7 +193,8 @@ class Jobs:
             self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason or "")
             return
         plan = result.plan
-        text = format_json(plan_data(plan.problem.data, plan.data, plan.to_dict()))
+        # The page asks for the bound and for what is assumed when it shows the plan, of the process that prices.
+        text = format_json(plan_data(plan.problem.data, plan.data, plan.to_dict(brief=True)))
         note = seconds(plan.evaluate().step_s)
         self.store.finish(job, "cancelled" if stopped else "done", result=text, note=note)
 
@@ -213,7 +214,7 @@ class Jobs:
                 points.append(
                     {"step_s": point.bill.step_s, "usd": point.bill.usd, "energy_j": point.bill.energy_j,
                      "devices": plan.devices, "stages": plan.stages,
-                     "plan": plan_data(problem.data, point.plan, plan.to_dict())}
+                     "plan": plan_data(problem.data, point.plan, plan.to_dict(brief=True))}
                 )  # fmt: skip
             return format_json({"points": points})
 

@@ -175,12 +175,12 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     turn = Turns(pricing)
 
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
-    async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request) -> Any:
-        """Everything shown of a plan, with changes applied."""
+    async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
+        """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
         async with turn.one():
             if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
-            return await asked.answered(job, "view", language, changes)
+            return await asked.answered(job, "view", language, changes, bound=bound)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:

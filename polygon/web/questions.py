@@ -58,9 +58,9 @@ def own_changes(it: Loaded, changes: Changes) -> Changes:
     return Changes.model_validate({**it.beyond, **changes.model_dump(exclude_defaults=True)})
 
 
-def view(it: Loaded, changes: Changes) -> Any:
+def view(it: Loaded, changes: Changes, *, bound: bool = True) -> Any:
     """Everything shown of a plan."""
-    return views.view(price(it.problem, it.plan, changes, it.tables))
+    return views.view(price(it.problem, it.plan, changes, it.tables), bound=bound)
 
 
 def rows(

@@ -26,7 +26,8 @@ from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
 from polygon.formats import recognition as formats
-from polygon.formats.schema import ClusterSpec, Strict, check
+from polygon.formats.hugging_face_export import hugging_face_config
+from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
 from polygon.web import responses, views
@@ -97,6 +98,12 @@ class TextRequest(Strict):
     name: Annotated[str, Field(min_length=1, max_length=120)] = "upload"
 
 
+class ModelRequest(Strict):
+    """A model as a problem has it: by name, or spelt out."""
+
+    model: Annotated[str, Field(max_length=120)] | dict[str, Any]
+
+
 class MeasuredRequest(Strict):
     """A file of measurements, and the problem whose cluster it is of."""
 
@@ -140,6 +147,15 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
             cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
             return answer(lean(cluster))
         return answer(convert.model_data(formats.model_from_text(request.text, request.name, MOST_VALUES)))
+
+    @app.post("/api/v1/config", responses=RESPONSES, response_model=dict[str, Any])
+    def config(request: ModelRequest) -> Any:
+        """Hugging Face's `config.json` of a model; refused for one that none of its kinds computes alike."""
+        model = request.model
+        with located("model: "):
+            if isinstance(model, str):
+                return hugging_face_config(catalogue.model(model))
+            return hugging_face_config(catalogue.model_from_spec(check(ModelSpec, model)))
 
     @app.post("/api/v1/measured", responses=RESPONSES, response_model=responses.MeasuredCluster)
     def measured(request: MeasuredRequest) -> Any:

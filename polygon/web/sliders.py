@@ -89,9 +89,15 @@ class PricedChange:
     tables: CostTables
     times: StepTimes
     estimate: Estimate
-    bound: LowerBound
+    own: bool
+    """Whether the problem is as it was, so that its own bound holds."""
     reductions_s: tuple[float, ...]
     """Whole reduction of every stage, hidden part included."""
+
+    @property
+    def bound(self) -> LowerBound:
+        """What no plan can beat; worked out when it is asked for, as a timeline never does."""
+        return lower_bound(self.tables) if self.own else link_free_bound(self.tables)
 
 
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:
@@ -107,10 +113,9 @@ def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | N
     """
     changed, other, tables, times = timed(problem, plan, changes, tables)
     own = changes.model_copy(update={"overlap": 1.0}) == NO_CHANGE
-    bound = lower_bound(tables) if own else link_free_bound(tables)
     return PricedChange(
         problem=changed, plan=other, tables=tables, times=times,
-        estimate=estimate(changed, other, tables, times), bound=bound,
+        estimate=estimate(changed, other, tables, times), own=own,
         reductions_s=tuple(times.whole_reductions_s.tolist()),
     )  # fmt: skip
 

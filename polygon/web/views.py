@@ -35,15 +35,21 @@ def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
     return 2 * 6371 * math.asin(min(1.0, math.sqrt(h)))
 
 
-def view(priced: PricedChange) -> dict[str, Any]:
-    """Everything that changes when a toggle changes."""
+UNBOUND: dict[str, object] = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
+"""What stands for the bound where it is not asked for."""
+
+
+def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
+    """Everything that changes when a toggle changes; without the `bound`, which takes ten times as long as all else of
+    a new plan, nothing stands for it."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     moved = traffic(priced)
     return {
         "model": problem.model.name,
         "runtime": {"name": problem.runtime.name, "version": problem.runtime.version},
         "batch": {"global_batch": problem.batch.global_batch, "seq_len": problem.batch.seq_len},
-        "estimate": {name: getattr(result, name) for name in SHOWN} | bound_data(result.step_s, priced.bound),
+        "estimate": {name: getattr(result, name) for name in SHOWN}
+        | (bound_data(result.step_s, priced.bound) if bound else UNBOUND),
         "micro_batches": plan.micro_batches,
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
@@ -55,7 +61,7 @@ def view(priced: PricedChange) -> dict[str, Any]:
         "stages": _stages(priced),
         "links": _links(priced),
         "traffic": moved,
-        "formulas": formulas(priced, moved),
+        "formulas": formulas(priced, moved, bound=bound),
         "over_memory": _over_memory(priced),
         "bubble": float(result.terms["pipeline"] / result.step_s),
         "routes": _routes(plan, times),
@@ -192,7 +198,7 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def formulas(priced: PricedChange, shown: dict[str, Any]) -> list[dict[str, Message | str]]:
+def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> list[dict[str, Message | str]]:
     """Every shown number's formula, with its numbers; `shown` is the `traffic`."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     batch = problem.batch
@@ -223,9 +229,11 @@ def formulas(priced: PricedChange, shown: dict[str, Any]) -> list[dict[str, Mess
          f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden'] * 100:.1f} %"),
         ("ratio", Message("formula.ratio"),
          f"{shown['total_s']:.4g} / {shown['compute_s']:.4g} = {shown['ratio']:.3g}"),
-        ("bound", Message("formula.bound"), Message("numbers.bound", bound_s=priced.bound.seconds,
-                                                         gap_percent=100 * gap(result.step_s, priced.bound))),
     ]  # fmt: skip
+    if bound:
+        over = 100 * gap(result.step_s, priced.bound)
+        numbers = Message("numbers.bound", bound_s=priced.bound.seconds, gap_percent=over)
+        rows.append(("bound", Message("formula.bound"), numbers))
     return [{"key": key, "formula": formula, "numbers": numbers} for key, formula, numbers in rows]
 
 

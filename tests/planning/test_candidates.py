@@ -15,6 +15,7 @@ from polygon.planning import candidates as candidates_module
 from polygon.planning.candidates import Candidates, GroupCandidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.objectives import MONEY
 from polygon.planning.problem_arrays import Setting
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -46,10 +47,36 @@ def told(values):
     return Told()
 
 
+def test_what_was_valued_is_not_priced_again(decoder, monkeypatch):
+    """Not by the same decoder, nor by another of the same problem, tables and objective; empty rows make no other."""
+    priced = []
+    fluid_s = Decoder.fluid_s
+    monkeypatch.setattr(Decoder, "fluid_s", lambda self, x: priced.append(x) or fluid_s(self, x))
+    first, moved = allocation([2, 0], [0, 1]), allocation([2, 0], [0, 0], [0, 1])
+    again = Decoder(decoder.problem, tables=decoder.tables)
+    values = [of.value(x) for of in (decoder, again) for x in (first, first, moved)]
+    assert len(priced) == 1 and values == [fluid_s(decoder, first)[0]] * 6
+    other = allocation([2, 0], [0, 1], size=2)
+    assert decoder.value(other) == fluid_s(decoder, other)[0] and len(priced) == 2
+    dear = Decoder(decoder.problem, tables=decoder.tables, objective=MONEY)
+    assert dear.value(first) == pytest.approx(dear.fluid_bill(first).usd) != values[0]
+
+
+def test_under_a_hurdle_only_what_passes_it_gets_every_pace(decoder):
+    """A plan is never better for a hurdle, and the same wherever it passes it."""
+    for x in (allocation([2], [1], [1]), allocation([1, 1, 0, 0], [0, 0, 0, 2])):
+        step_s = decoder.step_times(decoder.decode(x, relax=False)).step_s
+        for hurdle_s in (0.5 * step_s, 1.001 * step_s, 1.1 * step_s, 10 * step_s):
+            found_s = decoder.step_times(decoder.decode(x, relax=False, hurdle_s=hurdle_s)).step_s
+            assert found_s >= step_s
+            assert found_s == step_s or found_s > hurdle_s
+        assert found_s == step_s
+
+
 def test_the_best_three_of_every_structure_are_kept(decoder):
     """Best of all and best of each structure in turn; what has no value, or was met before, is not."""
     found = Candidates(decoder, 4)
-    one, two, three, four = (allocation([n]) for n in (1, 2, 3, 4))
+    one, two, three, four, five = (allocation([n]) for n in (1, 2, 3, 4, 5))
     other = allocation([1], [1])
     found.decoder = told([5.0, 3.0, 3.0, 4.0, 6.0, 2.0, math.inf])
     for x in (one, two, two, three, four, other, allocation([2], [2])):
@@ -57,9 +84,9 @@ def test_the_best_three_of_every_structure_are_kept(decoder):
     assert found.different == [other, two, three, one]
     assert found.elite == [other, two, three, one]
     found.decoder = told([1.0])
-    found.evaluate(four)
-    assert found.different == [four, other, two, three]
-    assert found.elite == [four, other, two, three]
+    found.evaluate(five)
+    assert found.different == [five, other, two, three]
+    assert found.elite == [five, other, two, three]
     best = Candidates(decoder, 4)
     best.decoder = told([1.0, 2.0, 3.0])
     for x in (one, two, other):

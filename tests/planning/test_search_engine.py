@@ -301,3 +301,29 @@ def test_stages_are_no_more_than_layers_devices_what_is_asked_and_32(blocks, nod
     batch, model = Batch(global_batch=8, seq_len=128), small_gpt(blocks=blocks)
     constraints = Constraints() if asked is None else Constraints(most_stages=asked)
     assert most_stages(Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)) == most
+
+
+@pytest.mark.parametrize("evaluations", (1, 40, 100, 976, 1000, 2000, 3856, 12_000))
+def test_a_race_takes_no_more_than_there_is(evaluations, monkeypatch):
+    """Few evaluations make laps short before they make starts few; all are spent, unless there is no patience."""
+    asked = []
+
+    class Noted(engine.Racing):
+        def solve(self, problem, rng, stop, **more):
+            asked.append((self.racers, self.lap))
+            return super().solve(problem, rng, stop, **more)
+
+    monkeypatch.setattr(engine, "Racing", Noted)
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    decoder = Decoder(problem)
+    candidates = Candidates(decoder, 4)
+    effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
+    clock = engine._Clock(math.inf)
+    begun = engine._begin(decoder, candidates, None, [], effort, clock)
+    taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
+    assert taken == evaluations
+    for racers, lap in asked:
+        assert engine.SHORTEST_LAP <= lap <= engine.LAP
+        assert racers == engine.RACERS or engine._race(2 * racers, engine.SHORTEST_LAP) > evaluations
+        assert lap == engine.LAP or engine._race(racers, lap + 1) > evaluations >= engine._race(racers, lap)

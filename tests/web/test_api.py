@@ -15,7 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from polygon import Problem
-from polygon.formats.convert import cluster_data, cluster_from_spec, problem_data
+from polygon.formats import catalogue
+from polygon.formats.convert import cluster_data, cluster_from_spec, model_data, problem_data
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
@@ -226,6 +227,31 @@ def test_uploads_are_read_like_files(server):
     assert server.request("POST", "/api/v1/read", {"kind": "cluster", "text": "regions: ["})[0] == 422
 
 
+def test_a_model_is_written_as_it_is_read(server):
+    """By name or spelt out, a language model becomes a `config.json` that says the same; another is refused."""
+    for model in ("llama2-7b", server.request("POST", "/api/v1/read", {"kind": "model", "text": json.dumps(
+        {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})})[2]):  # fmt: skip
+        status, _, config = server.request("POST", "/api/v1/config", {"model": model})
+        assert status == 200
+        again = server.request("POST", "/api/v1/read", {"kind": "model", "text": json.dumps(config)})[2]
+        known = model_data(catalogue.model(model)) if isinstance(model, str) else model
+        assert {**again, "name": "", "source": ""} == {**known, "name": "", "source": ""}
+    status, _, refused = server.request("POST", "/api/v1/config", {"model": "vit-base"})
+    assert status == 422 and "model: " in refused["detail"]
+
+
+def test_a_view_without_the_bound_says_all_else(server, wide_plan):
+    """Sooner, and with nothing where the bound stands."""
+    whole, brief = (
+        server.request("POST", f"/api/v1/plans/{wide_plan}/view{query}", {})[2] for query in ("", "?bound=false")
+    )
+    bound = {key: whole["estimate"][key] for key in ("lower_bound_s", "lower_bounds_s", "bound_by", "gap")}
+    assert bound["gap"] == pytest.approx(whole["estimate"]["step_s"] / bound["lower_bound_s"] - 1)
+    assert [row for row in whole["formulas"] if row["key"] != "bound"] == brief["formulas"] != whole["formulas"]
+    nothing = {"lower_bound_s": None, "lower_bounds_s": {}, "bound_by": "", "gap": None}
+    assert brief == {**whole, "formulas": brief["formulas"], "estimate": {**whole["estimate"], **nothing}}
+
+
 def test_instances_are_those_shipped_and_nothing_else(server):
     """Only listed names are served."""
     names = server.request("GET", "/api/v1/catalogue")[2]["instances"]
@@ -416,6 +442,7 @@ def test_every_answer_is_what_its_schema_says(server, wide_plan):
     asked = {
         ("POST", "/api/v1/plans"): plan_data(*planned()), ("POST", "/api/v1/clusters"): {"cluster": cluster},
         ("POST", "/api/v1/read"): {"kind": "model", "text": "{}"}, ("POST", "/api/v1/jobs"): body(),
+        ("POST", "/api/v1/config"): {"model": "llama2-7b"},
         ("POST", "/api/v1/fronts"): body(), ("POST", "/api/v1/plans/{job}/variants"): other,
         ("POST", "/api/v1/plans/{job}/deploy"): {"name": "typed", "target": "tc"},
         ("PATCH", "/api/v1/jobs/{job}"): {"tags": ["x"]},

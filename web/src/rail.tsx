@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { call, get, post, type Data } from "./api";
+import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
@@ -62,6 +62,7 @@ function ModelSummary(): JSX.Element {
     <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>
       <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
       <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await post("/read", { kind: "model", text, name: file }); edit((it) => { it.model = model; }); })} />
+      <button type="button" id="export-model" onClick={() => void attempt(async () => download("config.json", JSON.stringify(await post("/config", { model: d.model }), null, 2), "application/json"))}>{t("exportModel")}</button>
       <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
         <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>
       <div class="two"><Choice label={t("precision")} path="batch.precision" value={d.batch.precision ?? "bf16"} options={["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p])} set={(v) => edit((it) => { it.batch.precision = v; })} />

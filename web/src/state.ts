@@ -109,8 +109,11 @@ async function load(id: string): Promise<void> {
     return;
   }
   loading.value = true;
+  const first = Promise.all([get(`/jobs/${id}`, gone), post(`/plans/${id}/view?bound=false`, {}, gone)]);
+  const limiting = loadLimits(id, gone, first);
+  limiting.catch(() => {}); // said once there is a plan
   try {
-    const [found, seen] = await Promise.all([get(`/jobs/${id}`, gone), post(`/plans/${id}/view`, {}, gone)]);
+    const [found, seen] = await first;
     batch(() => {
       row.value = found;
       planned.value = seen;
@@ -119,7 +122,7 @@ async function load(id: string): Promise<void> {
     });
     if (tried.value) void reprice();
     await known;
-    void loadLimits(id, gone).catch(say);
+    void limiting.catch(say);
     if (!changed.value) take(await get(`/jobs/${id}/request`, gone), (await known).models.map((m: Data) => m.name));
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
@@ -132,11 +135,19 @@ async function load(id: string): Promise<void> {
   }
 }
 const MOST_ANEW = 3;
-// The limits as they are found; what planning anew would bring comes after: of what nobody gave, then of the first limits.
-async function loadLimits(id: string, gone: AbortSignal): Promise<void> {
+// The limits as they are found, then the bound; what planning anew would bring comes after: of what nobody gave, then of
+// the first limits.
+async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>): Promise<void> {
   anew.value = {};
   await events(`/plans/${id}/limits/events`, gone, (now) => { if (!gone.aborted) limits.value = now; });
   const found = limits.value;
+  await first;
+  const seen = await post(`/plans/${id}/view`, {}, gone);
+  if (gone.aborted) return;
+  batch(() => {
+    planned.value = seen;
+    if (!tried.value) shown.value = seen;
+  });
   if (gone.aborted || !found?.whole) return;
   const links = await get(`/plans/${id}/assumed`, gone);
   if (gone.aborted) return;

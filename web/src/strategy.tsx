@@ -20,7 +20,7 @@ function reasons(v: Data): string[] {
   const used: Data[] = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? [l.activations] : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
   return [
-    t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) }),
+    ...(e.gap === null ? [] : [t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) })]),
     t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
     ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r) => r.join("–")))].slice(0, 8).join(", ") })] : []),
     tp > 1 ? t("reasonTensor", { tp }) : t("reasonNoTensor"),

@@ -96,7 +96,7 @@ export function Figures(): JSX.Element | null {
     <dl class="figures" aria-live="polite">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
-      <Figure name="gap" value={percent(e.gap)} before={percent(f.gap)} note={t("noFaster", { step: seconds(e.lower_bound_s) })} />
+      <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
       <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={t("ofCommunication", { part: percent(v.traffic.hidden) })} />
     </dl>
   );
