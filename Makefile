@@ -103,8 +103,9 @@ mutants: $(VENV)/test.installed ## put small faults into the code and list those
 site: $(VENV)/site.installed ## build the documentation into out/site, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pages: $(VENV)/sweeps.installed ## do all that README, tutorial, concepts, formulas and how-tos say, in empty folders
+pages: $(VENV)/sweeps.installed ## do what README, tutorial and how-tos say, in empty folders, and run the other pages' commands
 	$(BIN)/python -m tests.docs.page_commands README.md docs/tutorial.md docs/concepts.md docs/overhead.md docs/how-to/*.md
+	$(BIN)/python -m tests.docs.example_lines
 
 wheel: $(VENV)/plan.installed ## build dist/polygon_train-*.whl, install it alone and plan with it in an empty folder
 	@rm -rf out/wheel && mkdir -p out/wheel/empty

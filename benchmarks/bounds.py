@@ -2,11 +2,15 @@
 
     python benchmarks/bounds.py violations [--count 500] [--first 0]
     python benchmarks/bounds.py gaps PLAN.json ...
+    python benchmarks/bounds.py shares [INSTANCE ...]
 
 `violations` draws problems (one to five regions; devices that are equal or not; runtimes, packings, local steps), plans
 each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
 depths) and random allocations against the bounds on time, money and energy. Plans that the checker does not accept are
-passed over. `gaps` prints a line for every plan file.
+passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the native benchmark
+(all, or those named) where their steps go beside what the bound knows of them: a plan's devices at their best in its
+micro-batches, its busiest worker, the same schedule with messages that take no time, with those it has, and the whole
+step; the bound's compute, its stages, all of it, and the kind of plan that may be as quick.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon.bounds.lower_bound import lower_bound
 from polygon.bounds.price_bound import least_energy_j, least_usd
+from polygon.bounds.size_work import size_work
+from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.convergence import allowed
 from polygon.cost.money import step_bill
 from polygon.cost.step_times import step_times
@@ -33,13 +39,14 @@ from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem
 from polygon.formats import catalogue
-from polygon.formats.files import read_plan
+from polygon.formats.files import read_plan, read_problem
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.objectives import objective_named
 from polygon.planning.polish import changes
 from polygon.planning.search_engine import Effort, find_plan
+from runners.sweeps.best_known import best_known, unpacked
 from tests.drawn_problems import larger_problems, packed_at_random, small_problem
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 
@@ -49,6 +56,7 @@ OBJECTIVES = ("time", "time", "money", "energy")
 CHANGES = 16
 """Of a plan, by one thing each, and of that as many again."""
 TOLERANCE = 1e-9
+NATIVE = Path(__file__).resolve().parents[1] / "instances" / "native"
 
 
 def regions_apart(rng: np.random.Generator) -> Problem:
@@ -200,6 +208,45 @@ def gaps(paths: list[Path]) -> None:
     print(f"median gap {np.median(found):.1%}")
 
 
+def shares(names: list[str]) -> None:
+    """Print the shares of the best known plans' steps beside the bound's."""
+    known = best_known("native")
+    columns = ["devices busiest +stages +messages  step ", " compute stages  bound   gap  may be as quick"]
+    print(f"{'':32}{columns[0]:>42}   {columns[1]}")
+    gaps_found, spent_s = [], 0.0
+    for name in names or sorted(known, key=lambda name: (int(name.split("-")[1]), name)):
+        problem = read_problem(NATIVE / f"{name}.yaml")
+        plan, tables = unpacked(problem, known[name]["plan"]), CostTables(problem)
+        began_s = time.process_time()
+        bound = lower_bound(tables)
+        spent_s += time.process_time() - began_s
+        times, least = step_times(plan, tables), [*bound.parts.values()]
+        gaps_found.append(times.step_s / bound.seconds - 1)
+        mine = (*step_shares(plan, tables), times.step_s)
+        kind = "{}, micro-batches of {}".format(*bound.of) if bound.of else ""
+        print(f"{name:32}" + "".join(f"{value:8.3f} " for value in mine) + " "
+              + "".join(f"{value:8.3f}" for value in (least[0], *least[2:])) + f" {gaps_found[-1]:6.0%}  {kind}",
+              flush=True)  # fmt: skip
+    print(f"median gap {np.median(gaps_found):.1%} of {len(gaps_found)}; {spent_s:.1f} CPU-seconds for the bounds")
+
+
+def step_shares(plan: Plan, tables: CostTables) -> tuple[float, float, float, float]:
+    """Seconds of a step with only some of what it takes, each with all before it.
+
+    Its devices doing its micro-batches as quickly as they can, each as much as it is able to; its busiest worker; its
+    schedule with messages that take no time; and with its messages.
+    """
+    kinds, schedule = Kinds.of(tables), step_times(plan, tables).schedule
+    size = size_work(tables, kinds, plan.micro_batch_size)
+    able = sum(size.device_capacity[kinds.of_pool[pool]] * count for pool, count in plan.devices_of_pools.items())
+    share = np.bincount(schedule.routes.ravel(), minlength=len(schedule.forward_s))
+    each_s = share * (schedule.forward_s + schedule.backward_s)
+    silent = replace(schedule, hold_s=np.zeros_like(schedule.hold_s), latency_s=np.zeros_like(schedule.latency_s))
+    busiest_s = np.bincount(schedule.holder, weights=each_s).max()
+    ends_s = [float(of.simulate()[0].max()) for of in (silent, schedule)]
+    return float(size.work / able), float(busiest_s), ends_s[0], ends_s[1]
+
+
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -209,7 +256,12 @@ def main() -> int:
     hold_parser.add_argument("--first", type=int, default=0, help="first seed")
     gaps_parser = commands.add_parser("gaps", help="gap of plan files")
     gaps_parser.add_argument("plans", type=Path, nargs="+")
+    shares_parser = commands.add_parser("shares", help="where the steps of the best known plans go")
+    shares_parser.add_argument("names", nargs="*", help="of instances/native")
     args = parser.parse_args()
+    if args.command == "shares":
+        shares(args.names)
+        return 0
     if args.command == "violations":
         return 1 if hold(args.first, args.count) else 0
     gaps(args.plans)

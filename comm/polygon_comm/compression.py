@@ -93,6 +93,8 @@ class Int8(Codec):
 
     def compress(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = _blocks(tensor, INT8_BLOCK)
+        # Symmetric: zero stays zero, and -128 is not used. A block of zeros has scale 0 and must not be divided by it;
+        # of an infinite scale levels would be NaN, which int8 lacks: 0 times infinity brings it back over there.
         scale = torch.linalg.vector_norm(rows, ord=math.inf, dim=1, keepdim=True).div_(127)
         levels = torch.round(rows / scale.clamp(min=1e-38)).nan_to_num_(0.0).to(torch.int8)
         return torch.cat([_as_bytes(scale), _as_bytes(levels)[: tensor.numel()]])
@@ -118,6 +120,7 @@ class Int4(Codec):
         rows = _blocks(tensor, INT4_BLOCK)
         scale = torch.linalg.vector_norm(rows, ord=math.inf, dim=1, keepdim=True).div_(7)
         levels = torch.round(rows / scale.clamp(min=1e-38)).nan_to_num_(0.0).add_(8).to(torch.uint8)
+        # Levels -7 .. 7 as 1 .. 15, two to a byte, the first in the low half.
         packed = levels[:, 0::2] | (levels[:, 1::2] << 4)
         return torch.cat([_as_bytes(scale), _as_bytes(packed)])
 
@@ -191,6 +194,7 @@ class PowerSgd(Codec):
             if used and 4 * used * (rows + columns) >= 2 * rows * columns:
                 rows, columns, used = 0, rows * columns, 0
             self.parts.append((rows, columns, used))
+        # The receiver needs no start: both factors travel. A fixed one makes runs repeatable.
         generator = torch.Generator().manual_seed(0)
         self._right = [torch.randn(columns, used, generator=generator) for _, columns, used in self.parts]
 
@@ -216,8 +220,11 @@ class PowerSgd(Codec):
             matrix = part.view(rows, columns)
             right = self._right[index].to(matrix.device)
             for _ in range(max(1, self._iterations)):
+                # Only the left factor is orthonormal: the right one then carries the sizes, and P Q^T is the projection
+                # of M onto the span of P, the nearest to M that this span has.
                 left = torch.linalg.qr(matrix @ right).Q
                 right = matrix.T @ left
+            # From zeros or infinities no later iteration would come back.
             if not self._iterations and bool(torch.isfinite(right).all()) and bool(right.any()):
                 self._right[index] = right
             pieces += [_as_bytes(left), _as_bytes(right)]

@@ -113,6 +113,7 @@ class WatchedLink:
         elif any(state.unsent_bytes for state in found.values()):
             self._waiting += 1
             self._waiting_s += now_s - self._looked_s
+        # A link that nobody waits for says nothing about its rate: only time with unsent bytes counts.
         self._looked_s = now_s
         if now_s - self._since_s < WINDOW_S:
             return None

@@ -73,12 +73,16 @@ class OuterUpdate:
         sent : tensor
             A copy of this region's weights; the weights themselves may change until the end.
         """
+        # The outer gradient: where the region began less where it came to, by its part of the samples, so that a sum is
+        # the mean.
         delta = (self.start - sent).mul_(self.fraction)
         under_way = self._group.begin(delta, f"outer {self.name}", self._shapes, replicated=True)
 
         def finish() -> None:
+            # Nesterov's m <- d m + g, w <- w - r (g + d m), on weights that all regions had.
             self.momentum.mul_(self._decay).add_(delta)
             self.start.sub_(delta.add_(self.momentum, alpha=self._decay), alpha=self._rate)
+            # What was trained while the exchange was under way is kept, on top of the new start.
             self.weights.sub_(sent).add_(self.start)
 
         return Pending(under_way.arrive, gather=under_way.gather, advance=under_way.advance, finish=finish)

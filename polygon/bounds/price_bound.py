@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.bounds.lower_bound import compute_of_size, lower_bound
+from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.size_work import size_work
 from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.memory import state_bytes
 from polygon.cost.tables import CostTables
@@ -38,8 +39,8 @@ def _least(tables: CostTables, rate: np.ndarray) -> float:
         return np.inf
     of_kind = np.full(int(kinds.of_pool.max()) + 1, np.inf)
     np.minimum.at(of_kind, kinds.of_pool[used], rate[used])
-    sizes = [compute_of_size(tables, kinds, size) for size in tables.micro_batch_sizes]
-    computing = min(float((work * (device_s * of_kind).min(axis=1)).sum()) for device_s, work in sizes)
+    sizes = [size_work(tables, kinds, size) for size in tables.micro_batch_sizes]
+    computing = min(float((size.count * (size.device_s * of_kind).min(axis=1)).sum()) for size in sizes)
     memory = tables.memory(1, tables.micro_batch_sizes[0], "none")
     needed = float(memory.parameters[-1]) * sum(state_bytes(tables.problem.batch))
     room = tables.limit_bytes[used] - tables.problem.runtime.context_bytes

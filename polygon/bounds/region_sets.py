@@ -26,8 +26,8 @@ import numpy as np
 from polygon.cost.reduction import exchange_rounds
 
 ENUMERATED = 9
-MOST_BINS = 6
-"""Pairs of sets taken together, by what all wait."""
+MOST_BINS, FEW_BINS = 6, 3
+"""Groups of pairs of sets taken together, by what all wait; and where neighbourhoods stand for sets."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,8 +90,11 @@ class RegionSets:
         Compute times seconds that those outside of the first stage are idle.
     same : ndarray of bool
         Whether all regions may be in the first stage.
+    regions : int
+        Of the cluster that may be used.
     """
 
+    regions: int
     agree_s: np.ndarray
     first_s: np.ndarray
     capacity: np.ndarray
@@ -101,6 +104,7 @@ class RegionSets:
     def some(self, which: np.ndarray) -> RegionSets:
         """Some of them."""
         return RegionSets(
+            regions=self.regions,
             agree_s=self.agree_s[which],
             first_s=self.first_s[which],
             capacity=self.capacity[which],
@@ -120,10 +124,11 @@ class RegionSets:
 
     def bins(self) -> list[RegionSets]:
         """Put together by what all wait, those whose first stage is in one region apart."""
+        most = MOST_BINS if self.regions <= ENUMERATED else FEW_BINS
         parts = []
         for group in (np.flatnonzero(self.first_s == 0), np.flatnonzero(self.first_s > 0)):
             order = group[np.argsort(self.waits_s[group], kind="stable")]
-            parts += [self.some(part) for part in np.array_split(order, min(MOST_BINS, len(order)) or 1) if len(part)]
+            parts += [self.some(part) for part in np.array_split(order, min(most, len(order)) or 1) if len(part)]
         return parts
 
 
@@ -161,7 +166,14 @@ def _enumerated(capacity: np.ndarray, ways: Ways) -> RegionSets:
         away = np.where(reached, away_s, 0.0) * capacity
         rows.append((sets, np.full(len(sets), rounds * spread_s[first]), member[sets] @ away, sets == first))
     sets, first_s, away, same = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return RegionSets(agree_s=spread_s[sets], first_s=first_s, capacity=(member @ capacity)[sets], away=away, same=same)
+    return RegionSets(
+        regions=n,
+        agree_s=spread_s[sets],
+        first_s=first_s,
+        capacity=(member @ capacity)[sets],
+        away=away,
+        same=same,
+    )
 
 
 def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionSets:
@@ -201,7 +213,7 @@ def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionS
             agree_s, wait_s = np.broadcast_to(spread_s, wide.shape), np.broadcast_to(first_s[:, None], wide.shape)
             rows.append(tuple(column[wide] for column in (agree_s, wait_s, held, idle, same)))
     agree_s, first_s, held, idle, same = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return RegionSets(agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same)
+    return RegionSets(regions=n, agree_s=agree_s, first_s=first_s, capacity=held, away=idle, same=same)
 
 
 def _quickest(seconds: np.ndarray) -> np.ndarray:

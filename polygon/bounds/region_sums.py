@@ -1,13 +1,15 @@
 """What regions that add up gradients need at least, for every set of regions that could.
 
-A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: in r rounds,
-every pair of regions at once, over at most as many node pairs as each region of S has nodes. With w bytes that takes
+A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: first inside the
+regions, then in r rounds, every pair of regions at once, over at most as many node pairs as each region of S has nodes
+in the stage. With n bytes of gradient, w of it packed, and f nodes in the region that has most of them, that takes
 
-    at least  max over a, b in S  r latency_ab + 2 w / (|S| k rate_ab),  and before that  2 (k - 1) (l + n / (k B))
+    at least  2 (f - 1) / f n / B  +  max over a, b in S of  r latency_ab + 2 w / (|S| k rate_ab)
 
-inside the regions if k node pairs are used, for the best k. Of the pairs those count that are farthest or slowest. All
-that leaves a region passes its egress: 2 w (|S| - 1) / |S| or more.
-Where packed, all N nodes of S may send one another parts: k is then N / |S|, and nothing is summed before that.
+with k node pairs, f at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k. Of the pairs those count that are
+farthest or slowest. All that leaves a region passes its egress. A stage with f nodes at most has the compute of so many
+of every region: so f is looked at in steps (`NODES`).
+Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
 link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute
@@ -17,7 +19,7 @@ and nodes than the largest such neighbourhood.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,11 +27,12 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.bounds.region_sets import ENUMERATED
+from polygon.bounds.stage_tiers import node_steps
 from polygon.cost.reduction import exchange_rounds
 
 STEPS = 8
-LANES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-"""Node pairs at which the bound takes a step; between two it takes the better of both."""
+NODES = (1, 2, 4, 8, 16, 32, 128)
+"""Nodes of the region that has most of a stage at which the bound takes a step."""
 
 
 class Hop(NamedTuple):
@@ -40,6 +43,13 @@ class Hop(NamedTuple):
     part: float
     card_bytes_per_s: float = math.inf
     """What a node can send in all at most."""
+
+    def sum_s(self, n_bytes: np.ndarray, nodes: int) -> np.ndarray:
+        """Least seconds that are seen of a sum over so many nodes of a region."""
+        if nodes < 2:
+            return np.zeros_like(n_bytes)
+        rounds_s = 2 * math.ceil(math.log2(nodes)) * self.latency_s
+        return self.part * (rounds_s + 2 * (nodes - 1) / nodes * n_bytes / self.bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,8 +118,8 @@ class SummingSets:
         found: np.ndarray = self.rounds * self.far[0]
         return found
 
-    def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop) -> np.ndarray:
-        """Least seconds of a sum.
+    def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop, fewest: int, most: int) -> np.ndarray:
+        """Least seconds of a sum where some region has `fewest` nodes in it or more, and none more than `most`.
 
         Parameters
         ----------
@@ -120,32 +130,29 @@ class SummingSets:
         -------
         ndarray, shape (sets, sizes)
         """
-        best = np.full((len(self.count), len(n_bytes)), np.inf)
         sent = 2 * wire_bytes[None, :] / self.count[:, None]
         rounds = self.rounds[:, None]
-        # Every region sends its part to all the others.
+        # Every region sends its part to all the others, and all nodes that send for it share in that.
         leaves = 2 * wire_bytes[None, :] * (1 - 1 / self.fewest)[:, None]
-        shared_s = rounds * self.near_s[:, None]
-        shared_s = shared_s + np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
-        for fewest, more in pairwise((*LANES, int(self.lanes.max(initial=0)) + 1)):
-            some = self.lanes >= fewest
-            if not some.any():
-                break
-            most = np.clip(max(more, fewest + 1) - 1, 1, self.lanes[some])[:, None]
-            far_s, thin_s = (
-                rounds[some] * pair[0][some, None] + sent[some] * pair[1][some, None] / most
-                for pair in (self.far, self.thin)
-            )
-            seconds = np.maximum(np.maximum(far_s, thin_s), shared_s[some])
-            if fewest > 1:
-                rounds_s = 2 * math.ceil(math.log2(fewest)) * hop.latency_s
-                seconds = seconds + hop.part * (rounds_s + 2 * (fewest - 1) / fewest * n_bytes / hop.bytes_per_s)
-            best[some] = np.minimum(best[some], seconds)
+        lanes = np.maximum(np.minimum(most, self.lanes), 1)[:, None]
+        busy_s = np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
+        busy_s = np.maximum(busy_s, leaves / lanes / hop.card_bytes_per_s)
+        pairs_s = [rounds * pair[0][:, None] + sent * pair[1][:, None] / lanes for pair in (self.far, self.thin)]
+        between_s = np.maximum(np.maximum(*pairs_s), rounds * self.near_s[:, None] + busy_s)
+        inside_s = hop.sum_s(n_bytes, fewest)
+        best: np.ndarray = inside_s + between_s
         if (wire_bytes < n_bytes).any():
-            parts = sent * (self.count / self.nodes)[:, None]
-            apart = [rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin)]
-            left_s = leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None])
-            best = np.minimum(best, np.maximum(np.maximum(*apart), left_s))
+            # Then one node of each place sends by itself.
+            places = np.minimum(self.nodes, np.minimum(most, self.nodes) * self.count)
+            parts = sent * (self.count / places)[:, None]
+            apart_s = np.maximum(
+                *(rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin))
+            )
+            apart_s = np.maximum(apart_s, leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None]))
+            # The region with most nodes adds up inside, or is one of those whose nodes send one another parts.
+            passes = 1 - 1 / (self.fewest + fewest - 1)[:, None]
+            alone_s = np.maximum(apart_s, 2 * wire_bytes * passes / hop.card_bytes_per_s)
+            best = np.minimum(best, np.minimum(alone_s, inside_s + apart_s))
         return best
 
 
@@ -250,27 +257,38 @@ class LedSets(NamedTuple):
 
     Attributes
     ----------
+    sets : SummingSets
     capacity : ndarray, shape (sets,)
         Compute of all regions.
     away : ndarray, shape (sets,)
         Compute times seconds of a step in which some of it is certain to wait.
     busy_s : ndarray, shape (sets,)
         Seconds that a step keeps the slowest link busy.
+    of_nodes : ndarray, shape (steps, regions)
+        Compute of so many nodes of each region.
+    inside_s : ndarray, shape (steps,)
+        Seconds in which these do nothing but sum.
     """
 
+    sets: SummingSets
     capacity: np.ndarray
     away: np.ndarray
     busy_s: np.ndarray
+    of_nodes: np.ndarray
+    inside_s: np.ndarray
 
     def most(self, time_s: float) -> float:
         """Most compute in steps of so much time, over that time."""
-        return float(np.where(self.busy_s <= time_s, self.capacity - self.away / time_s, 0.0).max(initial=0.0))
+        part = np.maximum(1 - self.inside_s / time_s, 0.0)
+        by_regions = self.sets.capacity((self.of_nodes * part[:, None]).max(axis=0))
+        able = np.minimum(by_regions, self.capacity - self.away / time_s)
+        return float(np.where(self.busy_s <= time_s, able, 0.0).max(initial=0.0))
 
 
 def led_sets(
     links: Links,
     sets: SummingSets,
-    capacity: np.ndarray,
+    of_nodes: Callable[[int], np.ndarray],
     n_bytes: float,
     wire_bytes: float,
     *,
@@ -281,11 +299,13 @@ def led_sets(
 
     A step T is at least the mean of any cycle of regions. With x_ab the mean of both ways between a and b, what
     backward hides left out: in two rounds a region's own sums come back over b, so that it computes for T - x_ab or
-    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods compute alone counts.
+    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods this does not count. A
+    region alone is such a cycle: with f of its nodes it computes for T less what is seen of their sum.
 
     Parameters
     ----------
-    capacity : ndarray, shape (regions,)
+    of_nodes : callable
+        Most compute of so many nodes of each region, shape (regions,).
     n_bytes, wire_bytes : float
         Gradient of the whole model as it is inside a region and packed between regions.
     hidden_s : float
@@ -293,10 +313,18 @@ def led_sets(
     last : float
         Least part of it, latency apart, that backward does not hide.
     """
-    total, nothing = sets.capacity(capacity), np.zeros(len(sets.count))
+    steps = [(1, 1), *node_steps(int(links.nodes.max()))]
+    sums_s = np.array([float(links.hop.sum_s(np.array([n_bytes]), fewest)[0]) for fewest, _ in steps])
+    if wire_bytes < n_bytes:
+        # Or all nodes are places by themselves, beside one more of another region.
+        passes = np.array([2 * fewest / (fewest + 1) for fewest, _ in steps])
+        sums_s = np.minimum(sums_s, passes * wire_bytes / links.hop.card_bytes_per_s)
+    inside_s = np.maximum(last * sums_s, sums_s - hidden_s)
+    by_steps = np.array([of_nodes(most) for _, most in steps])
+    capacity = by_steps[-1]
+    total, away, busy_s = sets.capacity(capacity), *np.zeros((2, len(sets.count)))
     if sets.members.shape[1] > 1:
-        return LedSets(total, nothing, nothing)
-    away, busy_s = nothing.copy(), nothing.copy()
+        return LedSets(sets, total, away, busy_s, by_steps, inside_s)
     for i, members in enumerate(sets.members[:, 0]):
         some = np.flatnonzero(members)
         pairs = np.ix_(some, some)
@@ -316,4 +344,4 @@ def led_sets(
             away[i] = held @ wait_s.max(axis=1)
         else:
             away[i] = (2 * wait_s * np.minimum(held[:, None], held[None, :])).max()
-    return LedSets(total, away, busy_s)
+    return LedSets(sets, total, away, busy_s, by_steps, inside_s)

@@ -16,8 +16,9 @@ class Pipeline(NamedTuple):
     """What stages cost at best, for one micro-batch size.
 
     Shapes: n layers, c worker classes, j tiers. A tier is a way to place the workers of a stage (one worker, one node,
-    so many nodes of a region, several regions). The first axis of `class_s` and `tier_s` tells stages that shard
-    optimizer states at most (0) from those that also shard gradients or weights (1).
+    so many nodes of a region, several regions). The sharding axis of `class_s` and `best` is that of
+    `polygon.bounds.fitting.SHARDINGS`; tiers are told apart by whether gradients are summed as a step ends (0) or
+    micro-batches scatter them (1).
     """
 
     micro_batches: float
@@ -25,15 +26,29 @@ class Pipeline(NamedTuple):
     backward_s: np.ndarray
     """(n + 1,) running sums over the layers of the least seconds per micro-batch on any worker."""
     class_s: np.ndarray
-    """(2, c, n, n + 1) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit."""
+    """(3, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
+    """
+    held: np.ndarray
+    """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
+    levels: np.ndarray
+    """(s,) of these levels, how many stand for the workers of each stage; the last for all further stages."""
     class_capacity: np.ndarray
     """(c,) compute of a worker, in any unit."""
+    class_kind: np.ndarray
+    """(c,) kind of its devices."""
+    class_devices: np.ndarray
+    """(c,) devices of a worker."""
+    kind_devices: np.ndarray
+    """(kinds,) all devices of a kind."""
     best: np.ndarray
-    """(2, 2, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1]."""
+    """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
+    the last level."""
     tier_s: np.ndarray
-    """(2, j, n, n + 1) least exposed seconds of reducing layers [a, b)."""
+    """(2, n, n + 1, j) least exposed seconds of reducing layers [a, b)."""
     tier_capacity: np.ndarray
-    """(j,) most compute that workers so placed have together."""
+    """(2, j) most compute that workers so placed have together."""
+    tier_free: np.ndarray
+    """(j,) of these, of workers that scatter inside of nodes or not at all; the others do so over nodes."""
     message_s: float
     """Least seconds of a message between two workers."""
     passing_s: tuple[float, float]
@@ -42,68 +57,200 @@ class Pipeline(NamedTuple):
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     unit: float
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
+    alike: bool
+    """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
     whole: bool
     """Whether workers do whole micro-batches, and stages have whole workers; else any part of them."""
 
 
 def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
     """`Pipeline.best`; inf where no class fits."""
-    product = class_s * class_capacity[:, None, None]
-    which = product.argmin(axis=1)[:, None]
-    return np.stack([np.take_along_axis(values, which, axis=1)[:, 0] for values in (product, class_s)])
+    last = class_s[..., -1]
+    product = last * class_capacity
+    which = product.argmin(axis=-1)[..., None]
+    return np.stack([np.take_along_axis(values, which, axis=-1)[..., 0] for values in (product, last)])
 
 
 @kernel
-def workers_capacity(pipeline: Pipeline, sharded: int, first: int, last: int, left_s: float) -> float:
+def most_done(pipeline: Pipeline, sharding: int, c: int, stage: int, first: int, last: int, left_s: float) -> float:
+    """Most micro-batches of layers [first, last) that a worker of class c does in so much time; 0 if it cannot.
+
+    One that does m has min(m, held) in flight, and the more it has in flight the more it recomputes: of the levels up
+    to m the last counts.
+    """
+    levels, most = pipeline.levels[min(stage, len(pipeline.levels) - 1)], 0.0
+    for level in range(levels):
+        done = left_s * (1 + 1e-9) / pipeline.class_s[sharding, first, last, c, level]
+        if done < 1:
+            break  # with more in flight a micro-batch takes no less
+        if level + 1 < levels:
+            more = pipeline.held[level + 1]
+            done = min(done, np.ceil(more) - 1 if pipeline.whole else more)
+        if pipeline.whole:
+            done = min(np.floor(done), pipeline.micro_batches)
+        most = max(most, done)
+    return most
+
+
+@kernel
+def workers_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
     """Least compute of workers that do all micro-batches of layers [first, last) in so much time; inf if none can.
 
     A worker of class c does k whole micro-batches; the class with least compute for each may make up the whole stage.
     """
+    return rounded(pipeline, parts_capacity(pipeline, sharding, stage, first, last, left_s))
+
+
+@kernel
+def parts_capacity(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+    """`workers_capacity` where parts of a worker are allowed."""
     each = np.inf
-    many = left_s / pipeline.best[1, sharded, first, last]
+    many = left_s / pipeline.best[1, sharding, first, last] if len(pipeline.held) == 1 else 0.0
     if many >= 1 and (not pipeline.whole or MANY <= many <= pipeline.micro_batches):
         # So many that whole ones or parts make no difference.
-        each = pipeline.best[0, sharded, first, last] / left_s
-    for c in range(pipeline.class_s.shape[1] if each == np.inf else 0):
-        done = left_s * (1 + 1e-9) / pipeline.class_s[sharded, c, first, last]
-        if done < 1:
-            continue
-        if pipeline.whole:
-            done = min(np.floor(done), pipeline.micro_batches)
-        each = min(each, pipeline.class_capacity[c] / done)
-    if pipeline.whole and pipeline.unit > 0 and each < np.inf:
-        return float(np.ceil(each * pipeline.micro_batches / pipeline.unit - 1e-6) * pipeline.unit)
+        each = pipeline.best[0, sharding, first, last] / left_s
+    for c in range(len(pipeline.class_capacity) if each == np.inf else 0):
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
+        if done > 0:
+            each = min(each, pipeline.class_capacity[c] / done)
     return each * pipeline.micro_batches
 
 
 @kernel
+def passing_capacity(
+    pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float, price: float
+) -> float:
+    """`parts_capacity` and, at so much for a second, what a micro-batch takes on the worker that does it."""
+    each = np.inf
+    for c in range(len(pipeline.class_capacity)):
+        done = most_done(pipeline, sharding, c, stage, first, last, left_s)
+        if done > 0:
+            own_s = pipeline.class_s[sharding, first, last, c, 0]
+            each = min(each, pipeline.class_capacity[c] / done * pipeline.micro_batches + price * own_s)
+    return each
+
+
+@kernel
+def rounded(pipeline: Pipeline, capacity: float) -> float:
+    """Whole workers with so much compute or more."""
+    if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
+        return float(np.ceil(capacity / pipeline.unit - 1e-6) * pipeline.unit)
+    return capacity
+
+
+@kernel
+def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: int, left_s: float) -> float:
+    """Most micro-batches of layers [first, last) that all devices together do in so much time."""
+    total = 0.0
+    for kind in range(len(pipeline.kind_devices)):
+        each = 0.0
+        for c in range(len(pipeline.class_capacity)):
+            if pipeline.class_kind[c] == kind:
+                done = most_done(pipeline, sharding, c, stage, first, last, left_s) / pipeline.class_devices[c]
+                each = max(each, done)
+        total += each * pipeline.kind_devices[kind]
+    return total
+
+
+@kernel
+def placed_capacity(
+    pipeline: Pipeline,
+    scatters: int,
+    tier: int,
+    stage: int,
+    first: int,
+    last: int,
+    left_s: float,
+    room: float,
+    price: float,
+) -> float:
+    """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
+    it has no room for them. With a price, `passing_capacity` if that is more.
+
+    A stage of all layers has no other devices than all, each kind at its own pace.
+    """
+    if first == 0 and last == pipeline.forward_s.shape[0] - 1:
+        most = all_done(pipeline, scatters, stage, first, last, left_s)
+        if most < pipeline.micro_batches * (1 - 1e-9):
+            return np.inf
+    need = parts_capacity(pipeline, scatters, stage, first, last, left_s)
+    if scatters and need > pipeline.tier_free[tier]:
+        free = pipeline.tier_free[tier]
+        apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
+        need = free + (1 - free / need) * apart if need < np.inf else np.inf
+    need = rounded(pipeline, need)
+    if need > room:
+        return np.inf
+    return max(need, passing_capacity(pipeline, scatters, stage, first, last, left_s, price)) if price > 0 else need
+
+
+@kernel
 def stage_capacity(
-    pipeline: Pipeline, sharded: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float
+    pipeline: Pipeline,
+    scatters: int,
+    stage: int,
+    first: int,
+    last: int,
+    begins_s: float,
+    tail_s: float,
+    time_s: float,
+    price: float,
 ) -> float:
     """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
 
     Its workers have `time_s` less the time until the first micro-batch arrives and less the longer of what follows the
-    last one: reduction (the wider the tier, the longer), or backward through the stages before.
+    last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
+    `placed_capacity`.
     """
     tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
     best = np.inf
-    at_best = workers_capacity(pipeline, sharded, first, last, time_s - begins_s - tail_s)
-    for j in range(pipeline.tier_s.shape[1]):
-        room = pipeline.tier_capacity[j] * (1 + 1e-9)
-        if at_best > room:
+    at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
+    found_s, found_free = np.inf, 0.0
+    for j in range(pipeline.tier_s.shape[3]):
+        room, free = pipeline.tier_capacity[scatters, j] * (1 + 1e-9), pipeline.tier_free[j]
+        reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j] + tied_s)
+        if at_best > room or reduced_s == np.inf:
             continue
-        reduced_s = pipeline.tier_s[sharded, j, first, last] + tied_s
-        if reduced_s <= tail_s:
-            return at_best
-        need = workers_capacity(pipeline, sharded, first, last, time_s - begins_s - reduced_s)
-        if need <= room:
-            best = min(best, need)
+        if reduced_s >= found_s and (not scatters or free <= found_free):
+            continue  # a tier with less to wait has room enough
+        left_s = time_s - begins_s - reduced_s
+        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price)
+        if need < best:
+            best, found_s, found_free = need, reduced_s, free
+        if best <= at_best:
+            break
     return best
 
 
+@kernel
+def stage_need(
+    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float
+) -> float:
+    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
+    layers need no less than that."""
+    before = max(stage - 1, 0)
+    begins_s = pipeline.forward_s[first] + stage * pipeline.message_s + before * pipeline.passing_s[0]
+    tail_s = 0.0
+    if first > 0:
+        tail_s = pipeline.backward_s[first] + stage * pipeline.message_s + pipeline.tied_s
+        tail_s += before * pipeline.passing_s[1]
+    least, possible = np.inf, False
+    for scatters in range(2):
+        if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
+            possible = True
+            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price)
+            least = min(least, need)
+    return least if possible else -1.0
+
+
 @general
-def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool) -> float:
+def least_capacity(
+    pipeline: Pipeline, time_s: float, most_stages: int, limit: float, further: bool, weight: float
+) -> float:
     """Least compute, over all ways to cut the layers into stages, of a pipeline that ends in time.
+
+    No micro-batch takes longer than that to pass all workers, so the mean does not: with a weight, that part of the
+    limit times (the mean over the time) is added to the compute, and to the limit.
 
     Parameters
     ----------
@@ -118,7 +265,10 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
         inf if there is none up to the limit.
     """
     layers = pipeline.forward_s.shape[0] - 1
-    used = np.full(layers + 1, np.inf)
+    price = weight * limit / time_s
+    limit *= 1 + weight
+    room = limit * (1 + 1e-9)
+    used, needs = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
     used[0] = 0.0
     best = np.inf
     last = min(most_stages, layers) - 1
@@ -126,30 +276,26 @@ def least_capacity(pipeline: Pipeline, time_s: float, most_stages: int, limit: f
         # The last round goes on from what it finds: any number of further stages.
         after = used if s == last and further else np.full(layers + 1, np.inf)
         some = False
+        if pipeline.alike:
+            first = min(s, 1)
+            needs[:] = -1.0
+            for count in range(1, layers + 1 - first):
+                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price)
+                if needs[count] < 0:
+                    break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
-            before = max(s - 1, 0)
-            begins_s = pipeline.forward_s[a] + s * pipeline.message_s + before * pipeline.passing_s[0]
             for b in range(a + 1, layers + 1):
-                tail_s = 0.0
-                if a > 0:
-                    tail_s = pipeline.backward_s[a] + s * pipeline.message_s + pipeline.tied_s
-                    tail_s += before * pipeline.passing_s[1]
-                left_s = time_s - begins_s - tail_s
-                possible = False
-                for sharded in range(2):
-                    if used[a] + workers_capacity(pipeline, sharded, a, b, left_s) <= limit * (1 + 1e-9):
-                        possible = True
-                        total = used[a] + stage_capacity(pipeline, sharded, a, b, begins_s, tail_s, time_s)
-                        if total < after[b]:
-                            after[b] = total
-                            some = True
-                if not possible:
-                    break  # more layers need no less
+                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price)
+                if need < 0:
+                    break
+                if used[a] + need < after[b]:
+                    after[b] = used[a] + need
+                    some = True
         best = min(best, after[layers])
         if not some:
             break
         used = after
         used[layers] = np.inf
-    return best if best <= limit * (1 + 1e-9) else np.inf
+    return best if best <= room else np.inf

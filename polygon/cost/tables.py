@@ -107,8 +107,8 @@ class CostTables:
         self.links = LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
-        self.bounds_by_size: dict[tuple[int, int], Any] = {}
-        """By micro-batch size and global batch: what `polygon.bounds` works out that links do not change."""
+        self.bounds_by_size: dict[tuple[Any, ...], Any] = {}
+        """By micro-batch size, global batch and budget: what `polygon.bounds` works out that links do not change."""
         self.plan_memory: WeakKeyDictionary[Plan, list[MemoryBreakdown]] = WeakKeyDictionary()
         """Peak memory of the workers of plans that were priced."""
         self.plan_terms = Kept[Any](KEPT_PLANS)

@@ -85,7 +85,24 @@ def with_zero(
     part = summed_part(zero, runtime)
     n_bytes = float(held.values * batch.gradient_bytes)
     between_s = copies_s(n_bytes, len(pools), pools, nodes, held.degrees, apart, links)
+    if part == 0:
+        between_s += _within_s(held, n_bytes, apart, links, place, stage)
     return part * node_s, part * region_s + between_s, gather_s
+
+
+def _within_s(held: Held, n_bytes: float, apart: np.ndarray, links: LinkArrays, place: Placement, stage: int) -> float:
+    """Seconds to sum between the shard groups of each pool what they have scattered, all pools at the same time."""
+    mine, longest = place.members(stage), 0.0
+    for pool, members, degree in zip(held.pools, held.members, held.degrees, strict=True):
+        if apart[links.region[pool]]:
+            continue
+        p, near, of_pool = int(pool), int(members), place.pool[mine] == pool
+        shards = int(place.shards[stage][of_pool].min())
+        copies = int((place.alike[stage][of_pool] // place.shards[stage][of_pool]).max())
+        latency_s, rate = float(links.ring_latency_s[p, p]), float(links.ring_bytes_per_s[p, p])
+        part, side_by_side = n_bytes / int(degree) / shards, min(max(1, near // shards), copies)
+        longest = max(longest, collective_s(part, copies, side_by_side, p, latency_s, rate, 2, links))
+    return longest
 
 
 class Shards(NamedTuple):

@@ -143,6 +143,7 @@ class Bucket:
 
     def _sum_whole(self, dtype: torch.dtype) -> None:
         """Gather the slices, let the worker's first rank sum whole tensors, and cut the result."""
+        # Workers of another tensor-parallel degree have other slices: only whole tensors are the same everywhere.
         tensors = [self.gathered(key, self.vector[a:b].view(shape)) for key, (a, b, shape) in self.places.items()]
         total = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
         if self.group is not None:

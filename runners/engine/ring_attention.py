@@ -55,6 +55,8 @@ def part_of_ring(own: int, others: int, tokens: int, *, halved: bool) -> _Part |
         return _Part(every, every, causal=True)
     if not halved:
         return _Part(every, every, causal=False) if others < own else None
+    # Rank i has piece i from the front and piece 2 n - 1 - i: of an earlier rank it sees the front half of the keys
+    # alone, a later one's it sees with its back half alone. So every rank computes as much in every round.
     half = tokens // 2
     if others < own:
         return _Part(every, slice(0, half), causal=False)
@@ -113,6 +115,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ExchangeGroup, halved: bool
     ) -> torch.Tensor:
         size, place, tokens, heads = group.size, group.place, q.shape[2], q.shape[1]
+        # In fp32 whatever the precision is: a result is rounded once, not in every round.
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         scores = torch.full(q.shape[:3], -torch.inf, device=q.device)
         there, more = torch.stack([k, v]), ()
@@ -122,6 +125,7 @@ class _Ring(torch.autograd.Function):
             if part is not None:
                 keys, values = (_repeated(x[:, :, part.keys], heads) for x in there)
                 found = _attend(q[:, :, part.queries], keys, values, causal=part.causal)
+                # Softmax over both sets of keys from that over each: a result weighs exp(its log-sum-exp - the common).
                 own, total = scores[:, :, part.queries], torch.logaddexp(scores[:, :, part.queries], found.scores)
                 mixed = out[:, :, part.queries]
                 mixed.mul_((own - total).exp()[..., None]).add_(found.out * (found.scores - total).exp()[..., None])
@@ -155,6 +159,7 @@ class _Ring(torch.autograd.Function):
                 back[:, :, rows] += of_q
                 for total, one in zip(own, others, strict=True):
                     total[:, :, part.keys] += _of_group(one, k.shape[1])
+            # What ranks add to the gradients of these keys goes round with them, and home in the last round.
             if passing_back is not None:
                 own += passing_back()
             passing_back = group.pass_on(own)

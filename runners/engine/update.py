@@ -164,6 +164,7 @@ class Update:
     def _parts(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Which stretch each member in this region updates."""
         members = bucket.owners.near_size if bucket.owners is not None and self._divided(bucket) else 1
+        # Equal to within one weight, wherever tensors begin: a flat optimizer does not care.
         borders = [bucket.size * i // members for i in range(members + 1)]
         return list(itertools.pairwise(borders))
 

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.bounds.lower_bound import _Size, _Stages, _Traffic, lower_bound
+from polygon.bounds.least_traffic import LeastTraffic
+from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.pipeline_bound import PipelineBound
+from polygon.bounds.size_work import SizeWork
 from polygon.bounds.stage_bound import least_capacity
 from polygon.bounds.stage_tiers import Kinds
 from polygon.cost.convergence import allowed
@@ -195,10 +198,10 @@ def test_kernel_is_its_python(problem, slack):
     """Compiled and interpreted dynamic programs agree."""
     tables = CostTables(problem)
     kinds = Kinds.of(tables)
-    size = _Size(tables, kinds, tables.micro_batch_sizes[-1])
-    pipeline = _Stages(size, _Traffic(tables, kinds, 1)).pipeline
-    for most_stages, further in ((3, True), (3, False), (1, False)):
-        arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, np.inf, further
+    size = SizeWork(tables, kinds, tables.micro_batch_sizes[-1])
+    pipeline = PipelineBound(size, LeastTraffic(tables, kinds, 1)).pipeline
+    for most_stages, further, weight in ((3, True, 0.0), (3, False, 0.5), (1, False, 0.0)):
+        arguments = pipeline, slack * lower_bound(tables).seconds, most_stages, 10 * size.capacity, further, weight
         assert least_capacity(*arguments) == pytest.approx(least_capacity.py_func(*arguments))
 
 
@@ -212,3 +215,32 @@ def test_states_split_among_workers_are_known(blocks):
     plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
     assert plan.stages[0].zero >= 2
     assert step_times(plan, decoder.tables).step_s >= lower_bound(decoder.tables).seconds
+
+
+def test_a_budget_leaves_what_can_be_paid():
+    """Half of what equal devices cost an hour: twice the time at least; and no plan in budget is quicker."""
+    cluster = cluster_of([[("a100-40gb", 4, 2)]], inside=BUS, between=BUS)
+    free = problem_of(cluster)
+    usd = sum(pool.devices * pool.price_usd_per_hour for pool in cluster.pools)
+    half = replace(free, constraints=Constraints(most_usd_per_hour=usd / 2))
+    bound, tables = lower_bound(CostTables(free)), CostTables(half)
+    assert lower_bound(tables).parts["compute"] == pytest.approx(2 * bound.parts["compute"])
+    known = CostTables(free)
+    assert lower_bound(known) == bound
+    assert lower_bound(known.with_other_links(half)) == lower_bound(tables)
+    decoder = Decoder(half)
+    workers = np.array([[4 if tp == 1 else 0 for _, tp in decoder.classes]])
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
+    assert step_times(plan, tables).step_s >= lower_bound(tables).seconds
+
+
+def test_sums_inside_a_region_count_for_stages_in_several():
+    """Two regions of eight nodes with fast links between them: whoever uses all nodes sums inside its region."""
+    slow = Link(latency_s=5e-5, bytes_per_s=5e7)
+
+    def seconds(between):
+        cluster = cluster_of([[("a100-40gb", 8, 1)]] * 2, latency_s=1e-5, bytes_per_s=1e11, inside=BUS, between=between)
+        only = Constraints(compressions=("none",), local_steps=(1,), most_stages=1)
+        return lower_bound(CostTables(replace(problem_of(cluster), constraints=only))).seconds
+
+    assert seconds(slow) > 1.3 * seconds(Link(latency_s=5e-5, bytes_per_s=5e10))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.bounds.region_sums import Hop, Links, _neighbourhoods, groups_by_capacity, summing_sets
+from polygon.bounds.region_sums import NODES, Hop, Links, _neighbourhoods, groups_by_capacity, summing_sets
 from polygon.cost.network import CARD_EFFICIENCY
 from polygon.cost.reduction import levels_room, levels_s
 from polygon.cost.transfers import LinkArrays
@@ -70,7 +70,13 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
     links, rng = drawn_links(n, seed), np.random.default_rng(seed)
     wire, worth = 0.3 * n_bytes, np.where(links.nodes > 0, rng.uniform(1, 5, n), 0.0)
     sets, coarse = summing_sets(links, whole=whole), _neighbourhoods(links, np.flatnonzero(links.nodes))
-    found_s, coarse_s = (s.seconds(np.array([n_bytes]), np.array([wire]), HOP)[:, 0] for s in (sets, coarse))
+
+    def seconds(of, nodes):
+        """Least seconds by the steps of nodes that so many belong to."""
+        fewest = max(step for step in NODES if step <= nodes)
+        most = min([step - 1 for step in NODES if step > nodes], default=10**6)
+        return of.seconds(np.array([n_bytes]), np.array([wire]), HOP, fewest, most)[:, 0]
+
     row = {tuple(np.flatnonzero(members[0]).tolist()): i for i, members in enumerate(sets.members)}
     for members in itertools.chain(*(itertools.combinations(np.flatnonzero(links.nodes), k) for k in range(2, n + 1))):
         used = [int(rng.integers(1, links.nodes[r] + 1)) for r in members]
@@ -79,6 +85,7 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
             assert whole_s == np.inf
             continue
         i = row[tuple(int(r) for r in members)]
+        found_s, coarse_s = (seconds(of, max(used)) for of in (sets, coarse))
         assert found_s[i] <= whole_s * (1 + 1e-9)
         assert sets.latency_s[i] == pytest.approx(far_s)
         assert sets.capacity(worth)[i] == pytest.approx(worth[list(members)].sum())
@@ -89,5 +96,5 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
 def test_one_region_sums_with_nobody():
     """Without two regions there is no set, and no group of sets."""
     sets = summing_sets(drawn_links(1, 0), whole=False)
-    assert sets.seconds(np.array([1.0]), np.array([1.0]), HOP).shape == (0, 1)
+    assert sets.seconds(np.array([1.0]), np.array([1.0]), HOP, 1, 1).shape == (0, 1)
     assert list(groups_by_capacity(sets.capacity(np.ones(1)), 8)) == []

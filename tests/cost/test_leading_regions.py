@@ -134,7 +134,7 @@ def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
             whole_s[b, a] = max(far_s + n_s for far_s, n_s in ways) - hidden_s
             last_s[b, a] = max(far_s + last * n_s for far_s, n_s in ways)
     step_s = done_of(ends_s, np.maximum(whole_s, last_s), busy_s=sent_s.max()).max()
-    led = led_sets(links, sets, capacity, 1.0, 1.0, hidden_s=hidden_s, last=last)
+    led = led_sets(links, sets, lambda most: capacity, 1.0, 1.0, hidden_s=hidden_s, last=last)
     assert capacity @ ends_s <= led.most(step_s) * step_s * (1 + 1e-9)
 
 

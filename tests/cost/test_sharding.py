@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from polygon.cost.network import CARD_EFFICIENCY, RING_STEP_S
 from polygon.cost.sharding import ShardingTraffic, copies_s
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Device, Link
 from polygon.domain.model import Batch
+from polygon.domain.plan import Problem
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
-from tests.linked_regions import small_gpt
+from polygon.planning.decode import Allocation, Decoder
+from tests.linked_regions import cluster_of, small_gpt
 from tests.uniform_splits import equal_nodes
 
 A100 = Device(
@@ -132,3 +136,19 @@ def test_fully_sharded_gradients_are_not_added_up_in_the_layers():
         whole, sharded = (priced.times(0, 1, 1, "none", accumulates=held).layers for held in (True, False))
         assert (sharded.backward_s[1] < whole.backward_s[1]) == less
         assert sharded.forward_s[1] == whole.forward_s[1]
+
+
+@pytest.mark.parametrize("groups", [[[("a100-40gb", 4, 2)]], [[("a100-40gb", 4, 2), ("v100-16gb", 4, 2)]]])
+def test_shard_groups_of_a_node_sum_between_nodes_in_one_pool_and_in_several(groups):
+    """ZeRO-3 inside of nodes: at least 2 (c - 1) / c of the gradient passes each node's card when the step ends."""
+    problem = Problem(cluster=cluster_of(groups), model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    decoder = Decoder(problem)
+    workers = np.array([[8 if tp == 1 else 0 for _, tp in decoder.classes]])
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1))
+    sums_s = {}
+    for shards in (0, 2):
+        stages = (replace(plan.stages[0], zero=3, shards=shards),)
+        sums_s[shards] = step_times(replace(plan, stages=stages, links=()), decoder.tables).reductions[0].total_s
+    n_bytes = decoder.tables.memory(1, 1, "none").parameters[-1] * problem.batch.gradient_bytes
+    card = decoder.tables.links.card_bytes_per_s[0]
+    assert sums_s[2] - sums_s[0] >= 2 * 3 / 4 * n_bytes / card * (1 - 1e-9)

@@ -74,6 +74,24 @@ def test_the_norm_is_waited_for_where_nobody_has_the_whole_gradient():
         assert times.step_s == pytest.approx(before_s + times.update_s.max())
 
 
+def test_nodes_that_pack_inside_a_region_divide_by_themselves():
+    """Workers of a node of a region that packs, and those of a pool elsewhere, whatever their numbers are."""
+    cluster = cluster_of([[("a100-40gb", 2, 2)], [("a100-40gb", 1, 2)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=12, seq_len=256))
+    held = ((0, (0,)), (0, (1,)), (0, (2, 3)), (1, (4,)), (1, (5,)))
+    workers = tuple(Worker(pool=pool, devices=devices) for pool, devices in held)
+    stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
+    routes = np.arange(12)[:, None] % 5
+    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (5,)))
+    inside = replace(plan, links=(LinkUse(source=0, target=0, weight_gradients="int8"),))
+    tables = CostTables(problem)
+    assert [tables.placement(p).alike[0].tolist() for p in (plan, inside)] == [[2, 2, 1, 2, 2]] * 2
+    single = tuple(Worker(pool=0, devices=(d,)) for d in range(4))
+    four = replace(inside, stages=(replace(stages[0], workers=single),), routes=np.arange(12)[:, None] % 4)
+    assert tables.placement(four).alike[0].tolist() == [2, 2, 2, 2]
+    assert tables.placement(replace(four, links=())).alike[0].tolist() == [4, 4, 4, 4]
+
+
 @pytest.mark.parametrize(("regions", "mode", "rounds"), [(2, "none", 1), (3, "none", 2), (3, "powersgd", 1)])
 def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
     """Two regions send each other all of it, more of them exchange parts and sums, low-rank factors go whole."""

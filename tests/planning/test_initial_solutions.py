@@ -9,7 +9,7 @@ import pytest
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.initial_solutions import closed_starts, replicated_starts, window_starts
+from polygon.planning.initial_solutions import _regions_alone, closed_starts, replicated_starts, window_starts
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -32,6 +32,17 @@ def test_regions_are_alike_and_the_best_is_no_worse_than_all_of_them(decoder):
         assert (rows.sum(axis=0) > 0).any()
     everywhere = Allocation(workers=np.array([[1, 1, 1, 0]] * 2 + [[0] * 4] * 2), micro_batch_size=1)
     assert min(decoder.value(x) for x in starts) <= decoder.value(everywhere)
+
+
+def test_every_region_is_tried_alone(decoder):
+    """In one and in more stages, each with the value of its allocation, those with most devices first."""
+    found = _regions_alone(decoder, {r: [r] for r in range(4)}, 4, decoder.value, lambda: math.inf)
+    assert list(dict.fromkeys(region for _, _, region, _, _ in found)) == [2, 1, 0, 3]
+    for value, x, region, stages, tp in found:
+        assert value == decoder.value(x) < math.inf
+        assert set(np.flatnonzero(x.workers.any(axis=0)).tolist()) == {region}
+        assert (int(x.workers.any(axis=1).sum()), tp) == (stages, 1)
+    assert {stages for *_, stages, _ in found} >= {1, 2, 3}
 
 
 def two_cities(decoder):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats.files import write_plan
@@ -12,7 +13,7 @@ from runners.dist_runner import end_process
 from runners.dist_runner import main as dist_runner
 from runners.engine.options import Options
 from runners.engine.run import train
-from runners.engine.user_model import OwnModel
+from runners.engine.user_model import OwnModel, own_problem
 from tests.free_ports import free_port
 from tests.real_ranks import run_ranks
 from tests.small_problems import small_cluster, small_model, small_plan
@@ -133,6 +134,18 @@ def test_own_layers_train_the_same_under_a_plan(model_file, problem_and_plan, tm
     one = small_plan(problem.cluster, [(0, 6)], [[0]], [[0]] * 4, micro_batch_size=4)
     [(rest, _)] = run_ranks(run_rank, 1, problem, one, replace(options, steps=20))
     assert rest == pytest.approx(expected[12:], rel=1e-5)
+
+
+def test_layers_of_ones_own_are_recomputed_whole_or_not_at_all(model_file, problem_and_plan):
+    """What lies inside them nobody knows."""
+    problem, plan = problem_and_plan
+    for recompute in ("none", "full", "selective"):
+        asked = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+        if recompute == "selective":
+            with pytest.raises(InputError, match=r"stages\[0\]\.recompute: found 'selective', expected none or full"):
+                own_problem(problem, asked, model_file)
+        else:
+            assert own_problem(problem, asked, model_file).model.name == model_file.stem
 
 
 @pytest.mark.parametrize(

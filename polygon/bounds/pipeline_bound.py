@@ -1,0 +1,323 @@
+"""Least time of every kind of plan for one micro-batch size: the dynamic program over stages, bisected over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from polygon.bounds.least_traffic import Across, LeastTraffic, hidden_part
+from polygon.bounds.region_sets import RegionSets
+from polygon.bounds.region_sums import LedSets
+from polygon.bounds.size_work import HELD, SizeWork
+from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
+from polygon.bounds.stage_tiers import (
+    MANY_NODES,
+    Tier,
+    best_tiers,
+    differences,
+    region_tiers,
+)
+from polygon.cost.tables import running_sum
+
+MOST_STAGES = 8
+"""Messages between stages are counted up to so many."""
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
+"""Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
+WEIGHTS = (0.0, 0.1, 0.3, 1.0)
+"""Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
+TOLERANCE = 1e-3
+"""Relative precision to which the least time is bisected (the lower end is returned)."""
+
+
+def constant(capacity: float) -> Callable[[float], float]:
+    """As much compute whatever the time."""
+    return lambda _: capacity
+
+
+NOWHERE = Tier(0.0, np.inf, 0.0, 0.0)
+"""A tier without any room."""
+
+
+class PipelineBound:
+    """The dynamic program over stages for one micro-batch size."""
+
+    def __init__(self, size: SizeWork, traffic: LeastTraffic) -> None:
+        self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
+        capacity = size.class_capacity
+        ratio = capacity / capacity.min()
+        most = float(capacity.max())
+        inside = [
+            [Tier(most, 0.0, 0.0, most), *best_tiers(tiers)]
+            for tiers in region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed)
+        ]
+        self.inside = max(map(len, inside))
+        inside = [[*tiers, *[NOWHERE] * (self.inside - len(tiers))] for tiers in inside]
+        # (end or scattered, tiers, layers, layers + 1)
+        whole_s = np.array(
+            [[tier.fixed_s + tier.s_per_byte * traffic.gradient_bytes for tier in tiers] for tiers in inside]
+        )
+        runtime = traffic.tables.problem.runtime
+        layers = np.maximum(differences(np.arange(whole_s.shape[2] + 1.0)), 1.0)
+        # Layers are reduced one after another while backward of the last micro-batch still runs.
+        backward_s = differences(size.backward_s).max(axis=(0, 1)) + traffic.codec_s(size.micro_batch_size)
+        each_s = np.diff(size.backward_s).max(axis=(0, 1))
+        others_s, others = each_s.sum() - each_s[size.run].sum(), len(each_s) - len(each_s[size.run])
+
+        def exposed(more: int, more_s: float) -> tuple[np.ndarray, np.ndarray, tuple[list[Across], list[Across]]]:
+            """Sums as far as backward does not hide them, with and without latency between regions, of stages that may
+            have so many more layers, with a backward of so much."""
+            count = layers + more
+            part = np.maximum((count - 1) / count, hidden_part(runtime))
+            hidden_s = (backward_s + more_s) * part
+            last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
+            if not more:
+                self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
+            inside_s = np.maximum(whole_s * last, whole_s - hidden_s)
+            across = traffic.across(size.device_capacity, hidden_s, last)
+            far, near = (
+                np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
+                for name in ("exposed_s", "near_s")
+            )
+            # Tiers last: the program looks at all of them for the same layers.
+            far, near = (np.ascontiguousarray(np.moveaxis(of, 1, 3)) for of in (far, near))
+            return far, near, across
+
+        tier_s, self.near_s, across = exposed(0, 0.0)
+        self.group_tier_s = exposed(others, float(others_s))[0]
+        # Regions that meet only every so many steps do it after the update.
+        self.local_tier_s = tier_s.copy()
+        for i, tiers in enumerate(across):
+            for t, tier in enumerate(tiers, self.inside):
+                self.local_tier_s[i, ..., t] = np.minimum(tier_s[i, ..., t], tier.whole_s / traffic.local_steps)
+        self.most_stages_inside = traffic.second_largest
+        one_layer = np.arange(len(layers)), np.arange(1, len(layers) + 1)
+        self.meeting_s = min(
+            (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tiers in across for tier in tiers),
+            default=np.inf,
+        )
+        self.pipeline = Pipeline(
+            micro_batches=float(size.micro_batches),
+            forward_s=_least_sum(size.forward_s),
+            backward_s=_least_sum(size.backward_s),
+            class_s=size.fitting_s,
+            held=np.ones(1),
+            levels=np.ones(1, dtype=np.int64),
+            class_capacity=capacity,
+            class_kind=np.array([of.kind for of in size.kinds.classes]),
+            class_devices=np.array([float(of.devices) for of in size.kinds.classes]),
+            kind_devices=size.kind_devices,
+            best=best_class(size.fitting_s, capacity),
+            tier_s=tier_s,
+            tier_capacity=np.array(
+                [
+                    [*(t.capacity for t in near), *(t.capacity for t in far)]
+                    for near, far in zip(inside, across, strict=True)
+                ]
+            ),
+            tier_free=np.array([*(t.free for t in inside[1]), *(t.free for t in across[1])]),
+            message_s=traffic.message_s(size.micro_batch_size),
+            passing_s=(0.0, 0.0),
+            tied_s=traffic.tied_s,
+            unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+            alike=False,
+            whole=True,
+        )
+
+    def least_s(
+        self,
+        capacity: Callable[[float], float],
+        known_s: float,
+        *,
+        only: Pipeline | None = None,
+        most_stages: int = MOST_STAGES,
+        further: bool = True,
+    ) -> float:
+        """Least time in which a pipeline can end, if it is less than `known_s` (else that).
+
+        Parameters
+        ----------
+        capacity : callable
+            Compute of the devices, given the time.
+        only : Pipeline, optional
+            With these costs.
+        most_stages, further
+            See `least_capacity`.
+        """
+        pipeline = only or self.pipeline
+
+        def ends(time_s: float) -> bool:
+            limit = min(capacity(time_s), self.size.capacity)
+            if self.size.work > limit * time_s * (1 + 1e-9):
+                return False
+            weights = WEIGHTS if pipeline.alike else (0.0,)
+            return all(
+                least_capacity(pipeline, time_s, most_stages, limit, further, weight) < np.inf for weight in weights
+            )
+
+        low_s = max(self.size.path_s, self.size.compute_s)
+        if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
+            return known_s
+        if ends(low_s):
+            return low_s
+        high_s = 2 * low_s
+        while high_s < known_s and not ends(high_s):
+            low_s, high_s = high_s, 2 * high_s
+        high_s = min(high_s, known_s)
+        while high_s - low_s > TOLERANCE * low_s:
+            middle_s = 0.5 * (low_s + high_s)
+            if ends(middle_s):
+                high_s = middle_s
+            else:
+                low_s = middle_s
+        return low_s
+
+    def kinds_of_plan(self, local_steps: int) -> dict[str, Callable[[float], float]]:
+        """For every kind of plan the least time; what it is given, if that is less."""
+        sets = self.traffic.sets(self.size)
+
+        def apart_s(known_s: float) -> float:
+            # The most promising first: the others then need one look each.
+            work = self.size.work
+            for some in sorted(sets.bins(), key=lambda some: float((some.waits_s + work / some.capacity).min())):
+                known_s = min(known_s, self.apart_s(some, known_s))
+            return known_s
+
+        led = self.traffic.led(self.size, self.hidden_s, self.last)
+        kinds: dict[str, Callable[[float], float]] = {
+            "stages": apart_s,
+            "one stage": partial(self.single_s, led),
+            "interleaved": partial(self.interleaved_s, sets),
+        }
+        return kinds | {"local steps": self.local_s} if local_steps > 1 else kinds
+
+    def apart_s(self, sets: RegionSets, known_s: float) -> float:
+        """Least time of a plan on one of some sets of regions; `known_s` if that is less.
+
+        What all wait is taken off the time. A stage's own sum goes on while they wait, but for the first stage's, whose
+        latency it is.
+        """
+        first_s, tier_s = float(sets.first_s.max()), self.pipeline.tier_s.copy()
+        if first_s == 0:
+            tier_s[:, 0, :, self.inside :] = np.inf
+        else:
+            tier_s = np.maximum(tier_s - first_s, 0.0)
+            tier_s[:, 0, :, : self.inside] = np.inf
+            tier_s[:, 0, :, self.inside :] = self.near_s[:, 0, :, self.inside :]
+        return self._waiting_s(sets, known_s, self.pipeline._replace(tier_s=tier_s))
+
+    def _waiting_s(
+        self,
+        sets: RegionSets,
+        known_s: float,
+        pipeline: Pipeline,
+        *,
+        rest: float = 0.0,
+        most_stages: int = MOST_STAGES,
+        further: bool = True,
+    ) -> float:
+        """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
+
+        Workers do whole micro-batches; and those whose regions are away do less of everything, parts of one included.
+
+        Parameters
+        ----------
+        rest : float
+            Work beside the pipeline's.
+        """
+        if self.traffic_s >= known_s:
+            return known_s
+        waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
+        least = partial(self.least_s, most_stages=most_stages, further=further)
+
+        least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
+        if least_s + waits_s < known_s and sets.away.any():
+            part, most_s = pipeline._replace(whole=False), known_s - waits_s
+            least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
+        return min(known_s, max(least_s + waits_s, self.traffic_s))
+
+    def single_s(self, led: LedSets, known_s: float) -> float:
+        """Least time of one stage in several regions, which find the norm in what they have summed and may lead."""
+        tier_s = self.pipeline.tier_s.copy()
+        tier_s[..., self.inside :] = 0.0
+        pipeline = self.pipeline._replace(tier_s=tier_s)
+        least = partial(self.least_s, most_stages=1, further=False)
+        least_s = least(constant(float(led.capacity.max(initial=0.0))), known_s, only=pipeline)
+        if least_s < known_s:
+            least_s = max(least_s, least(led.most, known_s, only=pipeline._replace(whole=False)))
+        return least_s
+
+    def interleaved_s(self, sets: RegionSets, known_s: float) -> float:
+        """Least time of an interleaved plan; `known_s` if that is less.
+
+        Its groups hold any layers: what the blocks of a group ask counts, and compute for the rest, in what regions
+        apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v chunks
+        group g holds (2 (p - g - 1) + p (v - 1) + 1) / v micro-batches in flight, min(p, (3 p - 1) / 2 - g) or more,
+        or all that it does if these are fewer (`polygon.domain.schedule.interleaved_in_flight`). Of layers of one kind
+        any are as good as neighbours; those outside of the longest run of one kind count as compute alone.
+        """
+        least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
+        sets = sets.some(least_s < known_s)
+        blocks = len(self.size.layer_work[self.size.run])
+        if blocks < 2 or not len(sets.capacity):
+            return min(known_s, float(least_s.min()))
+        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= blocks), MANY_NODES)):
+            pipeline = self._groups(fewest)
+            for some in sets.bins():
+                computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
+                if float(computing_s.min()) >= known_s:
+                    continue
+                tier_s = np.maximum(pipeline.tier_s - float(some.first_s.max()), 0.0)
+                known_s = self._waiting_s(
+                    some,
+                    known_s,
+                    pipeline._replace(tier_s=tier_s),
+                    rest=self.size.rest_work,
+                    most_stages=more - 1 if more < MANY_NODES else fewest,
+                    further=more == MANY_NODES,
+                )
+        return known_s
+
+    def _groups(self, fewest: int) -> Pipeline:
+        """The longest run of alike layers in so many groups or more."""
+        run = self.size.run
+        inside = (slice(None), slice(run.start, run.start + 2), slice(run.start, run.stop + 1))
+        group = np.arange(run.stop - run.start)
+        groups = np.maximum(fewest, group + 1)
+        levels = np.searchsorted(HELD, np.minimum(groups, 1.5 * groups - 0.5 - group), side="right")
+        nothing = np.zeros(run.stop - run.start + 1)
+        class_s = np.ascontiguousarray(self.size.held_s[..., : levels.max()])
+        return self.pipeline._replace(
+            forward_s=nothing,
+            backward_s=nothing,
+            class_s=class_s,
+            held=np.array(HELD[: levels.max()]),
+            levels=levels,
+            best=best_class(class_s, self.pipeline.class_capacity),
+            tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
+            passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
+            tied_s=0.0,
+            alike=True,
+        )
+
+    def local_s(self, known_s: float) -> float:
+        """Least time of two regions or more that each hold all layers and meet every so many steps.
+
+        All have the same stages, so of these no more than the second largest has devices.
+        """
+        pipeline, most = self.pipeline._replace(tier_s=self.local_tier_s), self.most_stages_inside
+        least_s = self.least_s(
+            constant(self.size.capacity),
+            known_s,
+            only=pipeline,
+            most_stages=min(most, MOST_STAGES),
+            further=most > MOST_STAGES,
+        )
+        return min(known_s, max(least_s, self.meeting_s))
+
+
+def _least_sum(sums: np.ndarray) -> np.ndarray:
+    """Running sum over the layers of the least over classes and recomputations."""
+    return running_sum(np.diff(sums).min(axis=(0, 1)))

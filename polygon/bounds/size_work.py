@@ -1,0 +1,168 @@
+"""What micro-batches of one size cost on each class of worker, and what compute alone asks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import linprog
+
+from polygon.bounds.fitting import Executions, fitting_s
+from polygon.bounds.stage_tiers import (
+    Kinds,
+)
+from polygon.cost.tables import CostTables, running_sum
+from polygon.domain.plan import RECOMPUTE
+
+HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+"""Micro-batches in flight of these at which it takes a step."""
+
+
+def size_work(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> SizeWork:
+    """Kept in the tables: links between regions do not change it, and prices only where there is a budget."""
+    problem = tables.problem
+    budget = problem.constraints.most_usd_per_hour
+    prices = () if budget is None else tuple(pool.price_usd_per_hour for pool in problem.cluster.pools)
+    key = micro_batch_size, problem.batch.global_batch, budget, prices
+    if key not in tables.bounds_by_size:
+        tables.bounds_by_size[key] = SizeWork(tables, kinds, micro_batch_size)
+    known: SizeWork = tables.bounds_by_size[key]
+    return known
+
+
+class SizeWork:
+    """What a micro-batch of one size costs on each class of worker, and what that alone asks of a step."""
+
+    def __init__(self, tables: CostTables, kinds: Kinds, micro_batch_size: int) -> None:
+        problem = tables.problem
+        self.tables, self.kinds, self.micro_batch_size = tables, kinds, micro_batch_size
+        self.micro_batches = problem.batch.global_batch // micro_batch_size
+        times = np.array(
+            [
+                [Executions(tables, c, micro_batch_size).least_s(r, accumulates=False) for r in RECOMPUTE]
+                for c in kinds.classes
+            ]
+        )
+        sums = np.concatenate([np.zeros((*times.shape[:-1], 1)), np.cumsum(times, axis=-1)], axis=-1)
+        self.forward_s, self.backward_s = sums[:, :, 0], sums[:, :, 1]
+        """Running sums over the layers, shape (classes, recomputations, layers + 1)."""
+        each_s = np.diff(self.forward_s + self.backward_s).min(axis=1)
+        least_s = each_s.min(axis=0)
+        self.path_s = float(least_s.sum())
+        self.rest_s = running_sum(least_s[::-1])[::-1]
+        """Least seconds of a micro-batch, forward and backward, in layers [b, layers), shape (layers + 1,)."""
+        names = [problem.model.layer_kind(layer) for layer in range(problem.model.layers)]
+        layer_kinds = list(dict.fromkeys(names))
+        sample = [names.index(name) for name in layer_kinds]
+        device_s = np.full((len(layer_kinds), int(kinds.of_pool.max()) + 1), np.inf)
+        for c, of in enumerate(kinds.classes):
+            device_s[:, of.kind] = np.minimum(device_s[:, of.kind], each_s[c, sample] * of.devices)
+        used = kinds.of_pool >= 0
+        devices = np.array([pool.devices for pool in problem.cluster.pools])
+        count = np.bincount(kinds.of_pool[used], weights=devices[used])
+        work = np.array([names.count(name) for name in layer_kinds]) * float(self.micro_batches)
+        self.device_s, self.count = device_s, work
+        rates = _rates(tables, kinds)
+        most_usd = problem.constraints.most_usd_per_hour
+        affordable = (rates, np.inf if most_usd is None else most_usd / 3600)
+        self.compute_s, prices = _compute_program(device_s, work, count, affordable)
+        self.device_capacity = (prices[:, None] / device_s).max(axis=0)
+        """Worth of what a device of each kind computes in a second, shape (kinds,)."""
+        self.class_capacity = np.array([self.device_capacity[c.kind] * c.devices for c in kinds.classes])
+        self.capacity = _affordable_capacity(self.device_capacity, count, *affordable)
+        self.kind_devices = count
+        """Devices of each kind, shape (kinds,)."""
+        self.work = float(prices @ work)
+        """Worth of all layers of all micro-batches."""
+        self.layer_work = prices[[layer_kinds.index(name) for name in names]] * self.micro_batches
+        """Of these, of every layer, shape (layers,)."""
+        self.run = slice(*longest_run(names))
+        """The most layers of one kind that follow one another."""
+        self.rest_work = float(self.layer_work.sum() - self.layer_work[self.run].sum())
+        """Worth of all other layers."""
+        self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
+        """Least seconds of forward and of backward of a layer of that run."""
+
+    @cached_property
+    def fitting_s(self) -> np.ndarray:
+        """See `fitting.fitting_s`."""
+        return fitting_s(self.tables, self.kinds, self.micro_batch_size, self.rest_s)
+
+    @cached_property
+    def held_s(self) -> np.ndarray:
+        """See `fitting.fitting_s`: the first layers of the run, with so many micro-batches in flight as `HELD` says."""
+        first = self.run.start
+        found_s = fitting_s(
+            self.tables, self.kinds, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2)
+        )
+        return np.ascontiguousarray(found_s[:, :, first : self.run.stop + 1])
+
+    @property
+    def least_s(self) -> float:
+        """What compute and path ask."""
+        return max(self.compute_s, self.path_s)
+
+
+def _rates(tables: CostTables, kinds: Kinds) -> np.ndarray:
+    """Least dollars a second of a device of each kind, shape (kinds,)."""
+    rates = np.full(int(kinds.of_pool.max()) + 1, np.inf)
+    for pool in tables.problem.cluster.pools:
+        if (kind := kinds.of_pool[pool.index]) >= 0:
+            rates[kind] = min(rates[kind], pool.price_usd_per_hour / 3600)
+    return rates
+
+
+def _affordable_capacity(capacity: np.ndarray, devices: np.ndarray, rates: np.ndarray, usd_per_s: float) -> float:
+    """Most compute of devices, shape (kinds,) each, that cost no more than so much a second; parts of one allowed."""
+    total, left = 0.0, usd_per_s
+    for kind in np.argsort(rates / np.maximum(capacity, 1e-300), kind="stable"):
+        count = min(devices[kind], left / rates[kind] if rates[kind] > 0 else np.inf)
+        total, left = total + count * capacity[kind], left - (count * rates[kind] if rates[kind] > 0 else 0.0)
+    return float(total)
+
+
+def _compute_program(
+    device_s: np.ndarray, work: np.ndarray, devices: np.ndarray, affordable: tuple[np.ndarray, float]
+) -> tuple[float, np.ndarray]:
+    """Optimum of the compute program and its prices: what one (layer, micro-batch) of each kind is worth.
+
+    Parameters
+    ----------
+    device_s : ndarray, shape (layer kinds, device kinds)
+        Device-seconds for a layer and a micro-batch.
+    work : ndarray, shape (layer kinds,)
+        How many of these there are.
+    devices : ndarray, shape (device kinds,)
+    affordable : tuple
+        What a device of each kind costs a second, and what all used ones may: devices that compute are paid for all the
+        step, so that sum_d rate_d (device-seconds of d) <= limit T.
+    """
+    kinds, types = device_s.shape
+    rates, usd_per_s = affordable
+    # Each kind's work is scaled to one unit, so that the program is well scaled.
+    scale = float((work[:, None] * device_s).min())
+    equal = np.zeros((kinds, kinds * types + 1))
+    limit = np.zeros((types, kinds * types + 1))
+    for k in range(kinds):
+        equal[k, k * types : (k + 1) * types] = 1.0
+        for d in range(types):
+            limit[d, k * types + d] = work[k] * device_s[k, d] / scale
+    limit[:, -1] = -devices
+    if np.isfinite(usd_per_s) and rates @ devices > usd_per_s > 0:
+        paid = rates @ limit
+        paid[-1] = -usd_per_s
+        limit = np.vstack([limit, paid / rates.max()])
+    objective = np.zeros(kinds * types + 1)
+    objective[-1] = 1.0
+    result = linprog(objective, A_ub=limit, b_ub=np.zeros(len(limit)), A_eq=equal, b_eq=np.ones(kinds), method="highs")
+    return float(result.fun) * scale, np.maximum(result.eqlin.marginals, 0.0) / work
+
+
+def longest_run(names: Sequence[str]) -> tuple[int, int]:
+    """Where the most equal names that follow one another begin, and where they have ended."""
+    best, begin = (0, 1), 0
+    for i in range(1, len(names) + 1):
+        if i == len(names) or names[i] != names[begin]:
+            best, begin = max(best, (begin, i), key=lambda run: run[1] - run[0]), i
+    return best
