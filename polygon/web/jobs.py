@@ -193,7 +193,7 @@ class Jobs:
             self.store.finish(job, "cancelled" if stopped else "infeasible", error=result.reason or "")
             return
         plan = result.plan
-        # The page asks for the bound and for what is assumed when it shows the plan, of the process that prices.
+        # The bound and what is assumed take as long as the search: the processes that price add them to who asks.
         text = format_json(plan_data(plan.problem.data, plan.data, plan.to_dict(brief=True)))
         note = seconds(plan.evaluate().step_s)
         self.store.finish(job, "cancelled" if stopped else "done", result=text, note=note)

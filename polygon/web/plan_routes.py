@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from anyio import Semaphore
 from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -136,11 +137,13 @@ def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> No
         return row.to_dict()
 
     @app.get("/api/v1/plans/{job}", responses=RESPONSES, response_model=dict[str, Any])
-    def plan_file(job: JobId) -> Any:
-        """The plan file."""
-        text = store.result(job)
-        if text is None:
+    async def plan_file(job: JobId) -> Any:
+        """The plan file: as it was brought, or of a search here as the command line writes it."""
+        text, row = await run_in_threadpool(lambda: (store.result(job), store.get(job)))
+        if text is None or row is None:
             raise HTTPException(404, Message("missing.plan"))
+        if "problem" in row.request and "parent" not in row.request and not row.is_front:
+            return await asked.answered(job, "file", "en")
         return Response(text, media_type="application/json")
 
     @app.post("/api/v1/plans/{job}/variants", status_code=201, responses=RESPONSES, response_model=responses.Job)

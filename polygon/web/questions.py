@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from polygon.api import planner, plans
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
@@ -17,9 +18,9 @@ from polygon.export.bundle import Export
 from polygon.export.launch_hosts import Host
 from polygon.export.predicted import predicted_trace
 from polygon.export.targets import export
-from polygon.formats.convert_plan import plan_from_spec
+from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, check
-from polygon.formats.serialization import parse_json
+from polygon.formats.serialization import format_json, parse_json
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.web import views
 from polygon.web.jobs import problem_of
@@ -101,7 +102,15 @@ def limit(it: Loaded, changes: Changes, *, index: int) -> Any:
     return replanned(it.problem, it.plan, it.tables, known.limits[index]) if index < len(known.limits) else None
 
 
+def file(it: Loaded, _: Changes) -> Any:
+    """The plan file as the command line writes it, with the bound and what is assumed."""
+    own = plans.Plan(planner.Problem.of(it.problem), it.plan)
+    # Of messages files keep kind and arguments, not their words in a language alone.
+    return parse_json(format_json(plan_data(it.problem, it.plan, own.to_dict())))
+
+
 QUESTIONS: dict[str, Callable[..., Any]] = {
+    "file": file,
     "view": view,
     "timeline": rows,
     "export": lambda it, _, target: exported(it, target).to_dict(),
