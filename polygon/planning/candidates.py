@@ -22,6 +22,8 @@ from solvers.problem import SearchProblem
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
 """Of small steps: how often a stage more is offered to the workers that move."""
+DIGITS = 9
+"""To which values of allocations agree that differ in idle workers alone."""
 
 
 class Candidates(SearchProblem[Allocation]):
@@ -88,8 +90,15 @@ class Candidates(SearchProblem[Allocation]):
         return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: (entry[3], *entry[:2]))]
 
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
-        """Values, numbers, allocations and places in their structure of the good ones met, best first."""
-        return sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
+        """Values, numbers, allocations and places in their structure of the good ones met, best first.
+
+        Of those that are one plan with other workers idle beside it, the first.
+        """
+        ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
+        kept: dict[Hashable, tuple[float, int, Allocation, int]] = {}
+        for entry in ranked:
+            kept.setdefault((f"{entry[0]:.{DIGITS}g}", len(entry[2].stages), entry[2].setting), entry)
+        return list(kept.values())
 
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""
@@ -229,7 +238,9 @@ class ExactCandidates(Candidates):
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """The best by the fluid objective of a few steps away: exact values are dear, most steps are bad."""
         steps = [super(ExactCandidates, self).neighbour(x, rng) for _ in range(12)]
-        values = [self.decoder.value(step) for step in steps]
+        values = np.array([self.decoder.value(step) for step in steps])
+        # Steps of idle workers alone lead to the same plan: mostly the best of all.
+        values[np.isclose(values, self.decoder.value(x), rtol=10.0**-DIGITS, atol=0.0)] = math.inf
         return steps[int(np.argmin(values))]
 
     def met(self) -> Iterator[tuple[Allocation, float]]:

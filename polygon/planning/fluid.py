@@ -193,9 +193,7 @@ def fluid_step_s(
     layers = bank.parameters.shape[1] - 1
     if n == 0 or n > layers:
         return np.inf, NO_STAGE
-    stages.seconds[:n] = 1.0  # where devices are does not depend on it
-    find_hosts(bank, stages, n, work.places.nodes, work.hosts)
-    merge_kinds(bank, stages, n, work.hosts.member_most)
+    merge_kinds(bank, stages, n)
     stages.outer_bytes[0] = OUTER_BYTES if bank.local_steps > 1 and _may_meet_seldom(bank, stages, n) else 0.0
     window = 0
     for s in range(n - 1, -1, -1):

@@ -48,15 +48,13 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 
 @inner
 def _shards_traffic_s(
-    bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int, near: int
+    bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int
 ) -> float:
-    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike.
-
-    `near`: the most of the `shards` that are on one node.
-    """
+    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike."""
     if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
         return 0.0
     p, of = bank.pool[c], bank.overlap
+    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = layers * collective_s(held * of.gradient_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
     if zero == 2:
@@ -178,8 +176,7 @@ def _kind_s(
     spread = stages.kind_spread[s, i]
     if zero == 3 and spread > 1:
         backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
-    near = stages.kind_near[s, i]
-    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread, near)
+    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread)
 
 
 @inner
@@ -189,7 +186,7 @@ def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: floa
     if shards <= 1 or zero == 3:
         return 0.0
     p, held = bank.pool[c], _held(bank, bank.parameters, c, first, last)
-    near = stages.kind_near[s, i]
+    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = 0.0
     if zero < 2 or not of.scatters:

@@ -29,8 +29,6 @@ class Stages(NamedTuple):
     """Over how many devices the smallest class of a kind can shard."""
     kind_spread: np.ndarray
     """Over how many the largest does, whose traffic takes longest."""
-    kind_near: np.ndarray
-    """Of these the most on one node, of the class that has fewest there."""
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
@@ -53,7 +51,6 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_counts=np.zeros(shape, dtype=np.int64),
         kind_shards=np.zeros(shape, dtype=np.int64),
         kind_spread=np.zeros(shape, dtype=np.int64),
-        kind_near=np.zeros(shape, dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
@@ -82,32 +79,25 @@ def gather_stages(x: np.ndarray, stages: Stages, cp: int) -> int:
 
 
 @inner
-def merge_kinds(bank: Bank, stages: Stages, n: int, on_node: np.ndarray) -> None:
-    """Fill the lists by kind of the first n stages from those by class.
-
-    Parameters
-    ----------
-    on_node : ndarray of int64, shape (rows, classes)
-        The most workers of a stage's class that are on one node.
-    """
+def merge_kinds(bank: Bank, stages: Stages, n: int) -> None:
+    """Fill the lists by kind of the first n stages from those by class."""
     for s in range(n):
         k = 0
         for i in range(stages.members[s]):
             kind = bank.kind[stages.classes[s, i]]
             count = stages.counts[s, i]
-            shards, near = count * bank.cp, on_node[s, i] * bank.cp
+            shards = count * bank.cp
             at = 0
             while at < k and stages.kinds[s, at] != kind:
                 at += 1
             if at == k:
                 stages.kinds[s, k], stages.kind_counts[s, k] = kind, count
-                stages.kind_shards[s, k], stages.kind_spread[s, k], stages.kind_near[s, k] = shards, shards, near
+                stages.kind_shards[s, k], stages.kind_spread[s, k] = shards, shards
                 k += 1
             else:
                 stages.kind_counts[s, at] += count
                 stages.kind_shards[s, at] = min(stages.kind_shards[s, at], shards)
                 stages.kind_spread[s, at] = max(stages.kind_spread[s, at], shards)
-                stages.kind_near[s, at] = min(stages.kind_near[s, at], near)
         stages.kind_members[s] = k
     stages.whole_ties[0] = _ties_are_whole(bank, stages, n)
 

@@ -12,7 +12,7 @@ from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.formats.recognition import cluster_from_data
 from polygon.planning import candidates as candidates_module
-from polygon.planning.candidates import Candidates, GroupCandidates
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.objectives import MONEY
@@ -93,6 +93,32 @@ def test_the_best_three_of_every_structure_are_kept(decoder):
         best.evaluate(x)
     assert best.elite == [one, two, other]
     assert best.different == [one, other, two]
+
+
+def test_one_plan_with_other_workers_idle_is_kept_once(decoder):
+    """Their values agree, whatever classes they name; with another number of stages or setting it is another plan."""
+    found = Candidates(decoder, 4)
+    alone, idle, longer, larger = (
+        allocation([2]),
+        allocation([2, 0, 0, 1]),
+        allocation([1], [1]),
+        allocation([2], size=2),
+    )
+    found.decoder = told([2.0, 2.0 + 1e-12, 2.0, 2.0])
+    for x in (alone, idle, longer, larger):
+        found.evaluate(x)
+    assert found.different == found.elite == [alone, longer, larger]
+
+
+def test_an_exact_step_goes_where_the_value_is_another(decoder, monkeypatch):
+    """The best of twelve steps away, but for those to the same plan with other workers idle."""
+    exact = ExactCandidates(decoder, 4)
+    own, best = 1.0, 1.5
+    for values in ([own] * 5 + [3.0, best] + [own] * 5, [own + 1e-12] * 11 + [best]):
+        exact.decoder = told([*values, own])
+        steps = iter(range(12))
+        monkeypatch.setattr(Candidates, "neighbour", lambda *_, steps=steps: next(steps))
+        assert exact.neighbour(allocation([2]), np.random.default_rng(0)) == values.index(best)
 
 
 def test_of_too_many_structures_the_better_half_is_kept(decoder, monkeypatch):
