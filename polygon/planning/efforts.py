@@ -20,5 +20,5 @@ def times_thorough(count: int) -> Effort:
 EFFORTS = {"quick": QUICK, "thorough": THOROUGH, "long": times_thorough(8)}
 """Quick answers in one to three CPU seconds for clusters of up to some hundred devices; each begins with the one
 before."""
-UNTIL_ROUNDS = 64
+UNTIL_ROUNDS = 32 * THOROUGH.rounds
 """Rounds at most of a search that goes on until a gap, where no number is given."""
