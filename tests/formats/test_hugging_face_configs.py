@@ -8,7 +8,7 @@ import pytest
 
 from polygon.formats import catalogue
 from polygon.formats.hugging_face import hugging_face_model
-from runners.engine.architectures import config_of
+from polygon.formats.hugging_face_export import config_of
 
 
 @pytest.mark.parametrize("name", ["gpt3-1.3b", "llama3-8b", "qwen2.5-3b", "mixtral-8x7b"])
