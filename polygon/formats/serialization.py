@@ -63,11 +63,12 @@ def parse_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
             _check_size(text, most_values)
         return yaml.load(text, Loader=_loader())
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+        mark, why = error.problem_mark, str(error.problem)
+        if "nesting depth" in why:  # PyYAML 6.0.4 and later have a limit of their own
+            why = "nested too deeply"
         if mark is None:
-            raise InputError(Message("input.not_yaml", why=str(error.problem))) from None
-        where = {"line": mark.line + 1, "column": mark.column + 1}
-        raise InputError(Message("input.not_yaml_at", **where, why=str(error.problem))) from None
+            raise InputError(Message("input.not_yaml", why=why)) from None
+        raise InputError(Message("input.not_yaml_at", line=mark.line + 1, column=mark.column + 1, why=why)) from None
     except yaml.YAMLError as error:
         raise InputError(Message("input.not_yaml", why=" ".join(str(error).split()))) from None
     except ValueError as error:  # a tag that does not fit its value, as in !!int x

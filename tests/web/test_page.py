@@ -765,7 +765,7 @@ PROPER = frozenset({
     "token", "exact", "safe", "known", "any", "none", "topk", "powersgd", "int", "run", "small", "Ctrl", "MFU",
     "Slurm", "Kubernetes", "GPipe", "kWh", "mWh", "MWh", "GiB", "MiB", "Gbit", "Mbit", "Tbit", "USD",
     "PCIe", "TAH", "Quant", "arXiv", "INTELLECT", "DiLoCo", "Hadamard",
-    "CPU", "start", "IPv", "all", "top", "train", "full", "selective",
+    "CPU", "start", "IPv", "all", "top", "train", "full", "selective", "Hugging", "Face",
 })  # fmt: skip
 """Words that Chinese texts keep: names of programs, formats, papers, options and units."""
 
