@@ -73,7 +73,11 @@ def first_version() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "polygon"
         git = ("git", "-C", str(ROOT), "worktree")
-        subprocess.run([*git, "add", "-q", "--detach", str(place), COMMIT], check=True)
+        done = subprocess.run(
+            [*git, "add", "-q", "--detach", str(place), COMMIT], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"commit {COMMIT}: found {done.stderr.strip()}, expected a clone with its whole history")
         try:
             yield place
         finally:
