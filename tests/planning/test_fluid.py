@@ -128,6 +128,23 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     assert exact_s == pytest.approx(better, rel=0.05)
 
 
+def test_layers_are_not_cut_again_where_memory_holds_all_that_is_under_way():
+    """Two stages of a small model on A100: a step of less than a second is bound by no memory, so there is no second
+    cut."""
+    decoder = Decoder(
+        Problem(
+            cluster=cluster_of([[("a100-40gb", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)
+        )
+    )
+    rows = np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 2)
+    bank = decoder.bank(Allocation(workers=rows, micro_batch_size=1).setting)
+    steps_s = []
+    for cut in (FIRST, SECOND, BETTER):
+        out = np.zeros(3, np.int64), np.zeros((3, 2), np.int64), np.zeros(3, np.int64)
+        steps_s.append(fluid_step_s(bank, rows, *out, work_for(bank, 2), cut)[0])
+    assert steps_s[0] == steps_s[2] < 1.0 and steps_s[1] == np.inf
+
+
 @pytest.mark.parametrize(
     ("groups", "cp", "rate", "zero", "divided"),
     [(1, 1, 1e13, 0, 1), (2, 1, 1e13, 3, 2), (2, 1, 1e10, 1, 2), (4, 1, 1e13, 3, 4), (2, 2, 1e13, 3, 2)],
