@@ -113,6 +113,17 @@ def test_context_and_expert_parallelism_divide_activations_and_experts():
     assert layer_times(moe, BATCH, device, link, ep=8).communication_s[1] > 0
 
 
+def test_heads_that_parts_of_a_sequence_cannot_share_out_gather_keys_and_values():
+    """Six heads on four parts: each of them holds, of 256 tokens, the other three's two keys and values of 64 too."""
+    model = gpt(heads=6, kv_heads=2)
+    ring, gathered = (
+        layer_memory(model, BATCH, cp=4, runtime=Runtime(context=how)).activation_bytes[1] for how in ("ring", "heads")
+    )
+    assert gathered - ring == 2 * 3 * 2 * (64 + 64) * 256
+    shared = [layer_memory(gpt(), BATCH, cp=4, runtime=Runtime(context=how)) for how in ("ring", "heads")]
+    assert shared[0].activation_bytes[1] == shared[1].activation_bytes[1]
+
+
 def test_logits_are_held_as_the_loss_needs_them():
     """One fused kernel holds 6 bytes per 16-bit logit, torch's cross entropy 14."""
     fused, torch = (
