@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.lower_bound import lower_bound, lower_bound_s
-from polygon.cost.convergence import assumptions
+from polygon.cost.convergence import allowed, assumptions
 from polygon.cost.estimate import estimate, worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -21,7 +21,13 @@ from polygon.planning.alternatives import Explainer
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.link_compression import _best_mode, _with_inside, activation_modes, link_seconds
+from polygon.planning.link_compression import (
+    _best_mode,
+    _with_inside,
+    _with_sums_inside,
+    activation_modes,
+    link_seconds,
+)
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
@@ -252,6 +258,24 @@ def test_regions_inside_which_nothing_travels_get_no_packing():
         found, pairs = _with_inside(problem, plan)
         assert pairs == inside
         assert {(use.source, use.target) for use in found.links if use.source == use.target} == set(inside)
+
+
+def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
+    """Two regions of two nodes behind slow TCP: a link between the regions stands for none inside them."""
+    problem = Problem(
+        cluster=cluster_of(
+            ([("a100-40gb", 2, 1)],) * 2, bytes_per_s=1e8, between=Link(latency_s=1e-4, bytes_per_s=1e8)
+        ),
+        model=MODEL,
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    decoder = Decoder(problem)
+    plan = decoder.decode(one_stage(decoder), relax=False)
+    between = tuple(use for use in plan.links if use.source != use.target)
+    assert {(use.source, use.target) for use in between} == {(0, 1), (1, 0)}
+    found, pairs = _with_sums_inside(decoder.tables, replace(plan, links=between), allowed(problem))
+    assert pairs == [(0, 0), (1, 1)]
+    assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
 
 
 def test_a_packing_that_wins_too_little_is_left():
