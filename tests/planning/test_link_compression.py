@@ -23,6 +23,7 @@ from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.link_compression import (
     _best_mode,
+    _busiest,
     _with_inside,
     _with_sums_inside,
     activation_modes,
@@ -276,6 +277,15 @@ def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
     found, pairs = _with_sums_inside(decoder.tables, replace(plan, links=between), allowed(problem))
     assert pairs == [(0, 0), (1, 1)]
     assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
+
+
+def test_pairs_of_regions_go_by_the_micro_batches_between_them():
+    """Three from r0 to r1 and one to r2, both ways; a stage that stays in its region crosses nothing."""
+    problem = replace(problem_of(PAIR), cluster=small_cluster(2, 1, 1))
+    routes = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]
+    plan = small_plan(problem.cluster, [(0, 2), (2, 4), (4, 6)], [[0], [1], [2, 3]], routes)
+    assert _busiest(problem, plan) == [(0, 1), (1, 0), (0, 2), (2, 0)]
+    assert _busiest(problem, replace(plan, links=plan.links[1:])) == [(1, 0), (0, 2), (2, 0)]
 
 
 def test_a_packing_that_wins_too_little_is_left():
