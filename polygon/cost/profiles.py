@@ -162,8 +162,10 @@ class ModelProfile:
             if point is None:
                 return None
             forward = _to_layers(point.forward_s, model.layers)
-            # Recomputed, a layer's forward runs once more before its backward.
-            backward = _to_layers(point.backward_s, model.layers) + (forward if full else 0.0)
+            backward = _to_layers(point.backward_s, model.layers)
+            if full:
+                # A block's forward runs once more before its backward; the ends are not recomputed.
+                backward[1:-1] += forward[1:-1]
             # What was timed on the devices of a tensor-parallel group has their sums in it.
             communication = np.zeros(model.layers)
             _frozen(forward, backward, communication)

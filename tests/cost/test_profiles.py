@@ -65,6 +65,9 @@ def test_measured_points_are_returned_as_they_are():
     )
     assert times.forward_s[1] == pytest.approx(0.003021)
     assert times.backward_s[1] == pytest.approx(0.006469 + 0.003021)
+    # Embedding and head are recomputed by nobody.
+    whole = layer_times(OPT, BATCH, device("gh200"), NVLINK, tp=4, micro_batch_size=8, profile=PROFILES["OPT-350"])
+    assert (times.backward_s[[0, -1]] == whole.backward_s[[0, -1]]).all()
 
 
 def test_one_measured_size_is_enough_for_the_update():
