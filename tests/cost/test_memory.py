@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +65,15 @@ def test_states_of_mixed_precision_adam():
     first = stage_memory(layers, 0, 3, in_flight=0, zero=0, shards=1, batch=BATCH)
     last = stage_memory(layers, 3, 6, in_flight=0, zero=0, shards=1, batch=BATCH)
     assert (first.weights + last.weights) / 2 == pytest.approx(model.parameters + 51200 * 1024)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_muon_has_one_moment_in_blocks_and_adamws_two_outside(shards: int):
+    """A master weight and a moment, 8 bytes, of what lies in blocks; 12 of embedding, positions and head."""
+    model, batch = gpt(), replace(BATCH, optimizer="muon")
+    stage = stage_memory(layer_memory(model, batch), 0, 6, in_flight=0, zero=1, shards=shards, batch=batch)
+    inside = sum(model.layer_parameters(layer) for layer in range(1, 5))
+    assert stage.optimizer * shards == pytest.approx(8 * inside + 12 * (model.parameters - inside), rel=1e-4)
 
 
 def test_split_weights_are_gathered_for_two_layers_at_once():

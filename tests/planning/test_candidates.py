@@ -238,6 +238,11 @@ def test_near_classes_are_close(decoder):
     latency = bank.links.latency_s[np.ix_(bank.pool, bank.pool)]
     scale = np.median(latency[latency > 0])
     assert inside == pytest.approx(1 / (1 + latency / scale))
+    # A gigabyte as well: seconds at every link's rate beside its latency.
+    rate = bank.links.bytes_per_s[np.ix_(bank.pool, bank.pool)]
+    seconds = latency + 1e9 / rate
+    loaded = found._closeness(bank, np.full((2, 2), 1e9))
+    assert loaded == pytest.approx(1 / (1 + seconds / np.median(seconds)))
     far = bank._replace(links=bank.links._replace(bytes_per_s=np.where(np.eye(2), 1e9, 0.0)))
     apart = found._closeness(far, np.full((2, 2), 1e9))
     region = bank.region

@@ -40,6 +40,13 @@ def test_ends_of_unlike_zero_divide_alike_where_memory_lacks_the_whole_weight():
     assert len(broken) == 8 and all("(v100-16gb): needs" in rule for rule in broken)
 
 
+def test_the_relaxation_knows_where_a_tied_weight_stays_whole():
+    """Of ends cut unlike each holds the tied weight whole under ZeRO, which a T4 does not: no draft is made at all."""
+    decoder = Decoder(LARGE_VOCABULARY)
+    x = allocation(decoder, ("v100-16gb", 2, 4), ("t4", 8, 1), micro_batch_size=4)
+    assert decoder.fluid_s(x)[0] == np.inf
+
+
 def test_a_draft_that_memory_does_not_hold_says_where_and_what_it_lacks():
     """One end on four pairs of V100, the other on eight T4: a T4 lacks bytes even of one micro-batch at a time."""
     decoder = Decoder(LARGE_VOCABULARY)

@@ -95,6 +95,18 @@ def test_workers_of_unlike_speed_may_have_one_more_in_flight():
         assert held == pytest.approx(np.minimum(np.ceil(8 * speed / rate) + more, np.ceil(16 * speed / rate)))
 
 
+def test_stages_that_hold_more_micro_batches_recompute_where_memory_lacks_room():
+    """48 blocks of 2048 on eight T4, one a stage: the first have most under way and recompute, the last does not."""
+    model = small_gpt(blocks=48, hidden_size=2048, head_dim=128, ffn_size=8192)
+    batch = Batch(global_batch=32, seq_len=1024)
+    decoder = Decoder(Problem(cluster=cluster_of([[("t4", 1, 8)]]), model=model, batch=batch))
+    workers = np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 8)
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=4), relax=False)
+    ways = [stage.recompute for stage in plan.stages]
+    assert ways[0] == "full" and ways[-1] == "none"
+    assert ways == sorted(ways)
+
+
 def test_layers_are_cut_where_the_slower_stage_takes_least():
     """Two equal devices, and two of which one is several times as fast: no other cut is quicker."""
     for second in ("a100-40gb", "t4"):

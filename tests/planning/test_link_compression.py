@@ -27,6 +27,7 @@ from polygon.planning.link_compression import (
     _with_inside,
     _with_sums_inside,
     activation_modes,
+    gradient_mode,
     link_seconds,
 )
 from polygon.planning.search_engine import Effort, find_plan
@@ -277,6 +278,13 @@ def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
     found, pairs = _with_sums_inside(decoder.tables, replace(plan, links=between), allowed(problem))
     assert pairs == [(0, 0), (1, 1)]
     assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
+
+
+@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e7, "int8"), (1e13, "none")])
+def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, mode):
+    """Over a thin link a quarter of the bytes; where a link takes next to nothing packing itself would take longer."""
+    tables = CostTables(problem_of(PAIR, bytes_per_s=bytes_per_s))
+    assert gradient_mode(tables, ("none", "int8")) == mode
 
 
 def test_pairs_of_regions_go_by_the_micro_batches_between_them():
