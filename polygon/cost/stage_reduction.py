@@ -271,7 +271,9 @@ def _cards_s(
         total = int(room.nodes[a])
         near = 0.0
         if count == 1:
+            # Around a ring of k nodes each card passes 2 (k - 1) / k of the gradients.
             near = 2 * (total - 1) / total if nccl else passes_of_card(total, places.lanes)
+        # The parts that other places add up go out, and the sums of these come back.
         far = 2 * wire_bytes * (places.total - 1) / places.total / places.lanes
         found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
     return found
