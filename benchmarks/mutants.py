@@ -339,18 +339,21 @@ class Copy:
             start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
+        late = False
         try:
             talk, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return "survived", f"{limit_s:.0f} s of tests"
+            # A test may have failed whose threads do not end: what was said counts.
+            _end_group(process)
+            late, (talk, _) = True, process.communicate()
         finally:
             if process.poll() is None or process.returncode:
                 _end_group(process)
-        if process.returncode == 0:
-            return "survived", ""
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", talk, re.MULTILINE)
         if failed:
             return "killed", failed[1]
+        if late or process.returncode == 0:
+            return "survived", f"{limit_s:.0f} s of tests" if late else ""
         return "hung" if "Timeout (" in talk else "killed", talk.strip().rpartition("\n")[2]
 
     def try_(self, mutant: Mutant, *, own: bool, limit_s: float | None) -> tuple[str, str]:

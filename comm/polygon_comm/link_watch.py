@@ -54,7 +54,7 @@ def reason(before: Sequence[Seen], now: Sequence[Seen], control: str) -> str:
     def grown(name: str) -> int:
         return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before, now, strict=True))
 
-    busy_us, lost = max(1, grown("busy_us")), grown("resent") / max(1, grown("segments"))
+    busy_us, lost = grown("busy_us"), grown("resent") / max(1, grown("segments"))
     late = max(state.round_trip_us / max(1, state.least_round_trip_us) for state in now)
     if lost > LOST:
         text = f"{100 * lost:.0f} % of the segments were sent again"

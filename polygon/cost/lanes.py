@@ -174,6 +174,7 @@ class Lanes:
                 plan, problem.model, problem.batch, self.tables.links, place, problem.runtime, in_step=True
             )
             sent_s, latency_s = messages.busy_s, messages.latency_s
+            # Lanes differ in the nodes between which their stages lie: all wait for the slowest in the end.
             slowest = int((sent_s + latency_s).sum(axis=(0, 2)).argmax())
             sent_s, latency_s = sent_s[:, slowest], latency_s[:, slowest]
             waits_s = np.zeros((2, len(plan.stages)))
@@ -265,6 +266,7 @@ class Lanes:
                 ("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, config.tp * held)
             )
             sums[:, group] = cost.total_s, cost.latency_s, cost.gather_s
+            # Under ZeRO a device's optimizer works on its own part.
             own = held / (shards if config.zero else 1)
             updates[group] = self._once(("update", own), partial(tables.update_s, 0, own))
         return Execution(

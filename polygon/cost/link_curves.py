@@ -34,14 +34,17 @@ class LinkCurve:
         if c0 < 0:
             log_size = min(log_size, -c1 / (2 * c0))
         rate = min(self.most_bytes_per_s, max(c0 * log_size**2 + c1 * log_size + c2, 1e-3) * 1e9)
+        # From 0.1 MB on a message takes what 1 MB does, below what 0.1 MB does at the same rate.
         return copies * max(n_bytes, 1e6 if n_bytes >= 1e5 else 1e5) / rate
 
     def line(self) -> Link:
         """Latency and bandwidth that come nearest to the curve between 1 MB and 512 MB (least squares of the ratio)."""
         sizes = 1e6 * 2.0 ** np.arange(10)
         seconds = np.array([self.transfer_s(float(n)) for n in sizes])
+        # Divided by the measured seconds, so that small messages count as much as large ones.
         terms = np.stack([1 / seconds, sizes / seconds], axis=1)
         (latency_s, s_per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
+        # No link is quicker than nothing: then the best line through the origin.
         if latency_s <= 0:
             latency_s, s_per_byte = 0.0, terms[:, 1].sum() / (terms[:, 1] ** 2).sum()
         return Link(latency_s=float(latency_s), bytes_per_s=1 / float(s_per_byte))

@@ -164,14 +164,18 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
     if members < 2 or n_bytes <= 0:
         return 0.0
     if fabric == PCIE:
+        # Without peer-to-peer copies all goes through the host's memory: around the ring, and once to be staged there.
         passes = 2 * (members - 1) / members / PCIE_RING + 1 / PCIE_STAGING
         return passes * n_bytes / bytes_per_s + members * (PCIE_MEMBER_S + latency_s)
     rates, reference = _RATES[min(members, 8)], REFERENCE_BYTES_PER_S
     if fabric == MESH:
         rates, reference = _MESH[min(members, 8)], MESH_BYTES_PER_S
     scaled = n_bytes * reference / bytes_per_s
+    # From bus bandwidth to time: every link of a ring carries so much of the buffer (nccl-tests, PERFORMANCE.md).
     factor = 2 * (members - 1) / members
+    # NVLink's own 3 us are in the tables: what a link takes beyond them, it takes for every member.
     slow_link_s = max(0.0, latency_s - 3e-6) * members
+    # Up to 1 MB latency rules: 0.6 of what that takes is left however little is sent.
     if scaled <= _SIZES[0]:
         return float(factor * _SIZES[0] / (rates[0] * 1e9) * (0.6 + 0.4 * scaled / _SIZES[0]) + slow_link_s)
     rate = rates[-1]
@@ -207,12 +211,16 @@ def ring_kernel(
         return 0.0
     nodes = -(-members // per_node)
     if nodes == 1:
+        # To gather, or to scatter, is one of an all-reduce's two passes.
         return passes / 2 * intra_kernel(n_bytes, members, fabric_bytes_per_s, fabric_latency_s, fabric)
+    # Groups side by side on a node share its cards by their devices.
     rate = node_bytes_per_s * per_node / devices_per_node * CARD_EFFICIENCY
     if per_node > 1:
         rate = min(rate, (PCIE_LONG_RING if fabric == PCIE else FABRIC_EFFICIENCY) * fabric_bytes_per_s)
+    # A pass takes k - 1 steps, of which those from node to node wait for the network, too.
     latency_s = passes * ((members - nodes) * RING_STEP_S + (nodes - 1) * (RING_STEP_S + node_latency_s))
     if passes == 2:
+        # A tree over the nodes, up and down, and a chain inside them; it moves large buffers a tenth slower.
         tree_s = 2 * math.ceil(math.log2(nodes)) * (RING_STEP_S * 3 + node_latency_s)
         tree_s += 2 * (per_node - 1) * RING_STEP_S
         latency_s = min(latency_s, tree_s + 0.1 * n_bytes / rate)

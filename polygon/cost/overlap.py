@@ -65,6 +65,7 @@ def seen_parts(layers: float, overlap: Overlap) -> tuple[float, float]:
     """Part of a backward beside which gradients are summed, and part of the sums that none of it hides."""
     if overlap.data == 0:
         return 0.0, 1.0
+    # The first layer's gradient is the last to come: no backward is left beside its sum.
     if overlap.by_layer:
         return (layers - 1) / layers, 1 / layers
     return overlap.hidden_part, overlap.last_bucket

@@ -48,11 +48,13 @@ def between(points: Sequence[Measurement], micro_batch_size: int) -> Measurement
             backward_s=only.backward_s * scale,
             update_s=only.update_s,
         )
+    # The two sizes around it; beyond what was measured the outermost two go on.
     i = int(np.clip(np.searchsorted(sizes, micro_batch_size) - 1, 0, len(points) - 2))
     low, high = points[i], points[i + 1]
     weight = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
 
     def blend(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        # A slope between noisy points may lead below zero at sizes much smaller than those.
         found: np.ndarray = np.maximum(a + weight * (b - a), 0.0)
         return found
 
@@ -60,6 +62,7 @@ def between(points: Sequence[Measurement], micro_batch_size: int) -> Measurement
         micro_batch_size=micro_batch_size,
         forward_s=blend(low.forward_s, high.forward_s),
         backward_s=blend(low.backward_s, high.backward_s),
+        # An optimizer works through parameters, whatever the micro-batch.
         update_s=low.update_s,
     )
 
@@ -134,6 +137,7 @@ class ModelProfile:
             return None
         i = int(np.clip(np.searchsorted(degrees, tp) - 1, 0, len(degrees) - 2))
         low, high = (between(self.points[device, degrees[j]], micro_batch_size) for j in (i, i + 1))
+        # Every doubling of the degree divides the time alike: a line in the logarithms of both.
         weight = math.log(tp / degrees[i]) / math.log(degrees[i + 1] / degrees[i])
 
         def law(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -158,7 +162,11 @@ class ModelProfile:
             if point is None:
                 return None
             forward = _to_layers(point.forward_s, model.layers)
-            backward = _to_layers(point.backward_s, model.layers) + (forward if full else 0.0)
+            backward = _to_layers(point.backward_s, model.layers)
+            if full:
+                # A block's forward runs once more before its backward; the ends are not recomputed.
+                backward[1:-1] += forward[1:-1]
+            # What was timed on the devices of a tensor-parallel group has their sums in it.
             communication = np.zeros(model.layers)
             _frozen(forward, backward, communication)
             self.seen[key] = LayerTimes(
@@ -235,6 +243,7 @@ def model_profiles(data: Mapping[str, Any]) -> dict[str, ModelProfile]:
         info = described["info"]
         profiles[name] = ModelProfile(
             name=name,
+            # Embedding and head are layers of the file, too, and so is Llama's final norm.
             blocks=int(info["profiled_layers"]) - (3 if name.upper().startswith("LLAMA") else 2),
             hidden_size=info.get("hidden_size"),
             seq_len=_seq_len(described),
@@ -323,6 +332,7 @@ class KindProfile:
             if kind in measured:
                 point = between(measured[kind], split.micro_batch_size)
                 forward[layer], backward[layer] = point.forward_s[0], point.backward_s[0]
+                # Blocks alone are recomputed, not the ends.
                 if split.recompute == "full" and kind not in ("embedding", "head"):
                     backward[layer] += forward[layer]
         _frozen(forward, backward)

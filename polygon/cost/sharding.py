@@ -62,8 +62,10 @@ class ShardingTraffic:
         arrays, near = links.arrays(runtime.bucket_bytes), min(per_node, shards)
         latency_s, rate = float(links.ring_latency_s[pool, pool]), float(links.ring_bytes_per_s[pool, pool])
         weight_bytes, gradient_bytes, _ = state_bytes(batch)
+        # The next layer is fetched beside this one's compute, of which so much hides it.
         hidden = overlap_of(runtime, batch).gather_hidden
         pieces = runtime.gathers_per_layer
+        # Layers of one kind cost the same: one of each is priced, and counted as often as it is there.
         kinds: dict[tuple[str, bool], list[int]] = {}
         for layer in range(*stage.layers):
             kinds.setdefault((model.layer_kind(layer), layer < stage.recomputed_until), []).append(layer)
@@ -86,9 +88,11 @@ class ShardingTraffic:
             gather_s, scatter_s = (once[0] if gathers else 0.0), once[1]
             forward, backward = hidden * times.forward_s[at], hidden * times.backward_s[at]
             self.forward_s += count * visible_s(gather_s, forward, runtime.contention)
+            # Weights that were let go after forward come once more for the forward that is repeated.
             again = recomputed and stage.recompute == "full" and runtime.gathers_again
             sent_s = (2 if again else 1) * gather_s + scatter_s
             self.backward_s += count * visible_s(sent_s, backward, runtime.contention)
+            # Before the first gathers nothing computes; the gradients of the first layer come last of all.
             if number < 2:
                 self.first_s += gather_s + (scatter_s if number == 0 else 0.0)
         if gathers:

@@ -59,6 +59,7 @@ def worker_actions(
     place = begins[:-1].copy()
     actions = np.empty(2 * micro_batches * stages, dtype=np.int64)
     for key in range(first.shape[0] - 1):
+        # The forward of a micro-batch, then the backwards that are let in before the next one's.
         if key < micro_batches:
             for s in range(stages):
                 w = routes[key, s]
@@ -109,6 +110,7 @@ def shared_ends_s(
     workers, half = free.shape[0], micro_batches * stages
     last = at[1:].copy()
     ready = np.full(2 * half, -1.0)  # not known yet; inf where a link is missing
+    # The first stage's inputs are there from the beginning.
     ready[:half:stages] = 0.0
     taken, due_s, due = np.zeros(links), np.empty(workers), np.empty(workers, dtype=np.int64)
     size, free[:] = 0, 0.0
@@ -133,6 +135,7 @@ def shared_ends_s(
             leaves = now
             for j in range(link.shape[3]):
                 number = link[k, m, boundary, j]
+                # Each passes one message after the other; this one has left when the last of them has passed it.
                 if number >= 0:
                     taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
                     leaves = max(leaves, taken[number])
@@ -142,7 +145,9 @@ def shared_ends_s(
             if at[receiver] < last[receiver] and actions[at[receiver]] == after:
                 other = receiver
         elif k == 0:
+            # Behind the last stage is the loss: its backward needs nothing else.
             ready[half + action] = now
+        # Two at most can begin something now: who has ended, and who has waited for the message.
         for turn in range(2):
             if turn == 1 and other == w:
                 break

@@ -270,6 +270,7 @@ def _cards_s(
         if count == 1:
             near = passes_of_card(total, crossing.whole and not nccl)
         leaders = 1 if crossing.whole else int(places.nodes[a])
+        # The parts that other places add up go out, and the sums of these come back.
         far = 2 * crossing.wire_bytes * (places.total - 1) / places.total / leaders
         found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
     return found

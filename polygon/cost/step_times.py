@@ -95,6 +95,7 @@ class StepTimes:
         """When each stage has reduced its gradients, links shared with other stages considered, shape (stages,)."""
         begin_s, spans_s = self.reduction_spans_s
         end_s: np.ndarray = spans_s
+        # With local steps nothing crosses regions before the update: there `outer_s` shares the pairs.
         for busy_s in (self.shared_cards_s,) if self.outer_s.any() else (self.shared_cards_s, self.shared_pairs_s):
             end_s = np.maximum(end_s, last_end_s(begin_s, busy_s))
         return end_s
@@ -225,6 +226,7 @@ def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> floa
         tp, plan.micro_batch_size, held.recompute, held.workers[0].cp, held.ep, held.sequence_parallel
     )
     count = float(memory.parameters[held.last_layer] - memory.parameters[held.first_layer])
+    # A head apart from the embedding has the tied weight once more.
     if held.first_layer > 0 and held.last_layer == tables.problem.model.layers:
         count += memory.layers.tied_parameters
     return count
@@ -376,6 +378,7 @@ def _durations(traffic: Traffic, forward_s: np.ndarray, backward_s: np.ndarray) 
     }
     if traffic.waits_s is None:
         return durations
+    # Who does not compute while it sends is busy for its messages' time itself; of the link a missing one is left.
     return durations | {
         "forward_s": forward_s + traffic.waits_s[0],
         "backward_s": backward_s + traffic.waits_s[1],
@@ -464,6 +467,7 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
             first_s = max(first_s, seen_s)
         forward[row], backward[row] = of_kind[:, kind]
     held = {tp: sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in set(place.tp[mine].tolist())}
+    # The optimizer works on what ZeRO leaves a device of the parameters.
     divided = place.shards[group] if stage.zero else np.ones(stage.width, dtype=np.int64)
     kinds, kind = alike(place.pool[mine], place.tp[mine], divided)
     each = np.array([tables.update_s(pool, held[tp] / k) for pool, tp, k in kinds])
@@ -471,6 +475,7 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
         forward_s=forward,
         backward_s=backward,
         first_s=first_s,
+        # Norms are whole on every tensor-parallel rank: a worker of more ranks holds more of them.
         n_values=max(tp * count for tp, count in held.items()),
         update_s=each[kind],
     )
@@ -501,6 +506,7 @@ def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
     place, links = tables.placement(plan), tables.links
     first, last = place.members(0), place.members(len(plan.stages) - 1)
     if np.intersect1d(place.node[first], place.node[last]).size:
+        # Ends that meet on a node sum there, all ranks of a worker at once, each its slice of the vocabulary.
         least = np.minimum(place.tp[first].min(), place.tp[last].min())
         n_bytes = model.head_weight_parameters() / int(least) * batch.gradient_bytes
         pools = place.pool[first]

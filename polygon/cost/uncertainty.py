@@ -91,11 +91,13 @@ def log_half_width(known: Known) -> float:
         links = 0.0 if known.far == 0 else known.far * LINKS["far"]
         program = 0.0 if f"{known.group}/{known.runtime}" in errors()["groups"] else known.program
         return math.hypot(compute * (share + known.near), links, program, known.host)
+    # Errors of independent causes: their squares add up.
     return math.hypot(known.measured * share, known.near * LINKS["near"], known.far * LINKS["far"], known.program)
 
 
 def interval(step_s: float, known: Known) -> tuple[float, float]:
     """Ends of the 90 % interval [s]."""
+    # Errors are factors: as far up as down in the logarithm.
     half = log_half_width(known)
     return step_s * math.exp(-half), step_s * math.exp(half)
 

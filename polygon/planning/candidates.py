@@ -87,7 +87,7 @@ class Candidates(SearchProblem[Allocation]):
     @property
     def different(self) -> list[Allocation]:
         """Allocations met: the best of every structure, then the second best, and so on."""
-        return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: (entry[3], *entry[:2]))]
+        return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: entry[3])]
 
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
         """Values, numbers, allocations and places in their structure of the good ones met, best first.

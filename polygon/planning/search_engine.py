@@ -39,8 +39,6 @@ from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, T
 MAX_STAGES = 32
 FEWEST_STARTS = 100
 """Simple starts that are looked at however short the time limit, so that something feasible is met."""
-CLOSED = 48
-"""Best of the starts of which `closed_starts` are made."""
 MOST_OF_LENGTH = 1_000
 """Sequences of device types of one length, above which only the plainest of them are looked at."""
 MOST_SEQUENCES = 3_000
@@ -420,7 +418,7 @@ def _begin(
 
         rank(0)
         plain = len(starts)
-        starts += closed_starts(decoder, [starts[i] for value, i in sorted(ranked)[:CLOSED] if math.isfinite(value)])
+        starts += closed_starts(decoder, [starts[i] for value, i in sorted(ranked) if math.isfinite(value)])
         rank(plain)
         most_rows = effort.fluid_evaluations // 3
         uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]

@@ -358,12 +358,12 @@ class StageWorker:
         if isinstance(head, Head):
             head.correct = correct
         # As many micro-batches as in a step, on the same routes; the last round is filled with blank samples.
-        for first in range(0, len(samples), self.global_batch):
+        for round_, first in enumerate(range(0, len(samples), self.global_batch)):
             if self._sharding is not None:
                 self._sharding.begin_validation()
             for action in self.actions:
                 if action.kind == "F":
-                    self._validate(first, action._replace(kind="V"), samples)
+                    self._validate(round_, first, action._replace(kind="V"), samples)
             if self._sharding is not None:
                 self._sharding.end_schedule()
             self.messages.finish_sends()
@@ -371,9 +371,9 @@ class StageWorker:
             head.correct = None
         return torch.stack([self.loss_sum, correct.to(torch.float64)])
 
-    def _validate(self, first: int, action: Action, samples: Shuffled) -> None:
-        """Forward of a micro-batch of the samples from `first` on."""
-        size, round_ = self.plan.micro_batch_size, first // self.global_batch
+    def _validate(self, round_: int, first: int, action: Action, samples: Shuffled) -> None:
+        """Forward of a micro-batch of a round's samples, of which it has those from `first` on."""
+        size = self.plan.micro_batch_size
         self.on_action(f"{action} of a validation")
         self.messages.post_receive(round_, action)
         inputs = self.messages.receive(round_, action)

@@ -42,7 +42,7 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
     group.sum_(small, "small", [(2,)])
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{other}" for other in range(len(region_of))])
-    return torch.stack(sums).tolist(), small.tolist(), sum(wires.sent_bytes.values())
+    return torch.stack(sums).tolist(), small.tolist(), sum(wires.sent_bytes.values()), group.packing_error
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,9 @@ def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
     for rank in range(1, ranks):
         assert results[rank][0] == results[0][0]
     assert all(result[1] == [sum(range(ranks)), ranks] for result in results)
+    leaders = {region_of.index(region) for region in region_of} if node_of is None else range(0)
+    packs = codec != "none" and len(set(region_of)) > 1
+    assert all((results[rank][3] > 0) == packs for rank in leaders)
     true = torch.stack([sum(contribution(rank, step) for rank in range(ranks)) for step in range(STEPS)])
     if codec == "none" or len(set(region_of)) == 1:
         assert torch.allclose(sums, true, rtol=1e-5, atol=1e-5)

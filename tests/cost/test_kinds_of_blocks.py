@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from polygon.cost.blocks import _inner_norms
 from polygon.cost.compute import layer_times, model_flops_per_step
 from polygon.cost.memory import layer_memory
 from polygon.domain.block import LatentAttention
@@ -49,6 +50,15 @@ def test_no_published_model_is_faster_than_the_peak_or_loses_parameters(name: st
         in_head = model.predicted_ahead * model.block(model.blocks).expert_parameters
         assert gone == pytest.approx(sum(model.block(layer).expert_parameters for layer in sparse) + in_head)
         assert shared.sharded_parameters.sum() == pytest.approx(model.parameters)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3-8b"])
+def test_norms_of_queries_and_keys_are_cut_with_the_heads(name: str):
+    """Of two tensor-parallel ranks each has half of them; a model without them has none."""
+    block = PUBLISHED[name].block(1)
+    one, two = (_inner_norms(block, tp) for tp in (1, 2))
+    assert two == tuple(part / 2 for part in one)
+    assert (min(one) > 0) == bool(block.query_key_norm)
 
 
 def attention_flops(model: Model, seq_len: int) -> float:

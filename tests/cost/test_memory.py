@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,6 +67,15 @@ def test_states_of_mixed_precision_adam():
     assert (first.weights + last.weights) / 2 == pytest.approx(model.parameters + 51200 * 1024)
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_muon_has_one_moment_in_blocks_and_adamws_two_outside(shards: int):
+    """A master weight and a moment, 8 bytes, of what lies in blocks; 12 of embedding, positions and head."""
+    model, batch = gpt(), replace(BATCH, optimizer="muon")
+    stage = stage_memory(layer_memory(model, batch), 0, 6, in_flight=0, zero=1, shards=shards, batch=batch)
+    inside = sum(model.layer_parameters(layer) for layer in range(1, 5))
+    assert stage.optimizer * shards == pytest.approx(8 * inside + 12 * (model.parameters - inside), rel=1e-4)
+
+
 def test_split_weights_are_gathered_for_two_layers_at_once():
     """ZeRO-3: the largest layer in use and the next one (2 bytes a number each), and a gradient before it is scattered
     (4); nobody divides alone."""
@@ -111,6 +122,17 @@ def test_context_and_expert_parallelism_divide_activations_and_experts():
     assert whole - spread == pytest.approx(7 * expert)
     device, link = catalogue.device("a100-80gb"), catalogue.usual_link("a100-80gb")
     assert layer_times(moe, BATCH, device, link, ep=8).communication_s[1] > 0
+
+
+def test_heads_that_parts_of_a_sequence_cannot_share_out_gather_keys_and_values():
+    """Six heads on four parts: each of them holds, of 256 tokens, the other three's two keys and values of 64 too."""
+    model = gpt(heads=6, kv_heads=2)
+    ring, gathered = (
+        layer_memory(model, BATCH, cp=4, runtime=Runtime(context=how)).activation_bytes[1] for how in ("ring", "heads")
+    )
+    assert gathered - ring == 2 * 3 * 2 * (64 + 64) * 256
+    shared = [layer_memory(gpt(), BATCH, cp=4, runtime=Runtime(context=how)) for how in ("ring", "heads")]
+    assert shared[0].activation_bytes[1] == shared[1].activation_bytes[1]
 
 
 def test_logits_are_held_as_the_loss_needs_them():

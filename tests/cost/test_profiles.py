@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times
 from polygon.cost.link_curves import LinkCurve, link_curves
-from polygon.cost.profiles import kind_profile, model_profiles
+from polygon.cost.profiles import _seq_len, kind_profile, model_profiles
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
@@ -65,6 +65,20 @@ def test_measured_points_are_returned_as_they_are():
     )
     assert times.forward_s[1] == pytest.approx(0.003021)
     assert times.backward_s[1] == pytest.approx(0.006469 + 0.003021)
+    # Embedding and head are recomputed by nobody.
+    whole = layer_times(OPT, BATCH, device("gh200"), NVLINK, tp=4, micro_batch_size=8, profile=PROFILES["OPT-350"])
+    assert (times.backward_s[[0, -1]] == whole.backward_s[[0, -1]]).all()
+
+
+def test_tokens_of_a_sequence_are_those_of_the_first_block_s_output():
+    """Not of the embedding's, nor of the logits: 2048 x 1024 numbers of four bytes; None where nothing says it."""
+    described = {
+        "info": {"hidden_size": 1024},
+        "by_tensor_parallel": {"1": {"output_activation_bytes_per_layer_per_sequence": [7, 2048 * 1024 * 4, 9]}},
+    }
+    assert _seq_len(described) == 2048
+    assert _seq_len(described | {"info": {"hidden_size": 1024, "sequence_length_tokens": 512}}) == 512
+    assert _seq_len(described | {"info": {}}) is None
 
 
 def test_one_measured_size_is_enough_for_the_update():

@@ -171,6 +171,26 @@ def test_a_restructured_allocation_has_the_same_workers(decoder):
     assert all(found._restructure(full, np.random.default_rng(seed)).sum() == 4 for seed in range(100))
 
 
+def test_a_stage_is_split_into_halves_or_by_classes(decoder):
+    """Half of every class's workers to each of the two stages, or all of a class to one of them."""
+    found = Candidates(decoder, 4)
+    changed = [
+        found._restructure(allocation([4, 0, 0, 4]).workers, np.random.default_rng(seed))[:2] for seed in range(200)
+    ]
+    split = {tuple(map(tuple, rows[:, [0, 3]].tolist())) for rows in changed if rows.any(axis=1).all()}
+    assert split == {((2, 2), (2, 2)), ((4, 0), (0, 4)), ((0, 4), (4, 0))}
+
+
+def test_exact_candidates_are_valued_before_their_packings_are_settled():
+    """One stage in two regions: what nodes and regions send is settled by simulation in the search's draft alone."""
+    cluster = cluster_of([[("t4", 2, 2)], [("a100-40gb", 1, 4)]], latency_s=1e-3, bytes_per_s=1e8)
+    decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
+    row = [{(0, 2): 2, (1, 1): 2}.get(of, 0) for of in decoder.classes]
+    x = Allocation(workers=np.array([row]), micro_batch_size=1)
+    draft, settled = (decoder.plan_value(decoder.decode(x, relax=relax)) for relax in (False, True))
+    assert ExactCandidates(decoder, 1).evaluate(x) == draft > 1.1 * settled
+
+
 def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):
     """Workers or the micro-batch size, one step up or down; of nothing any."""
     found = Candidates(decoder, 4)
@@ -218,6 +238,11 @@ def test_near_classes_are_close(decoder):
     latency = bank.links.latency_s[np.ix_(bank.pool, bank.pool)]
     scale = np.median(latency[latency > 0])
     assert inside == pytest.approx(1 / (1 + latency / scale))
+    # A gigabyte as well: seconds at every link's rate beside its latency.
+    rate = bank.links.bytes_per_s[np.ix_(bank.pool, bank.pool)]
+    seconds = latency + 1e9 / rate
+    loaded = found._closeness(bank, np.full((2, 2), 1e9))
+    assert loaded == pytest.approx(1 / (1 + seconds / np.median(seconds)))
     far = bank._replace(links=bank.links._replace(bytes_per_s=np.where(np.eye(2), 1e9, 0.0)))
     apart = found._closeness(far, np.full((2, 2), 1e9))
     region = bank.region

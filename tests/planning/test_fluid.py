@@ -14,6 +14,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.formats import catalogue
 from polygon.planning.candidates import Candidates
+from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.fluid import BETTER, FIRST, SECOND, fluid_step_s, work_for
 from tests.linked_regions import cluster_of, small_gpt
@@ -124,8 +125,38 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     )
     exact_s = decoder.step_times(decoder.decode(x)).step_s
     assert better == min(first, second)
+    again = decoder.decode(x, relax=False, cuts=(SECOND,))
+    assert violations(decoder.problem, again) == []
+    assert decoder.step_times(again).step_s == pytest.approx(second, rel=0.05)
     assert first < 0.99 * second if latency_s < 0.1 else second < 0.99 * first
     assert exact_s == pytest.approx(better, rel=0.05)
+
+
+def test_layers_are_not_cut_again_where_memory_holds_all_that_is_under_way():
+    """Two stages of a small model on A100: a step of less than a second is bound by no memory, so there is no second
+    cut."""
+    decoder = Decoder(
+        Problem(
+            cluster=cluster_of([[("a100-40gb", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)
+        )
+    )
+    rows = np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 2)
+    bank = decoder.bank(Allocation(workers=rows, micro_batch_size=1).setting)
+    steps_s = []
+    for cut in (FIRST, SECOND, BETTER):
+        out = np.zeros(3, np.int64), np.zeros((3, 2), np.int64), np.zeros(3, np.int64)
+        steps_s.append(fluid_step_s(bank, rows, *out, work_for(bank, 2), cut)[0])
+    assert steps_s[0] == steps_s[2] < 1.0 and steps_s[1] == np.inf
+
+
+def test_the_relaxation_waits_for_the_norm_from_the_farthest_region_too():
+    """Two stages in two regions a second apart: down, back, the tied weight, and once more for the gradients' norm."""
+    cluster = cluster_of([[("a100-40gb", 1, 1)]] * 2, latency_s=1.0, bytes_per_s=1e10)
+    decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=4, seq_len=512)))
+    x = Allocation(workers=np.eye(2, dtype=np.int64), micro_batch_size=1)
+    times = decoder.step_times(decoder.decode(x, relax=False))
+    assert times.norm_s == 1.0
+    assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.1)
 
 
 @pytest.mark.parametrize(

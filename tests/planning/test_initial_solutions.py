@@ -9,7 +9,13 @@ import pytest
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.initial_solutions import _regions_alone, closed_starts, replicated_starts, window_starts
+from polygon.planning.initial_solutions import (
+    _regions_alone,
+    _sequences,
+    closed_starts,
+    replicated_starts,
+    window_starts,
+)
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -64,6 +70,17 @@ def test_near_regions_share_a_pipeline_each_with_stages_of_its_own(decoder):
     assert set.union(*used[0]) in ({0, 2}, {1, 3})
     values = [cities.value(x) for x in starts]
     assert values == sorted(values)
+
+
+def test_sequences_of_types_too_many_to_try_change_once():
+    """Of four stages on two types: all of one, or a quarter, half or three quarters of the stages on the first."""
+    kinds = [("a100-40gb", 1), ("t4", 1)]
+    a, b = kinds
+    every = [list(sequence) for sequence in _sequences(kinds, 4, 1, 16)]
+    assert len(every) == 2 + 4 + 8 + 16 and every[:2] == [[a], [b]]
+    few = [list(sequence) for sequence in _sequences(kinds, 4, 1, 1)]
+    assert few[:8] == [[a], [b], [a] * 2, [b] * 2, [a] * 3, [b] * 3, [a] * 4, [b] * 4]
+    assert few[8:] == [[x] * n + [y] * (4 - n) for x, y in ((a, b), (b, a)) for n in (1, 2, 3)]
 
 
 def test_pipelines_of_tied_models_come_back_to_where_they_begin(decoder):

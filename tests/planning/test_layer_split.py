@@ -1,5 +1,7 @@
 """Where layers are cut: what a part of them takes under a memory option."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numba import njit
@@ -91,3 +93,33 @@ def test_workers_of_unlike_speed_may_have_one_more_in_flight():
         speed = 1 / np.array(layer_s)
         rate = stages.kind_counts[0, :kinds] @ speed
         assert held == pytest.approx(np.minimum(np.ceil(8 * speed / rate) + more, np.ceil(16 * speed / rate)))
+
+
+def test_stages_that_hold_more_micro_batches_recompute_where_memory_lacks_room():
+    """48 blocks of 2048 on eight T4, one a stage: the first have most under way and recompute, the last does not."""
+    model = small_gpt(blocks=48, hidden_size=2048, head_dim=128, ffn_size=8192)
+    batch = Batch(global_batch=32, seq_len=1024)
+    decoder = Decoder(Problem(cluster=cluster_of([[("t4", 1, 8)]]), model=model, batch=batch))
+    workers = np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 8)
+    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=4), relax=False)
+    ways = [stage.recompute for stage in plan.stages]
+    assert ways[0] == "full" and ways[-1] == "none"
+    assert ways == sorted(ways)
+
+
+def test_layers_are_cut_where_the_slower_stage_takes_least():
+    """Two equal devices, and two of which one is several times as fast: no other cut is quicker."""
+    for second in ("a100-40gb", "t4"):
+        cluster = cluster_of([[("a100-40gb", 1, 1), (second, 1, 1)]])
+        problem = Problem(cluster=cluster, model=small_gpt(blocks=12), batch=Batch(global_batch=32, seq_len=512))
+        decoder = Decoder(problem)
+        plan = decoder.decode(Allocation(workers=np.eye(2, dtype=np.int64), micro_batch_size=1), relax=False)
+        first, last = plan.stages
+        steps_s = {
+            cut: decoder.step_times(
+                replace(plan, stages=(replace(first, last_layer=cut), replace(last, first_layer=cut)))
+            ).step_s
+            for cut in range(2, problem.model.layers - 1)
+        }
+        assert steps_s[first.last_layer] <= 1.01 * min(steps_s.values())
+        assert max(steps_s.values()) > 1.5 * min(steps_s.values())

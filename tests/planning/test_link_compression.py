@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.lower_bound import lower_bound, lower_bound_s
-from polygon.cost.convergence import assumptions
+from polygon.cost.convergence import allowed, assumptions
 from polygon.cost.estimate import estimate, worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -21,7 +21,15 @@ from polygon.planning.alternatives import Explainer
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.link_compression import _best_mode, _with_inside, activation_modes, link_seconds
+from polygon.planning.link_compression import (
+    _best_mode,
+    _busiest,
+    _with_inside,
+    _with_sums_inside,
+    activation_modes,
+    gradient_mode,
+    link_seconds,
+)
 from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
@@ -252,6 +260,40 @@ def test_regions_inside_which_nothing_travels_get_no_packing():
         found, pairs = _with_inside(problem, plan)
         assert pairs == inside
         assert {(use.source, use.target) for use in found.links if use.source == use.target} == set(inside)
+
+
+def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
+    """Two regions of two nodes behind slow TCP: a link between the regions stands for none inside them."""
+    problem = Problem(
+        cluster=cluster_of(
+            ([("a100-40gb", 2, 1)],) * 2, bytes_per_s=1e8, between=Link(latency_s=1e-4, bytes_per_s=1e8)
+        ),
+        model=MODEL,
+        batch=Batch(global_batch=32, seq_len=512),
+    )
+    decoder = Decoder(problem)
+    plan = decoder.decode(one_stage(decoder), relax=False)
+    between = tuple(use for use in plan.links if use.source != use.target)
+    assert {(use.source, use.target) for use in between} == {(0, 1), (1, 0)}
+    found, pairs = _with_sums_inside(decoder.tables, replace(plan, links=between), allowed(problem))
+    assert pairs == [(0, 0), (1, 1)]
+    assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
+
+
+@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e7, "int8"), (1e13, "none")])
+def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, mode):
+    """Over a thin link a quarter of the bytes; where a link takes next to nothing packing itself would take longer."""
+    tables = CostTables(problem_of(PAIR, bytes_per_s=bytes_per_s))
+    assert gradient_mode(tables, ("none", "int8")) == mode
+
+
+def test_pairs_of_regions_go_by_the_micro_batches_between_them():
+    """Three from r0 to r1 and one to r2, both ways; a stage that stays in its region crosses nothing."""
+    problem = replace(problem_of(PAIR), cluster=small_cluster(2, 1, 1))
+    routes = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]]
+    plan = small_plan(problem.cluster, [(0, 2), (2, 4), (4, 6)], [[0], [1], [2, 3]], routes)
+    assert _busiest(problem, plan) == [(0, 1), (1, 0), (0, 2), (2, 0)]
+    assert _busiest(problem, replace(plan, links=plan.links[1:])) == [(1, 0), (0, 2), (2, 0)]
 
 
 def test_a_packing_that_wins_too_little_is_left():

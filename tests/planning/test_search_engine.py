@@ -15,6 +15,7 @@ from polygon.cost.calibration import Calibration
 from polygon.cost.estimate import estimate
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.groups import Groups
 from polygon.domain.model import Batch
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning import search_engine as engine
@@ -301,6 +302,38 @@ def test_stages_are_no_more_than_layers_devices_what_is_asked_and_32(blocks, nod
     batch, model = Batch(global_batch=8, seq_len=128), small_gpt(blocks=blocks)
     constraints = Constraints() if asked is None else Constraints(most_stages=asked)
     assert most_stages(Problem(cluster=cluster, model=model, batch=batch, constraints=constraints)) == most
+
+
+def test_groups_begin_with_all_their_devices_at_every_degree():
+    """A stage of seven of eight T4 and one of three A100: alone, in pairs and one left over, in fours and the rest."""
+    problem = Problem(
+        cluster=cluster_of([[("t4", 1, 8)], [("a100-40gb", 1, 4)]]),
+        model=small_gpt(),
+        batch=Batch(global_batch=16, seq_len=512),
+    )
+    decoder = Decoder(problem)
+    candidates = Candidates(decoder, 2)
+    groups = Groups(problem=problem, allocation=np.array([[7, 0], [0, 3]]))
+    starts = list(itertools.islice(engine._starts(decoder, candidates, groups, ()), 4 * len(candidates.sizes)))
+    workers = {tuple(tuple(row) for row in x.workers.tolist()) for x in starts}
+    classes = decoder.classes
+    assert {tp for _, tp in classes} == {1, 2, 4, 8}
+
+    def stages(first, second):
+        return tuple(
+            tuple({p: of}.get(pool, {}).get(tp, 0) for pool, tp in classes) for p, of in enumerate((first, second))
+        )
+
+    assert workers == {
+        stages({1: 7}, {1: 3}),
+        stages({1: 1, 2: 3}, {1: 1, 2: 1}),
+        stages({1: 1, 2: 1, 4: 1}, {1: 1, 2: 1}),
+    }
+
+
+def test_the_evaluations_of_a_race_are_its_starts_and_laps():
+    """Sixteen racers are halved four times, each time after laps that all of them together take as long for."""
+    assert [engine._race(racers, 60) for racers in (1, 2, 16)] == [0, 2 + 2 * 60, 16 + 16 * 60 * 4]
 
 
 @pytest.mark.parametrize("evaluations", (1, 40, 100, 976, 1000, 2000, 3856, 12_000))

@@ -22,7 +22,7 @@ from polygon.planning.warmup_depths import (
     wanted_spans,
 )
 from tests.linked_regions import cluster_of, small_gpt
-from tests.small_problems import small_cluster, small_model, small_plan
+from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,20 @@ def over_memory(plan, tables, place):
     """Whether each worker has too little memory."""
     need = np.array([memory.total_bytes for memory in worker_memory(plan, tables, place)])
     return need > tables.limit_bytes[place.pool]
+
+
+def test_spans_wait_for_the_messages_behind_every_stage_but_the_last():
+    """Three stages in three regions: a trip there and back is so many periods of the busiest; nothing is behind the
+    last, which wants one micro-batch for each of its workers."""
+    problem = replace(routed_problem(1)[0], cluster=small_cluster(1, 1, 1))
+    plan = small_plan(problem.cluster, [(0, 2), (2, 4), (4, 6)], [[0], [1], [2]], [[0, 0, 0]] * 8)
+    times = step_times(plan, CostTables(problem))
+    alone, wanted = (wanted_spans(times, messages=messages) for messages in (False, True))
+    assert alone.tolist() == [1, 1, 1]
+    period_s = (times.schedule.forward_s + times.schedule.backward_s).max()
+    trip_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0).max(axis=0)
+    assert wanted == pytest.approx(np.minimum(8, [1 + trip_s[0] / period_s, 1 + trip_s[1] / period_s, 1]))
+    assert (wanted[:2] > 1).all()
 
 
 @pytest.mark.parametrize("pace", (*PACES, AT_ONCE))

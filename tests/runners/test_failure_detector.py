@@ -53,3 +53,20 @@ def test_a_neighbour_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(failure_detector, "MEET_S", 0.2)
     with pytest.raises(RunFailedError, match=r"^rank 0: rank 1, rank 2 did not connect in 0\.2 s$"):
         watch(0, [1, 2], HashStore())
+
+
+def test_clocks_are_compared_by_the_quickest_exchange(monkeypatch):
+    """Of a clock 100 s behind ours: an answer that took 5 s of way says 101.5, one of 20 ms says 100, however long rank
+    0 kept it; a slower one after it changes nothing."""
+    ours = watch(1, [], HashStore())
+    ours.close()
+    with socket.socket() as connection:
+        first = failure_detector._Neighbour(0, connection)
+        exchanges = (1000.0, 901.0, 901.5, 1005.5), (1010.0, 910.01, 915.01, 1015.02), (1020.0, 923.0, 923.0, 1023.1)
+        offsets_s = []
+        for asked_s, reached_s, sent_s, heard_s in exchanges:
+            monkeypatch.setattr(failure_detector.time, "time", lambda heard_s=heard_s: heard_s)
+            ours._compare_clocks(first, sent_s, (asked_s, reached_s))
+            offsets_s.append(ours.clock_offset_s)
+        monkeypatch.undo()
+    assert offsets_s == pytest.approx([101.5, 100.0, 100.0])

@@ -98,6 +98,23 @@ def test_overlap_changes_no_number(reference):
         assert losses == pytest.approx(reference[:4], rel=1e-5)
 
 
+def steps_of(rank, port, problem, plan, options):
+    """What every step reports on this rank."""
+    found = []
+    train(problem, plan, rank, "127.0.0.1", port, options, on_loss=end_process, report=found.append)
+    return found
+
+
+def test_speed_is_the_whole_batch_over_the_step_s_seconds():
+    """On each of two ranks: tokens a second, and the idle part is what neither computes nor updates."""
+    problem, plan = routed_problem(2)
+    for steps in run_ranks(steps_of, 2, problem, plan, replace(OPTIONS, steps=3)):
+        assert len(steps) == 3
+        for step in steps:
+            assert step["tokens_per_s"] * step["seconds"] == pytest.approx(problem.batch.tokens)
+            assert 0 <= step["idle"] < 1
+
+
 def test_every_rank_finds_the_norm_in_whole_gradients(reference):
     """Data parallel over regions of unequal widths and shares, where no norm is exchanged: clipped by the same one."""
     problem, _ = routed_problem(4)

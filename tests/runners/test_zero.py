@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from polygon.cost.memory import breakdown, layer_memory, stage_rows
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
+from runners.data.samples import TextSamples, hold_out
+from runners.data.sources import english_text
 from runners.dist_runner import end_process
 from runners.engine.options import Options
 from runners.engine.run import train
@@ -97,3 +100,26 @@ def test_local_steps_refuse_split_weights():
     problem, plan = routed_problem(8)
     with pytest.raises(InputError, match=r"plan\.stages\[0\]\.zero: found 3, expected 0, 1 or 2 \(with local steps\)"):
         check_runnable(problem, with_zero(replace(plan, local_steps=4), 3))
+
+
+def validated(rank, port, problem, plan, options):
+    """Losses of the text that was held out, at every validation that this rank was told of."""
+    whole = TextSamples(tokens=np.frombuffer(english_text()[:4001], dtype=np.uint8) % 60, seq_len=16, seed=0)
+    samples, held = hold_out(whole, 0.2)
+    found = []
+    train(
+        *(problem, plan, rank, "127.0.0.1", port, options),
+        on_loss=end_process, report=lambda result: found.append(result.get("validation_loss")),
+        samples=samples, validation=held,
+    )  # fmt: skip
+    return found
+
+
+def test_split_weights_are_gathered_for_validation_too():
+    """Forward alone, 50 samples in rounds of 16: the losses of one rank that holds everything."""
+    options = replace(OPTIONS, steps=4, validate_every=2)
+    [expected] = run_ranks(validated, 1, *routed_problem(1), options)
+    assert [loss is None for loss in expected] == [True, False, True, False]
+    problem, plan = one_stage()
+    found = run_ranks(validated, 3, problem, with_zero(plan, 3), options)[0]
+    assert [found[1], found[3]] == pytest.approx([expected[1], expected[3]], rel=1e-5)

@@ -1,0 +1,56 @@
+"""What becomes of an allocation whose first draft memory does not hold."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from polygon.domain.model import Batch
+from polygon.domain.plan import Plan, Problem
+from polygon.planning.checker import violations
+from polygon.planning.decode import Allocation, Decoder, Infeasible
+from tests.linked_regions import cluster_of, small_gpt
+
+LARGE_VOCABULARY = Problem(
+    cluster=cluster_of([[("v100-16gb", 2, 4)], [("t4", 4, 2)]]),
+    model=small_gpt(blocks=24, head_dim=128, heads=8, kv_heads=8, vocab_size=250_000),
+    batch=Batch(global_batch=32, seq_len=1024),
+)
+"""Tied embeddings of a quarter of a billion weights at both ends."""
+
+
+def allocation(decoder: Decoder, *stages: tuple[str, int, int], micro_batch_size: int) -> Allocation:
+    """Stages of so many workers of so many devices of a type."""
+    pools = [pool.device.name for pool in decoder.problem.cluster.pools]
+    workers = np.zeros((len(stages) + 1, len(decoder.classes)), dtype=np.int64)
+    for row, (device, width, tp) in zip(workers, stages, strict=False):
+        row[decoder.classes.index((pools.index(device), tp))] = width
+    return Allocation(workers=workers, micro_batch_size=micro_batch_size)
+
+
+def test_ends_of_unlike_zero_divide_alike_where_memory_lacks_the_whole_weight():
+    """ZeRO 1 at the first and 2 at the last end divide the tied weight as 1 would, which a V100 does not hold; under 2
+    at both it is a plan that breaks no rule, and with 1 at the first it would break that of the memory."""
+    decoder = Decoder(LARGE_VOCABULARY)
+    plan = decoder.decode(allocation(decoder, ("t4", 8, 1), ("v100-16gb", 8, 1), micro_batch_size=4), relax=False)
+    assert isinstance(plan, Plan)
+    assert [stage.zero for stage in plan.stages] == [2, 2]
+    assert violations(LARGE_VOCABULARY, plan) == []
+    unlike = replace(plan, stages=(replace(plan.stages[0], zero=1), plan.stages[1]))
+    broken = [str(rule) for rule in violations(LARGE_VOCABULARY, unlike)]
+    assert len(broken) == 8 and all("(v100-16gb): needs" in rule for rule in broken)
+
+
+def test_the_relaxation_knows_where_a_tied_weight_stays_whole():
+    """Of ends cut unlike each holds the tied weight whole under ZeRO, which a T4 does not: no draft is made at all."""
+    decoder = Decoder(LARGE_VOCABULARY)
+    x = allocation(decoder, ("v100-16gb", 2, 4), ("t4", 8, 1), micro_batch_size=4)
+    assert decoder.fluid_s(x)[0] == np.inf
+
+
+def test_a_draft_that_memory_does_not_hold_says_where_and_what_it_lacks():
+    """One end on four pairs of V100, the other on eight T4: a T4 lacks bytes even of one micro-batch at a time."""
+    decoder = Decoder(LARGE_VOCABULARY)
+    found = decoder.decode(allocation(decoder, ("v100-16gb", 4, 2), ("t4", 8, 1), micro_batch_size=2), relax=False)
+    assert isinstance(found, Infeasible)
+    assert found.reason.kind == "reason.lacks_memory"
+    assert found.reason["device"] == "t4" and 0 < found.reason["lacking_bytes"] < 2**30
