@@ -59,5 +59,5 @@ def test_workers_alike_are_one_kind_wherever_they_are(bank, data):
         assert sorted(kinds) == sorted(counts)
         for i, kind in enumerate(kinds):
             assert stages.kind_counts[s, i] == counts[kind]
-            assert (stages.kind_shards[s, i], stages.kind_spread[s, i]) == (min(shards[kind]), max(shards[kind]))
-            assert stages.kind_near[s, i] == near[kind]
+            assert stages.kind_shards[s, i] == min(shards[kind])
+            assert stages.kind_spread[s, i].tolist() == [max(shards[kind]), near[kind]]
