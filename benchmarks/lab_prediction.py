@@ -8,8 +8,10 @@ might take. Prints a table, the mean error, and how the plan predicted best did;
 
 With `--drawn 20` the networks are drawn instead: two to four regions, devices of unequal speed, 5 to 200 ms and 20 to
 500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
-these two with micro-batches dealt by speed, so that shares are uneven. `--again FILE` measures nothing: it prices anew
-what a run has measured, on the links as they were.
+these two with micro-batches dealt by speed, so that shares are uneven. With `--uneven 8` a region has three to five
+hosts and the others one or two, everything on cards of one link's rate, slow enough that two cores play it; data
+parallel then is tried plain and packed. `--again FILE` measures nothing: it prices anew what a run has measured, on the
+links as they were.
 """
 
 from __future__ import annotations
@@ -294,8 +296,38 @@ def drawn_network(seed: int) -> Network:
     )
 
 
-def drawn_plans(problem: Problem, tables: CostTables) -> dict[str, Plan]:
-    """The planner's choice, data parallel and a pipeline of regions, with shares by speed; each in one packing."""
+def uneven_network(seed: int) -> Network:
+    """Many hosts beside few: three to five in a region, what is left of six or less in one or two others."""
+    rng = np.random.default_rng([seed, 1])
+    counts = [int(rng.integers(3, 6)), 1]
+    for _ in range(int(rng.integers(0, 6 - sum(counts) + 1))):
+        counts[int(rng.integers(1, len(counts)))] += 1
+        if len(counts) < 3 and rng.random() < 0.5:
+            counts[-1] -= 1
+            counts.append(1)
+    hosts = tuple(tuple(sorted(str(rng.choice(["slow", "mid"])) for _ in range(count))) for count in counts)
+    n = len(counts)
+
+    def drawn(low: float, high: float) -> tuple[tuple[float, ...], ...]:
+        values = np.exp(rng.uniform(np.log(low), np.log(high), (n, n))) * (1 - np.eye(n))
+        return tuple(tuple(float(value) for value in row) for row in values.round(1))
+
+    latency_ms, mbit_per_s = drawn(5, 100), drawn(40, 100)
+    return Network(
+        name=f"uneven {seed}, {'+'.join(map(str, counts))}",
+        hosts=hosts,
+        latency_ms=latency_ms,
+        mbit_per_s=mbit_per_s,
+        card_mbit_per_s=max(map(max, mbit_per_s)),
+        processors=True,
+    )
+
+
+def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -> dict[str, Plan]:
+    """The planner's choice, data parallel and a pipeline of regions, with shares by speed; each in one packing.
+
+    Of `uneven` networks data parallel plain instead of the pipeline.
+    """
     cluster, chosen = problem.cluster, plans_for(problem, tables)
     by_region: list[list[int]] = [[] for _ in cluster.regions]
     for pool in cluster.pools:
@@ -303,10 +335,14 @@ def drawn_plans(problem: Problem, tables: CostTables) -> dict[str, Plan]:
     borders = np.linspace(0, MODEL.layers, len(by_region) + 1).round().astype(int).tolist()
     way = partial(plan_of, cluster, size=1, global_batch=problem.batch.global_batch, by_speed=True)
     everyone = [[d for devices in by_region for d in devices]]
+    if uneven:
+        borders, by_region, last = [0, MODEL.layers], everyone, "data parallel, plain"
+    else:
+        last = "pipeline of regions, by speed"
     return {
         **({"polygon": chosen["polygon"]} if "polygon" in chosen else {}),
         "data parallel, by speed": way([(0, MODEL.layers)], everyone, compression="int8", spans=1),
-        "pipeline of regions, by speed": way(list(pairwise(borders)), by_region, compression="none", spans=2),
+        last: way(list(pairwise(borders)), by_region, compression="none", spans=1 if uneven else 2),
     }
 
 
@@ -387,15 +423,17 @@ def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = Fal
     rows: list[dict[str, Any]] = []
     profiles = {waits: [profiled(PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
     with Lab(lab_network(cluster)) as lab:
-        batch = replace(BATCH, global_batch=24) if drawn else BATCH  # the slowest of five takes some as well
+        # The slowest of five takes some as well; where sums are what is looked at, they are to be much of a step.
+        batch = replace(BATCH, global_batch=12 if args.uneven else 24) if drawn else BATCH
         problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=batch)
         tables = {waits: CostTables(problem, found) for waits, found in profiles.items()}
-        for name, plan in (drawn_plans if drawn else plans_for)(problem, tables[False]).items():
+        of = partial(drawn_plans, uneven=args.uneven > 0) if drawn else plans_for
+        for name, plan in of(problem, tables[False]).items():
             # Ranks of a pipeline wait before their passes, others do not.
             predicted = estimate(problem, plan, tables[len(plan.stages) > 1])
             lines = train(lab, problem, plan, args.steps, emulated=not network.real)
             steps_s = [line["seconds"] for line in lines]
-            measured_s = float(np.mean(steps_s[LEFT_OUT:]))
+            measured_s = float(np.mean(steps_s[args.left_out :]))
             row: dict[str, Any] = {
                 "network": network.name, "plan": name, "ranks": plan.world_size, "predicted_s": predicted.step_s,
                 "measured_s": measured_s, "error": predicted.step_s / measured_s - 1, "terms": predicted.terms,
@@ -468,14 +506,19 @@ def main() -> None:
     """Measure, print, write."""
     parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
+    parser.add_argument("--uneven", type=int, default=0, metavar="N", help="N drawn networks of many hosts beside few")
+    parser.add_argument(
+        "--left-out", type=int, default=LEFT_OUT, help="steps at the begin that do not count (default: %(default)s)"
+    )
     parser.add_argument("--again", metavar="FILE", help="price what a run measured (out/lab_prediction.json) anew")
     args = parser.parse_args()
     if args.again:
         show_errors(price_again(args.again))
         return
-    networks = [drawn_network(seed) for seed in range(args.drawn)] or NETWORKS
+    networks = [uneven_network(seed) for seed in range(args.uneven)]
+    networks = networks or [drawn_network(seed) for seed in range(args.drawn)] or list(NETWORKS)
     header = f"{'network':<41}{'plan':<30}{'':>9}{'predicted':>9}{'measured':>9}{'error':>11}"
-    run = partial(run_network, drawn=args.drawn > 0)
+    run = partial(run_network, drawn=args.drawn + args.uneven > 0)
     rows = run_networks(networks, run, args, header, Path("out/lab_prediction.json"))
     for name in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == name]

@@ -1,8 +1,8 @@
-"""Sums on their way: each begins, gathers, advances and ends in threads of its own, so that none waits for another
-one's part.
+"""Sums on their way: each begins, gathers, advances, is shared and ends in threads of its own, so that none waits for
+another one's part.
 
-Packing and sending the next vector does not wait until an earlier one has arrived, and what has arrived is unpacked at
-once; each of the four is done in one fixed order, since collectives inside a region need one.
+Packing and sending the next vector does not wait until an earlier one has arrived, what has arrived is unpacked and
+handed out at once; each of the five is done in one fixed order, since collectives inside a region need one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Pending:
         Waits for what the region's members have, and sends it on.
     advance : callable, optional
         Waits for what a second round of messages needs, and sends that.
+    share : callable, optional
+        Waits for what this rank leads of the sum, and begins to give it to the region's members.
     finish : callable, optional
         What is done with the sum.
     """
@@ -53,10 +55,12 @@ class Pending:
         *,
         gather: Callable[[], None] = _nothing,
         advance: Callable[[], None] = _nothing,
+        share: Callable[[], None] = _nothing,
         finish: Callable[[], None] = _nothing,
     ) -> None:
-        self._gather, self._advance, self._arrive, self._finish = gather, advance, arrive, finish
-        self._gathered, self._advanced, self._arrived = False, False, False
+        self._gather, self._advance, self._share = gather, advance, share
+        self._arrive, self._finish = arrive, finish
+        self._gathered, self._advanced, self._shared, self._arrived = False, False, False, False
 
     def gather(self) -> None:
         """Send the first round, if that has not been done."""
@@ -71,12 +75,23 @@ class Pending:
             self._advanced = True
             self._advance()
 
+    def share(self) -> None:
+        """Begin to hand out what this rank leads, if that has not been done."""
+        self.advance()
+        if not self._shared:
+            self._shared = True
+            self._share()
+
     def arrive(self) -> None:
         """Return when the sum is there."""
-        self.advance()
+        self.share()
         if not self._arrived:
             self._arrived = True
             self._arrive()
+
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """The same sum, with something else to be done with it."""
+        return Pending(self.arrive, gather=self.gather, advance=self.advance, share=self.share, finish=finish)
 
     def __call__(self) -> None:
         """Wait for the sum and do with it what is to be done."""
@@ -94,10 +109,12 @@ class SumLine:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        names = ("begin", "gather", "advance", "end", "advance-exchange", "end-exchange")
-        self._begin, self._gather, *rest = [accelerator.threads(1, f"sum-{name}") for name in names]
+        self._begin, self._gather = [accelerator.threads(1, f"sum-{name}") for name in ("begin", "gather")]
+        self._sums, self._exchanges = (
+            tuple(accelerator.threads(1, f"{of}-{name}") for name in ("advance", "share", "end"))
+            for of in ("sum", "exchange")
+        )
         self._finish, self.device = accelerator.finish, accelerator.device
-        self._sums, self._exchanges = (rest[0], rest[1]), (rest[2], rest[3])
         self._added: list[Future[None]] = []
         self._under_way, self._bytes = 0, 0
         self._changed = Condition()
@@ -138,7 +155,7 @@ class SumLine:
         self,
         begin: Callable[[], Pending],
         n_bytes: int,
-        threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
+        threads: tuple[ThreadPoolExecutor, ...],
         end: Callable[[Pending], None],
         future: Future[Any],
     ) -> None:
@@ -147,9 +164,10 @@ class SumLine:
             self._under_way, self._bytes = self._under_way + 1, self._bytes + n_bytes
         with self._told(future):
             pending = begin()
-            gathered = self._gather.submit(pending.gather)
-            advanced = threads[0].submit(self._advance, pending, gathered)
-            threads[1].submit(self._end, pending, advanced, n_bytes, end, future)
+            done = self._gather.submit(pending.gather)
+            for thread, part in zip(threads, (pending.advance, pending.share), strict=False):
+                done = thread.submit(self._after, done, part)
+            threads[-1].submit(self._end, pending, done, n_bytes, end, future)
             return
         self._leave(n_bytes)
 
@@ -158,20 +176,20 @@ class SumLine:
         return self._under_way < SUMS_UNDER_WAY or small
 
     @staticmethod
-    def _advance(pending: Pending, gathered: Future[None]) -> None:
-        gathered.result()
-        pending.advance()
+    def _after(before: Future[None], part: Callable[[], None]) -> None:
+        before.result()
+        part()
 
     def _end(
         self,
         pending: Pending,
-        advanced: Future[None],
+        before: Future[None],
         n_bytes: int,
         end: Callable[[Pending], None],
         future: Future[Any],
     ) -> None:
         with self._told(future):
-            advanced.result()
+            before.result()
             end(pending)
         self._leave(n_bytes)
 

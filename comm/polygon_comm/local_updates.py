@@ -85,7 +85,7 @@ class OuterUpdate:
             # What was trained while the exchange was under way is kept, on top of the new start.
             self.weights.sub_(sent).add_(self.start)
 
-        return Pending(under_way.arrive, gather=under_way.gather, advance=under_way.advance, finish=finish)
+        return under_way.then(finish)
 
     def begin_now(self) -> Pending:
         """Start to average the weights as they are."""

@@ -1,13 +1,14 @@
 """Parameter servers: gradients go to the owner of a part of the weights, which updates it and hands the weights out.
 
-*Sharded*: every leader of a region owns a part (within one region every member does). *Central*: the first member owns
-all. Either way the optimizer state of a part exists once, and gradients travel only one way, packed; weights travel
-back as they are.
+*Sharded*: the leaders of every lane own equal parts of it (within one region all members do, of all). *Central*: the
+first member owns all. Either way the optimizer state of a part exists once, and gradients travel only one way, packed;
+weights travel back as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,11 +38,14 @@ class ServerGroup(SumGroup):
         if central:
             return [Part(0, elements, members.leaders[0][0], 0)]
         if len(members.regions) == 1:
-            owners = [(rank, 0) for rank in members.ranks]
+            shares = [((0, elements), members.ranks)]
         else:
-            owners = [(region[lane], lane) for lane in range(len(members.leaders[0])) for region in members.leaders]
-        borders = [elements * i // len(owners) for i in range(len(owners) + 1)]
-        return [Part(borders[i], borders[i + 1], *owner) for i, owner in enumerate(owners)]
+            shares = list(zip(pairwise(members.places(elements)), zip(*members.leaders, strict=True), strict=True))
+        parts = []
+        for lane, ((start, stop), owners) in enumerate(shares):
+            borders = [start + (stop - start) * i // len(owners) for i in range(len(owners) + 1)]
+            parts += [Part(borders[i], borders[i + 1], owner, lane) for i, owner in enumerate(owners)]
+        return parts
 
     def _carrier(self, part: Part) -> int:
         """Member of this rank's region that holds a part's sum over the region, or its new weights."""
@@ -66,7 +70,7 @@ class ServerGroup(SumGroup):
         for work in works:
             work.wait()
         me, codec = self._wires.rank, make_codec(self.members.codec)
-        tags = {part.lane: self._next_tag() for part in parts}
+        number = self._number()
         receipts, sendings = [], []
         for index, part in enumerate(parts):
             if self._carrier(part) != me or part.start == part.stop:
@@ -75,10 +79,10 @@ class ServerGroup(SumGroup):
             if part.owner == me:
                 n_bytes = codec.payload_bytes(values.numel(), vector.dtype)
                 for peer in self._far_carriers(part):
-                    receipts.append((self._wires.post_receive(peer, tags[part.lane], n_bytes), values))
+                    receipts.append((self._wires.post_receive(peer, self._tag(number, part.lane), n_bytes), values))
             else:
                 payload, _ = self._packer(key, index, ()).compress(values)
-                sendings.append(self._wires.send(part.owner, tags[part.lane], payload))
+                sendings.append(self._wires.send(part.owner, self._tag(number, part.lane), payload))
 
         def arrive() -> None:
             for receipt, values in receipts:
@@ -91,7 +95,7 @@ class ServerGroup(SumGroup):
     def share_from_owners_(self, vector: torch.Tensor, parts: Sequence[Part]) -> None:
         """Give every member what the owners hold, as it is."""
         me, plain = self._wires.rank, Codec()
-        tags = {part.lane: self._next_tag() for part in parts}
+        number = self._number()
         receipts, sendings = [], []
         for part in parts:
             if self._carrier(part) != me or part.start == part.stop:
@@ -99,10 +103,10 @@ class ServerGroup(SumGroup):
             values = vector[part.start : part.stop]
             if part.owner == me:
                 for peer in self._far_carriers(part):
-                    sendings.append(self._wires.send(peer, tags[part.lane], plain.compress(values)))
+                    sendings.append(self._wires.send(peer, self._tag(number, part.lane), plain.compress(values)))
             else:
                 n_bytes = plain.payload_bytes(values.numel(), vector.dtype)
-                receipts.append((self._wires.post_receive(part.owner, tags[part.lane], n_bytes), values))
+                receipts.append((self._wires.post_receive(part.owner, self._tag(number, part.lane), n_bytes), values))
         for receipt, values in receipts:
             values.copy_(plain.decompress(receipt.wait(), values.shape, values.dtype))
         for sending in sendings:

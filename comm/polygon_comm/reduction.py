@@ -1,18 +1,18 @@
 """Sums of vectors over ranks in several regions: inside each region, between leaders of the regions, back.
 
-A region's leaders are the first rank on each of its nodes, as many in every region as the region with the fewest nodes
-has; leader i of a region sums part i of the vector in its region and exchanges it with the leaders i of the others, so
-that a vector crosses a link once however wide the stage is, over as many node pairs as there are. Between leaders it
-travels packed, and every leader adds up the very same unpacked numbers in the same order, so that replicas stay equal
-bit by bit.
+A region's leaders are the first rank on each of its nodes, and each leads an equal part of the vector: it sums that
+in its region, and exchanges of it with the leaders of every other region what these lead as well. So a vector crosses
+a link once however wide the stage is, over as many node pairs as there are, and every node's card passes its part,
+however few nodes other regions have: five beside one pass 1.8 vectors over a card, where a single leader passed 3.
+What one leader of every region leads is a *lane*. Between leaders it travels packed, and every leader adds up the very
+same unpacked numbers in the same order, so that replicas stay equal bit by bit.
 
 gloo sums to one rank in a ring of small steps, each of which waits for the other side: beside messages to other
 regions, which fill the card's queue, such a ring leaves the card idle for a third of the time, and it carries half as
 much again as it need (with two members 1.5 n instead of n, counting both parts); its tree hands a sum out whole, level
 by level. Parts therefore go straight to who adds them up, announced before they are there: to the leader, and its sum
 straight back, or, where few leaders would have to hear many members (`SumGroup._straight`), to all members (but a
-single leader), each of which adds up a piece for the leader and later passes that piece of the sum on. Five hosts
-beside one, cards of 60 Mbit/s: 4.6 s a step by gloo's ring and tree, 2.5 s so.
+single leader), each of which adds up a piece for the leader and later passes that piece of the sum on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,9 @@ from polygon_comm.pacing import connections, open_descriptors, opened_since, pre
 from polygon_comm.transport import Receipt, Wires
 
 TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
-"""A group's rounds use so many tags in turn: two for each sum that is under way or expected."""
+"""Each lane of a group uses so many tags in turn: two for each sum that is under way or expected."""
+CUT = 2
+"""Which way of cutting vectors among leaders this is: what packing owes under another one is of other stretches."""
 SMALL = 1024
 """Elements below which a latency counts more than any bytes: such a vector goes straight and unpacked."""
 
@@ -48,18 +52,36 @@ class Members:
         Members of each region that has any, in ascending order; or of each node, where nodes are to exchange packed
         vectors as regions do.
     leaders : tuple of tuples of rank
-        Of each region, those that exchange with the other regions; equally many in all.
+        Of each region, who exchanges each lane with the other regions; a rank may have several.
+    borders : tuple of Fraction
+        Where lanes begin and end in a vector, from 0 to 1.
     codec : str
         How vectors are packed between regions.
     first_tag : int
-        Of `TAGS_PER_GROUP` tags that no other message between the leaders uses.
+        Of `tags` that no other message between the leaders uses.
     """
 
     name: str
     regions: tuple[tuple[int, ...], ...]
     leaders: tuple[tuple[int, ...], ...]
+    borders: tuple[Fraction, ...] = (Fraction(0), Fraction(1))
     codec: str = "none"
     first_tag: int = 0
+
+    @property
+    def tags(self) -> int:
+        """How many tags the group uses."""
+        return TAGS_PER_GROUP * (len(self.borders) - 1)
+
+    def places(self, elements: int) -> list[int]:
+        """Where lanes begin and end in a vector of so many elements."""
+        return [int(elements * border) for border in self.borders]
+
+    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """What of a vector each lane has; all of a small one is the first lane's."""
+        if vector.numel() < SMALL:
+            return [vector]
+        return [vector[start:stop] for start, stop in pairwise(self.places(vector.numel()))]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -68,11 +90,11 @@ class Members:
 
     def leader_pairs(self) -> list[tuple[int, int]]:
         """Pairs of ranks that exchange messages between regions."""
-        pairs = []
+        pairs: dict[tuple[int, int], None] = {}
         for lane in zip(*self.leaders, strict=True):
             ranks = sorted(lane)
-            pairs += [(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]]
-        return pairs
+            pairs |= dict.fromkeys((a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :])
+        return list(pairs)
 
     def leader_peers(self, rank: int) -> set[int]:
         """Ranks with which a rank exchanges messages between regions."""
@@ -98,18 +120,19 @@ def members_of(
         for rank in region:
             first_on.setdefault(0 if node_of is None else node_of[rank], rank)
         firsts.append(tuple(first_on.values()))
-    # Low-rank factors need whole matrices: one leader then carries all.
-    lanes = 1 if codec == "powersgd" else min(len(first) for first in firsts)
-    leaders = tuple(first[:lanes] for first in firsts)
-    return Members(name=name, regions=regions, leaders=leaders, codec=codec, first_tag=first_tag)
+    if codec == "powersgd":  # low-rank factors need whole matrices: one leader then carries all
+        firsts = [first[:1] for first in firsts]
+    borders = sorted({Fraction(i, len(first)) for first in firsts for i in range(len(first) + 1)})
+    leaders = tuple(tuple(first[int(start * len(first))] for start in borders[:-1]) for first in firsts)
+    return Members(name, regions, leaders, tuple(borders), codec, first_tag)
 
 
 class _Round(NamedTuple):
     """Receives that are posted, and what for."""
 
     key: str
-    n_bytes: int
-    """Of the whole vector, packed."""
+    elements: int
+    """Of a lane's part of the vector."""
     tags: tuple[int, ...]
     receipts: tuple[dict[int, Receipt], ...]
     """By round and peer."""
@@ -133,11 +156,20 @@ class _Collection(NamedTuple):
     """By piece buffers and works, in the order of the members."""
 
 
+class _HandingBack(NamedTuple):
+    """Sums on their way back to the members in the region."""
+
+    start: Callable[[], None]
+    """Sends those that this rank holds."""
+    end: Callable[[], None]
+    """Waits for the others, and until all has been sent."""
+
+
 class _Crossing(NamedTuple):
     """A part on its way between regions."""
 
     total: Callable[[], torch.Tensor]
-    """Waits for the sum."""
+    """Waits for the sum, and until this rank's own part has been sent: the sum takes its place."""
     advance: Callable[[], None] = lambda: None
     """Waits for the first round and sends the second."""
 
@@ -154,8 +186,12 @@ class SumGroup:
         self._wires = wires
         self._feedback: dict[tuple[str, int], ErrorFeedback] = {}
         self._restored: dict[tuple[str, int], tuple[Any, float]] = {}
-        self._rounds = 0
-        self._expected: deque[_Round] = deque()
+        self._sums = 0
+        """Begun or expected so far, by whomever they are led."""
+        self._awaited: deque[int] = deque()
+        """Of these, the numbers of those that are expected and have not begun."""
+        self._expected: dict[tuple[int, int], _Round] = {}
+        """By sum and lane."""
         self._collections: deque[_Collection] = deque()
         """Those that were posted when their sums were expected."""
         self._near_rounds = 0
@@ -198,12 +234,11 @@ class SumGroup:
         """
         if len(self.members.regions) == 1:
             return Pending(lambda: None) if replicated else self.begin_near(vector)
-        leaders = self.members.leaders[self.members.regions.index(self._mine)]
-        small = vector.numel() < SMALL
-        parts = vector.tensor_split(1 if small else len(leaders))
+        number, parts = self._number(), self.members.parts(vector)
+        leaders, small = self._leaders, vector.numel() < SMALL
         holders = leaders[: len(parts)]
         near = None if replicated else self._start_near(parts, holders)
-        back: list[Callable[[], None]] = []
+        back: list[_HandingBack] = []
         crossings: list[tuple[torch.Tensor, _Crossing]] = []
 
         def gather() -> None:
@@ -211,24 +246,32 @@ class SumGroup:
                 back.append(near())
             for lane, part in enumerate(parts):
                 if leaders[lane] == self._wires.rank:
-                    crossings.append((part, self._cross(lane, part, key, shapes, small=small)))
+                    crossings.append((part, self._cross(number, lane, part, key, shapes, small=small)))
 
         def advance() -> None:
             for _, crossing in crossings:
                 crossing.advance()
 
-        def arrive() -> None:
+        def share() -> None:
             for part, crossing in crossings:
                 part.copy_(crossing.total())
-            if back:
-                back[0]()
-            else:
-                self._hand_out(parts, holders, self._near_out)
+            for handing in back:
+                handing.start()
 
-        pending = Pending(arrive, gather=gather, advance=advance)
-        if self._wires.accelerator.later:  # memory belongs to the stream of the thread that begins
-            pending.gather()
-        return pending
+        later = self._wires.accelerator.later  # memory belongs to the stream of the thread that begins
+
+        def arrive() -> None:
+            if later:
+                share()
+            if not back:
+                self._hand_out(parts, holders, self._near_out)
+            for handing in back:
+                handing.end()
+
+        if later:
+            gather()
+            return Pending(arrive, advance=advance)
+        return Pending(arrive, gather=gather, advance=advance, share=share)
 
     def begin_near(self, vector: torch.Tensor) -> Pending:
         """Start to replace the vector by its sum over the members in this rank's region; the result's call ends it."""
@@ -264,9 +307,7 @@ class SumGroup:
                     pieces.append(_Piece(vector, adder, holder, 2 * len(pieces)))
         return pieces
 
-    def _start_near(
-        self, parts: Sequence[torch.Tensor], holders: Sequence[int]
-    ) -> Callable[[], Callable[[], None]] | None:
+    def _start_near(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> Callable[[], _HandingBack] | None:
         """Start to sum parts over the members in the region, each where its holder is.
 
         The call of the result ends that, and returns what gives every member the parts that others hold, once they are
@@ -286,9 +327,10 @@ class SumGroup:
         pieces, me = self._pieces(parts, holders), self.near_place
         collection = self._collections.popleft() if self._collections else self._collect(pieces)
         works = [self._near.send([p.vector], p.adder, collection.tag + p.tag) for p in pieces if p.adder != me]
-        return lambda: self._end_near(pieces, collection, works)
+        handing = self._handing_back(pieces, collection.tag, works)
+        return lambda: self._end_near(pieces, collection, handing)
 
-    def _end_near(self, pieces: Sequence[_Piece], collection: _Collection, works: list[Any]) -> Callable[[], None]:
+    def _end_near(self, pieces: Sequence[_Piece], collection: _Collection, handing: _HandingBack) -> _HandingBack:
         """Add up this rank's pieces, and give them to their holders."""
         (tag, arriving), me = collection, self.near_place
         mine = [piece for piece in pieces if piece.adder == me]
@@ -300,19 +342,18 @@ class SumGroup:
                 work.wait()
             for version in versions:
                 total += version
-        for work in works:
-            work.wait()
         moved = [piece for piece in pieces if piece.adder != piece.holder]
         works = [self._near.send([p.vector], p.holder, tag + p.tag + 1) for p in moved if p.adder == me]
         works += [self._near.recv([p.vector], p.adder, tag + p.tag + 1) for p in moved if p.holder == me]
         for work in works:
             work.wait()
-        return self._handing_back(pieces, tag)
+        return handing
 
-    def _handing_back(self, pieces: Sequence[_Piece], tag: int) -> Callable[[], None]:
+    def _handing_back(self, pieces: Sequence[_Piece], tag: int, sent: list[Any]) -> _HandingBack:
         """What gives every member all pieces, once those that this rank holds are complete.
 
-        What a member has sent away it needs no more: sums come back to its place.
+        What this rank has `sent` comes back, summed, to where it was. That is asked for at once: nobody has a sum
+        before all of it has arrived there, and who asks late waits behind all that its card has queued.
         """
         me, group = self.near_place, self._near_out
         from_holder = {
@@ -320,18 +361,23 @@ class SumGroup:
         }
         from_adder = [group.recv([p.vector], p.adder, tag + p.tag + 1) for p in pieces if me not in (p.adder, p.holder)]
 
-        def back() -> None:
-            works = [group.send([p.vector], p.adder, tag + p.tag) for p in pieces if p.holder == me != p.adder]
+        def start() -> None:
+            sent.extend(group.send([p.vector], p.adder, tag + p.tag) for p in pieces if p.holder == me != p.adder)
+            places = [place for place in range(self.near_size) if place != me]
+            for p in pieces:
+                if p.adder == me == p.holder:
+                    sent.extend(group.send([p.vector], place, tag + p.tag + 1) for place in places)
+
+        def end() -> None:
             for piece in pieces:
-                if piece.adder == me:
-                    if piece.tag in from_holder:
-                        from_holder[piece.tag].wait()
+                if piece.tag in from_holder:
+                    from_holder[piece.tag].wait()
                     others = [place for place in range(self.near_size) if place not in (me, piece.holder)]
-                    works += [group.send([piece.vector], place, tag + piece.tag + 1) for place in others]
-            for work in (*works, *from_adder):
+                    sent.extend(group.send([piece.vector], place, tag + piece.tag + 1) for place in others)
+            for work in (*sent, *from_adder):
                 work.wait()
 
-        return back
+        return _HandingBack(start, end)
 
     def _collect(self, pieces: Sequence[_Piece]) -> _Collection:
         """Post the receives of the pieces that this rank adds up from all other members in the region."""
@@ -362,14 +408,16 @@ class SumGroup:
             work.wait()
 
     def _cross(
-        self, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
+        self, number: int, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
     ) -> _Crossing:
         """Start to sum a part over the leaders of a lane."""
-        leaders = [region[lane] for region in self.members.leaders]
-        if small or self._direct(leaders):
-            packer = ErrorFeedback(make_codec("none")) if small else self._packer(key, 0, shapes)
-            return self._exchange(vector, leaders, packer, key)
-        return self._exchange_parts(vector, leaders, key)
+        round_ = self._expected.pop((number, lane), None)
+        if round_ is None:
+            round_ = self._post(number, lane, key, vector.numel(), vector.dtype, shapes, small=small)
+        assert (round_.key, round_.elements) == (key, vector.numel()), "sums begin as they are expected"
+        if small or self._direct:
+            return self._exchange(vector, lane, self._whole_packer(key, lane, shapes, small=small), round_)
+        return self._exchange_parts(vector, lane, key, round_)
 
     @property
     def packing_error(self) -> float:
@@ -392,8 +440,20 @@ class SumGroup:
     @property
     def leads(self) -> bool:
         """Whether this rank packs vectors for ranks in other regions."""
-        leaders = self.members.leaders[self.members.regions.index(self._mine)]
-        return self.members.codec != "none" and len(self.members.regions) > 1 and self._wires.rank in leaders
+        return self.members.codec != "none" and len(self.members.regions) > 1 and self._wires.rank in self._leaders
+
+    @property
+    def _leaders(self) -> tuple[int, ...]:
+        """Who leads each lane in this rank's region."""
+        return self.members.leaders[self.members.regions.index(self._mine)]
+
+    def _lane(self, lane: int) -> list[int]:
+        """Who leads a lane, in every region."""
+        return [region[lane] for region in self.members.leaders]
+
+    def _slot(self, lane: int) -> int:
+        """Number of a lane's first packer: of those that this rank leads, each has as many as there are regions."""
+        return len(self.members.regions) * self._leaders[:lane].count(self._wires.rank)
 
     @property
     def near_ranks(self) -> tuple[int, ...]:
@@ -412,9 +472,18 @@ class SumGroup:
         """
         self._hand_out([vector[start:stop] for start, stop in parts], self._mine, self._near)
 
-    def _next_tag(self) -> int:
-        self._rounds += 1
-        return self.members.first_tag + self._rounds % TAGS_PER_GROUP
+    def _number(self, *, expected: bool = False) -> int:
+        """Number of a sum that begins, or is expected to: the same on all members, whoever of them leads."""
+        if self._awaited and not expected:
+            return self._awaited.popleft()
+        self._sums += 1
+        if expected:
+            self._awaited.append(self._sums)
+        return self._sums
+
+    def _tag(self, number: int, lane: int, round_: int = 0) -> int:
+        """Of the messages of a lane in a round of a sum."""
+        return self.members.first_tag + lane * TAGS_PER_GROUP + (2 * number + round_) % TAGS_PER_GROUP
 
     def _packer(self, key: str, part: int, shapes: Sequence[Sequence[int]]) -> ErrorFeedback:
         slot = (key, part)
@@ -426,9 +495,14 @@ class SumGroup:
                 self._feedback[slot].restore({**state, "error": _moved(state["error"], self._wires.device)}, scale)
         return self._feedback[slot]
 
-    def _direct(self, leaders: Sequence[int]) -> bool:
-        """Whether leaders send whole vectors to one another, whatever their size."""
-        return len(leaders) == 2 or self.members.codec == "powersgd"
+    def _whole_packer(self, key: str, lane: int, shapes: Sequence[Sequence[int]], *, small: bool) -> ErrorFeedback:
+        """What packs all that a lane has of a vector."""
+        return ErrorFeedback(make_codec("none")) if small else self._packer(key, self._slot(lane), shapes)
+
+    @property
+    def _direct(self) -> bool:
+        """Whether leaders send one another all that a lane has, whatever its size."""
+        return len(self.members.regions) == 2 or self.members.codec == "powersgd"
 
     def expect(self, elements: int, dtype: torch.dtype, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
         """Say what the next sum will be, before its vector is there: the other leaders can then send theirs.
@@ -437,52 +511,48 @@ class SumGroup:
         """
         if len(self.members.regions) == 1:
             return
-        mine = self.members.leaders[self.members.regions.index(self._mine)]
-        small = elements < SMALL
-        parts = torch.empty(elements, dtype=dtype, device="meta").tensor_split(1 if small else len(mine))
+        number, mine, small = self._number(expected=True), self._leaders, elements < SMALL
+        parts = self.members.parts(torch.empty(elements, dtype=dtype, device="meta"))
         if self._near is not None and not self._wires.accelerator.later:
             self._collections.append(self._collect(self._pieces(parts, mine[: len(parts)])))
         for lane, part in enumerate(parts):
-            leaders = [region[lane] for region in self.members.leaders]
-            if mine[lane] != self._wires.rank:
-                continue
-            if small or self._direct(leaders):
-                codec = make_codec("none") if small else self._packer(key, 0, shapes).codec
-                self._expected.append(self._post(key, leaders, codec.payload_bytes(part.numel(), dtype)))
-            else:
-                self._expected.append(self._post_parts(key, leaders, part.numel(), dtype))
+            if mine[lane] == self._wires.rank:
+                self._expected[number, lane] = self._post(number, lane, key, part.numel(), dtype, shapes, small=small)
 
-    def _post(self, key: str, leaders: Sequence[int], n_bytes: int) -> _Round:
-        """Post the receives of a round."""
-        tag = self._next_tag()
-        others = [leader for leader in leaders if leader != self._wires.rank]
-        receipts = {peer: self._wires.post_receive(peer, tag, n_bytes) for peer in others}
-        return _Round(key, n_bytes, (tag,), (receipts,))
+    def _post(
+        self,
+        number: int,
+        lane: int,
+        key: str,
+        elements: int,
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+        *,
+        small: bool,
+    ) -> _Round:
+        """Post the receives of a lane's sum: others' whole versions, or of my part first their versions, and then
+        their sums of the other parts."""
+        leaders, tags = self._lane(lane), (self._tag(number, lane), self._tag(number, lane, 1))
+        if small or self._direct:
+            codec = self._whole_packer(key, lane, shapes, small=small).codec
+            sizes = [dict.fromkeys(leaders, elements)]
+        else:
+            codec, whole = make_codec(self.members.codec), torch.empty(elements, device="meta")
+            parts = {r: part.numel() for r, part in zip(leaders, whole.tensor_split(len(leaders)), strict=True)}
+            sizes = [dict.fromkeys(leaders, parts[self._wires.rank]), parts]
+        receipts = tuple(
+            {
+                peer: self._wires.post_receive(peer, tag, codec.payload_bytes(size, dtype))
+                for peer, size in of.items()
+                if peer != self._wires.rank
+            }
+            for tag, of in zip(tags, sizes, strict=False)
+        )
+        return _Round(key, elements, tags, receipts)
 
-    def _post_parts(self, key: str, leaders: Sequence[int], elements: int, dtype: torch.dtype) -> _Round:
-        """Post the receives of an exchange in two rounds: others' versions of my part, then others' summed parts."""
-        codec, tags = make_codec(self.members.codec), (self._next_tag(), self._next_tag())
-        parts = [part.numel() for part in torch.empty(elements, device="meta").tensor_split(len(leaders))]
-        own = codec.payload_bytes(parts[leaders.index(self._wires.rank)], dtype)
-        others = [(leader, parts[i]) for i, leader in enumerate(leaders) if leader != self._wires.rank]
-        first = {leader: self._wires.post_receive(leader, tags[0], own) for leader, _ in others}
-        second = {
-            leader: self._wires.post_receive(leader, tags[1], codec.payload_bytes(size, dtype))
-            for leader, size in others
-        }
-        return _Round(key, codec.payload_bytes(elements, dtype), tags, (first, second))
-
-    def _posted(self, key: str, n_bytes: int, post: Callable[[], _Round]) -> _Round:
-        """The receives of a sum: those that were posted when it was expected, or posted now."""
-        round_ = self._expected.popleft() if self._expected else post()
-        assert (round_.key, round_.n_bytes) == (key, n_bytes), "sums come in the order in which they were expected"
-        return round_
-
-    def _exchange(self, vector: torch.Tensor, leaders: Sequence[int], packer: ErrorFeedback, key: str) -> _Crossing:
-        """Every leader sends the whole vector to every other: one latency, (leaders - 1) n bytes each."""
-        n_bytes = packer.codec.payload_bytes(vector.numel(), vector.dtype)
-        round_ = self._posted(key, n_bytes, lambda: self._post(key, leaders, n_bytes))
-        (tag,), (receipts,) = round_.tags, round_.receipts
+    def _exchange(self, vector: torch.Tensor, lane: int, packer: ErrorFeedback, round_: _Round) -> _Crossing:
+        """Every leader sends all to every other: one latency, (leaders - 1) n bytes each."""
+        (tag, _), (receipts,), leaders = round_.tags, round_.receipts, self._lane(lane)
         payload, mine = packer.compress(vector)
         sendings = [self._wires.send(peer, tag, payload) for peer in receipts]
 
@@ -499,14 +569,13 @@ class SumGroup:
 
         return _Crossing(total)
 
-    def _exchange_parts(self, vector: torch.Tensor, leaders: Sequence[int], key: str) -> _Crossing:
+    def _exchange_parts(self, vector: torch.Tensor, lane: int, key: str, round_: _Round) -> _Crossing:
         """Every leader sums one part and sends it to all: two latencies, 2 n (leaders - 1) / leaders bytes each."""
-        place = leaders.index(self._wires.rank)
+        leaders, tags, receipts = self._lane(lane), round_.tags, round_.receipts
+        place, slot = leaders.index(self._wires.rank), self._slot(lane)
         parts = vector.tensor_split(len(leaders))
-        packers = [self._packer(key, index, ()) for index in range(len(leaders))]
-        codec, n_bytes = packers[0].codec, packers[0].codec.payload_bytes(vector.numel(), vector.dtype)
-        round_ = self._posted(key, n_bytes, lambda: self._post_parts(key, leaders, vector.numel(), vector.dtype))
-        tags, receipts = round_.tags, round_.receipts
+        packers = [self._packer(key, slot + index, ()) for index in range(len(leaders))]
+        codec = packers[0].codec
         sendings = [
             self._wires.send(leader, tags[0], packers[index].compress(parts[index])[0])
             for index, leader in enumerate(leaders)

@@ -1,15 +1,16 @@
 """What regions that add up gradients need at least, for every set of regions that could.
 
 A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: first inside the
-regions, then in r rounds, every pair of regions at once, over at most as many node pairs as each region of S has nodes
-in the stage. With n bytes of gradient, w of it packed, and f nodes in the region that has most of them, that takes
+regions, then in r rounds, every pair of regions at once, over as many node pairs as the one with more nodes in the
+stage has. With n bytes of gradient, w of it packed, and f nodes in the region that has most of them, that takes
 
     at least  2 (f - 1) / f n / B  +  max over a, b in S of  r latency_ab + 2 w / (|S| k rate_ab)
 
-with k node pairs, f at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k. Of the pairs those count that are
-farthest or slowest. All that leaves a region passes its egress. A stage with f nodes at most has the compute of so many
-of every region: so f is looked at in steps (`NODES`).
-Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that.
+with k node pairs, f at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k, longest where k is least. Of the
+pairs those count that are farthest or slowest. All that leaves a region passes its egress. A stage with f nodes at most
+has the compute of so many of every region: so f is looked at in steps (`NODES`).
+Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that. Beside
+such nodes a region that sums first has k node pairs to each.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
 link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute
@@ -86,8 +87,10 @@ class SummingSets:
     ----------
     members : ndarray of bool, shape (sets, centres, regions)
         Of each set; where neighbourhoods stand for sets, the neighbourhood of every centre.
-    fewest, count, lanes, nodes : ndarray of int
-        Fewest and most regions, most node pairs side by side, most nodes.
+    fewest, count, cards, nodes : ndarray of int
+        Fewest and most regions, most nodes of the region that has the fewest, most nodes.
+    lanes : ndarray of int, shape (2, sets)
+        Most node pairs side by side of the farthest and of the slowest pair.
     rounds : ndarray of int
     far, thin : ndarray, shape (2, sets)
         Latency and slowness of the farthest and of the slowest pair.
@@ -98,6 +101,7 @@ class SummingSets:
     members: np.ndarray
     fewest: np.ndarray
     count: np.ndarray
+    cards: np.ndarray
     lanes: np.ndarray
     nodes: np.ndarray
     rounds: np.ndarray
@@ -134,10 +138,12 @@ class SummingSets:
         rounds = self.rounds[:, None]
         # Every region sends its part to all the others, and all nodes that send for it share in that.
         leaves = 2 * wire_bytes[None, :] * (1 - 1 / self.fewest)[:, None]
-        lanes = np.maximum(np.minimum(most, self.lanes), 1)[:, None]
+        cards = np.maximum(np.minimum(most, self.cards), 1)[:, None]
+        lanes = np.maximum(np.minimum(most, self.lanes), 1)[:, :, None]
         busy_s = np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
-        busy_s = np.maximum(busy_s, leaves / lanes / hop.card_bytes_per_s)
-        pairs_s = [rounds * pair[0][:, None] + sent * pair[1][:, None] / lanes for pair in (self.far, self.thin)]
+        busy_s = np.maximum(busy_s, leaves / cards / hop.card_bytes_per_s)
+        pairs = list(zip((self.far, self.thin), lanes, strict=True))
+        pairs_s = [rounds * pair[0][:, None] + sent * pair[1][:, None] / side for pair, side in pairs]
         between_s = np.maximum(np.maximum(*pairs_s), rounds * self.near_s[:, None] + busy_s)
         inside_s = hop.sum_s(n_bytes, fewest)
         best: np.ndarray = inside_s + between_s
@@ -145,9 +151,7 @@ class SummingSets:
             # Then one node of each place sends by itself.
             places = np.minimum(self.nodes, np.minimum(most, self.nodes) * self.count)
             parts = sent * (self.count / places)[:, None]
-            apart_s = np.maximum(
-                *(rounds * pair[0][:, None] + parts * pair[1][:, None] for pair in (self.far, self.thin))
-            )
+            apart_s = np.maximum(*(rounds * pair[0][:, None] + parts * pair[1][:, None] / side for pair, side in pairs))
             apart_s = np.maximum(apart_s, leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None]))
             # The region with most nodes adds up inside, or is one of those whose nodes send one another parts.
             passes = 1 - 1 / (self.fewest + fewest - 1)[:, None]
@@ -193,7 +197,8 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         members=members[:, None, :],
         fewest=count,
         count=count,
-        lanes=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
+        cards=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
+        lanes=np.maximum(links.nodes[a], links.nodes[b])[np.stack([far, thin])],
         nodes=members @ links.nodes,
         rounds=np.array([exchange_rounds(int(n), whole) for n in count], dtype=np.int64),
         far=np.stack([latency_s[far], slowness[far]]),
@@ -235,7 +240,8 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         members=held,
         fewest=np.full(len(points), 2),
         count=held.sum(axis=2).max(axis=1),
-        lanes=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
+        cards=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
+        lanes=np.tile(np.where(held, links.nodes, 0).max(axis=(1, 2)), (2, 1)),
         nodes=np.where(held, links.nodes, 0).sum(axis=2).max(axis=1),
         rounds=ones,
         far=np.stack([bounds[0], np.full(len(points), least[1])]),
@@ -328,7 +334,9 @@ def led_sets(
     for i, members in enumerate(sets.members[:, 0]):
         some = np.flatnonzero(members)
         pairs = np.ix_(some, some)
-        lanes = max(float(sets.lanes[i]), float(sets.nodes[i]) / len(some)) if wire_bytes < n_bytes else sets.lanes[i]
+        lanes = np.maximum(links.nodes[some], links.nodes[some][:, None]).astype(float)
+        if wire_bytes < n_bytes:  # as many places as nodes, at best
+            lanes *= sets.nodes[i] / len(some)
         sent_s = 2 * wire_bytes / len(some) / lanes * links.slowness[pairs]
         # All that leaves a region passes its egress, whoever it goes to.
         sent_s = np.maximum(sent_s, 2 * wire_bytes * (1 - 1 / len(some)) * links.egress[some][:, None])

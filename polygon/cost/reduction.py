@@ -2,10 +2,10 @@
 
 Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a node by its measured table, over
 several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors reduce-scatter
-and gather in two levels, as gloo does under the runner: in every node, then between the nodes, where fewer leaders than
-members pass more than a ring (`passes_of_card`). Between regions the
-parts of k node pairs travel side by side (BlueConnect, Cho et al. 2019), k being the least number of nodes that a
-region lends to the stage.
+and gather in two levels, as gloo does under the runner: in every node, then between the nodes, where a single leader
+passes more than a ring (`passes_of_card`). Between regions node pairs work side by side (BlueConnect, Cho et al.
+2019): each of the k nodes that a region lends to the stage leads an equal part, so that between regions of k and l
+nodes a pair of nodes has 1 / max(k, l) of what they exchange, and a card 1 / k of what its region does.
 
 What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
 (`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
@@ -51,21 +51,18 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
 
 
 @kernel
-def passes_of_card(members: int, leaders: int) -> float:
-    """How many times a gradient passes a leader's card, in and out of a region, where so many add it up for the others.
+def passes_of_card(members: int, alone: bool) -> float:
+    """How many times a gradient passes a leader's card each way, in the sum of so many nodes of a region.
 
-    Where at most one member does not lead, parts go straight to who adds them up, and come back so: (P + L - 2) / L for
-    L leaders of P, which for L = P is the 2 (P - 1) / P of a ring. More add up a piece each for the leaders, and pass
-    it on later: (P - 1) / P (2 + 1 / L); a single leader lets the others do so, and has 2
+    Where each node leads, its part goes straight to who adds it up, and comes back so: the 2 (P - 1) / P of a ring. One
+    that leads `alone` has the way to other regions beside, and lets more than one other add up a piece each for it: 2
     (`polygon_comm.reduction.SumGroup`).
     """
     if members <= 1:
         return 0.0
-    if members <= leaders + 1:
-        return (members + leaders - 2) / leaders
-    if leaders == 1:
-        return 2.0
-    return (members - 1) / members * (2 + 1 / leaders)
+    if alone:
+        return 1.0 if members == 2 else 2.0
+    return 2 * (members - 1) / members
 
 
 @kernel
@@ -190,7 +187,7 @@ def levels_s(
         room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
         found += 1
         i = end
-    places, parallel = side_by_side(found, room)
+    places = places_in(found, room)
     node_s, region_s = 0.0, 0.0
     for a in range(found):
         i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
@@ -216,7 +213,7 @@ def levels_s(
                 each = ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p])
                 own_node_s = max(own_node_s, each)
         if not nccl and not apart[r]:
-            passes = passes_of_card(total, parallel if places > 1 else total)
+            passes = passes_of_card(total, whole and places > 1)
             own_s = links.collective[pools[i], 5] * lent_s(n_bytes, total, latency, rate, passes)
         node_s, region_s = max(node_s, own_node_s), max(region_s, own_s)
         room.near_s[a] = own_node_s + own_s
@@ -226,7 +223,7 @@ def levels_s(
     across_s, far_s = 0.0, 0.0
     for a in range(found):
         for b in range(found):
-            latency, rate = between(a, b, pools, pair_share, links, places, parallel, room)
+            latency, rate = between(a, b, pools, pair_share, links, places, whole, room)
             if rate >= 0:
                 far_s = max(far_s, rounds * latency)
                 # A part of 1 / places goes to every place, and its sum comes back from there (or whole ones, once).
@@ -236,13 +233,12 @@ def levels_s(
 
 
 @kernel
-def side_by_side(found: int, room: LevelsRoom) -> tuple[int, int]:
-    """Places in so many regions, and nodes of every place that send at the same time."""
-    places, parallel = 0, room.nodes[0] // room.places[0]
+def places_in(found: int, room: LevelsRoom) -> int:
+    """Places in so many regions."""
+    places = 0
     for a in range(found):
         places += room.places[a]
-        parallel = min(parallel, room.nodes[a] // room.places[a])
-    return places, parallel
+    return places
 
 
 @kernel
@@ -253,7 +249,7 @@ def between(
     pair_share: np.ndarray,
     links: LinkArrays,
     places: int,
-    parallel: int,
+    whole: bool,
     room: LevelsRoom,
 ) -> tuple[float, float]:
     """Latency and bytes/s of what a place in one region sends to a place in another, or to another in the same.
@@ -263,15 +259,17 @@ def between(
     # Which pool stands for a region does not matter: links between regions are the same for all its pools.
     pa, pb = pools[room.first[a]], pools[room.first[b]]
     ra, rb = links.region[pa], links.region[pb]
-    # A card sends to all the other places at once.
-    card = links.card_bytes_per_s[pa] * parallel / (places - 1)
+    # Nodes of a place that lead: all, but for whole gradients, which one sends.
+    ka, kb = (1, 1) if whole else (room.nodes[a] // room.places[a], room.nodes[b] // room.places[b])
+    # A card sends to all the other places at once, or hears them.
+    card = min(links.card_bytes_per_s[pa] * ka, links.card_bytes_per_s[pb] * kb) / (places - 1)
     if a == b:
         return (room.latency_s[a], min(room.bytes_per_s[a], card)) if room.places[a] > 1 else (0.0, -1.0)
     stages = max(1.0, pair_share[ra, rb]) * room.places[a]
     # What leaves a region goes to all places elsewhere at once.
     capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
     capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
-    return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * parallel, card, capacity)
+    return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * max(ka, kb), card, capacity)
 
 
 @general
@@ -294,6 +292,10 @@ def ways_s(
     In one round every place sends to every other. In two, the place that adds up a part sends the sum on: of a way over
     a third region each link carries its half, of one that ends or begins there the link carries both rounds.
 
+    A layer passes the sums of a region, the way and the sums of the other region one after the other, while others are
+    ahead of it or behind. Of n layers the way has the first after 1 / n of half a region's sums, and ends no sooner
+    than that region's cards have all behind them but handing out the last; then 1 / n of the other's half follows.
+
     Parameters
     ----------
     found : int
@@ -307,11 +309,11 @@ def ways_s(
     last : float
         Part of all that is not latency which no backward hides.
     """
-    places, parallel = side_by_side(found, room)
+    places = places_in(found, room)
     far_s, half_s = np.full((found, found), -1.0), np.zeros((found, found))
     for a in range(found):
         for b in range(found):
-            latency, rate = between(a, b, pools, pair_share, links, places, parallel, room)
+            latency, rate = between(a, b, pools, pair_share, links, places, whole, room)
             if rate >= 0:
                 far_s[a, b], half_s[a, b] = latency, wire_bytes / places / rate if rate > 0 else np.inf
     all_s, end_s = np.full((found, found), -np.inf), np.full((found, found), -np.inf)
@@ -320,15 +322,17 @@ def ways_s(
         # Nobody ends before the sums of the own region, and what its leaders send for them.
         own_s = max(near_s[a], cards_s[a])
         all_s[a, a], end_s[a, a] = own_s, last * own_s
+        # What is sent last leaves when the cards have nothing else to do, but to hand out that.
+        sent_s, first_s = own_s - 0.5 * last * near_s[a], 0.5 * last * near_s[a]
         for b in range(found):
-            ends_s = packing_s + 0.5 * (near_s[a] + near_s[b])
-            if far_s[a, b] >= 0:
-                latency, n = far_s[a, b], ends_s + 2 * half_s[a, b]
-                all_s[b, a], end_s[b, a] = max(all_s[b, a], latency + n), max(end_s[b, a], latency + last * n)
-            for k in range(found if rounds == 2 else 0):
-                if far_s[a, k] >= 0 and far_s[k, b] >= 0:
-                    latency, n = far_s[a, k] + far_s[k, b], ends_s + half_s[a, k] + half_s[k, b]
-                    all_s[b, a], end_s[b, a] = max(all_s[b, a], latency + n), max(end_s[b, a], latency + last * n)
+            ends_s, back_s = packing_s + 0.5 * (near_s[a] + near_s[b]), packing_s + 0.5 * last * near_s[b]
+            for k in range(-1, found if rounds == 2 else 0):  # straight, or over a third that adds up
+                linked = far_s[a, b] >= 0 if k < 0 else min(far_s[a, k], far_s[k, b]) >= 0
+                if linked:
+                    latency = far_s[a, b] if k < 0 else far_s[a, k] + far_s[k, b]
+                    way_s = 2 * half_s[a, b] if k < 0 else half_s[a, k] + half_s[k, b]
+                    all_s[b, a] = max(all_s[b, a], latency + max(sent_s, first_s + way_s) + back_s)
+                    end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + way_s))
     return all_s, end_s, 2 * half_s.max()
 
 

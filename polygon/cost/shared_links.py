@@ -11,6 +11,7 @@ Considered are node pairs between regions, and a node's card with all that it se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -59,9 +60,9 @@ def busy_on_shared(
         rate = links.bytes_per_s[pool, pool]
         busy = several[nodes] & (members > 1)
         cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * sent[busy] / rate[busy])
-        lanes = 1 if group_packing(plan, places.regions) == "powersgd" else places.lanes
+        alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
         leaders = {
-            int(r): nodes[region == r][: k if k > 1 else lanes]
+            int(r): nodes[region == r][: 1 if alone and k == 1 else None]
             for r, k in zip(places.regions, places.counts, strict=True)
         }
         for a, b, sent_bytes in reductions[s].across_bytes:
@@ -70,12 +71,26 @@ def busy_on_shared(
             if plan.local_steps == 1 and not places.apart[a]:
                 out = np.isin(nodes, from_a) & several[nodes]
                 cards.add(s, nodes[out], sent_bytes / len(from_a) / links.card_bytes_per_s[pool[out]])
-            if places.total > len(leaders):  # every place sends to every other
-                from_a, to_b = np.repeat(from_a, len(leaders[b])), np.tile(to_b, len(leaders[a]))
-            both = several[from_a] & several[to_b] & (rate_ab > 0)
-            seconds = sent_bytes / len(from_a) / rate_ab if rate_ab > 0 else np.inf
-            pairs.add(s, from_a[both] * most + to_b[both], np.full(both.sum(), seconds))
+            i, k, part = node_pairs(len(from_a), len(to_b), every=bool(places.apart[a] or places.apart[b]))
+            both = several[from_a[i]] & several[to_b[k]] & (rate_ab > 0)
+            seconds = sent_bytes * part[both] / rate_ab if rate_ab > 0 else part[both]
+            pairs.add(s, (from_a[i] * most + to_b[k])[both], seconds)
     return cards.shared(), pairs.shared()
+
+
+@cache
+def node_pairs(senders: int, receivers: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.
+
+    Each node leads an equal part, in their order, and shares with another what both lead; nodes that are places by
+    themselves send to `every` one.
+    """
+    if every:
+        i, k = np.divmod(np.arange(senders * receivers), receivers)
+        return i, k, np.full(len(i), 1 / len(i))
+    ends = np.unique(np.concatenate([np.arange(1, senders + 1) * receivers, np.arange(1, receivers + 1) * senders]))
+    i, k = -(-ends // receivers) - 1, -(-ends // senders) - 1
+    return i, k, np.diff(ends, prepend=0) / (senders * receivers)
 
 
 def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:

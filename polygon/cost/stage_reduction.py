@@ -92,8 +92,8 @@ class Places(NamedTuple):
     """Whether the nodes of every region of the cluster are places by themselves, shape (regions of the cluster,)."""
     counts: np.ndarray
     """Places in each of `regions`."""
-    lanes: int
-    """Nodes of every place that send at the same time."""
+    nodes: np.ndarray
+    """Of every place in each of `regions`: they send at the same time."""
 
     @property
     def total(self) -> int:
@@ -118,7 +118,7 @@ def places_of(packed_inside: Iterable[int], region: np.ndarray, nodes: np.ndarra
     regions, where = np.unique(region, return_inverse=True)
     held = np.bincount(where, weights=nodes).astype(np.int64)
     counts = np.where(apart[regions], held, 1)
-    return Places(regions=regions, apart=apart, counts=counts, lanes=int((held // counts).min()))
+    return Places(regions=regions, apart=apart, counts=counts, nodes=held // counts)
 
 
 def stage_devices(place: Placement, stage: int, links: LinkTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -167,7 +167,7 @@ def stage_reduction(
         held.nodes,
         held.members,
         held.degrees,
-        crossing.sent_bytes,
+        crossing.wire_bytes,
         share,
         places.apart,
         arrays,
@@ -190,7 +190,7 @@ def stage_reduction(
         # What ZeRO leaves for the step's end of the sums inside regions.
         seen = (node_s + region_s) / summed_s if summed_s else 1.0
         n_bytes = seen * n_values * batch.gradient_bytes
-        cards_s = _cards_s(places, n_bytes, crossing.sent_bytes, pools, room, arrays, nccl=nccl)
+        cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, nccl=nccl)
         ways = _ways(places, crossing, pools, share, arrays, room, codec_s, seen, cards_s, last)
     return ReductionCost(
         node_s=node_s,
@@ -211,10 +211,8 @@ class Crossing(NamedTuple):
     """How it is packed."""
     wire_bytes: float
     """Of all of it, packed."""
-    sent_bytes: float
-    """What `levels_s` is told: it shares this among the nodes of a place that send side by side."""
     values: float
-    """Numbers that a sending node packs."""
+    """Numbers that a sending node packs, of the place with the fewest."""
 
     @property
     def whole(self) -> bool:
@@ -226,10 +224,9 @@ def _crossing(plan: Plan, places: Places, n_values: float, batch: Batch, model: 
     mode = group_packing(plan, places.regions)
     wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix_values(model))
     if mode != "powersgd":
-        return Crossing(mode, wire, wire, n_values / places.lanes)
+        return Crossing(mode, wire, n_values / int(places.nodes.min()))
     # Factors of whole matrices: one node of each place sends them whole to every other place.
-    wire *= places.total / 2
-    return Crossing(mode, wire, wire * places.lanes, n_values)
+    return Crossing(mode, wire * places.total / 2, n_values)
 
 
 def _ways(
@@ -249,7 +246,7 @@ def _ways(
     count = len(places.regions)
     near_s = seen * room.near_s[:count]
     found = ways_s(
-        count, pools, crossing.sent_bytes, share, links, crossing.whole, codec_s, near_s, cards_s, last, room
+        count, pools, crossing.wire_bytes, share, links, crossing.whole, codec_s, near_s, cards_s, last, room
     )
     return Ways(links.region[pools][room.first[:count]], *found)
 
@@ -257,7 +254,7 @@ def _ways(
 def _cards_s(
     places: Places,
     n_bytes: float,
-    wire_bytes: float,
+    crossing: Crossing,
     pools: np.ndarray,
     room: LevelsRoom,
     links: LinkArrays,
@@ -271,10 +268,10 @@ def _cards_s(
         total = int(room.nodes[a])
         near = 0.0
         if count == 1:
-            # Around a ring of k nodes each card passes 2 (k - 1) / k of the gradients.
-            near = 2 * (total - 1) / total if nccl else passes_of_card(total, places.lanes)
+            near = passes_of_card(total, crossing.whole and not nccl)
+        leaders = 1 if crossing.whole else int(places.nodes[a])
         # The parts that other places add up go out, and the sums of these come back.
-        far = 2 * wire_bytes * (places.total - 1) / places.total / places.lanes
+        far = 2 * crossing.wire_bytes * (places.total - 1) / places.total / leaders
         found[a] = (near * n_bytes + far) / links.card_bytes_per_s[pools[room.first[a]]]
     return found
 

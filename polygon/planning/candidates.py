@@ -43,6 +43,7 @@ class Candidates(SearchProblem[Allocation]):
             empty_groups=True,
         )
         self._spaces: dict[int, AllocationSpace] = {}
+        self._block_rates: dict[int, np.ndarray] = {}
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
@@ -110,7 +111,7 @@ class Candidates(SearchProblem[Allocation]):
         )
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
-        """Shift, exchange, employ or release workers; split, merge or move a stage; another micro-batch size."""
+        """Shift, exchange, employ, release or replace workers; split, merge or move a stage; another setting."""
         kind = rng.random()
         if not x.workers.any():
             return self.random(rng)
@@ -123,8 +124,10 @@ class Candidates(SearchProblem[Allocation]):
             return replace(x, cp=cp, ep=ep)
         if kind < 0.34:
             return replace(x, workers=self._restructure(x.workers, rng))
-        if kind < 0.5:
+        if kind < 0.48:
             return replace(x, workers=self._compact(self._whole_pools(x.workers, rng)))
+        if kind < 0.60:
+            return replace(x, workers=self._compact(self._replace(x, rng)))
         return replace(x, workers=self._small_step(x.workers, rng))
 
     def _small_step(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -172,6 +175,33 @@ class Candidates(SearchProblem[Allocation]):
                     pools[classes[c][0]].devices // tp, len(rows), int(rng.integers(len(rows)))
                 )
         return result
+
+    def _replace(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
+        """A stage's workers of one class make room for idle ones of another that are about as quick together.
+
+        Between stages whose speeds are in balance such a step is rarely a series of steps that are no worse each.
+        """
+        result = x.workers.copy()
+        cells = np.argwhere(result)
+        s, c = cells[rng.integers(len(cells))]
+        lost = int(result[s, c])
+        result[s, c] = 0
+        free = self.space.free(result)[self.space.pool] // self.space.units
+        free[c] = 0
+        idle = np.flatnonzero(free > 0)
+        if not len(idle):
+            return x.workers
+        d = idle[rng.integers(len(idle))]
+        rates = self._rates(x.micro_batch_size)
+        wanted = round(lost * rates[c] / rates[d] * (1.0, 1.0, 0.75, 1.5)[rng.integers(4)])
+        result[s, d] += min(max(1, wanted), free[d])
+        return result
+
+    def _rates(self, micro_batch_size: int) -> np.ndarray:
+        """Of a worker of each class, as in `block_rates`."""
+        if micro_batch_size not in self._block_rates:
+            self._block_rates[micro_batch_size] = block_rates(self.decoder, micro_batch_size)
+        return self._block_rates[micro_batch_size]
 
     def _change_degree(self, workers: np.ndarray, columns: list[int], tp: int) -> np.ndarray:
         """The same devices in the same stages at another tensor-parallel degree."""

@@ -254,7 +254,11 @@ def cards_s(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -> f
 def _way_s(
     bank: Bank, places: Places, hosts: Hosts, n: int, s: int, q: int, a: int, b: int, part: float, shared: bool
 ) -> tuple[float, float]:
-    """Seconds of a message from stage s in region a to stage q in b, and the time in which their links carry all."""
+    """Seconds of a message from stage s in region a to stage q in b, and the time in which their links carry all.
+
+    Messages that go while workers compute take turns on a link and hardly ever wait there: each has all of it. Where
+    workers wait for their messages, all send at once.
+    """
     pa, pb, card_crowd, pair_crowd = bank.stands[a], bank.stands[b], 1.0, 1.0
     if a == b:
         pa, pb = places.pool[s, a], places.pool[q, b]
@@ -274,6 +278,8 @@ def _way_s(
     if a != b:
         together = min(together, bank.links.capacity_bytes_per_s[a, b])
         alone = min(alone, bank.links.capacity_bytes_per_s[a, b] / workers)
+    if bank.overlap.p2p:
+        alone = min(bank.links.bytes_per_s[pa, pb], bank.links.card_bytes_per_s[pa])
     seconds = latency + n_bytes / alone + bank.activation_codec_s[a, b]
     return seconds, bank.micro_batches * n_bytes * part / together
 

@@ -48,13 +48,15 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 
 @inner
 def _shards_traffic_s(
-    bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int
+    bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int, near: int
 ) -> float:
-    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike."""
+    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike.
+
+    `near`: the most of the `shards` that are on one node.
+    """
     if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
         return 0.0
     p, of = bank.pool[c], bank.overlap
-    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = layers * collective_s(held * of.gradient_bytes / layers, shards, near, p, latency_s, rate, 1, bank.links)
     if zero == 2:
@@ -173,20 +175,21 @@ def _kind_s(
     c = stages.kinds[s, i]
     forward, backward = passing_s(bank, c, recompute, blocks, first, last)
     held = _held(bank, bank.parameters, c, first, last)
-    spread = stages.kind_spread[s, i]
+    spread = stages.kind_spread[s, i, 0]
     if zero == 3 and spread > 1:
         backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
-    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread)
+    near = stages.kind_spread[s, i, 1]
+    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread, near)
 
 
 @inner
 def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: float, first: int, last: int) -> float:
     """What a step sees at its end of sums of gradients and gathers of weights inside the pool of the i-th kind."""
-    c, shards, of = stages.kinds[s, i], stages.kind_spread[s, i], bank.overlap
+    c, shards, of = stages.kinds[s, i], stages.kind_spread[s, i, 0], bank.overlap
     if shards <= 1 or zero == 3:
         return 0.0
     p, held = bank.pool[c], _held(bank, bank.parameters, c, first, last)
-    near = max(1, min(shards, bank.devices_per_node[c] // bank.tp[c]))
+    near = stages.kind_spread[s, i, 1]
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = 0.0
     if zero < 2 or not of.scatters:
@@ -204,7 +207,7 @@ def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> t
     """
     members, spread = stages.kind_members[s], 1
     for i in range(members):
-        spread = max(spread, stages.kind_spread[s, i])
+        spread = max(spread, stages.kind_spread[s, i, 0])
     best, chosen = np.inf, (0, -1, 0)
     # Sharded optimizer states (ZeRO-1) cost nothing in a micro-batch, and a step sends less for them than without.
     for zero in range(1 if spread > 1 else 0, 4 if spread > 1 else 1):

@@ -50,11 +50,10 @@ class Hosts(NamedTuple):
     """(entries,) the next of the same stage and region."""
     above: np.ndarray
     """(entries,) that of the next stage on the same node."""
-    mate: np.ndarray
     end_s: np.ndarray
     tail_s: np.ndarray
-    """(entries,) of the link looked at: the node at its other end, when those that have used it end, and what the one
-    of them with most to do has left to do."""
+    """(entries,) of the card looked at: when those that have used it end, and what the one of them with most to do has
+    left to do."""
 
 
 def hosts_for(bank: Bank, rows: int) -> Hosts:
@@ -81,7 +80,6 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         busiest=np.zeros((rows, regions)),
         following=np.zeros(entries, dtype=np.int64),
         above=np.zeros(entries, dtype=np.int64),
-        mate=np.zeros(entries, dtype=np.int64),
         end_s=np.zeros(entries),
         tail_s=np.zeros(entries),
     )
@@ -256,7 +254,6 @@ def cards_free_s(
     nodes: np.ndarray,
     n_bytes: np.ndarray,
     sent_bytes: np.ndarray,
-    lanes: np.ndarray,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
 ) -> float:
@@ -269,25 +266,23 @@ def cards_free_s(
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
         Gradient bytes of a worker of each stage that nodes of a region sum at the end of a step, when it begins to
         reduce (later stages first), and seconds from the end of its reduction to the end of its step.
-    sent_bytes, lanes : ndarray, shape (rows,)
+    sent_bytes : ndarray, shape (rows,)
         As for `pairs_free_s`; zeros if the step does not wait for what leaves regions.
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):
         for r in range(nodes.shape[1]):
-            count, e, lane = nodes[s, r], hosts.first[s, r], 0
+            count, e = nodes[s, r], hosts.first[s, r]
             away = 0.0
             for b in range(nodes.shape[1] if e != NONE else 0):
-                away += sent_bytes[s] * bank.gradient_ratio[r, b] if b != r and nodes[s, b] > 0 else 0.0
+                away += sent_bytes[s] * bank.gradient_ratio[r, b] / count if b != r and nodes[s, b] > 0 else 0.0
             while e != NONE:
                 above = hosts.above[e]
                 end, tail = 0.0, 0.0
                 if above != NONE:
                     end, tail = hosts.end_s[above], hosts.tail_s[above]
                 busy = 2 * (1 - 1 / count) * n_bytes[s] / bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
-                if lane < lanes[s]:
-                    busy += away / bank.links.card_bytes_per_s[hosts.pool[e]]
-                lane += 1
+                busy += away / bank.links.card_bytes_per_s[hosts.pool[e]]
                 if busy > 0:
                     used = end > 0
                     end = max(end, begin_s[s]) + busy
@@ -304,8 +299,8 @@ def pairs_free_s(
     bank: Bank,
     hosts: Hosts,
     n: int,
+    nodes: np.ndarray,
     sent_bytes: np.ndarray,
-    lanes: np.ndarray,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
     least_s: float,
@@ -315,10 +310,8 @@ def pairs_free_s(
     Parameters
     ----------
     sent_bytes : ndarray, shape (rows,)
-        What one node of a region sends to one of another, before packing.
-    lanes : ndarray of int64, shape (rows,)
-        Nodes of each region that send.
-    begin_s, tail_s : ndarray, shape (rows,)
+        What a region sends to another one, before packing.
+    nodes, begin_s, tail_s : ndarray
         As for `cards_free_s`.
     """
     regions = hosts.first.shape[1]
@@ -331,52 +324,71 @@ def pairs_free_s(
             s_per_byte = bank.gradient_ratio[a, b] / rate
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
-                if _sends(hosts, s, a, b):
-                    end = max(end, begin_s[s]) + sent_bytes[s] * s_per_byte
+                if nodes[s, a] > 0 and nodes[s, b] > 0:
+                    end = max(end, begin_s[s]) + sent_bytes[s] / max(nodes[s, a], nodes[s, b]) * s_per_byte
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
                 for s in range(n - 1, -1, -1):
-                    if _sends(hosts, s, a, b):
-                        busy_s = sent_bytes[s] * s_per_byte
-                        latest = max(latest, _pair_free_s(hosts, lanes, s, a, b, busy_s, begin_s, tail_s))
+                    if nodes[s, a] > 0 and nodes[s, b] > 0:
+                        free = _pair_free_s(hosts, nodes, n, s, a, b, sent_bytes, s_per_byte, begin_s, tail_s)
+                        latest = max(latest, free)
     return latest
-
-
-@inner
-def _sends(hosts: Hosts, s: int, a: int, b: int) -> bool:
-    """Whether stage s sends gradients from region a to b."""
-    return bool(hosts.first[s, a] != NONE and hosts.first[s, b] != NONE)
 
 
 @inner
 def _pair_free_s(
     hosts: Hosts,
-    lanes: np.ndarray,
+    nodes: np.ndarray,
+    n: int,
     s: int,
     a: int,
     b: int,
-    busy_s: float,
+    sent_bytes: np.ndarray,
+    s_per_byte: float,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
 ) -> float:
-    """When the node pairs that stage s uses from region a to b are free, and their users done, stages s and above."""
+    """When the node pairs that stage s uses from region a to b with others are free, and their users done, stages s
+    and above."""
     latest = 0.0
-    e, other, lane = hosts.first[s, a], hosts.first[s, b], 0
-    while e != NONE:
-        hosts.mate[e] = NONE
-        if lane < lanes[s]:
-            end, tail = 0.0, 0.0
-            above = hosts.above[e]
-            while above != NONE:
-                if _sends(hosts, hosts.stage[above], a, b) and hosts.mate[above] == hosts.node[other]:
-                    end, tail = hosts.end_s[above], hosts.tail_s[above]
-                    break
-                above = hosts.above[above]
-            end, tail = max(end, begin_s[s]) + busy_s, max(tail, tail_s[s])
-            hosts.mate[e], hosts.end_s[e], hosts.tail_s[e] = hosts.node[other], end, tail
+    e, other, i, k = hosts.first[s, a], hosts.first[s, b], 0, 0
+    while e != NONE and other != NONE:
+        end, tail, users = 0.0, 0.0, 0
+        for t in range(n - 1, s - 1, -1):
+            part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
+            if part > 0:
+                end = max(end, begin_s[t]) + sent_bytes[t] * part * s_per_byte
+                tail = max(tail, tail_s[t])
+                users += 1
+        if users > 1:
             latest = max(latest, end + tail)
-            other = hosts.following[other]
-        lane += 1
-        e = hosts.following[e]
+        ends = (i + 1) * nodes[s, b] - (k + 1) * nodes[s, a]
+        if ends <= 0:
+            e, i = hosts.following[e], i + 1
+        if ends >= 0:
+            other, k = hosts.following[other], k + 1
     return latest
+
+
+@inner
+def _part_of_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int, node: int, mate: int) -> float:
+    """Part of what stage s sends from region a to b that goes from one node to another: both lead it
+    (`polygon.cost.shared_links.node_pairs`)."""
+    i, k = _place(hosts, s, a, node), _place(hosts, s, b, mate)
+    if i < 0 or k < 0:
+        return 0.0
+    here, there = nodes[s, a], nodes[s, b]
+    common = min((i + 1) * there, (k + 1) * here) - max(i * there, k * here)
+    return float(max(common, 0) / (here * there))
+
+
+@inner
+def _place(hosts: Hosts, s: int, region: int, node: int) -> int:
+    """The place of a node among those of a stage in a region; -1 if it is none."""
+    e, place = hosts.first[s, region], 0
+    while e != NONE:
+        if hosts.node[e] == node:
+            return place
+        e, place = hosts.following[e], place + 1
+    return -1

@@ -48,6 +48,8 @@ MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 15
 """Halvings of a race, and moves of every racer in its first lap: fewer where there are fewer evaluations."""
 RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
+RACE = 0.3
+"""Part of the evaluations that a race takes at most."""
 
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
@@ -327,8 +329,9 @@ def _explore(
     if begun.interrupted:
         return 0, True
     left, interrupted = effort.fluid_evaluations, False
-    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k, SHORTEST_LAP) <= left), default=0)
-    lap = max((n for n in range(SHORTEST_LAP, LAP + 1) if _race(racers, n) <= left), default=SHORTEST_LAP)
+    most = RACE * left
+    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k, SHORTEST_LAP) <= most), default=0)
+    lap = max((n for n in range(SHORTEST_LAP, LAP + 1) if _race(racers, n) <= most), default=SHORTEST_LAP)
     race = _race(racers, lap)
     for solver, count, patience in (
         (Racing(racers=racers, lap=lap), race, left),

@@ -28,7 +28,8 @@ class Stages(NamedTuple):
     kind_shards: np.ndarray
     """Over how many devices the smallest class of a kind can shard."""
     kind_spread: np.ndarray
-    """Over how many the largest does, whose traffic takes longest."""
+    """(rows, classes, 2): over how many the largest does, whose traffic takes longest, and of these the most on one
+    node, of the class that has fewest there."""
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
@@ -50,7 +51,7 @@ def stages_for(rows: int, classes: int) -> Stages:
         kinds=np.zeros(shape, dtype=np.int64),
         kind_counts=np.zeros(shape, dtype=np.int64),
         kind_shards=np.zeros(shape, dtype=np.int64),
-        kind_spread=np.zeros(shape, dtype=np.int64),
+        kind_spread=np.zeros((*shape, 2), dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
@@ -79,25 +80,33 @@ def gather_stages(x: np.ndarray, stages: Stages, cp: int) -> int:
 
 
 @inner
-def merge_kinds(bank: Bank, stages: Stages, n: int) -> None:
-    """Fill the lists by kind of the first n stages from those by class."""
+def merge_kinds(bank: Bank, stages: Stages, n: int, on_node: np.ndarray) -> None:
+    """Fill the lists by kind of the first n stages from those by class.
+
+    Parameters
+    ----------
+    on_node : ndarray of int64, shape (rows, classes)
+        The most workers of a stage's class that are on one node.
+    """
     for s in range(n):
         k = 0
         for i in range(stages.members[s]):
             kind = bank.kind[stages.classes[s, i]]
             count = stages.counts[s, i]
-            shards = count * bank.cp
+            shards, near = count * bank.cp, on_node[s, i] * bank.cp
             at = 0
             while at < k and stages.kinds[s, at] != kind:
                 at += 1
             if at == k:
                 stages.kinds[s, k], stages.kind_counts[s, k] = kind, count
-                stages.kind_shards[s, k], stages.kind_spread[s, k] = shards, shards
+                stages.kind_shards[s, k] = shards
+                stages.kind_spread[s, k, 0], stages.kind_spread[s, k, 1] = shards, near
                 k += 1
             else:
                 stages.kind_counts[s, at] += count
                 stages.kind_shards[s, at] = min(stages.kind_shards[s, at], shards)
-                stages.kind_spread[s, at] = max(stages.kind_spread[s, at], shards)
+                stages.kind_spread[s, at, 0] = max(stages.kind_spread[s, at, 0], shards)
+                stages.kind_spread[s, at, 1] = min(stages.kind_spread[s, at, 1], near)
         stages.kind_members[s] = k
     stages.whole_ties[0] = _ties_are_whole(bank, stages, n)
 

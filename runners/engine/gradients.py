@@ -124,7 +124,7 @@ class Bucket:
             if narrow is not self.vector:
                 self.vector.copy_(narrow)
 
-        return Pending(sum_.arrive, gather=sum_.gather, advance=sum_.advance, finish=finish)
+        return sum_.then(finish)
 
     def first_here(self, place: int) -> bool:
         """Whether a rank, by its place in its tensor-parallel group, speaks for what no rank has slices of: the first
@@ -286,7 +286,7 @@ class Reducer:
             with self._log.interval("reduce", f"reduce {bucket.name}"):
                 begun()
 
-        return Pending(end, gather=begun.gather, advance=begun.advance)
+        return Pending(end, gather=begun.gather, advance=begun.advance, share=begun.share)
 
     def expect(self) -> None:
         """Let the others send early, from now on, what this rank sums in the step; some sums ahead."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from polygon_comm.reduction import TAGS_PER_GROUP, Members, members_of
+from polygon_comm.reduction import Members, members_of
 from polygon_comm.shaped import LinkShape
 
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker
@@ -302,14 +302,11 @@ class Layout:
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self.lanes([0, last]))}
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches
-        groups = {
-            name: members_of(
-                name, members, self.place_of, self.node_of, self._codec(members), first_tag + place * TAGS_PER_GROUP
-            )
-            for place, (name, members) in enumerate(ranks.items())
-        }
-        last_tag = first_tag + len(groups) * TAGS_PER_GROUP
-        groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=last_tag)
+        groups: dict[str, Members] = {}
+        for name, members in ranks.items():
+            groups[name] = members_of(name, members, self.place_of, self.node_of, self._codec(members), first_tag)
+            first_tag += groups[name].tags
+        groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=first_tag)
         return groups
 
     def stages_in(self, group: str) -> list[int]:

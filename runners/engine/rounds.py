@@ -110,7 +110,7 @@ class Rounds:
         def finish() -> None:
             self._stop_heard = stops.item() > 0
 
-        return Pending(under_way.arrive, gather=under_way.gather, advance=under_way.advance, finish=finish)
+        return under_way.then(finish)
 
     def _end(self, step: float) -> bool:
         """End the exchanges that have had their steps; whether there were any."""

@@ -14,7 +14,7 @@ from polygon_comm.accelerator import Accelerator
 from polygon_comm.exchange import ExchangeGroup
 from polygon_comm.link_watch import LinkWatch, WatchedLink
 from polygon_comm.parameter_server import ServerGroup
-from polygon_comm.reduction import SumGroup
+from polygon_comm.reduction import CUT, SumGroup
 from polygon_comm.sharding import PartExchange
 from polygon_comm.tensor_group import TensorGroup
 from polygon_comm.transport import Wires
@@ -296,7 +296,12 @@ class Training:
         """What packing dropped from this rank's weight gradients and owes to the next messages; empty: nothing."""
         groups = {name: group.feedback(self.update.loss_scale) for name, group in self._sums.items()}
         owed = {name: states for name, states in groups.items() if states}
-        return {"plan": plan_digest(self.layout.problem, self.layout.plan), "groups": owed} if owed else {}
+        return {**self._messages, "groups": owed} if owed else {}
+
+    @property
+    def _messages(self) -> dict[str, Any]:
+        """By what it is known whether error feedback of a checkpoint is of the messages of this run."""
+        return {"plan": plan_digest(self.layout.problem, self.layout.plan), "cut": CUT}
 
     def _resume_owed(self, step: int) -> None:
         """Go on with the error feedback of a checkpoint; under another plan messages are others, and it is dropped."""
@@ -304,11 +309,11 @@ class Training:
         if not any(group.leads for group in self._sums.values()):
             return
         owed = self.checkpoints.load_owed(step)
-        if owed is not None and owed["plan"] == plan_digest(self.layout.problem, self.layout.plan):
+        if owed is not None and self._messages.items() <= owed.items():
             for name, states in owed["groups"].items():
                 self._sums[name].restore_feedback(states, self.update.loss_scale)
         else:
-            why = "of another plan" if owed is not None else "not in it"
+            why = "of another plan or version" if owed is not None else "not in it"
             self._say(f"rank {self.rank}: error feedback of the checkpoint is {why}: starting without")
 
     def _more(self, bucket: Bucket) -> dict[str, torch.Tensor]:

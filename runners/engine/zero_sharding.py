@@ -156,17 +156,13 @@ class ShardedBucket(Bucket):
         if self.copies is None:
             return self._begin_whole(dtype, group.begin_near)
         part = self.vector.to(dtype)
-        sum_ = self.copies.begin_near(part)
-        return Pending(sum_.arrive, gather=sum_.gather, advance=sum_.advance, finish=lambda: self._take(part))
+        return self.copies.begin_near(part).then(lambda: self._take(part))
 
     def _begin_whole(self, dtype: torch.dtype, begin: Callable[[torch.Tensor], Pending]) -> Pending:
         """Start a sum of whole vectors in which this rank has its part alone."""
         total = torch.zeros(self.size, dtype=dtype, device=self.vector.device)
         total[self._own] = self.vector.to(dtype)
-        sum_ = begin(total)
-        return Pending(
-            sum_.arrive, gather=sum_.gather, advance=sum_.advance, finish=lambda: self._take(total[self._own])
-        )
+        return begin(total).then(lambda: self._take(total[self._own]))
 
     def _take(self, part: torch.Tensor) -> None:
         if part is not self.vector:

@@ -13,7 +13,7 @@ from polygon.cost.reduction import levels_room, levels_s
 from polygon.cost.transfers import LinkArrays
 from tests.nightly import cases
 
-HOP = Hop(5e-5, 1e9, 1.0)
+HOP = Hop(5e-5, 1e9, 1.0, 1.2e9)
 
 
 def drawn_links(n, seed):
@@ -33,7 +33,7 @@ def drawn_links(n, seed):
         )
 
 
-def price_s(links, members, used, n_bytes, wire, whole, nccl):
+def price_s(links, members, used, n_bytes, wire, whole, nccl, apart):
     """What `polygon.cost.reduction` says of a stage with so many nodes of one device used in each of some regions."""
     n = len(links.nodes)
     with np.errstate(divide="ignore"):
@@ -44,7 +44,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
         np.fill_diagonal(ring, HOP.bytes_per_s / (CARD_EFFICIENCY if nccl else 1.0))
         arrays = LinkArrays(
             region=np.arange(n), latency_s=latency_s, bytes_per_s=rate, node_latency_s=np.zeros(n),
-            node_bytes_per_s=np.ones(n), card_bytes_per_s=np.full(n, np.inf),
+            node_bytes_per_s=np.ones(n), card_bytes_per_s=np.full(n, HOP.card_bytes_per_s),
             capacity_bytes_per_s=1 / links.shared, egress_bytes_per_s=1 / links.egress,
             ring_latency_s=latency_s, ring_bytes_per_s=ring,
             collective=np.tile([1.0, 1e12, 0.0, 0.0, float(nccl), 1.0], (n, 1)), bucket_bytes=1e18,
@@ -52,7 +52,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
         one = np.ones(len(members), dtype=np.int64)
         *parts, far_s = levels_s(
             n_bytes, len(members), np.array(members), np.array(used), one, one,
-            wire, np.ones((n, n)), np.zeros(n, dtype=bool), arrays, whole, levels_room(n, n),
+            wire, np.ones((n, n)), apart, arrays, whole, levels_room(n, n),
         )  # fmt: skip
     return sum(parts), far_s
 
@@ -64,8 +64,9 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl):
     n_bytes=st.floats(1e3, 1e10),
     whole=st.booleans(),
     nccl=st.booleans(),
+    packs=st.booleans(),
 )
-def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nccl):
+def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nccl, packs):
     """Enumerated each set has its own bound; by neighbourhoods there is one with as much compute that is no higher."""
     links, rng = drawn_links(n, seed), np.random.default_rng(seed)
     wire, worth = 0.3 * n_bytes, np.where(links.nodes > 0, rng.uniform(1, 5, n), 0.0)
@@ -80,14 +81,16 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
     row = {tuple(np.flatnonzero(members[0]).tolist()): i for i, members in enumerate(sets.members)}
     for members in itertools.chain(*(itertools.combinations(np.flatnonzero(links.nodes), k) for k in range(2, n + 1))):
         used = [int(rng.integers(1, links.nodes[r] + 1)) for r in members]
-        whole_s, far_s = price_s(links, members, used, n_bytes, wire, whole, nccl)
+        apart = rng.random(n) < (0.5 if packs else 0.0)
+        whole_s, far_s = price_s(links, members, used, n_bytes, wire, whole, nccl, apart)
         if tuple(members) not in row:
             assert whole_s == np.inf
             continue
         i = row[tuple(int(r) for r in members)]
         found_s, coarse_s = (seconds(of, max(used)) for of in (sets, coarse))
         assert found_s[i] <= whole_s * (1 + 1e-9)
-        assert sets.latency_s[i] == pytest.approx(far_s)
+        assert sets.latency_s[i] <= far_s * (1 + 1e-9)  # nodes by themselves may need another round
+        assert packs or sets.latency_s[i] == pytest.approx(far_s)
         assert sets.capacity(worth)[i] == pytest.approx(worth[list(members)].sum())
         room = coarse.capacity(worth) >= worth[list(members)].sum() * (1 - 1e-9)
         assert (room & (coarse_s <= whole_s * (1 + 1e-9)) & (coarse.latency_s <= far_s + 1e-12)).any()

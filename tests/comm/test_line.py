@@ -48,6 +48,22 @@ def test_each_part_keeps_its_order_and_none_waits_for_another(line):
         assert [note for note in notes if note.startswith(part)] == [f"{part} a", f"{part} b"]
 
 
+@pytest.mark.parametrize("way", ["add", "exchange"])
+def test_a_sum_is_handed_out_while_an_earlier_one_is_still_coming(line, way):
+    """And in the order of begins."""
+    notes, arrived, handed_out = [], threading.Event(), threading.Event()
+    first = Pending(lambda: arrived.wait(PATIENCE_S), share=lambda: notes.append("a"))
+    second = Pending(lambda: None, share=lambda: notes.append("b") or handed_out.set())
+    ends = [getattr(line, way)(lambda sum_=sum_: sum_.then(lambda: notes.append("end"))) for sum_ in (first, second)]
+    assert handed_out.wait(PATIENCE_S)
+    assert notes == ["a", "b"]
+    arrived.set()
+    line.wait()
+    for end in ends if way == "exchange" else ():
+        end()
+    assert notes == ["a", "b", "end", "end"]
+
+
 def test_large_sums_wait_until_there_is_room(monkeypatch):
     """Of sums as large as all that may be under way, so many begin as always may; the next one when one has ended."""
     notes, arrived, waiting = [], threading.Event(), threading.Event()

@@ -49,6 +49,7 @@ def rank_with_owners(rank, port, region_of, node_of, codec, central):
         ((0, 0, 1), None, "none", False, [0, 2]),
         ((0, 1, 1), None, "int8", True, [0]),
         ((0, 0, 0, 1, 1), {0: 0, 1: 0, 2: 1, 3: 2, 4: 3}, "none", False, [0, 3, 2, 4]),
+        ((0, 0, 0, 1), {0: 0, 1: 1, 2: 2, 3: 3}, "int8", False, [0, 3, 1, 3, 2, 3]),
     ],
 )
 def test_owners_hold_the_sum_and_all_are_handed_their_weights(region_of, node_of, codec, central, owners):

@@ -1,7 +1,7 @@
 """Laws of sums over regions, on real ranks."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
+from polygon.cost.shared_links import node_pairs
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 
@@ -61,6 +62,8 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
         ((0, 0, 0, 0, 1), "none", 1, None),
         ((0, 0, 1, 1), "none", 1, (0, 1, 2, 3)),
         ((0, 0, 0, 0, 1, 1), "int8", 1, (0, 1, 2, 3, 4, 5)),
+        ((0, 0, 0, 1, 1), "int8", 2, (0, 1, 2, 3, 4)),
+        ((0, 0, 0, 1, 1, 2), "none", 1, (0, 1, 2, 3, 4, 5)),
     ],
 )
 def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
@@ -84,6 +87,41 @@ def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
     assert drift < max(2.5 * one, 1e-6)
     unpacked = 4 * ELEMENTS * STEPS
     assert results[0][2] < {"bf16": 0.6, "powersgd": 0.4}.get(codec, 0.35) * unpacked * (ranks - 1)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (3, 2), (1, 5), (4, 4), (2, 3, 4), (6, 1, 4, 2)])
+def test_every_node_leads_an_equal_part(counts):
+    """Of an uneven number of nodes each has its part of the vector, to an element a lane, in one lane after another; no
+    pair of nodes has more of it than one of the region with more nodes, and no lane is empty."""
+    region_of = dict(enumerate(region for region, count in enumerate(counts) for _ in range(count)))
+    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of})
+    parts = [part.numel() for part in members.parts(torch.zeros(ELEMENTS))]
+    assert sum(parts) == ELEMENTS and min(parts) > 0
+    for region, count in enumerate(counts):
+        assert list(members.leaders[region]) == sorted(members.leaders[region])
+        for rank in members.regions[region]:
+            led = sum(n for n, leader in zip(parts, members.leaders[region], strict=True) if leader == rank)
+            assert abs(led - ELEMENTS / count) < 1
+    for a, b in members.leader_pairs():
+        of = [members.leaders[region_of[rank]] for rank in (a, b)]
+        shared = sum(n for n, *lane in zip(parts, *of, strict=True) if lane == [a, b])
+        assert shared < ELEMENTS / max(counts[region_of[a]], counts[region_of[b]]) + 1
+    assert members.parts(torch.zeros(5))[0].numel() == 5  # a small vector is not cut
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 5), (3, 2), (4, 6)])
+def test_pairs_of_nodes_exchange_what_they_are_priced_for(senders, receivers):
+    """Who leads what together is what `polygon.cost.shared_links` says that they send one another."""
+    region_of = dict(enumerate([0] * senders + [1] * receivers))
+    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of})
+    elements = 60 * ELEMENTS
+    led = defaultdict(int)
+    for part, *pair in zip(members.parts(torch.zeros(elements)), *members.leaders, strict=True):
+        led[tuple(pair)] += part.numel() / elements
+    i, k, part = node_pairs(senders, receivers, every=False)
+    priced = {(a, b + senders): share for a, b, share in zip(i.tolist(), k.tolist(), part.tolist(), strict=True)}
+    assert led == pytest.approx(priced, abs=1e-5)
+    assert members.leader_pairs() == sorted(priced)
 
 
 def overlapped_on_rank(rank, port, ranks, sums):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polygon.bounds.region_sums import Hop, Links, led_sets, summing_sets
 from polygon.cost.estimate import estimate
 from polygon.cost.finish import led_s
+from polygon.cost.network import CARD_EFFICIENCY
 from polygon.cost.overlap import overlap_of
 from polygon.cost.reduction import lent_s, passes_of_card, ring_s
 from polygon.cost.step_times import step_times
@@ -139,32 +140,28 @@ def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
 
 
 def test_leaders_pass_what_others_add_up():
-    """All of them: a ring; all but one: that one's parts too; fewer: pieces, which one alone leaves to the others."""
-    for members in (2, 3, 4):
-        assert passes_of_card(members, members) == pytest.approx(2 * (members - 1) / members)
-    assert passes_of_card(1, 1) == 0
-    assert passes_of_card(2, 1) == 1
-    assert passes_of_card(3, 2) == pytest.approx(1.5)
-    assert passes_of_card(4, 2) == pytest.approx(3 / 4 * 2.5)
-    assert passes_of_card(3, 1) == 2
-    assert passes_of_card(5, 1) == 2
-    assert passes_of_card(8, 2) == pytest.approx(7 / 8 * 2.5)
+    """All of them: a ring; one alone hears the other and answers, or leaves adding up to several others."""
+    for members in (1, 2, 3, 4, 8):
+        assert passes_of_card(members, False) == pytest.approx(2 * (members - 1) / members)
+    assert [passes_of_card(members, True) for members in (1, 2, 3, 5)] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8])
 @pytest.mark.parametrize("bytes_per_s", [0.0, 1e9])
 def test_leaders_all_of_them_are_a_ring(members, bytes_per_s):
     """The same seconds; never without a link, but one alone needs none."""
-    passes = passes_of_card(members, members)
+    passes = passes_of_card(members, False)
     assert lent_s(1e8, members, 1e-3, bytes_per_s, passes) == pytest.approx(ring_s(1e8, members, 1e-3, bytes_per_s))
     assert ring_s(1e8, 1, 1e-3, bytes_per_s) == 0
     if bytes_per_s:
         assert lent_s(1e8, 4, 1e-3, 1e9, 2.0) == pytest.approx(6e-3 + 0.2)
 
 
-def test_a_leaders_card_passes_all_that_its_region_adds_up():
-    """Five hosts beside one, everything on equal cards: the leader sends its gradient to the others, the sum to the
-    other region, and the sum of both back, all after it has gradients."""
+@pytest.mark.parametrize(("packing", "passes"), [("none", 2 * 4 / 5 + 1 / 5), ("powersgd", 2)])
+def test_a_leaders_card_passes_what_it_adds_up(packing, passes):
+    """Five hosts beside one, everything on equal cards: each of the five sends its gradient to the others, its fifth of
+    the sum to the other region, and that of both back, all after it has gradients. Of low-rank factors one sends all.
+    """
     lan = Link(latency_s=1e-4, bytes_per_s=1e7)
     cluster = cluster_of([[("t4", 5, 1)], [("t4", 1, 1)]], latency_s=0.0, bytes_per_s=1e7, between=lan)
     processor = replace(cluster.catalogue["t4"], architecture="cpu")
@@ -173,9 +170,28 @@ def test_a_leaders_card_passes_all_that_its_region_adds_up():
         model=small_model(blocks=8, hidden_size=256, heads=4, kv_heads=4, head_dim=64, ffn_size=1024),
         batch=Batch(global_batch=12, seq_len=16, precision="fp32"),
     )
-    plan = small_plan(problem.cluster, [(0, 10)], [[0, 1, 2, 3, 4, 5]], [[m] for m in range(6)])
+    plan = small_plan(problem.cluster, [(0, 10)], [[0, 1, 2, 3, 4, 5]], [[m] for m in range(6)], compression=packing)
     gradient_s = 4 * problem.model.parameters / 1e7
     found = step_times(plan, CostTables(problem))
     assert found.ways is not None
-    assert found.reductions[0].ways.whole_s[0, 0] == pytest.approx(3 * gradient_s)
-    assert found.step_s > 3 * gradient_s
+    factors_s = found.reductions[0].wire_bytes / 1e7 if packing == "powersgd" else 0
+    assert found.reductions[0].ways.whole_s[0, 0] == pytest.approx(passes * gradient_s + factors_s)
+    assert found.step_s > passes * gradient_s
+
+
+@pytest.mark.parametrize(("hosts", "many"), [(1, 4), (4, 1), (2, 3)])
+def test_each_host_has_its_part_of_the_way(hosts, many):
+    """Between regions of k and l hosts max(k, l) pairs share what they exchange; a card has 1 / k of it."""
+    link, wide = 1e7, Link(latency_s=0.0, bytes_per_s=1e12)
+    for card, took in ((1e12, 1 / max(hosts, many)), (1e6 / CARD_EFFICIENCY, 10 / min(hosts, many))):
+        cluster = cluster_of(
+            [[("t4", n, 1)] for n in (hosts, many)],
+            latency_s=0.0,
+            bytes_per_s=link,
+            between=replace(wide, bytes_per_s=card),
+        )
+        problem = Problem(cluster=cluster, model=small_model(), batch=Batch(global_batch=12, seq_len=16))
+        devices = list(range(hosts + many))
+        plan = small_plan(cluster, [(0, problem.model.layers)], [devices], [[m] for m in devices])
+        cost = step_times(plan, CostTables(problem)).reductions[0]
+        assert cost.ways.busy_s == pytest.approx(took * cost.wire_bytes / link)

@@ -1,11 +1,13 @@
 """Reductions of several stages over the same links."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polygon.cost.shared_links import last_end_s
+from polygon.cost.shared_links import last_end_s, node_pairs
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
@@ -92,6 +94,20 @@ def test_regions_that_meet_share_too():
     assert outer_s == pytest.approx(together.shared_pairs_s.sum(axis=1).max())
     assert outer_s > alone_s
     assert two_stages(1, 2).shared_pairs_s == pytest.approx(4 * together.shared_pairs_s)
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 5), (3, 2), (4, 4), (6, 9)])
+@pytest.mark.parametrize("every", [False, True])
+def test_nodes_of_two_regions_have_equal_parts_of_what_they_exchange(senders, receivers, every):
+    """Each of the one region, each of the other; in order, no more pairs than that takes."""
+    i, k, part = node_pairs(senders, receivers, every=every)
+    table = np.zeros((senders, receivers))
+    table[i, k] = part
+    assert (part > 0).all()
+    assert table.sum(axis=1) == pytest.approx(np.full(senders, 1 / senders))
+    assert table.sum(axis=0) == pytest.approx(np.full(receivers, 1 / receivers))
+    assert len(i) == (senders * receivers if every else senders + receivers - math.gcd(senders, receivers))
+    assert every or part.max() == pytest.approx(1 / max(senders, receivers))
 
 
 @given(

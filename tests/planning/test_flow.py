@@ -22,8 +22,10 @@ def plain(monkeypatch):
         monkeypatch.setattr(flow, name, function)
 
 
-def bank_of(regions=2, *, latency_s=1.0, rate=10.0, card=1e9, capacity=1e9, wire=100.0, codec_s=0.0, pools=None):
-    """A pool in every region (or more), links all alike where no matrix is given."""
+def bank_of(
+    regions=2, *, latency_s=1.0, rate=10.0, card=1e9, capacity=1e9, wire=100.0, codec_s=0.0, pools=None, p2p=False
+):
+    """A pool in every region (or more), links all alike where no matrix is given; workers wait for their messages."""
     pools = pools or regions
 
     def matrix(value, n):
@@ -42,6 +44,7 @@ def bank_of(regions=2, *, latency_s=1.0, rate=10.0, card=1e9, capacity=1e9, wire
         links=links,
         activation_wire=matrix(wire, regions),
         activation_codec_s=matrix(codec_s, regions),
+        overlap=SimpleNamespace(p2p=p2p),
         micro_batches=8,
     )
 
@@ -156,6 +159,17 @@ def test_a_message_waits_for_its_workers_share_of_the_slowest_part_of_its_way():
     bank = bank_of(latency_s=[[0, 1], [2, 0]], codec_s=3.0, capacity=[[0, 4], [2, 0]])
     # 100 / (4 / 2) down, 100 / (2 / 4) up; 400 / 2.
     assert flow.boundary_s.py_func(bank, places, NO_HOSTS, 2, 0, False)[:2] == (0.5 * (54 + 205), 200.0)
+
+
+def test_messages_that_go_while_workers_compute_take_turns():
+    """Each has all of the link, or of the card, however many workers and stages send over it."""
+    places = places_of(workers=[[2, 1], [1, 4]])
+    places.flow[0, 0, 1] = 0.5
+    places.crowd[:], places.busy[0, 1] = 3.0, 0.5
+    bank = bank_of(latency_s=[[0, 1], [2, 0]], codec_s=3.0, card=[5, 80.0], p2p=True)
+    # Down 1 + 100 / 5 + 3, up 2 + 100 / 10 + 3; the card of 5 is shared with what is twice as much: 400 over 5 / 3.
+    found = flow.boundary_s.py_func(bank, places, NO_HOSTS, 2, 0, True)
+    assert found == (0.5 * (24 + 15), pytest.approx(240.0), 0.25 * (24 + 15))
 
 
 def test_several_nodes_send_at_once():

@@ -23,8 +23,9 @@ GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16
 def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
-    cards = cards_free_s(bank, hosts, n, work.places.nodes, of.card_bytes, of.lane_bytes, of.lanes, begin_s, tail_s)
-    return cards, pairs_free_s(bank, hosts, n, of.lane_bytes, of.lanes, begin_s, tail_s, 0.0)
+    nodes = work.places.nodes
+    cards = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     work, bank = decoder._work(2), decoder.bank(x.setting)
     zeros = np.zeros(2)
     cards_s, pairs_s = free_s(bank, work, 2, zeros, zeros)
-    sent_bytes = work.reduction.lane_bytes[:2].sum() * bank.gradient_ratio[0, 2]
+    sent_bytes = work.reduction.sent_bytes[:2].sum() * bank.gradient_ratio[0, 2]
     assert cards_s == pytest.approx(sent_bytes / bank.links.card_bytes_per_s[[0, 3]].min())
     rate = bank.links.bytes_per_s[0, 3] / bank.gradient_ratio[0, 2]
     assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
@@ -103,7 +104,7 @@ def test_kinds_of_a_stage_are_told_apart_though_the_widest_are_dealt_out_first()
 
 @pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])
 def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools):
-    """Stages of one worker, by pool: on one node they use its own link, over one node pair or card each has a share."""
+    """Stages of one worker, by pool: on one node they use its own link; those of one node pair or card take turns."""
     batch = Batch(global_batch=32, seq_len=512)
     limits = Constraints(compressions=("none",))
     decoder = Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits))
@@ -113,5 +114,5 @@ def test_messages_of_stages_on_shared_nodes_cost_what_they_do_in_the_plan(pools)
     x = Allocation(workers=workers, micro_batch_size=1)
     messages = decoder.step_times(decoder.decode(x, relax=False)).messages
     decoder.fluid_s(x)
-    slowest_s = (messages.busy_s + messages.latency_s).max(axis=1).mean(axis=0)
+    slowest_s = (messages.hold_s.max(axis=-1) + messages.latency_s).max(axis=1).mean(axis=0)
     assert decoder._work(len(pools)).message[: len(pools) - 1] == pytest.approx(slowest_s)

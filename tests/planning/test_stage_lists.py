@@ -22,10 +22,10 @@ GROUPS = [[("t4", 1, 4), ("a100-40gb", 1, 4)], [("a100-40gb", 1, 4)], [("t4", 1,
 
 
 @njit
-def lists(bank, stages, x):
+def lists(bank, stages, x, on_node):
     """Both in one, for kernels within kernels cannot be called from Python."""
     n = gather_stages(x, stages, 1)
-    merge_kinds(bank, stages, n)
+    merge_kinds(bank, stages, n, on_node)
     return n
 
 
@@ -39,19 +39,25 @@ def bank():
 @settings(max_examples=cases(40), deadline=None)
 @given(data=st.data())
 def test_workers_alike_are_one_kind_wherever_they_are(bank, data):
-    """As many of each kind as of its classes; the least and the most that a pool has; rows of nobody are left out."""
+    """As many of each kind as of its classes; the least and the most that a pool has; rows of nobody are left out.
+
+    Of what classes have on one node, the least.
+    """
     shape = 3, len(bank.pool)
     x = np.array(data.draw(st.lists(st.integers(0, 2), min_size=3 * shape[1], max_size=3 * shape[1]))).reshape(shape)
     stages = stages_for(*shape)
     rows = [row for row in x if row.any()]
-    assert lists(bank, stages, x) == len(rows)
+    on_node = np.arange(1, 1 + x.size).reshape(shape)  # by stage and by place among its classes
+    assert lists(bank, stages, x, on_node) == len(rows)
     for s, row in enumerate(rows):
-        counts, shards = Counter[int](), dict[int, list[int]]()
-        for c in np.flatnonzero(row):
+        counts, shards, near = Counter[int](), dict[int, list[int]](), dict[int, int]()
+        for k, c in enumerate(np.flatnonzero(row)):
             counts[int(bank.kind[c])] += int(row[c])
+            near.setdefault(int(bank.kind[c]), int(on_node[s, k]))
             shards.setdefault(int(bank.kind[c]), []).append(int(row[c]))
         kinds = stages.kinds[s, : stages.kind_members[s]].tolist()
         assert sorted(kinds) == sorted(counts)
         for i, kind in enumerate(kinds):
             assert stages.kind_counts[s, i] == counts[kind]
-            assert (stages.kind_shards[s, i], stages.kind_spread[s, i]) == (min(shards[kind]), max(shards[kind]))
+            assert stages.kind_shards[s, i] == min(shards[kind])
+            assert stages.kind_spread[s, i].tolist() == [max(shards[kind]), near[kind]]

@@ -74,6 +74,16 @@ def test_error_feedback_goes_on_where_it_stopped(packing, tmp_path):
     resumed = run_ranks(run_rank, 4, problem, plan, rest)[0]
     expected = pytest.approx({step: whole[step] for step in (4, 5)}, rel=1e-7)
     assert resumed == expected
+    # Of a version that cut vectors among leaders in another way.
+    shutil.copytree(step_directory(tmp_path, 4), step_directory(tmp_path / "old", 4))
+    for path in step_directory(tmp_path / "old", 4).glob("*.owed"):
+        write_file(path, {key: value for key, value in read_file(path).items() if key != "cut"})
+    assert (
+        run_ranks(run_rank, 4, problem, plan, dataclasses.replace(rest, checkpoint_dir=tmp_path / "old"))[0] != expected
+    )
+    assert (
+        "error feedback of the checkpoint is of another plan or version" in (tmp_path / "log/rank-1.jsonl").read_text()
+    )
     for path in step_directory(tmp_path, 4).glob("*.owed"):
         path.unlink()
     assert run_ranks(run_rank, 4, problem, plan, dataclasses.replace(rest, checkpoint_dir=tmp_path))[0] != expected
