@@ -9,8 +9,9 @@ a whole search for the first.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,7 +87,6 @@ def assumptions(
     anew = anew and cluster.devices <= MOST_DEVICES
     used = worker_regions(plan, cluster)
     step_s = step_times(plan, tables).step_s
-    again = _planned_anew(problem, plan, tables, least) if anew else {}
     names = [name for name in cluster.defaults if _region_of(cluster, name) in used]
     names.sort(key=lambda name: -used[_region_of(cluster, name)])
 
@@ -94,8 +94,11 @@ def assumptions(
         other = replace(problem, cluster=_scaled(cluster, name, factor))
         return step_times(plan, tables.for_problem(other)).step_s
 
-    for name in dict.fromkeys((*again, *names[:MOST_PRICED])):
-        slower, faster = step_with(name, 1 / FACTOR) / step_s - 1, 1 - step_with(name, FACTOR) / step_s
+    longer = {name: step_with(name, 1 / FACTOR) / step_s - 1 for name in names[:MOST_PRICED]}
+    again = _planned_anew(problem, plan, tables, least, longer) if anew else {}
+    for name in dict.fromkeys((*again, *longer)):
+        slower = longer[name] if name in longer else step_with(name, 1 / FACTOR) / step_s - 1
+        faster = 1 - step_with(name, FACTOR) / step_s
         gained = again.get(name, 0.0) if anew else None
         if max(slower, faster, gained or 0.0) > least:
             region, at = cluster.regions[_region_of(cluster, name)], _NODE.search(name)
@@ -108,10 +111,13 @@ def assumptions(
     return sorted(found, key=lambda it: (-it.gain if it.gain > least else 0.0, -it.slower))
 
 
-def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float) -> dict[str, float]:
+def _planned_anew(
+    problem: Problem, plan: Plan, tables: CostTables, least: float, slower: Mapping[str, float]
+) -> dict[str, float]:
     """What another plan would save with a default so many times faster, for those that promise most.
 
-    First all defaults are made faster at once: one alone gains from no allocation that does not gain then.
+    First all defaults are made faster at once: one alone gains from no allocation that does not gain then. Where no
+    simple allocation gains, the default on which the plan rests most (the highest of `slower`) still has a search.
     """
 
     def decoder_with(*names: str) -> Decoder:
@@ -140,7 +146,10 @@ def _planned_anew(problem: Problem, plan: Plan, tables: CostTables, least: float
         Change(text=Message("change.assumed", name=name, factor=FACTOR), cluster=cluster)
         for _, name, cluster in promising[:MOST_ANEW]
     ]
-    if not changes:
+    resting = max(slower, key=lambda name: slower[name], default="")
+    if not changes and slower.get(resting, 0.0) > least and problem.cluster.devices <= MOST_SEARCHED:
+        promising.append((math.inf, resting, _scaled(problem.cluster, resting, FACTOR)))
+    if not promising:
         return {}
     answers = sensitivities(problem, plan, tables=tables, changes=changes, evaluations=EVALUATIONS)
     base_s = answers.baseline_s
