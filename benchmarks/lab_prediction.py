@@ -271,6 +271,12 @@ def dealt(speeds: Sequence[float], count: int) -> np.ndarray:
     return np.array(order)
 
 
+def drawn_links(rng: np.random.Generator, regions: int, low: float, high: float) -> tuple[tuple[float, ...], ...]:
+    """A value for every ordered pair of regions, its logarithm even between two ends."""
+    values = np.exp(rng.uniform(np.log(low), np.log(high), (regions, regions))) * (1 - np.eye(regions))
+    return tuple(tuple(float(value) for value in row) for row in values.round(1))
+
+
 def drawn_network(seed: int) -> Network:
     """Two to four regions with up to five hosts: links that differ by direction, devices of unequal speed.
 
@@ -282,11 +288,7 @@ def drawn_network(seed: int) -> Network:
     for place in [*range(regions), *rng.integers(0, regions, rng.integers(0, 6 - regions))]:
         hosts[int(place)].append(str(rng.choice(["snail", "slow", "mid", "fast"])))
 
-    def drawn(low: float, high: float) -> tuple[tuple[float, ...], ...]:
-        values = np.exp(rng.uniform(np.log(low), np.log(high), (regions, regions))) * (1 - np.eye(regions))
-        return tuple(tuple(float(value) for value in row) for row in values.round(1))
-
-    latency_ms, mbit_per_s = drawn(5, 200), drawn(20, 500)
+    latency_ms, mbit_per_s = drawn_links(rng, regions, 5, 200), drawn_links(rng, regions, 20, 500)
     return Network(
         name=f"drawn {seed}",
         hosts=tuple(tuple(sorted(of)) for of in hosts),
@@ -306,13 +308,7 @@ def uneven_network(seed: int) -> Network:
             counts[-1] -= 1
             counts.append(1)
     hosts = tuple(tuple(sorted(str(rng.choice(["slow", "mid"])) for _ in range(count))) for count in counts)
-    n = len(counts)
-
-    def drawn(low: float, high: float) -> tuple[tuple[float, ...], ...]:
-        values = np.exp(rng.uniform(np.log(low), np.log(high), (n, n))) * (1 - np.eye(n))
-        return tuple(tuple(float(value) for value in row) for row in values.round(1))
-
-    latency_ms, mbit_per_s = drawn(5, 100), drawn(40, 100)
+    latency_ms, mbit_per_s = drawn_links(rng, len(counts), 5, 100), drawn_links(rng, len(counts), 40, 100)
     return Network(
         name=f"uneven {seed}, {'+'.join(map(str, counts))}",
         hosts=hosts,
