@@ -12,8 +12,9 @@ memory lets only a few micro-batches be in flight behind a stage.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
 stage with the fastest recomputation and ZeRO option that fits its memory. Where memory then holds too few micro-batches
-for what messages take, layers are cut once more with room for these, and the better cut counts. The exact simulation of
-the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
+for what messages take, layers are cut once more with room for these. And where a sum of gradients ends long after the
+rest, as that of a stage between regions does, they are cut with fewer layers in such stages. The best cut counts. The
+exact simulation of the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
 from polygon.planning.layer_split import (
+    gradient_bytes,
     in_flight_estimate,
     kinds_makespan_s,
     room_in_flight,
@@ -55,8 +57,12 @@ REASONS = {
     TOO_FEW_MICRO_BATCHES: Message("reason.too_few_micro_batches"),
 }
 NEVER_ENDS = Message("reason.never_ends")
-FIRST, SECOND, BETTER = 0, 1, 2
+FIRST, SECOND, THIRD, BEST = 0, 1, 2, 3
 """Which cut of the layers `fluid_step_s` prices."""
+SEEN = 0.02
+"""Part of a step that is to be gained from shorter sums for layers to be cut a third time."""
+MOST_CAPS = 4
+"""Times that half of it is tried."""
 
 WAITING = 1.2
 """Time between a micro-batch's forward and backward where memory holds few, over that in which it is computed or sent:
@@ -83,6 +89,8 @@ class Reductions(NamedTuple):
     tail: np.ndarray
     zeros: np.ndarray
     """When it begins, seconds from its end to that of the step, and zeros for the one or the other."""
+    late: np.ndarray
+    """Seconds from the end of the pipeline to that of the reduction and what follows it."""
 
 
 class FluidWork(NamedTuple):
@@ -94,7 +102,13 @@ class FluidWork(NamedTuple):
     trial: np.ndarray
     """(rows + 1,)."""
     old: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """What the first cut of the layers has led to."""
+    """What the best cut of the layers so far has led to."""
+    lateness: np.ndarray
+    """(2, rows) seconds from the end of the pipeline to that of a stage's sums: without them, and for each byte summed;
+    for the best cut so far."""
+    no_cap: np.ndarray
+    most_bytes: np.ndarray
+    """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
     passing: np.ndarray
     mean: np.ndarray
     message: np.ndarray
@@ -120,7 +134,7 @@ class FluidWork(NamedTuple):
 
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros = np.zeros((11, rows))
+    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
     return Reductions(
         whole=whole,
         inside=inside,
@@ -133,6 +147,7 @@ def reductions_for(rows: int) -> Reductions:
         begin=begin,
         tail=tail,
         zeros=zeros,
+        late=late,
     )
 
 
@@ -145,6 +160,9 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
         old=(np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)),
+        lateness=np.zeros((2, rows)),
+        no_cap=np.full(rows, np.inf),
+        most_bytes=np.zeros(rows),
         passing=np.zeros(rows),
         mean=np.zeros(rows),
         message=np.zeros(rows),
@@ -187,7 +205,8 @@ def fluid_step_s(
         Of `work_for` the rows of x.
     cut : int
         `FIRST`: layers are cut as if nothing were under way between stages. `SECOND`: once more, where memory then
-        holds too few micro-batches (inf where that changes nothing). `BETTER`: the better of both.
+        holds too few micro-batches. `THIRD`: with fewer layers in stages whose gradients take long to sum, where that
+        is better than both. (Inf where a cut changes nothing.) `BEST`: the best of all.
     """
     stages = work.stages
     n = gather_stages(x, stages, bank.cp)
@@ -199,34 +218,87 @@ def fluid_step_s(
     find_hosts(bank, stages, n, work.places.nodes, work.hosts)
     merge_kinds(bank, stages, n, work.hosts.member_most)
     stages.outer_bytes[0] = OUTER_BYTES if bank.local_steps > 1 and _may_meet_seldom(bank, stages, n) else 0.0
-    window = 0
-    for s in range(n - 1, -1, -1):
-        width = 0
-        for i in range(stages.kind_members[s]):
-            width += stages.kind_counts[s, i]
+    for s in range(n):
         for i in range(stages.members[s]):
             if stages.counts[s, i] * bank.cp % bank.ep:
                 return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
-        if width > bank.micro_batches:
+        if _width(stages, s) > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
-        window = min(bank.micro_batches, window + width)
-        in_flight_estimate(bank, stages, s, float(window))
-    if split_layers(bank, stages, n, work.trial, bounds, options) == np.inf:
+    _hold_windows(bank, stages, n)
+    makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
+    if makespan == np.inf:
         return np.inf, NO_MEMORY
     value = _value_s(bank, work, x, n, bounds, options, stages_out)
     if value == np.inf:
         return value, NO_LINK
     if cut == FIRST:
         return value, FITS
+    latest, soonest = _price_lateness(bank, work, n, bounds)
     away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
     old_bounds, old_options, old_out = work.old
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
-    if split_layers_under_way(bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options):
+    other = np.inf
+    if split_layers_under_way(
+        bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options, work.no_cap
+    ):
         other = _value_s(bank, work, x, n, bounds, options, stages_out)
-        if other < value or cut == SECOND:
-            return other, FITS
+    if cut == SECOND:
+        return other, FITS
+    if other < value:
+        value, makespan = other, 0.0
+        for s in range(n):
+            makespan = max(makespan, kinds_makespan_s(bank, stages, s))
+        latest, soonest = _price_lateness(bank, work, n, bounds)
+        _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+    uncapped, caps = value, 0
+    while n > 1 and caps < MOST_CAPS and latest - soonest > SEEN * value:
+        caps += 1
+        goal = 0.5 * (latest + soonest)
+        for s in range(n):
+            late, by_byte = work.lateness[0, s], work.lateness[1, s]
+            work.most_bytes[s] = (goal - late) / by_byte if by_byte > 0 else np.inf
+        _hold_windows(bank, stages, n)
+        most_s, other = makespan + latest - goal, np.inf
+        capped = split_layers(bank, stages, n, work.trial, bounds, options, makespan, most_s, work.most_bytes)
+        if capped < np.inf:
+            other = _value_s(bank, work, x, n, bounds, options, stages_out)
+        if other < value:
+            value, makespan = other, capped
+            latest, soonest = _price_lateness(bank, work, n, bounds)
+            _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+        else:
+            soonest = goal
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
-    return (value if cut == BETTER else np.inf), FITS
+    return (value if cut == BEST or value < uncapped else np.inf), FITS
+
+
+@inner
+def _width(stages: Stages, s: int) -> int:
+    """Workers of stage s."""
+    width = 0
+    for i in range(stages.kind_members[s]):
+        width += stages.kind_counts[s, i]
+    return width
+
+
+@inner
+def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
+    """Have every worker of n stages hold what is in flight if each behind it works on one micro-batch: fills `held`."""
+    window = 0
+    for s in range(n - 1, -1, -1):
+        window = min(bank.micro_batches, window + _width(stages, s))
+        in_flight_estimate(bank, stages, s, float(window))
+
+
+@inner
+def _price_lateness(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray) -> tuple[float, float]:
+    """Fill `lateness`; seconds from the end of the pipeline to that of all sums, and to it with nothing to sum."""
+    of, latest, soonest = work.reduction, 0.0, 0.0
+    for s in range(n):
+        n_bytes = gradient_bytes(bank, work.stages, s, bounds[s], bounds[s + 1])
+        work.lateness[0, s], work.lateness[1, s] = of.late[s] - of.whole[s], of.whole[s] / n_bytes
+        latest, soonest = max(latest, of.late[s]), max(soonest, work.lateness[0, s])
+    return latest, soonest
 
 
 @inner
@@ -625,6 +697,7 @@ def _with_reductions(
         backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
         of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
         of.begin[s], whole = summed_s(end - early, backward, of.whole[s], of.far[s], depth, bank.overlap)
+        of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
         inside = summed_s(end - early, backward, of.inside[s], 0.0, depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tail[s])

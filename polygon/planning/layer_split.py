@@ -301,7 +301,29 @@ def _extend(
 
 
 @inner
-def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray) -> tuple[float, float]:
+def gradient_bytes(bank: Bank, stages: Stages, s: int, first: int, last: int) -> float:
+    """Of layers [first, last) in stage s, as its first kind of worker divides them."""
+    c = stages.kinds[s, 0]
+    return float(_held(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
+
+
+@inner
+def _last_within(bank: Bank, stages: Stages, s: int, first: int, limit: int, most_bytes: float) -> int:
+    """Largest end of stage s, one layer at least, if it starts at layer `first` and has so many bytes of gradients."""
+    low, high = first + 1, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if gradient_bytes(bank, stages, s, first, middle) <= most_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inner
+def _cut_within(
+    bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray, most_bytes: np.ndarray
+) -> tuple[float, float]:
     """Cut the layers so that n stages take at most `goal_s` each: the longest makespan, inf if none.
 
     Stage by stage the longest run of layers that stays within the goal is taken (no other choice leaves less to the
@@ -312,13 +334,18 @@ def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.nda
     ----------
     trial : ndarray, shape (rows + 1,)
         In: a cut that may be near; out: the cut.
+    most_bytes : ndarray, shape (rows,)
+        As of `split_layers`.
     """
     layers = bank.parameters.shape[1] - 1
     worst, next_s, before = 0.0, np.inf, trial[0]
     trial[0] = 0
     for s in range(n):
         at, guess = trial[s], trial[s] + trial[s + 1] - before
-        end, taken, longer = _extend(bank, stages, s, at, layers - (n - 1 - s), goal_s, guess)
+        limit = layers - (n - 1 - s)
+        if most_bytes[s] < np.inf and at < limit:
+            limit = _last_within(bank, stages, s, at, limit, most_bytes[s])
+        end, taken, longer = _extend(bank, stages, s, at, limit, goal_s, guess)
         next_s = min(next_s, longer)
         if end <= at or (s == n - 1 and end < layers):
             return np.inf, next_s
@@ -330,7 +357,15 @@ def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.nda
 
 @inner
 def split_layers(
-    bank: Bank, stages: Stages, n: int, trial: np.ndarray, bounds: np.ndarray, options: np.ndarray
+    bank: Bank,
+    stages: Stages,
+    n: int,
+    trial: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    least_s: float,
+    most_s: float,
+    most_bytes: np.ndarray,
 ) -> float:
     """Cut the layers so that the slowest of n stages' makespans is least, by bisection; inf if no cut fits.
 
@@ -344,13 +379,18 @@ def split_layers(
         Out: first layer of every stage, and the end.
     options : ndarray, shape (3, rows)
         Out: recomputation, ZeRO and blocks recomputed.
+    least_s, most_s : float
+        What the longest makespan is known to be at least, and is to be at most.
+    most_bytes : ndarray, shape (rows,)
+        Of gradients that a stage has, unless one layer has more.
     """
     layers = bank.parameters.shape[1] - 1
     for s in range(n + 1):
         trial[s] = s * layers // n
-    low, high = 0.0, np.inf
+    low, high = least_s, np.inf
     while high == np.inf or high - low > 1e-4 * high:
-        worst, next_s = _cut_within(bank, stages, n, 0.5 * (low + high) if high < np.inf else np.inf, trial)
+        goal_s = 0.5 * (low + high) if high < np.inf else most_s
+        worst, next_s = _cut_within(bank, stages, n, goal_s, trial, most_bytes)
         if worst < np.inf:
             high = worst
             for s in range(n + 1):
@@ -375,6 +415,7 @@ def split_layers_under_way(
     trial: np.ndarray,
     bounds: np.ndarray,
     options: np.ndarray,
+    most_bytes: np.ndarray,
 ) -> bool:
     """Cut the layers again so that stages also hold the micro-batches that are under way between them.
 
@@ -388,7 +429,7 @@ def split_layers_under_way(
         Seconds that a micro-batch is under way behind each stage, there and back.
     low, high : float
         Seconds that no cut beats, and those of the cut that there is.
-    trial, bounds, options : ndarray
+    trial, bounds, options, most_bytes : ndarray
         As of `split_layers`.
 
     Returns
@@ -406,7 +447,7 @@ def split_layers_under_way(
                 window += stages.kind_counts[s, i]
             under_way = bank.micro_batches * away_s[s] / goal
             in_flight_estimate(bank, stages, s, min(float(bank.micro_batches), window + under_way))
-        if _cut_within(bank, stages, n, goal, trial)[0] < np.inf:
+        if _cut_within(bank, stages, n, goal, trial, most_bytes)[0] < np.inf:
             high, found = goal, True
             for s in range(n + 1):
                 bounds[s] = trial[s]
