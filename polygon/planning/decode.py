@@ -366,7 +366,12 @@ class Decoder:
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
             share = np.zeros((len(rates), count))
             lock_shares(np.array(rates), len(rates), True, share)
-        routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share)
+        pools = problem.cluster.pools
+        first = np.cumsum([0, *(pool.nodes for pool in pools)])
+        nodes = [
+            np.array([first[w.pool] + pools[w.pool].node_of(w.devices[0]) for w in stage.workers]) for stage in stages
+        ]
+        routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share, nodes)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
         kept = []
