@@ -3,12 +3,12 @@
 Micro-batches are taken as a flow. For stages with workers of seconds t[c] per micro-batch (forward and backward), an
 allocation's step takes about
 
-    T = max_b (makespan_b - t_b) + sum_s t_s + 2 sum_s message_s,   then reduction and update,
+    T = max_b (makespan_b + sum_(s < b) (t_s + 2 message_s)),   then reduction and update.
 
-where t_s and message_s are those of the slowest worker and the slowest way (all wait for them, because the order of
-micro-batches is fixed), and makespan_b is the longest of: the least time in which stage b's workers finish all
-micro-batches in whole shares; the time in which a link carries all of its messages; and what Little's law asks where
-memory lets only a few micro-batches be in flight behind a stage.
+makespan_b is the longest of: the least time in which stage b's workers finish all micro-batches in whole shares; the
+time in which the link behind it carries all of its messages; and what Little's law asks where memory lets only a few
+micro-batches be away from a worker at one time. Workers take micro-batches in a fixed order, so all of them that take
+the same way are away for as long as its slowest worker and message.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
 stage with the fastest recomputation and ZeRO option that fits its memory. Where memory then holds too few micro-batches
@@ -28,12 +28,21 @@ from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
-from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
+from polygon.planning.flow import (
+    Places,
+    boundary_s,
+    cards_s,
+    find_flows,
+    find_places,
+    find_trips,
+    lock_shares,
+    places_for,
+)
 from polygon.planning.layer_split import (
     gradient_bytes,
+    held_most,
     in_flight_estimate,
     kinds_makespan_s,
-    room_in_flight,
     split_layers,
     split_layers_under_way,
 )
@@ -64,9 +73,8 @@ SEEN = 0.02
 MOST_CAPS = 4
 """Times that half of it is tried."""
 
-WAITING = 1.2
-"""Time between a micro-batch's forward and backward where memory holds few, over that in which it is computed or sent:
-it finds workers busy with others. In simulated plans it is 1.0 to 2.2, and least in those that turn out best."""
+ROUND = 8.0
+"""Power of which a mean is taken of what two limits ask for that are reached at the same time."""
 
 
 class Reductions(NamedTuple):
@@ -110,10 +118,11 @@ class FluidWork(NamedTuple):
     most_bytes: np.ndarray
     """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
     passing: np.ndarray
-    mean: np.ndarray
+    waits: np.ndarray
     message: np.ndarray
-    """(rows,) seconds of a stage's slowest worker, of the mean micro-batch there and back from the next stage, and of
-    the slowest way to that, for a micro-batch."""
+    before: np.ndarray
+    """(rows,) seconds of a micro-batch: on a stage's slowest worker, what of them that waits for messages, on the
+    slowest way to the next stage, and in all stages before, there and back."""
     away_s: np.ndarray
     limits_s: np.ndarray
     """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
@@ -164,8 +173,9 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         no_cap=np.full(rows, np.inf),
         most_bytes=np.zeros(rows),
         passing=np.zeros(rows),
-        mean=np.zeros(rows),
+        waits=np.zeros(rows),
         message=np.zeros(rows),
+        before=np.zeros(rows),
         away_s=np.zeros((2, rows)),
         limits_s=np.zeros((2, 2)),
         reduction=reductions_for(rows),
@@ -436,7 +446,7 @@ def _pipeline_s(
 ) -> float:
     """When stage 0 of n ends its last backward; inf where a link is missing.
 
-    Fills `passing`, `mean`, `message`, `away_s` and `limits_s`.
+    Fills `passing`, `waits`, `message`, `before`, `away_s` and `limits_s`.
 
     Parameters
     ----------
@@ -451,49 +461,71 @@ def _pipeline_s(
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
-    bottleneck, link_bound, before, longest_s = 0.0, 0.0, 0.0, 0.0
+    busy_s, links_s, longest_s, fullest_s, before_s, waited = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
-        slowest, fastest, width, rate = 0.0, np.inf, 0.0, 0.0
+        slowest, width, rate = 0.0, 0.0, 0.0
         makespan = kinds_makespan_s(bank, stages, s)
         for i in range(stages.kind_members[s]):
             if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
                 slowest = max(slowest, stages.kind_seconds[s, i])
                 width += stages.kind_counts[s, i]
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-            fastest = min(fastest, stages.kind_seconds[s, i])
         if locked:
             for r in range(places.rates.shape[1]):
                 if places.share[s, r] > 0:
                     makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
-        message, sent = 0.0, 0.0
+        message, sent, fullest = 0.0, 0.0, 0.0
         if s + 1 < n:
             message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
-            link_bound = max(link_bound, fullest)
+        work.waits[s] = 0.0
         if not bank.overlap.p2p:  # workers wait for what they send and receive
-            longest = message + before if bank.overlap.apart else max(message, before)
+            longest = message + waited if bank.overlap.apart else max(message, waited)
+            work.waits[s] = 2 * longest
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
-            before, message = message, 0.0
-        bottleneck = max(bottleneck, makespan - fastest)
-        longest_s = max(longest_s, makespan)
-        work.passing[s], work.message[s] = slowest, message
-        away_s[s] = 2 * (sent if bank.overlap.p2p else 0.0)
-        work.mean[s] = min(slowest, width / rate) + away_s[s]
+            waited, message, sent = message, 0.0, 0.0
+            for a in range(places.rates.shape[1]):
+                places.slowest[s, a] += 2 * longest
+                for b in range(places.rates.shape[1]):
+                    places.message[s, a, b] = 0.0
+        work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
+        longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
+        busy_s = max(busy_s, before_s + makespan)
+        before_s += min(slowest, width / rate + work.waits[s])
+        links_s = max(links_s, before_s + fullest)
+        before_s += 2 * message
     if bank.overlap.p2p:
-        link_bound = max(link_bound, cards_s(bank, places, work.hosts, n, shared))
-    fill, stay, away, held_s = 0.0, 0.0, 0.0, 0.0
+        cards = cards_s(bank, places, work.hosts, n, shared)
+        fullest_s, links_s = max(fullest_s, cards), max(links_s, cards + before_s / 2)
+    find_trips(places, n)
+    away, held_s, held_end_s = 0.0, 0.0, 0.0
     for s in range(n - 1, -1, -1):
-        fill += work.passing[s] + 2 * work.message[s]
-        stay += work.mean[s]
         away += away_s[s]
         away_s[s] = away
-        room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options)
-        if n > 1 and room < micro_batches:
-            # Little's law: no more than `room` micro-batches are between their forward and backward of this stage,
-            # where they stay for so long in the mean.
-            bottleneck = max(bottleneck, (micro_batches - room) * WAITING * stay / room)
-            held_s = max(held_s, micro_batches * WAITING * stay / room)
-    limits_s[0], limits_s[1] = max(longest_s, link_bound), held_s
-    return max(bottleneck, link_bound) + fill
+        if n > 1:
+            held = _held_s(bank, work, s, bounds[s], bounds[s + 1], options)
+            held_s = max(held_s, held)
+            held_end_s = max(held_end_s, held + work.before[s] if held > 0 else 0.0)
+    limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
+    longest = max(busy_s, links_s)
+    return float(longest * (1 + (held_end_s / longest) ** ROUND) ** (1 / ROUND))
+
+
+@inner
+def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options: np.ndarray) -> float:
+    """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
+
+    By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
+    micro-batch is computed there and away (`find_trips`).
+    """
+    stages, places, most_s = work.stages, work.places, 0.0
+    for i in range(stages.members[s]):
+        c = stages.classes[s, i]
+        r, seconds = bank.region[c], stages.seconds[s, i]
+        share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
+        held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
+        if held < share:
+            most_s = max(most_s, share / held * (seconds + work.waits[s] + places.trip[s, r]))
+    return most_s
 
 
 @inner

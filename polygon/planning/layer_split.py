@@ -50,11 +50,11 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 def _shards_traffic_s(
     bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int, near: int
 ) -> float:
-    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike.
+    """Seen of the traffic of ZeRO-2 or 3 in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), of like layers.
 
     `near`: the most of the `shards` that are on one node.
     """
-    if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
+    if zero == 2 and not bank.overlap.scatters:
         return 0.0
     p, of = bank.pool[c], bank.overlap
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
@@ -174,12 +174,25 @@ def _kind_s(
     """Seconds per micro-batch of the i-th kind of stage s under a memory option."""
     c = stages.kinds[s, i]
     forward, backward = passing_s(bank, c, recompute, blocks, first, last)
-    held = _held(bank, bank.parameters, c, first, last)
-    spread = stages.kind_spread[s, i, 0]
-    if zero == 3 and spread > 1:
+    spread, near = stages.kind_spread[s, i, 0], stages.kind_spread[s, i, 1]
+    if spread <= 1 or zero < 2:
+        return forward + backward
+    if zero == 3:
         backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
-    near = stages.kind_spread[s, i, 1]
-    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread, near)
+    # The embedding and the head send more than a block, beside other compute.
+    layers, total, begin, end = bank.parameters.shape[1] - 1, forward + backward, first, last
+    held = _held(bank, bank.parameters, c, first, last)
+    if first == 0 and last > 1:
+        begin, weights = 1, bank.parameters[c, 1]
+        ahead, back = passing_s(bank, c, 0, 0, 0, 1)
+        total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
+        held, forward, backward = held - weights, forward - ahead, backward - back
+    if last == layers and layers - begin > 1:
+        end, weights = layers - 1, held - (bank.parameters[c, layers - 1] - bank.parameters[c, begin])
+        ahead, back = passing_s(bank, c, 0, 0, end, layers)
+        total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
+        held, forward, backward = held - weights, forward - ahead, backward - back
+    return float(total + _shards_traffic_s(bank, c, zero, held, end - begin, forward, backward, spread, near))
 
 
 @inner
@@ -461,25 +474,17 @@ def split_layers_under_way(
 
 
 @inner
-def room_in_flight(bank: Bank, stages: Stages, s: int, first: int, last: int, options: np.ndarray) -> float:
-    """Micro-batches that stage s's workers can hold activations of at one time, each its share by speed."""
+def held_most(bank: Bank, stages: Stages, s: int, i: int, first: int, last: int, options: np.ndarray) -> float:
+    """Micro-batches of which a worker of the i-th kind of stage s can hold the activations at one time, 1 at least."""
     recompute, zero, blocks = options[0, s], options[1, s], options[2, s]
     begin = max(first, 1)
     until = min(begin + blocks, last) if blocks else first
-    members = stages.kind_members[s]
-    rate = 0.0
-    for i in range(members):
-        rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-    room = np.inf
-    for i in range(members):
-        c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
-        sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
-        each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
-        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
-        transient = max(
-            _transient_bytes(bank, c, recompute, zero, shards, first, last),
-            _transient_bytes(bank, c, 0, zero, shards, first, last),
-        )
-        held = max(1.0, np.floor((free - transient) / max(each, 1.0)))
-        room = min(room, held * rate * stages.kind_seconds[s, i])
-    return room
+    c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
+    sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
+    each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
+    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
+    transient = max(
+        _transient_bytes(bank, c, recompute, zero, shards, first, last),
+        _transient_bytes(bank, c, 0, zero, shards, first, last),
+    )
+    return float(max(1.0, np.floor((free - transient) / max(each, 1.0))))

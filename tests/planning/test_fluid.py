@@ -112,7 +112,7 @@ def test_weights_stay_whole_where_memory_holds_them():
 def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     """Stages far apart have more in flight than one micro-batch per worker; where memory lacks room, another cut.
 
-    16 blocks of 2048 on three times two T4, 32 micro-batches of 10: near one another the cuts are as good; far apart
+    16 blocks of 2048 on three times two T4, 32 micro-batches of 10: near one another the first is best; far apart
     memory holds too little of what is under way, and the step is longer than by the other cut (14.5 s, not 10.8).
     """
     cluster = cluster_of([[("t4", 2, 1)]] * 3, latency_s=latency_s, bytes_per_s=1e9)
@@ -125,11 +125,14 @@ def test_layers_are_cut_again_for_what_is_under_way(latency_s):
     )
     exact_s = decoder.step_times(decoder.decode(x)).step_s
     assert best == min(first, second)
+    assert exact_s == pytest.approx(best, rel=0.05)
+    if latency_s < 0.1:
+        assert first < second
+        return
     again = decoder.decode(x, relax=False, cuts=(SECOND,))
     assert violations(decoder.problem, again) == []
     assert decoder.step_times(again).step_s == pytest.approx(second, rel=0.05)
-    assert first < second if latency_s < 0.1 else second < 0.99 * first
-    assert exact_s == pytest.approx(best, rel=0.05)
+    assert second < 0.99 * first
 
 
 def test_layers_are_not_cut_again_where_memory_holds_all_that_is_under_way():
