@@ -299,6 +299,8 @@ def ways_s(
     A layer passes the sums of a region, the way and the sums of the other region one after the other, while others are
     ahead of it or behind. Of n layers the way has the first after 1 / n of half a region's sums, and ends no sooner
     than that region's cards have all behind them but handing out the last; then 1 / n of the other's half follows.
+    What is gathered and what is handed out share a card evenly, and while a sum is on its way nothing of it is there to
+    be handed out: the last gathering is done earlier by half that time, or by half of all sums at most.
 
     Parameters
     ----------
@@ -335,7 +337,8 @@ def ways_s(
                 if linked:
                     latency = far_s[a, b] if k < 0 else far_s[a, k] + far_s[k, b]
                     way_s = 2 * half_s[a, b] if k < 0 else half_s[a, k] + half_s[k, b]
-                    all_s[b, a] = max(all_s[b, a], latency + max(sent_s, first_s + way_s) + back_s)
+                    ahead_s = 0.5 * min(latency, near_s[a])
+                    all_s[b, a] = max(all_s[b, a], latency + max(sent_s - ahead_s, first_s + way_s) + back_s)
                     end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + way_s))
     return all_s, end_s, 2 * half_s.max()
 

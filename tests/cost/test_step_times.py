@@ -123,7 +123,8 @@ def test_processors_sum_on_their_node_first_and_then_between_nodes(nodes, per_no
     plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (width,)))
     cost, n_bytes = step_times(plan, CostTables(problem)).reductions[0], 4 * problem.model.parameters
     assert cost.node_s == pytest.approx(2 * (per_node - 1) * 1e-4 + passes * n_bytes / 1e9)
-    assert cost.region_s == pytest.approx((nodes - 1) * 2 * (1e-3 + n_bytes / 2e8))
+    reached = 0.9 * 1e8  # through sockets
+    assert cost.region_s == pytest.approx((nodes - 1) * 2 * (1e-3 + n_bytes / 2 / reached))
     assert cost.across_s == 0
     nccl = step_times(plan, CostTables(accelerated)).reductions[0]
     assert nccl.node_s == 0 and (nodes == 1 or nccl.region_s > 2 * (width - 1) / width * n_bytes / 1e8)
