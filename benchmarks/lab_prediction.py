@@ -10,8 +10,9 @@ With `--drawn 20` the networks are drawn instead: two to four regions, devices o
 500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
 these two with micro-batches dealt by speed, so that shares are uneven. With `--uneven 8` a region has three to five
 hosts and the others one or two, everything on cards of one link's rate, slow enough that two cores play it; data
-parallel then is tried plain and packed. `--again FILE` measures nothing: it prices anew what a run has measured, on the
-links as they were.
+parallel then is tried plain and packed. `--sums PLAN` plays what the stages of a plan exchange between regions, a host
+for each region, and bytes and rates scaled down alike, so that times are the plan's. `--again FILE` measures nothing:
+it prices anew what a run has measured, on the links as they were.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ import numpy as np
 
 from polygon.cost.estimate import estimate
 from polygon.cost.profiles import KindProfile, kind_profile
+from polygon.cost.stage_reduction import group_packing
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.cost.transfers import matrix_values, packed_bytes
 from polygon.domain.cluster import Cluster, Device, Link, NodeGroup, Region
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
 from polygon.domain.schedule import stage_spans
 from polygon.formats.convert import model_data
 from polygon.formats.convert_plan import plan_data, plan_from_spec
-from polygon.formats.files import read_json, write_json
+from polygon.formats.files import read_json, read_plan, write_json
 from polygon.formats.schema import PlanSpec, check
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
@@ -353,6 +357,75 @@ def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -
     }
 
 
+def sums_of_stage(problem: Problem, plan: Plan, s: int) -> tuple[Problem, Plan, float]:
+    """What a stage exchanges between regions as a data-parallel plan, and the seconds that it is priced at there.
+
+    A host stands for each region, and its links for those of all the region's nodes; it takes one micro-batch, and as
+    long for its backward as the stage's slowest worker. The model has as many blocks, of a 16th of the width, and links
+    are slower by the part of the gradient that is left. Left out: sums inside regions, packing by the plan's devices.
+    """
+    times, old = step_times(plan, CostTables(problem)), problem.cluster
+    place, stage = times.place, plan.stages[s]
+    mine = place.members(s)
+    regions, first = np.unique(place.region[mine], return_index=True)
+    nodes = np.array([len(np.unique(place.node[mine][place.region[mine] == r])) for r in regions])
+    blocks = stage.last_layer - stage.first_layer - (s == 0) - (s == len(plan.stages) - 1)
+    width = problem.model.hidden_size // 16
+    model = replace(
+        MODEL, blocks=blocks, hidden_size=width, heads=2, kv_heads=2, head_dim=width // 2, ffn_size=4 * width
+    )
+    packing = group_packing(plan, regions)
+    wire_bytes = packed_bytes(model.parameters, 4, packing, matrix_values(model))
+    mbit = 8e-6 * wire_bytes / times.reductions[s].wire_bytes
+    pairs, others = np.ix_(regions, regions), 1 - np.eye(len(regions))
+    cards = [old.pools[p].inter_node.bytes_per_s for p in place.pool[mine][first]]
+    network = Network(
+        name=f"sums of stage {s}",
+        hosts=(("slow",),) * len(regions),
+        latency_ms=tuple(map(tuple, (1e3 * old.latency_s[pairs] * others).tolist())),
+        mbit_per_s=tuple(
+            map(tuple, (mbit * old.bytes_per_s[pairs] * np.maximum.outer(nodes, nodes) * others).tolist())
+        ),
+        card_mbit_per_s=float(mbit * np.min(cards * nodes)),
+    )
+    cluster, count = cluster_of(network), len(regions)
+    alike = Problem(cluster=cluster, model=model, batch=replace(BATCH, global_batch=count, seq_len=16))
+    everyone = [list(range(count))]
+    sums = plan_of(
+        cluster, [(0, model.layers)], everyone, size=1, compression=packing, spans=1, global_batch=count
+    )  # fmt: skip
+    takes_s = step_times(sums, CostTables(alike)).schedule.backward_s.max()
+    slow = cluster.catalogue["slow"]
+    flops = {"fp32": slow.flops["fp32"] * takes_s / times.schedule.backward_s[mine].max()}
+    cluster = replace(cluster, catalogue=dict(cluster.catalogue) | {"slow": replace(slow, flops=flops)})
+    return replace(alike, cluster=cluster), sums, times.reductions[s].across_s
+
+
+def run_sums(path: str, steps: int, left_out: int) -> list[dict[str, Any]]:
+    """Measure and predict what each stage of a plan exchanges between regions."""
+    known, rows = read_plan(path), []
+    for s in range(len(known.plan.stages)):
+        problem, plan, across_s = sums_of_stage(known.problem, known.plan, s)
+        with Lab(lab_network(problem.cluster)) as lab:
+            problem = replace(problem, cluster=measured_cluster(problem.cluster, lab))
+            predicted, across = estimate(problem, plan), step_times(plan, CostTables(problem)).reductions[0].across_s
+            steps_s = [line["seconds"] for line in train(lab, problem, plan, steps)]
+        measured_s = float(np.mean(steps_s[left_out:]))
+        row: dict[str, Any] = {
+            "network": problem.cluster.name, "plan": "data parallel", "ranks": plan.world_size,
+            "predicted_s": predicted.step_s, "measured_s": measured_s, "error": predicted.step_s / measured_s - 1,
+            "terms": predicted.terms, "steps_s": steps_s, "plan_file": plan_data(problem, plan), "emulated": True,
+        }  # fmt: skip
+        rows.append(row)
+        show(row)
+        seen_s = predicted.terms["reduction"]
+        really_s = measured_s - predicted.step_s + seen_s
+        text = f"priced at {across_s:.3f} s in the plan and {across:.3f} s in the lab"
+        error = f"{100 * (seen_s / really_s - 1):+.1f} %"
+        print(f"  {text}; seen of it {seen_s:.3f} s predicted, {really_s:.3f} s measured ({error})")
+    return rows
+
+
 def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
     """The planner's choice and some others."""
     cluster = problem.cluster
@@ -516,6 +589,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
     parser.add_argument("--uneven", type=int, default=0, metavar="N", help="N drawn networks of many hosts beside few")
+    parser.add_argument("--sums", metavar="PLAN", help="what the stages of a plan exchange between regions instead")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the drawn networks (default: 0)")
     parser.add_argument(
         "--left-out", type=int, default=LEFT_OUT, help="steps at the begin that do not count (default: %(default)s)"
@@ -524,6 +598,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.again:
         show_errors(price_again(args.again))
+        return
+    if args.sums:
+        TALK.parent.mkdir(exist_ok=True)
+        show_errors(run_sums(args.sums, args.steps, args.left_out))
         return
     draw = uneven_network if args.uneven else drawn_network
     networks = [draw(args.first + i) for i in range(args.uneven or args.drawn)] or list(NETWORKS)
