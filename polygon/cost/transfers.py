@@ -254,6 +254,22 @@ class Placement:
         return tuple(rows)
 
     @cached_property
+    def hosts(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        """Of every stage: its nodes in the order of its workers, with region and pool; shape (nodes used,)."""
+        rows = []
+        for stage in range(len(self.offset)):
+            mine = self.members(stage)
+            first = np.sort(np.unique(self.node[mine], return_index=True)[1])
+            rows.append((self.node[mine][first], self.region[mine][first], self.pool[mine][first]))
+        return tuple(rows)
+
+    @cached_property
+    def several(self) -> np.ndarray:
+        """Whether each node has workers of several stages, shape (last node + 1,)."""
+        found: np.ndarray = np.bincount(np.concatenate([nodes for nodes, _, _ in self.hosts])) > 1
+        return found
+
+    @cached_property
     def degrees(self) -> tuple[np.ndarray, ...]:
         """Of every stage: least tensor-parallel degree in each of its pools (as in `nodes`), shape (pools used,)."""
         rows = []
@@ -291,7 +307,7 @@ class Placement:
     def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
         """The same workers under other shard groups."""
         other = replace(self, zero_shards=zero_shards)
-        for name in ("nodes", "degrees", "alike"):  # of the workers alone
+        for name in ("nodes", "hosts", "several", "degrees", "alike"):  # of the workers alone
             vars(other)[name] = getattr(self, name)
         return other
 
