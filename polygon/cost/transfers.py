@@ -127,7 +127,8 @@ class LinkTable:
     """Latency and rate between pools as matrices: the only place from which prices take links.
 
     A message of an accelerator reaches part of what its link has, and waits for NCCL (`polygon.cost.network`); links
-    between regions, and those of processors, have what the cluster says.
+    between regions, and those of processors, have what the cluster says. What goes through sockets to several others at
+    once, as in a sum, reaches part of a card, whoever computes.
 
     Attributes
     ----------
@@ -159,10 +160,12 @@ class LinkTable:
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
         self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()
         nccl = np.array([not pool.device.is_cpu for pool in pools])
-        near = (self.region[:, None] == self.region[None, :]) & nccl[:, None] & nccl[None, :]
+        inside = self.region[:, None] == self.region[None, :]
+        near = inside & nccl[:, None] & nccl[None, :]
         # What is not RDMA reaches less; `collective_s` takes CARD_EFFICIENCY off itself.
-        sockets = near & (self.latency_s >= TCP_LATENCY_S)
-        self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s) / CARD_EFFICIENCY, 1.0)
+        sockets = inside & (self.latency_s >= TCP_LATENCY_S)
+        self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s), 1.0)
+        self.ring_bytes_per_s /= np.where(sockets & near, CARD_EFFICIENCY, 1.0)
         self.latency_s += np.where(near, FAR_MESSAGE_S, 0.0)
         self.bytes_per_s = np.where(near, CARD_EFFICIENCY * self.ring_bytes_per_s, self.bytes_per_s)
         self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools]) + NEAR_MESSAGE_S * nccl
@@ -173,7 +176,7 @@ class LinkTable:
         # All that leaves a node, to whatever place, passes its cards.
         cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
-        tcp = nccl & (np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S)
+        tcp = np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S
         self.card_bytes_per_s = np.where(tcp, cards * socket_share(cards), self.card_bytes_per_s)
         self.collective = np.array(
             [
