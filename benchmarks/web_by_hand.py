@@ -3,8 +3,8 @@
     python benchmarks/web_by_hand.py
 
 Virginia with 4 nodes of 8 A100 and 2 of 4 V100, Frankfurt with 2 of 8 H100, Tokyo with 8 of 4 T4, joined by 5 Gbit/s
-at the latencies that the page fills in. Prints what the first sentence says while the network inside Frankfurt is assumed, then, with 1600 Gbit/s
-there, both plans and whether they are the same in every number.
+at the latencies that the page fills in. Prints what the first sentence says while the network inside Frankfurt is
+assumed, then, with 1600 Gbit/s there, both plans and whether they are the same in every number.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
 
+ROOT = Path(__file__).resolve().parents[1]
 PLACES = [
     ("Virginia", [("a100-80gb", 4, 8), ("v100-16gb", 2, 4)]),
     ("Frankfurt", [("h100-sxm", 2, 8)]),
@@ -97,8 +97,9 @@ def main() -> int:
         subprocess.run(command, check=True, cwd=folder, env=environment, capture_output=True)
         said = json.loads((folder / "plan.json").read_text("utf-8"))
     apart = [key for key in said.keys() | shown.keys() if key != "problem" and said.get(key) != shown.get(key)]
-    print(f"the page's plan takes {shown['estimate']['step_s']!r} s, the command line's {said['estimate']['step_s']!r}; "
-          f"{'other' if apart else 'the same'} in every number{f' but for {apart}' if apart else ''}")  # fmt: skip
+    same = f"other in {apart}" if apart else "the same in every number"
+    page_s, command_s = shown["estimate"]["step_s"], said["estimate"]["step_s"]
+    print(f"the page's plan takes {page_s!r} s, the command line's {command_s!r}; {same}")
     return bool(apart)
 
 
