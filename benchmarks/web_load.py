@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -114,9 +115,18 @@ def idle_s(server: Server, plan: str, count: int = 40) -> float:
     )
 
 
+def free_cores() -> float:
+    """How many cores a busy process on each gets at the moment: of a machine that others use, fewer than there are."""
+    count = os.cpu_count() or 1
+    spin = "import time; b = time.perf_counter()\nwhile time.perf_counter() < b + 1: pass\nprint(time.process_time())"
+    ran = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return sum(float(process.communicate()[0]) for process in ran)
+
+
 def crowd(server: Server, name: str, plan: str, users: int) -> None:
     """Print how long what-ifs of many users take beside those of one."""
     alone_s = idle_s(server, plan)
+    print(f"{name}: {free_cores():.1f} of {os.cpu_count()} cores are free for busy processes")
     regions = server.request("POST", f"/api/v1/plans/{plan}/view?bound=false", {})[2]["regions"]
     drawn = of_controls(sorted({device for region in regions for device in region["devices"]}), users, 3)
     rows: list[tuple[str, Ask, float]] = [

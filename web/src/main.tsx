@@ -92,7 +92,7 @@ function Top(): JSX.Element {
 }
 // 中文, drawn: the letters would load a font of 20 MB before the first view of who reads English.
 function Zhongwen(): JSX.Element {
-  return <svg width="26" height="13" viewBox="0 0 26 13" aria-hidden="true"><path d="M1.5 3.5h9v4.5h-9zM6 .8v11.4M19.5.8v2M14 3h11M22.5 3c-1 4-4 7-8.300 9M16 3c1 4 4.500 7.500 9 9" fill="none" stroke="currentColor" stroke-width="1.1" /></svg>;
+  return <svg class="word" width="26" height="13" viewBox="0 0 26 13" aria-hidden="true"><path d="M1.5 3.5h9v4.5h-9zM6 .8v11.4M19.5.8v2M14 3h11M22.5 3c-1 4-4 7-8.300 9M16 3c1 4 4.500 7.500 9 9" fill="none" stroke="currentColor" stroke-width="1.1" /></svg>;
 }
 function Notice(): JSX.Element {
   const [shownNow, set] = useState("");
