@@ -11,19 +11,25 @@ and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,35 +54,95 @@ def cpu_s(server: Server) -> float:
     return sum(ticks[process] for process in mine if process in ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def idle_s(server: Server, plan: str, count: int = 40) -> float:
-    """Median seconds of a what-if of one user while nobody else asks."""
-    waits = []
-    for step in range(count):
-        begin = time.perf_counter()
-        server.request("POST", f"/api/v1/plans/{plan}/view", {"bandwidth_factor": 0.5 + step / 100})
-        waits.append(time.perf_counter() - begin)
-    return statistics.median(waits)
+ROOT = Path(__file__).resolve().parents[1]
+
+Ask = Callable[[int, int], dict[str, Any]]
+"""Changes that a user asks for, by the user and how many they asked before."""
 
 
-def users(server: Server, plan: str, count: int, *, alike: bool, pause_s: float = 0.0) -> list[float]:
-    """Seconds of every what-if of as many users at once, three each: one after another, or one every `pause_s`."""
+def of_controls(devices: list[str], users: int, each: int) -> list[list[dict[str, Any]]]:
+    """For every user a row of what-ifs as the page's sliders and menus can ask them, read from its source: a control,
+    moved to one position after another."""
+    source = (ROOT / "web" / "src" / "whatif.tsx").read_text("utf-8")
+    [packings, algorithms] = (json.loads(found) for found in re.findall(r"^const [A-Z]+ = (\[.*?\]);", source, re.M))
+    positions = {
+        name: [value for value in json.loads(values) if str(value) != unchanged]
+        for name, values, unchanged in re.findall(r'\{slide\("\w+", "(\w+)", (\[[^\]]+\]), ([-\w.]+)', source)
+    }
+    positions |= {"activations": packings[:5], "weight_gradients": packings, "algorithm": algorithms[1:]}
+    speeds = re.findall(r'name="device_factors" values=\{(\[.*?\])\}', source)
+    positions["device_factors"] = [dict.fromkeys(devices, value) for value in json.loads(speeds[0]) if value != 1]
+    draw = random.Random(users)
+    names = [draw.choice(sorted(positions)) for _ in range(users)]
+    return [[{name: draw.choice(positions[name])} for _ in range(each)] for name in names]
+
+
+async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, pause_s: float = 0.0) -> list[float]:
+    """Seconds of every what-if of so many users at once, one after another or one every `pause_s`.
+
+    Each has a connection that stays, as a browser's does, and nothing is parsed: what asks takes no time from what
+    answers, with which it shares the machine.
+    """
+    place = urllib.parse.urlsplit(server.url)
     start_s = time.perf_counter()
 
-    def one(user: int) -> list[float]:
+    async def one(user: int) -> list[float]:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 24)
         seconds = []
-        for step in range(3):
-            if pause_s:  # users begin one after another, as people do
-                due_s = start_s + (user / count + step) * pause_s
-                time.sleep(max(0.0, due_s - time.perf_counter()))
-            changes = {"bandwidth_factor": 1 + pause_s / 900 + (0 if alike else user / 100) + step + alike / 7}
+        for step in range(each):
+            # With a pause users begin one after another, as people do.
+            await asyncio.sleep(max(0.0, start_s + (user / users + step) * pause_s - time.perf_counter()))
+            body = json.dumps(ask(user, step)).encode()
+            head = (f"POST /api/v1/plans/{plan}/view?bound=false HTTP/1.1\r\nHost: {place.netloc}\r\n"
+                    f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")  # fmt: skip
             begin = time.perf_counter()
-            status, _, _ = server.request("POST", f"/api/v1/plans/{plan}/view", changes)
-            assert status == 200
+            writer.write(head.encode() + body)
+            told = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", told)
+            assert told.startswith(b"HTTP/1.1 200") and length is not None, told
+            await reader.readexactly(int(length[1]))
             seconds.append(time.perf_counter() - begin)
+        writer.close()
         return seconds
 
-    with ThreadPoolExecutor(count) as pool:
-        return [s for row in pool.map(one, range(count)) for s in row]
+    return [s for row in await asyncio.gather(*(one(user) for user in range(users))) for s in row]
+
+
+def idle_s(server: Server, plan: str, count: int = 40) -> float:
+    """Median seconds of a what-if of one user while nobody else asks."""
+    return statistics.median(
+        asyncio.run(asked(server, plan, 1, lambda _, i: {"bandwidth_factor": 0.5 + i / 100}, each=count))
+    )
+
+
+def free_cores() -> float:
+    """How many cores a busy process on each gets at the moment: of a machine that others use, fewer than there are."""
+    count = os.cpu_count() or 1
+    spin = "import time; b = time.perf_counter()\nwhile time.perf_counter() < b + 1: pass\nprint(time.process_time())"
+    ran = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return sum(float(process.communicate()[0]) for process in ran)
+
+
+def crowd(server: Server, name: str, plan: str, users: int) -> None:
+    """Print how long what-ifs of many users take beside those of one."""
+    alone_s = idle_s(server, plan)
+    print(f"{name}: {free_cores():.1f} of {os.cpu_count()} cores are free for busy processes")
+    regions = server.request("POST", f"/api/v1/plans/{plan}/view?bound=false", {})[2]["regions"]
+    drawn = of_controls(sorted({device for region in regions for device in region["devices"]}), users, 3)
+    rows: list[tuple[str, Ask, float]] = [
+        ("of the page's controls", lambda user, step: drawn[user][step], 0.0),
+        ("of which no two are alike", lambda user, step: {"bandwidth_factor": 1 + user / 100 + step}, 0.0),
+        ("that are equal", lambda _, step: {"bandwidth_factor": 1 + step + 1 / 7}, 0.0),
+        ("of which no two are alike, one a second each", lambda u, i: {"bandwidth_factor": 1.001 + u / 100 + i}, 1.0),
+    ]
+    for kind, ask, pause_s in rows:
+        before_s = cpu_s(server)
+        waits = sorted(asyncio.run(asked(server, plan, users, ask, each=3, pause_s=pause_s)))
+        each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
+        p95_s = waits[int(0.95 * len(waits))]
+        print(f"{name}: {users} users, {len(waits)} what-ifs {kind}, no error: median "
+              f"{statistics.median(waits) * 1e3:.0f} ms, p95 {p95_s * 1e3:.0f} ms, {p95_s / alone_s:.0f} times one "
+              f"user's {alone_s * 1e3:.1f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
 
 
 def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, float, float]]:
@@ -212,16 +278,7 @@ def main() -> int:
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
                 plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
-                alone_s = idle_s(server, plan)
-                for alike, pause_s in ((False, 0.0), (True, 0.0), (False, 1.0)):
-                    before_s = cpu_s(server)
-                    waits = sorted(users(server, plan, args.users, alike=alike, pause_s=pause_s))
-                    each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
-                    p95_s = waits[int(0.95 * len(waits))]
-                    kind = f"{'equal' if alike else 'different'} what-ifs{', one a second each' if pause_s else ''}"
-                    print(f"{name}: {args.users} users, {len(waits)} {kind}, no error: median "
-                          f"{statistics.median(waits):.2f} s, p95 {p95_s:.2f} s, {p95_s / alone_s:.0f} times "
-                          f"one user's {alone_s * 1e3:.0f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+                crowd(server, name, plan, args.users)
             first_example(server)
             long_timeline(server, plan)
             many = ten_thousand(server)

@@ -16,6 +16,7 @@ from torch.distributed import ReduceOptions
 
 from polygon_comm.compression import Codec, make_codec
 from polygon_comm.line import Pending
+from polygon_comm.near_sums import hand_out
 from polygon_comm.reduction import SumGroup
 
 
@@ -112,4 +113,4 @@ class ServerGroup(SumGroup):
         for sending in sendings:
             sending.wait()
         pieces = [vector[part.start : part.stop] for part in parts]
-        self._hand_out(pieces, [self._carrier(part) for part in parts], self._near)
+        hand_out(self._near, pieces, self._near_places([self._carrier(part) for part in parts]))

@@ -1,18 +1,13 @@
-"""Sums of vectors over ranks in several regions: inside each region, between leaders of the regions, back.
+"""Sums of vectors over ranks in several regions: on nodes, inside each region, between leaders of the regions, back.
 
-A region's leaders are the first rank on each of its nodes, and each leads an equal part of the vector: it sums that
+Where a region has several nodes, the ranks of each add up first what they have, at the first of them, and only these
+first ranks exchange anything with others: a card passes nothing that its node could have added up before. A region's
+leaders are these first ranks, and each leads an equal part of the vector: it sums that
 in its region, and exchanges of it with the leaders of every other region what these lead as well. So a vector crosses
 a link once however wide the stage is, over as many node pairs as there are, and every node's card passes its part,
 however few nodes other regions have: five beside one pass 1.8 vectors over a card, where a single leader passed 3.
 What one leader of every region leads is a *lane*. Between leaders it travels packed, and every leader adds up the very
 same unpacked numbers in the same order, so that replicas stay equal bit by bit.
-
-gloo sums to one rank in a ring of small steps, each of which waits for the other side: beside messages to other
-regions, which fill the card's queue, such a ring leaves the card idle for a third of the time, and it carries half as
-much again as it need (with two members 1.5 n instead of n, counting both parts); its tree hands a sum out whole, level
-by level. Parts therefore go straight to who adds them up, announced before they are there: to the leader, and its sum
-straight back, or, where few leaders would have to hear many members (`SumGroup._straight`), to all members (but a
-single leader), each of which adds up a piece for the leader and later passes that piece of the sum on.
 """
 
 from __future__ import annotations
@@ -25,10 +20,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOptions
+from torch.distributed import AllreduceOptions, PrefixStore, ReduceOptions
 
 from polygon_comm.compression import ErrorFeedback, make_codec
 from polygon_comm.line import MOST_UNDER_WAY, Pending
+from polygon_comm.near_sums import SMALL, HandingBack, NearSums, hand_out
 from polygon_comm.pacing import connections, open_descriptors, opened_since, prefer_near
 from polygon_comm.transport import Receipt, Wires
 
@@ -36,8 +32,6 @@ TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
 """Each lane of a group uses so many tags in turn: two for each sum that is under way or expected."""
 CUT = 2
 """Which way of cutting vectors among leaders this is: what packing owes under another one is of other stretches."""
-SMALL = 1024
-"""Elements below which a latency counts more than any bytes: such a vector goes straight and unpacked."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,8 @@ class Members:
         How vectors are packed between regions.
     first_tag : int
         Of `tags` that no other message between the leaders uses.
+    nodes : tuple of tuples of rank
+        Members on each node of the regions that have several; empty where it is not told who is on which.
     """
 
     name: str
@@ -67,6 +63,7 @@ class Members:
     borders: tuple[Fraction, ...] = (Fraction(0), Fraction(1))
     codec: str = "none"
     first_tag: int = 0
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def tags(self) -> int:
@@ -114,17 +111,18 @@ def members_of(
     for rank in sorted(ranks):
         by_region.setdefault(region_of[rank], []).append(rank)
     regions = tuple(tuple(by_region[region]) for region in sorted(by_region))
-    firsts = []
+    firsts, nodes = [], []
     for region in regions:
-        first_on: dict[int, int] = {}
+        on_node: dict[int, list[int]] = {}
         for rank in region:
-            first_on.setdefault(0 if node_of is None else node_of[rank], rank)
-        firsts.append(tuple(first_on.values()))
+            on_node.setdefault(0 if node_of is None else node_of[rank], []).append(rank)
+        firsts.append(tuple(ranks[0] for ranks in on_node.values()))
+        nodes += [tuple(ranks) for ranks in on_node.values()] if len(on_node) > 1 else []
     if codec == "powersgd":  # low-rank factors need whole matrices: one leader then carries all
         firsts = [first[:1] for first in firsts]
     borders = sorted({Fraction(i, len(first)) for first in firsts for i in range(len(first) + 1)})
     leaders = tuple(tuple(first[int(start * len(first))] for start in borders[:-1]) for first in firsts)
-    return Members(name, regions, leaders, tuple(borders), codec, first_tag)
+    return Members(name, regions, leaders, tuple(borders), codec, first_tag, tuple(nodes))
 
 
 class _Round(NamedTuple):
@@ -136,33 +134,6 @@ class _Round(NamedTuple):
     tags: tuple[int, ...]
     receipts: tuple[dict[int, Receipt], ...]
     """By round and peer."""
-
-
-class _Piece(NamedTuple):
-    """A stretch of a part, and the places of who adds it up and of who exchanges the part with other regions."""
-
-    vector: torch.Tensor
-    adder: int
-    holder: int
-    tag: int
-    """Beyond the sum's; the next is the piece's, too."""
-
-
-class _Collection(NamedTuple):
-    """Receives of what the other members in the region have of the pieces that this rank adds up."""
-
-    tag: int
-    arriving: tuple[tuple[tuple[torch.Tensor, Any], ...], ...]
-    """By piece buffers and works, in the order of the members."""
-
-
-class _HandingBack(NamedTuple):
-    """Sums on their way back to the members in the region."""
-
-    start: Callable[[], None]
-    """Sends those that this rank holds."""
-    end: Callable[[], None]
-    """Waits for the others, and until all has been sent."""
 
 
 class _Crossing(NamedTuple):
@@ -192,22 +163,33 @@ class SumGroup:
         """Of these, the numbers of those that are expected and have not begun."""
         self._expected: dict[tuple[int, int], _Round] = {}
         """By sum and lane."""
-        self._collections: deque[_Collection] = deque()
-        """Those that were posted when their sums were expected."""
-        self._near_rounds = 0
         self._mine = next(region for region in members.regions if wires.rank in region)
         # Sums begin and end in threads of their own: each has its order of collectives, and a group for it.
-        self._near = self._near_group("begin")
-        self._near_out = self._near_group("end")
+        self._near = self._near_group("begin", self._mine)
+        later = wires.accelerator.later  # its own sums know nodes, and keep links busy
+        self._near_out = self._near_group("end", self._mine) if later else None
+        nodes = [] if later else [ranks for ranks in members.nodes if ranks[0] in self._mine]
+        on_node = next((ranks for ranks in nodes if wires.rank in ranks), self._mine[:1])
+        self._node = self._near_sums(on_node)
+        """Of this node's members, where others in the region are on other nodes; None where nothing is to be summed."""
+        firsts = tuple(ranks[0] for ranks in nodes) or self._mine
+        self._nodes = None if later or wires.rank not in firsts else self._near_sums(firsts)
+        """Of the first members on each node, or of all in the region; None, too, where this rank is none of these."""
 
-    def _near_group(self, purpose: str) -> Any:
-        """A process group of the members in this region; None where this rank is the only one."""
-        if len(self._mine) == 1:
+    def _near_sums(self, ranks: tuple[int, ...]) -> NearSums | None:
+        if len(ranks) == 1:
             return None
-        wires, place, size = self._wires, self.near_place, self.near_size
-        store = PrefixStore(f"sum/{self.members.name}/{self._mine[0]}/{purpose}", wires.store)
+        begin = self._near if ranks == self._mine else self._near_group("begin", ranks)
+        return NearSums(ranks, ranks.index(self._wires.rank), begin, self._near_group("end", ranks))
+
+    def _near_group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
+        """A process group of some of the members in this region; None where this rank is the only one."""
+        if len(ranks) == 1:
+            return None
+        wires = self._wires
+        store = PrefixStore(f"sum/{self.members.name}/{'-'.join(map(str, ranks))}/{purpose}", wires.store)
         before = open_descriptors()
-        group = wires.accelerator.group(store, place, size, wires.devices, wires.timeout_s)
+        group = wires.accelerator.group(store, ranks.index(wires.rank), len(ranks), wires.devices, wires.timeout_s)
         prefer_near(connections(opened_since(before)))
         return group
 
@@ -237,8 +219,14 @@ class SumGroup:
         number, parts = self._number(), self.members.parts(vector)
         leaders, small = self._leaders, vector.numel() < SMALL
         holders = leaders[: len(parts)]
-        near = None if replicated else self._start_near(parts, holders)
-        back: list[_HandingBack] = []
+        later = self._wires.accelerator.later  # memory belongs to the stream of the thread that begins
+        on_node = None if replicated else self._sum_on_node(vector)
+        near = None
+        if later and not replicated:
+            self._reduce_near(parts, holders)
+        elif self._nodes is not None and not replicated:
+            near = self._nodes.start(parts, holders)
+        back: list[HandingBack] = []
         crossings: list[tuple[torch.Tensor, _Crossing]] = []
 
         def gather() -> None:
@@ -258,15 +246,19 @@ class SumGroup:
             for handing in back:
                 handing.start()
 
-        later = self._wires.accelerator.later  # memory belongs to the stream of the thread that begins
-
         def arrive() -> None:
             if later:
                 share()
-            if not back:
-                self._hand_out(parts, holders, self._near_out)
+                hand_out(self._near_out, parts, self._near_places(holders))
+            elif replicated and self._nodes is not None:
+                self._nodes.hand_out(parts, holders)
             for handing in back:
                 handing.end()
+            if on_node is not None:
+                on_node.start()
+                on_node.end()
+            elif replicated and self._node is not None:
+                self._node.hand_out([vector], self._node.ranks[:1])
 
         if later:
             gather()
@@ -275,137 +267,42 @@ class SumGroup:
 
     def begin_near(self, vector: torch.Tensor) -> Pending:
         """Start to replace the vector by its sum over the members in this rank's region; the result's call ends it."""
-        if self._near is None:
-            return Pending(lambda: None)
-        work = self._near.allreduce([vector], AllreduceOptions())
+        on_node = self._sum_on_node(vector)
+        group = self._near if self._node is None else None
+        if self._nodes is not None:
+            group = self._nodes.begin
+        work = None if group is None else group.allreduce([vector], AllreduceOptions())
 
         def arrive() -> None:
-            work.wait()
+            if work is not None:
+                work.wait()
+            if on_node is not None:
+                on_node.start()
+                on_node.end()
 
         return Pending(arrive)
 
-    def _straight(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> bool:
-        """Whether members send their parts to their holders, instead of a piece of each to every member.
+    def _sum_on_node(self, vector: torch.Tensor) -> HandingBack | None:
+        """Wait until the first member on this node holds the sum over them; what then gives it to the others.
 
-        Gathering n and handing it out, P members with L holders pass (P + L - 2) n / L through a holder's card each way
-        if they send straight, and (P - 1) / P (2 + 1 / L) n by pieces, of a single holder 2 n.
+        None where there is nobody to wait for.
         """
-        small = len(parts) == 1 and parts[0].numel() < SMALL
-        return small or self.near_size <= len(set(holders)) + 1
+        return None if self._node is None else self._node.start([vector], self._node.ranks[:1])()
 
-    def _pieces(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> list[_Piece]:
-        """What of each part is added up where."""
-        straight, places = self._straight(parts, holders), list(range(self.near_size))
-        if len(set(holders)) == 1:
-            places.remove(self._mine.index(holders[0]))  # its card has the way to other regions beside
-        pieces: list[_Piece] = []
-        for part, rank in zip(parts, holders, strict=True):
-            holder = self._mine.index(rank)
-            adders = [(part, holder)] if straight else zip(part.tensor_split(len(places)), places, strict=True)
-            for vector, adder in adders:
-                if vector.numel():
-                    pieces.append(_Piece(vector, adder, holder, 2 * len(pieces)))
-        return pieces
-
-    def _start_near(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> Callable[[], _HandingBack] | None:
-        """Start to sum parts over the members in the region, each where its holder is.
-
-        The call of the result ends that, and returns what gives every member the parts that others hold, once they are
-        complete. None: parts are summed, and `_hand_out` gives them.
-        """
-        if self._near is None:
-            return None
-        if self._wires.accelerator.later:  # its rings keep links busy
-            works = []
-            for part, holder in zip(parts, holders, strict=True):
-                options = ReduceOptions()
-                options.rootRank = self._mine.index(holder)
-                works.append(self._near.reduce([part], options))
-            for work in works:
-                work.wait()
-            return None
-        pieces, me = self._pieces(parts, holders), self.near_place
-        collection = self._collections.popleft() if self._collections else self._collect(pieces)
-        works = [self._near.send([p.vector], p.adder, collection.tag + p.tag) for p in pieces if p.adder != me]
-        handing = self._handing_back(pieces, collection.tag, works)
-        return lambda: self._end_near(pieces, collection, handing)
-
-    def _end_near(self, pieces: Sequence[_Piece], collection: _Collection, handing: _HandingBack) -> _HandingBack:
-        """Add up this rank's pieces, and give them to their holders."""
-        (tag, arriving), me = collection, self.near_place
-        mine = [piece for piece in pieces if piece.adder == me]
-        for piece, received in zip(mine, arriving, strict=True):
-            total, versions = piece.vector, [buffer for buffer, _ in received]
-            versions.insert(me, total.clone())
-            total.zero_()
-            for _, work in received:
-                work.wait()
-            for version in versions:
-                total += version
-        moved = [piece for piece in pieces if piece.adder != piece.holder]
-        works = [self._near.send([p.vector], p.holder, tag + p.tag + 1) for p in moved if p.adder == me]
-        works += [self._near.recv([p.vector], p.adder, tag + p.tag + 1) for p in moved if p.holder == me]
-        for work in works:
-            work.wait()
-        return handing
-
-    def _handing_back(self, pieces: Sequence[_Piece], tag: int, sent: list[Any]) -> _HandingBack:
-        """What gives every member all pieces, once those that this rank holds are complete.
-
-        What this rank has `sent` comes back, summed, to where it was. That is asked for at once: nobody has a sum
-        before all of it has arrived there, and who asks late waits behind all that its card has queued.
-        """
-        me, group = self.near_place, self._near_out
-        from_holder = {
-            p.tag: group.recv([p.vector], p.holder, tag + p.tag) for p in pieces if p.adder == me != p.holder
-        }
-        from_adder = [group.recv([p.vector], p.adder, tag + p.tag + 1) for p in pieces if me not in (p.adder, p.holder)]
-
-        def start() -> None:
-            sent.extend(group.send([p.vector], p.adder, tag + p.tag) for p in pieces if p.holder == me != p.adder)
-            places = [place for place in range(self.near_size) if place != me]
-            for p in pieces:
-                if p.adder == me == p.holder:
-                    sent.extend(group.send([p.vector], place, tag + p.tag + 1) for place in places)
-
-        def end() -> None:
-            for piece in pieces:
-                if piece.tag in from_holder:
-                    from_holder[piece.tag].wait()
-                    others = [place for place in range(self.near_size) if place not in (me, piece.holder)]
-                    sent.extend(group.send([piece.vector], place, tag + piece.tag + 1) for place in others)
-            for work in (*sent, *from_adder):
-                work.wait()
-
-        return _HandingBack(start, end)
-
-    def _collect(self, pieces: Sequence[_Piece]) -> _Collection:
-        """Post the receives of the pieces that this rank adds up from all other members in the region."""
-        tag, me = self._near_rounds, self.near_place
-        self._near_rounds += 2 * len(pieces)
-        arriving = []
-        for piece in pieces:
-            if piece.adder == me:
-                buffers = [
-                    (torch.empty(piece.vector.numel(), dtype=piece.vector.dtype), place)
-                    for place in range(self.near_size)
-                    if place != me
-                ]
-                arriving.append(
-                    tuple((buffer, self._near.recv([buffer], place, tag + piece.tag)) for buffer, place in buffers)
-                )
-        return _Collection(tag, tuple(arriving))
-
-    def _hand_out(self, parts: Sequence[torch.Tensor], holders: Sequence[int], group: Any) -> None:
-        """Give every member in the region the parts that other members hold."""
+    def _reduce_near(self, parts: Sequence[torch.Tensor], holders: Sequence[int]) -> None:
+        """Sum parts over the members in the region, each where its holder is, by an accelerator's own collectives."""
         works = []
-        for part, holder in zip(parts, holders, strict=False):
-            if group is not None and part.numel():
-                options = BroadcastOptions()
-                options.rootRank = self._mine.index(holder)
-                works.append(group.broadcast([part], options))
+        for part, place in zip(parts, self._near_places(holders), strict=True):
+            if self._near is not None:
+                options = ReduceOptions()
+                options.rootRank = place
+                works.append(self._near.reduce([part], options))
         for work in works:
             work.wait()
+
+    def _near_places(self, ranks: Sequence[int]) -> list[int]:
+        """Of ranks among the members in the region."""
+        return [self._mine.index(rank) for rank in ranks]
 
     def _cross(
         self, number: int, lane: int, vector: torch.Tensor, key: str, shapes: Sequence[Sequence[int]], *, small: bool
@@ -470,7 +367,7 @@ class SumGroup:
 
         Not while sums begin; those that have begun may be under way.
         """
-        self._hand_out([vector[start:stop] for start, stop in parts], self._mine, self._near)
+        hand_out(self._near, [vector[start:stop] for start, stop in parts], range(self.near_size))
 
     def _number(self, *, expected: bool = False) -> int:
         """Number of a sum that begins, or is expected to: the same on all members, whoever of them leads."""
@@ -513,8 +410,10 @@ class SumGroup:
             return
         number, mine, small = self._number(expected=True), self._leaders, elements < SMALL
         parts = self.members.parts(torch.empty(elements, dtype=dtype, device="meta"))
-        if self._near is not None and not self._wires.accelerator.later:
-            self._collections.append(self._collect(self._pieces(parts, mine[: len(parts)])))
+        if self._node is not None:
+            self._node.expect([torch.empty(elements, dtype=dtype, device="meta")], self._node.ranks[:1])
+        if self._nodes is not None:
+            self._nodes.expect(parts, mine[: len(parts)])
         for lane, part in enumerate(parts):
             if mine[lane] == self._wires.rank:
                 self._expected[number, lane] = self._post(number, lane, key, part.numel(), dtype, shapes, small=small)

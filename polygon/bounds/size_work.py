@@ -52,7 +52,7 @@ class SizeWork:
         self.path_s = float(least_s.sum())
         self.rest_s = running_sum(least_s[::-1])[::-1]
         """Least seconds of a micro-batch, forward and backward, in layers [b, layers), shape (layers + 1,)."""
-        names = [problem.model.layer_kind(layer) for layer in range(problem.model.layers)]
+        names = problem.model.layer_kinds()
         layer_kinds = list(dict.fromkeys(names))
         sample = [names.index(name) for name in layer_kinds]
         device_s = np.full((len(layer_kinds), int(kinds.of_pool.max()) + 1), np.inf)

@@ -118,7 +118,7 @@ def layer_times(
 
 @lru_cache(maxsize=4096)
 def _layer_times(model: Model, chip: Silicon, split: LayerSplit) -> LayerTimes:
-    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    kinds = model.layer_kinds()
     by_kind = {kind: _layer_s(kinds.index(kind), model, chip, split) for kind in set(kinds)}
     arrays = [np.array([by_kind[kind][part] for kind in kinds]) for part in range(4)]
     for array in arrays:
@@ -255,9 +255,10 @@ def model_flops_per_step(model: Model, batch: Batch) -> float:
     return 3.0 * batch.global_batch * (_trunk_flops(model, batch.seq_len) + _head_flops(model, batch.seq_len))
 
 
+@lru_cache(maxsize=256)
 def _trunk_flops(model: Model, seq_len: int) -> float:
     """Forward of all but the head for one sequence, its towers included."""
-    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    kinds = model.layer_kinds()
     blocks = {kind: _block_flops(model.block(kinds.index(kind)), seq_len) for kind in set(kinds[1:-1])}
     per_token = sum(blocks[kind] for kind in kinds[1:-1])
     if model.family == "vit":

@@ -119,8 +119,7 @@ class _Held(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _layer_memory(model: Model, way: _Way) -> LayerMemory:
-    layers = range(model.layers)
-    kinds = [model.layer_kind(layer) for layer in layers]
+    kinds = model.layer_kinds()
     # Layers of one kind hold the same: a model of a hundred blocks has three or four kinds.
     by_kind = {kind: _held(kinds.index(kind), model, way) for kind in set(kinds)}
     parameters, elsewhere, activations, transient = np.array([by_kind[kind] for kind in kinds]).T.copy()

@@ -1,18 +1,19 @@
 """How long workers need to combine their weight gradients: sums inside nodes, inside regions and between places.
 
 Inside a region accelerators sum as NCCL does (`polygon.cost.network`): inside a node by its measured table, over
-several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors reduce-scatter
-and gather in two levels, as gloo does under the runner: in every node, then between the nodes, where a single leader
-passes more than a ring (`passes_of_card`). Between regions node pairs work side by side (BlueConnect, Cho et al.
-2019): each of the k nodes that a region lends to the stage leads an equal part, so that between regions of k and l
-nodes a pair of nodes has 1 / max(k, l) of what they exchange, and a card 1 / k of what its region does.
+several nodes in a ring at the rate of the narrower of fabric and shared cards, or in a tree. Processors sum in two
+levels, as the runner does: on every node at its first worker, then between the nodes, where a single leader passes more
+than a ring (`passes_of_card`); those of one node, if there is no other place, in gloo's ring. Between regions node
+pairs work side by side (BlueConnect, Cho et al. 2019): each of the k nodes that a region lends to the stage leads an
+equal part, so that between regions of k and l nodes a pair of nodes has 1 / max(k, l) of what they exchange, and a card
+1 / k of what its region does.
 
 What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
 (`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
 
 With n bytes per worker of a processor, g workers in a node, N nodes in a region, R regions:
 
-    T = 2 (g-1) (a1 + n / (g B1))  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
+    T = 2 (g-1) a1 + min(g-1, 2) n / B1  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
 A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
 does: two places send one another their whole gradients (one latency), more of them exchange parts and then the sums of
@@ -54,9 +55,11 @@ def ring_s(n_bytes: float, members: int, latency_s: float, bytes_per_s: float) -
 def passes_of_card(members: int, alone: bool) -> float:
     """How many times a gradient passes a leader's card each way, in the sum of so many nodes of a region.
 
+    Or the link of a node's first worker, which leads alone, in the sum of so many workers there.
+
     Where each node leads, its part goes straight to who adds it up, and comes back so: the 2 (P - 1) / P of a ring. One
     that leads `alone` has the way to other regions beside, and lets more than one other add up a piece each for it: 2
-    (`polygon_comm.reduction.SumGroup`).
+    (`polygon_comm.near_sums.NearSums`).
     """
     if members <= 1:
         return 0.0
@@ -210,7 +213,8 @@ def levels_s(
                 near = members[j] if apart[r] else workers
                 own_s = max(own_s, collective_s(n_bytes / degrees[j], near, members[j], p, latency, rate, 2, links))
             else:
-                each = ring_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p])
+                passes = passes_of_card(members[j], total > 1 or places > 1)
+                each = lent_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p], passes)
                 own_node_s = max(own_node_s, each)
         if not nccl and not apart[r]:
             passes = passes_of_card(total, whole and places > 1)
@@ -295,6 +299,8 @@ def ways_s(
     A layer passes the sums of a region, the way and the sums of the other region one after the other, while others are
     ahead of it or behind. Of n layers the way has the first after 1 / n of half a region's sums, and ends no sooner
     than that region's cards have all behind them but handing out the last; then 1 / n of the other's half follows.
+    What is gathered and what is handed out share a card evenly, and while a sum is on its way nothing of it is there to
+    be handed out: the last gathering is done earlier by half that time, or by half of all sums at most.
 
     Parameters
     ----------
@@ -331,7 +337,8 @@ def ways_s(
                 if linked:
                     latency = far_s[a, b] if k < 0 else far_s[a, k] + far_s[k, b]
                     way_s = 2 * half_s[a, b] if k < 0 else half_s[a, k] + half_s[k, b]
-                    all_s[b, a] = max(all_s[b, a], latency + max(sent_s, first_s + way_s) + back_s)
+                    ahead_s = 0.5 * min(latency, near_s[a])
+                    all_s[b, a] = max(all_s[b, a], latency + max(sent_s - ahead_s, first_s + way_s) + back_s)
                     end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + way_s))
     return all_s, end_s, 2 * half_s.max()
 

@@ -39,42 +39,37 @@ def busy_on_shared(
         cards have what stays within regions, which is what a step waits for.
     """
     stages = len(plan.stages)
-    hosted = np.unique(place.node * stages + place.stage) // stages
-    several = np.bincount(hosted) > 1
+    several = place.several
     if not several.any():
         return np.zeros((0, stages)), np.zeros((0, stages))
     cards, pairs = _Rows(stages), _Rows(stages)
-    most = int(place.node.max()) + 1
-    for s in range(stages):
-        mine = place.members(s)
-        _, first = np.unique(place.node[mine], return_index=True)
-        first = np.sort(first)
-        nodes, region, pool = place.node[mine][first], place.region[mine][first], place.pool[mine][first]
+    most = len(several)
+    for s, (nodes, region, pool) in enumerate(place.hosts):
         places = places_of(plan.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
-        _, where, count = np.unique(region, return_inverse=True, return_counts=True)
         # Plain gradients pass the cards inside a place, packed ones between the places of a region.
-        members, sent = count[where], np.full(len(region), n_bytes[s])
+        members, sent = np.bincount(region)[region], np.full(len(region), n_bytes[s])
         apart = places.apart[region]
         if apart.any():
             members[apart], sent[apart] = places.total, reductions[s].wire_bytes
-        rate = links.bytes_per_s[pool, pool]
-        busy = several[nodes] & (members > 1)
+        rate, shared = links.bytes_per_s[pool, pool], several[nodes]
+        busy = shared & (members > 1)
         cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * sent[busy] / rate[busy])
         alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
-        leaders = {
-            int(r): nodes[region == r][: 1 if alone and k == 1 else None]
-            for r, k in zip(places.regions, places.counts, strict=True)
+        leaders = {  # by their places among the nodes
+            r: np.flatnonzero(region == r)[: 1 if alone and k == 1 else None]
+            for r, k in zip(places.regions.tolist(), places.counts.tolist(), strict=True)
         }
         for a, b, sent_bytes in reductions[s].across_bytes:
-            rate_ab = links.cluster.bytes_per_s[a, b]
+            rate_ab = float(links.cluster.bytes_per_s[a, b])
             from_a, to_b = leaders[a], leaders[b]
             if plan.local_steps == 1 and not places.apart[a]:
-                out = np.isin(nodes, from_a) & several[nodes]
+                out = from_a[shared[from_a]]
                 cards.add(s, nodes[out], sent_bytes / len(from_a) / links.card_bytes_per_s[pool[out]])
-            i, k, part = node_pairs(len(from_a), len(to_b), every=bool(places.apart[a] or places.apart[b]))
-            both = several[from_a[i]] & several[to_b[k]] & (rate_ab > 0)
-            seconds = sent_bytes * part[both] / rate_ab if rate_ab > 0 else part[both]
-            pairs.add(s, (from_a[i] * most + to_b[k])[both], seconds)
+            if rate_ab > 0:
+                i, k, part = node_pairs(len(from_a), len(to_b), every=bool(places.apart[a] or places.apart[b]))
+                i, k = from_a[i], to_b[k]
+                both = shared[i] & shared[k]
+                pairs.add(s, (nodes[i] * most + nodes[k])[both], sent_bytes / rate_ab * part[both])
     return cards.shared(), pairs.shared()
 
 

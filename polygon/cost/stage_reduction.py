@@ -278,7 +278,8 @@ def _cards_s(
 
 def group_packing(plan: Plan, regions: np.ndarray) -> str:
     """Packing of gradients that several places add up: all use the strongest that the plan names for any pair."""
-    names = [plan.link_use(int(a), int(b)).weight_gradients for a in regions for b in regions]
+    inside = frozenset(regions.tolist())
+    names = {use.weight_gradients for use in plan.links if use.source in inside and use.target in inside}
     return max(names, key=COMPRESSIONS.index, default="none")
 
 

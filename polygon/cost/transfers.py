@@ -127,7 +127,8 @@ class LinkTable:
     """Latency and rate between pools as matrices: the only place from which prices take links.
 
     A message of an accelerator reaches part of what its link has, and waits for NCCL (`polygon.cost.network`); links
-    between regions, and those of processors, have what the cluster says.
+    between regions, and those of processors, have what the cluster says. What goes through sockets to several others at
+    once, as in a sum, reaches part of a card, whoever computes.
 
     Attributes
     ----------
@@ -159,10 +160,12 @@ class LinkTable:
             self.latency_s[a, b], self.bytes_per_s[a, b] = link.latency_s, link.bytes_per_s
         self.ring_latency_s, self.ring_bytes_per_s = self.latency_s.copy(), self.bytes_per_s.copy()
         nccl = np.array([not pool.device.is_cpu for pool in pools])
-        near = (self.region[:, None] == self.region[None, :]) & nccl[:, None] & nccl[None, :]
+        inside = self.region[:, None] == self.region[None, :]
+        near = inside & nccl[:, None] & nccl[None, :]
         # What is not RDMA reaches less; `collective_s` takes CARD_EFFICIENCY off itself.
-        sockets = near & (self.latency_s >= TCP_LATENCY_S)
-        self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s) / CARD_EFFICIENCY, 1.0)
+        sockets = inside & (self.latency_s >= TCP_LATENCY_S)
+        self.ring_bytes_per_s *= np.where(sockets, socket_share(self.bytes_per_s), 1.0)
+        self.ring_bytes_per_s /= np.where(sockets & near, CARD_EFFICIENCY, 1.0)
         self.latency_s += np.where(near, FAR_MESSAGE_S, 0.0)
         self.bytes_per_s = np.where(near, CARD_EFFICIENCY * self.ring_bytes_per_s, self.bytes_per_s)
         self.node_latency_s = np.array([pool.intra_node.latency_s for pool in pools]) + NEAR_MESSAGE_S * nccl
@@ -173,7 +176,7 @@ class LinkTable:
         # All that leaves a node, to whatever place, passes its cards.
         cards = np.array([pool.inter_node.bytes_per_s for pool in pools])
         self.card_bytes_per_s = cards * np.where(nccl, CARD_EFFICIENCY, 1.0)
-        tcp = nccl & (np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S)
+        tcp = np.array([pool.inter_node.latency_s for pool in pools]) >= TCP_LATENCY_S
         self.card_bytes_per_s = np.where(tcp, cards * socket_share(cards), self.card_bytes_per_s)
         self.collective = np.array(
             [
@@ -251,6 +254,22 @@ class Placement:
         return tuple(rows)
 
     @cached_property
+    def hosts(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        """Of every stage: its nodes in the order of its workers, with region and pool; shape (nodes used,)."""
+        rows = []
+        for stage in range(len(self.offset)):
+            mine = self.members(stage)
+            first = np.sort(np.unique(self.node[mine], return_index=True)[1])
+            rows.append((self.node[mine][first], self.region[mine][first], self.pool[mine][first]))
+        return tuple(rows)
+
+    @cached_property
+    def several(self) -> np.ndarray:
+        """Whether each node has workers of several stages, shape (last node + 1,)."""
+        found: np.ndarray = np.bincount(np.concatenate([nodes for nodes, _, _ in self.hosts])) > 1
+        return found
+
+    @cached_property
     def degrees(self) -> tuple[np.ndarray, ...]:
         """Of every stage: least tensor-parallel degree in each of its pools (as in `nodes`), shape (pools used,)."""
         rows = []
@@ -288,7 +307,7 @@ class Placement:
     def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
         """The same workers under other shard groups."""
         other = replace(self, zero_shards=zero_shards)
-        for name in ("nodes", "degrees", "alike"):  # of the workers alone
+        for name in ("nodes", "hosts", "several", "degrees", "alike"):  # of the workers alone
             vars(other)[name] = getattr(self, name)
         return other
 

@@ -117,9 +117,18 @@ def say(message: Message | str, language: Language = "en") -> str:
     if isinstance(message, str):
         return message
     template: str = words()["messages"][message.kind][LANGUAGES.index(language)]
-    if "{" not in template and "}" not in template:
-        return template
-    return _Words(language).vformat(template, (), message.arguments)
+    fill = _Words(language)
+    return "".join(
+        text if name is None else text + fill.format_field(fill.convert_field(message.arguments[name], how), spec or "")
+        for text, name, spec, how in _parts(template)
+    )
+
+
+@cache
+def _parts(template: str) -> tuple[tuple[str, str | None, str | None, str | None], ...]:
+    """A template's text and the place behind it: its name, what follows the colon, and what follows the exclamation
+    mark."""
+    return tuple(Formatter().parse(template))
 
 
 class _Words(Formatter):

@@ -222,6 +222,10 @@ class Model:
             return self.attention_pattern[(layer - 1) % len(self.attention_pattern)]
         return "window" if self.window else "full"
 
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of every layer."""
+        return _layer_kinds(self)
+
     def layer_kind(self, layer: int) -> str:
         """Name that all layers of the same shape share: `embedding`, `head`, `block`, or `moe` for a block with
         experts; behind the last two what tells blocks apart in a model where attention is not the same in all."""
@@ -334,6 +338,11 @@ class Model:
         both inputs and of the output, and a projection of the inputs together."""
         h = self.hidden_size
         return self.predicted_ahead * (self.block(self.blocks).parameters + 3 * self.norm_size + 2 * h * h)
+
+
+@lru_cache(maxsize=256)
+def _layer_kinds(model: Model) -> tuple[str, ...]:
+    return tuple(map(model.layer_kind, range(model.layers)))
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.model import Model
 from polygon.domain.plan import Plan, Problem
@@ -17,7 +18,17 @@ from polygon.export.bundle import Export, Loss
 from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.restrict import Rules, Uniform, find_uniform, losses
 from polygon.export.scripts import pairs, run_name, start_all_script, torchrun_script
+from polygon.formats.hugging_face_export import kind_of
 
+MODULES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
+"""Of `torchtitan.models`, by Hugging Face's `model_type`."""
+CONFIGS = frozenset(
+    {
+        *("llama3_8b", "llama3_70b", "llama3_405b", "gpt_oss_20b", "gpt_oss_120b"),
+        *("qwen3_0_6b", "qwen3_1_7b", "qwen3_14b", "qwen3_30b_a3b", "qwen3_32b"),
+    }
+)
+"""Functions of these modules' `config_registry`, each the model of that name."""
 RULES = Rules(zero_with_pipeline=3, zero_alone=3)
 
 
@@ -63,6 +74,16 @@ def flags(problem: Problem, uniform: Uniform) -> list[str]:
     return words
 
 
+def model_names(model: Model) -> tuple[str, str]:
+    """Module and configuration of torchtitan's that are a model, each empty where it has none."""
+    try:
+        module = MODULES.get(kind_of(model), "")
+    except InputError:  # of a kind that the engine does not run either, which torchtitan may all the same
+        module = "gpt_oss" if model.name.startswith("gpt-oss") else ""
+    config = model.name.replace("-", "_").replace(".", "_")
+    return (module, config) if config in CONFIGS else (module, "")
+
+
 def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequence[Host]) -> Export | None:
     """Scripts that start `torchtitan.train`; None where no uniform plan fits."""
     uniform = find_uniform(problem, plan, tables, RULES)
@@ -70,6 +91,10 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
         return None
     rows = seats(problem.cluster, uniform.chain, hosts)
     words = flags(problem, uniform)
+    module, config = model_names(problem.model)
+    module_word = f"${{TITAN_MODULE:-{module}}}" if module else "${TITAN_MODULE:?name the module of your model}"
+    config_word = f"${{TITAN_CONFIG:-{config}}}" if config else "${TITAN_CONFIG:?name a configuration of your model}"
+    names = f'--module "{module_word}" \\\n    --config "{config_word}"'
     recompute = f"activation-checkpoint:{uniform.plan.stages[0].recompute}"
     files = {"hosts.txt": hosts_text(rows), "flags.txt": "\n".join([*pairs(words), recompute]) + "\n"}
     for index, seat in enumerate(rows):
@@ -78,14 +103,13 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
             "Runs torchtitan; TORCHTITAN_ROOT is its checkout. TITAN_MODULE and TITAN_CONFIG name the model.",
             rows, index, ["-m torchtitan.train", "--module", *words], "TORCHTITAN_ROOT", last=recompute,
         )  # fmt: skip
-        names = (
-            '--module "${TITAN_MODULE:-llama3}" \\\n    --config "${TITAN_CONFIG:?name a configuration of your model}"'
-        )
         files[run_name(seat)] = text.replace("--module", names, 1)
     files["start-all.sh"] = start_all_script(rows)
+    own = "" if module else "TITAN_MODULE=MODULE "
+    named = own if config else f"{own}TITAN_CONFIG=CONFIGURATION "
     lost = losses(problem, plan, tables, RULES, uniform, "torchtitan")
-    notes = [Message("note.titan_config")]
-    if problem.model.family != "llama":
+    notes = [] if config else [Message("note.titan_config")]
+    if not module and problem.model.family != "llama":
         lost.append(Loss(what=Message("lost.family", family=problem.model.family)))
     return Export(
         target="torchtitan",
@@ -93,6 +117,6 @@ def export_torchtitan(problem: Problem, plan: Plan, tables: CostTables, hosts: S
         losses=tuple(lost),
         plan_step_s=step_times(plan, tables).step_s,
         step_s=uniform.step_s,
-        start="TORCHTITAN_ROOT=/path/to/torchtitan TITAN_CONFIG=llama3_8b bash start-all.sh",
+        start=f"TORCHTITAN_ROOT=/path/to/torchtitan {named}bash start-all.sh",
         notes=tuple(notes),
     )

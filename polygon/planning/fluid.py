@@ -559,7 +559,6 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             n_values = max(n_values, here * bank.tp[c])
             shards = count * bank.cp if options[ZERO, s] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
-            work.pools[i], work.degrees[i] = bank.pool[c], bank.tp[c]
         of.n_bytes[s], of.update[s] = n_values * bank.gradient_bytes, update
         of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
@@ -606,24 +605,34 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> N
 
 
 @inner
-def _find_rings(bank: Bank, work: FluidWork, s: int) -> None:
-    """Fill `near` and `ring_nodes`: parts of a sequence sum too, as in `polygon.cost.stage_reduction.stage_devices`."""
-    hosts, stages = work.hosts, work.stages
+def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
+    """Fill `pools`, `degrees`, `near` and `ring_nodes` as `polygon.cost.stage_reduction.stage_devices` has them, and
+    return how many pools there are: workers of a pool sum together, whatever their degrees, and so do parts of a
+    sequence."""
+    hosts, stages, rings = work.hosts, work.stages, 0
     for i in range(stages.members[s]):
-        c, held = stages.classes[s, i], hosts.member_most[s, i] * bank.cp
-        near = min(held, max(1, bank.devices_per_node[c] // bank.tp[c]))
-        work.near[i], work.ring_nodes[i] = near, hosts.member_nodes[s, i] * held // near
+        p, tp = bank.pool[stages.classes[s, i]], bank.tp[stages.classes[s, i]]
+        if rings == 0 or work.pools[rings - 1] != p:
+            work.pools[rings], work.degrees[rings], work.near[rings], work.ring_nodes[rings] = p, tp, 0, 0
+            rings += 1
+        work.degrees[rings - 1] = min(work.degrees[rings - 1], tp)
+        work.near[rings - 1] = max(work.near[rings - 1], hosts.member_most[s, i])
+        work.ring_nodes[rings - 1] += hosts.member_nodes[s, i]
+    for k in range(rings):
+        held = work.near[k] * bank.cp
+        work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
+        work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
+    return rings
 
 
 @inner
 def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) -> tuple[float, float, float, float]:
     """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
-    the latency; `apart` as in `levels_s`, for the pools and degrees in `work`."""
-    n_bytes, m = work.reduction.n_bytes[s], work.stages.members[s]
-    _find_rings(bank, work, s)
+    the latency; `apart` as in `levels_s`."""
+    n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s = levels_s(
         n_bytes,
-        m,
+        rings,
         work.pools,
         work.ring_nodes,
         work.near,
@@ -641,7 +650,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         if zero < 3:
             gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
         inside_s *= _summed_part(bank, zero)
-        inside_s += copies_s(n_bytes, m, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
+        inside_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
     return inside_s, gather_s, across_s, far_s
 
 

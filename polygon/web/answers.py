@@ -57,6 +57,11 @@ class Answers:
                 future.set_result(await work())
         return future.result() if future.done() else await wrap_future(future)
 
+    def __contains__(self, asked: Hashable) -> bool:
+        """Whether the answer is kept or being worked out."""
+        with self._lock:
+            return asked in self._kept
+
     def _place(self, asked: Hashable) -> tuple[Future[Any], bool]:
         """Where the answer is or will be, and whether the caller is to work it out."""
         with self._lock:

@@ -102,10 +102,24 @@ class Asking:
         **arguments: Any,
     ) -> Response:  # fmt: skip
         """One answer, worked out once for all who ask the same."""
-        own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
-        question = Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
+        return await self.answer(question_of(job, what, language, changes, **arguments), tell)
+
+    async def answer(self, question: Question, tell: Tell | None = None) -> Response:
+        """The answer to a question, worked out once for all who ask it."""
         text = await self._answers.later(question, lambda: self._pricing.ask(question, tell))
         return Response(text, media_type="application/json")
+
+    def knows(self, question: Question) -> bool:
+        """Whether its answer is there or being worked out."""
+        return question in self._answers
+
+
+def question_of(
+    job: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
+) -> Question:  # fmt: skip
+    """What is asked, the same for all who ask the same."""
+    own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
+    return Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
 def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
@@ -180,10 +194,13 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
         """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
+        question = question_of(job, "view", language, changes, bound=bound)
+        if asked.knows(question) or not question.quick:
+            return await asked.answer(question)
         async with turn.one():
             if await request.is_disconnected():  # a slider that has moved on
                 return Response(status_code=204)
-            return await asked.answered(job, "view", language, changes, bound=bound)
+            return await asked.answer(question)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:

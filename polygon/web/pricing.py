@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, cast
 
+import orjson
 from anyio import from_thread
 from fastapi.concurrency import run_in_threadpool
 
@@ -71,6 +72,13 @@ class Question:
     arguments: tuple[tuple[str, Any], ...] = ()
     plan: tuple[str, Mapping[str, Any]] | None = None
     """The plan's file and the changes that made it, for a process that does not have it."""
+
+    @property
+    def quick(self) -> bool:
+        """Whether somebody at a slider waits for it: it is answered while others are worked on."""
+        if self.what == "view" and ("bound", False) not in self.arguments:
+            return questions.is_bound_quick(orjson.loads(self.changes))
+        return self.what in questions.QUICK
 
 
 class NoPlanError(Exception):
@@ -132,7 +140,7 @@ class Pricing:
             Where the process is lost again and again.
         """
         for attempt in range(TRIES):
-            worker = await self._running(quick=question.what in questions.QUICK)
+            worker = await self._running(quick=question.quick)
             try:
                 try:
                     return await worker.ask(question, tell)
@@ -287,7 +295,7 @@ def work(pipe: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             number, asked = pipe.recv()
-            if asked.what in questions.QUICK:
+            if asked.quick:
                 answer(number, asked)
             else:
                 slow.put((number, asked))

@@ -125,7 +125,13 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 """By name; an answer that comes in parts is an iterator of what is known so far, the last being the whole."""
 
 QUICK = frozenset(("view", "timeline"))
-"""Questions that somebody at a slider waits for: they are answered while others are worked on."""
+"""Questions that take milliseconds, the bound of a view apart."""
+
+
+def is_bound_quick(changes: Mapping[str, Any]) -> bool:
+    """Whether the bound of a changed plan takes no longer than its price: where it is that of compute and path, of
+    devices and a batch that were looked at before."""
+    return bool(changes.keys() - {"overlap"}) and not changes.keys() & {"device_factors", "accumulation"}
 
 
 def answer(what: str, it: Loaded, changes: Changes, arguments: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -94,7 +95,7 @@ class PricedChange:
     reductions_s: tuple[float, ...]
     """Whole reduction of every stage, hidden part included."""
 
-    @property
+    @cached_property
     def bound(self) -> LowerBound:
         """What no plan can beat; worked out when it is asked for, as a timeline never does."""
         return lower_bound(self.tables) if self.own else link_free_bound(self.tables)

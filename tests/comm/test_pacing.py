@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from polygon_comm.pacing import (
     HEADROOM,
+    NEAR_BYTES,
     connections,
     listening_ports,
     open_descriptors,
     opened_since,
     pace,
+    prefer_near,
     seen_bytes_per_s,
 )
 
@@ -71,6 +73,21 @@ def test_a_link_that_was_faster_than_it_is_said_to_be_is_not_held_back(pair):
     most = int.from_bytes(ours.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
     assert seen > 1
     assert most == pytest.approx(HEADROOM * seen, rel=1e-6)
+
+
+def test_little_is_under_way_within_a_region(pair):
+    """Who does not read holds up a sender after the buffers of both; the sender's is what it was given."""
+    ours, theirs = pair
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR_BYTES)
+    prefer_near([ours.fileno()])
+    ours.setblocking(False)
+    sent = 0
+    try:
+        while sent < 100 * NEAR_BYTES:
+            sent += ours.send(bytes(NEAR_BYTES))
+    except BlockingIOError:
+        pass
+    assert sent <= 10 * NEAR_BYTES
 
 
 def test_only_connections_to_other_machines_are_found(pair):

@@ -11,6 +11,7 @@ from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
+from polygon.cost.reduction import passes_of_card
 from polygon.cost.shared_links import node_pairs
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
@@ -64,6 +65,9 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
         ((0, 0, 0, 0, 1, 1), "int8", 1, (0, 1, 2, 3, 4, 5)),
         ((0, 0, 0, 1, 1), "int8", 2, (0, 1, 2, 3, 4)),
         ((0, 0, 0, 1, 1, 2), "none", 1, (0, 1, 2, 3, 4, 5)),
+        ((0, 0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 1, 2, 2)),
+        ((0, 1, 0, 0, 0, 1, 2), "int8", 2, (0, 3, 1, 0, 0, 4, 5)),
+        ((0, 0, 0, 1), "powersgd", 1, (0, 0, 1, 2)),
     ],
 )
 def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
@@ -122,6 +126,61 @@ def test_pairs_of_nodes_exchange_what_they_are_priced_for(senders, receivers):
     priced = {(a, b + senders): share for a, b, share in zip(i.tolist(), k.tolist(), part.tolist(), strict=True)}
     assert led == pytest.approx(priced, abs=1e-5)
     assert members.leader_pairs() == sorted(priced)
+
+
+class CountedGroup:
+    """A process group that counts the bytes which this rank sends to each other one."""
+
+    def __init__(self, group, ranks, sent):
+        self._group, self._ranks, self._sent = group, ranks, sent
+
+    def send(self, tensors, place, tag):
+        """As of the group."""
+        self._sent[self._ranks[place]] += tensors[0].nbytes
+        return self._group.send(tensors, place, tag)
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+
+class CountedCores(Accelerator):
+    """Cores that count what this rank sends inside its region, by the peer's rank."""
+
+    def __init__(self, rank):
+        self.rank, self.sent = rank, defaultdict(int)
+
+    def group(self, store, rank, size, devices, timeout_s):
+        """As its base."""
+        store.set(f"who/{rank}", str(self.rank))
+        ranks = [int(store.get(f"who/{place}")) for place in range(size)]
+        return CountedGroup(super().group(store, rank, size, devices, timeout_s), ranks, self.sent)
+
+
+def sent_on_rank(rank, port, region_of, node_of):
+    """Bytes that a rank sends to each other one of its region in one sum."""
+    store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
+    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of)
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    cores = CountedCores(rank)
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=cores)
+    SumGroup(members, wires).sum_(contribution(rank, 0), "gradient")
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(len(region_of))])
+    return dict(cores.sent)
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 1, 1, 2), (0, 0, 1, 0, 2, 3), (0, 1, 2, 3)])
+def test_a_host_adds_up_what_its_ranks_have_before_its_card_sends_it(node_of):
+    """A card passes what it is priced for (`passes_of_card`), however many ranks of the group are on its node."""
+    away = max(node_of)  # the other region's only node
+    results = run_ranks(sent_on_rank, len(node_of), [int(node == away) for node in node_of], node_of)
+    by_node = defaultdict(int)
+    for rank, sent in enumerate(results):
+        for peer, n_bytes in sent.items():
+            by_node[node_of[rank]] += n_bytes if node_of[peer] != node_of[rank] else 0
+    n_bytes = ELEMENTS * contribution(0, 0).element_size()
+    for node in range(away):
+        assert by_node[node] == pytest.approx(passes_of_card(away, alone=False) * n_bytes, abs=16)
 
 
 def overlapped_on_rank(rank, port, ranks, sums):

@@ -171,12 +171,34 @@ def test_a_leaders_card_passes_what_it_adds_up(packing, passes):
         batch=Batch(global_batch=12, seq_len=16, precision="fp32"),
     )
     plan = small_plan(problem.cluster, [(0, 10)], [[0, 1, 2, 3, 4, 5]], [[m] for m in range(6)], compression=packing)
-    gradient_s = 4 * problem.model.parameters / 1e7
+    card = 0.9e7  # what sockets reach
+    gradient_s = 4 * problem.model.parameters / card
     found = step_times(plan, CostTables(problem))
     assert found.ways is not None
-    factors_s = found.reductions[0].wire_bytes / 1e7 if packing == "powersgd" else 0
+    factors_s = found.reductions[0].wire_bytes / card if packing == "powersgd" else 0
     assert found.reductions[0].ways.whole_s[0, 0] == pytest.approx(passes * gradient_s + factors_s)
     assert found.step_s > passes * gradient_s
+
+
+@pytest.mark.parametrize(("part", "seen"), [(0.1, 0.05), (0.9, 0.45), (1.5, 1.0)])
+def test_gathering_gets_ahead_while_a_sum_is_on_its_way(part, seen):
+    """Of what a way takes half is hidden by hand-outs that are behind, of a region's sums half at most."""
+    ways = []
+    for latency_s in (0.0, part):
+        lan = Link(latency_s=0.0, bytes_per_s=1e7)
+        cluster = cluster_of([[("t4", 4, 1)]] * 2, latency_s=latency_s, bytes_per_s=1e12, between=lan)
+        processor = replace(cluster.catalogue["t4"], architecture="cpu")
+        model = small_model(blocks=8, hidden_size=256, heads=4, kv_heads=4, head_dim=64, ffn_size=1024)
+        near_s = 2 * 3 / 4 * 4 * model.parameters / 1e7
+        cluster = replace(
+            cluster,
+            catalogue=dict(cluster.catalogue) | {"t4": processor},
+            latency_s=cluster.latency_s * near_s,
+        )
+        problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=12, seq_len=16, precision="fp32"))
+        plan = small_plan(cluster, [(0, 10)], [list(range(8))], [[m] for m in range(8)])
+        ways.append(step_times(plan, CostTables(problem)).reductions[0].ways.whole_s[1, 0])
+    assert (ways[1] - ways[0]) / near_s == pytest.approx(seen)
 
 
 @pytest.mark.parametrize(("hosts", "many"), [(1, 4), (4, 1), (2, 3)])

@@ -107,23 +107,27 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
         assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
 
 
-def test_processors_sum_in_rings_of_what_the_cluster_says():
-    """Two nodes of two: 2 (a + n / 2b) inside a node, then between nodes. NCCL has one ring for all accelerators."""
+@pytest.mark.parametrize(("nodes", "per_node", "passes"), [(2, 2, 1), (2, 4, 2), (1, 2, 1), (1, 4, 6 / 4)])
+def test_processors_sum_on_their_node_first_and_then_between_nodes(nodes, per_node, passes):
+    """At a node's first one, which passes the gradient once or twice, and then in a ring of nodes; of one node in a
+    ring. NCCL has one ring for all accelerators."""
     inside, between = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-3, bytes_per_s=1e8)
-    cluster = cluster_of([[("t4", 2, 2)]], inside=inside, between=between)
+    cluster = cluster_of([[("t4", nodes, per_node)]], inside=inside, between=between)
     processor = replace(cluster.catalogue["t4"], architecture="cpu")
     processors = replace(cluster, catalogue=dict(cluster.catalogue) | {"t4": processor})
     problem, accelerated = (replace(far_problem(2), cluster=found) for found in (processors, cluster))
-    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(4))
+    width = nodes * per_node
+    workers = tuple(Worker(pool=0, devices=(device,)) for device in range(width))
     stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
-    routes = np.arange(12)[:, None] % 4
-    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (4,)))
+    routes = np.arange(12)[:, None] % width
+    plan = Plan(stages=stages, routes=routes, micro_batch_size=1, spans=stage_spans(stages, (width,)))
     cost, n_bytes = step_times(plan, CostTables(problem)).reductions[0], 4 * problem.model.parameters
-    assert cost.node_s == pytest.approx(2 * (1e-4 + n_bytes / 2e9))
-    assert cost.region_s == pytest.approx(2 * (1e-3 + n_bytes / 2e8))
+    assert cost.node_s == pytest.approx(2 * (per_node - 1) * 1e-4 + passes * n_bytes / 1e9)
+    reached = 0.9 * 1e8  # through sockets
+    assert cost.region_s == pytest.approx((nodes - 1) * 2 * (1e-3 + n_bytes / 2 / reached))
     assert cost.across_s == 0
     nccl = step_times(plan, CostTables(accelerated)).reductions[0]
-    assert nccl.node_s == 0 and nccl.region_s > 2 * 3 / 4 * n_bytes / 1e8
+    assert nccl.node_s == 0 and (nodes == 1 or nccl.region_s > 2 * (width - 1) / width * n_bytes / 1e8)
 
 
 @pytest.mark.parametrize("regions", [2, 3, 4])

@@ -289,6 +289,24 @@ def test_what_torchtitan_and_megatron_insist_on():
     assert {("megatron", True), ("megatron", False)} <= seen
 
 
+@pytest.mark.parametrize(
+    ("model", "module", "config"),
+    [
+        ("qwen3-30b-a3b", "{TITAN_MODULE:-qwen3}", "{TITAN_CONFIG:-qwen3_30b_a3b}"),
+        ("llama3-8b", "{TITAN_MODULE:-llama3}", "{TITAN_CONFIG:-llama3_8b}"),
+        ("gpt-oss-20b", "{TITAN_MODULE:-gpt_oss}", "{TITAN_CONFIG:-gpt_oss_20b}"),
+        ("deepseek-v2-lite", "{TITAN_MODULE:?", "{TITAN_CONFIG:?"),
+    ],
+)
+def test_torchtitan_is_started_with_the_plans_model(model, module, config):
+    """Where it has one of that kind and size; else who starts it must name one."""
+    problem, plan, tables = of_dimensions(model, dict(DIMENSIONS)[model])
+    result = export(problem, plan, "torchtitan", tables=tables)
+    script = next(text for name, text in result.files.items() if name.startswith("run-"))
+    assert module in script and config in script
+    assert ("TITAN_CONFIG=" in result.start) == (model == "deepseek-v2-lite")
+
+
 def test_ranks_of_torchrun_scripts_are_the_plans_ranks(tmp_path):
     """Hosts in order, each with its number of processes, give every rank the device that the plan means."""
     problem, plan = planned("ptafm-7dc", global_batch=64)

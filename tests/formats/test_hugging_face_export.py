@@ -32,6 +32,12 @@ def test_the_usual_models_have_a_config():
             hugging_face_config(catalogue.model(name))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen3-8b", "qwen3"), ("qwen3-30b-a3b", "qwen3_moe")])
+def test_qwen3_is_no_llama_and_no_mixtral(name, kind):
+    """Its heads have norms of their own, in the catalogue too."""
+    assert MODELS[name]["model_type"] == kind
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_read_as_the_same_model(name):
     """With as many parameters and the same sizes; name, notes and the MLP of blocks that are none aside."""

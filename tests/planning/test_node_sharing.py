@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from polygon.cost.shared_links import busy_on_shared, last_end_s
+from polygon.cost.stage_reduction import stage_devices
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates
@@ -100,6 +101,24 @@ def test_kinds_of_a_stage_are_told_apart_though_the_widest_are_dealt_out_first()
     hosts = decoder._work(1).hosts
     assert hosts.member_nodes[0, :3].tolist() == [1, 1, 1]
     assert hosts.member_most[0, :3].tolist() == [4, 2, 1]
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 2), (4, 2, 0), (6, 1, 1)])
+def test_kinds_of_a_pool_sum_together(counts):
+    """Workers of one and of two devices, of which the narrow go on where the wide end, and others of a second pool: who
+    sums how much where is what it is in the plan."""
+    batch, cluster = Batch(global_batch=32, seq_len=512), cluster_of([[("v100-16gb", 3, 4)], [("t4", 2, 2)]])
+    decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=batch))
+    workers = np.zeros((1, len(decoder.classes)), dtype=np.int64)
+    workers[0, [decoder.classes.index(kind) for kind in ((0, 1), (0, 2), (1, 1))]] = counts
+    x = Allocation(workers=workers, micro_batch_size=1)
+    assert decoder.fluid_s(x)[1] == FITS
+    place, work = decoder.step_times(decoder.decode(x, relax=False)).place, decoder._work(1)
+    pools, nodes, members = stage_devices(place, 0, decoder.tables.links)
+    for exact, found in (
+        (pools, work.pools), (nodes, work.ring_nodes), (members, work.near), (place.degrees[0], work.degrees)
+    ):  # fmt: skip
+        assert found[: len(pools)].tolist() == exact.tolist()
 
 
 @pytest.mark.parametrize("pools", [(0, 0), (0, 3, 0), (0, 3, 0, 0), (0, 3, 0, 3), (0, 0, 3, 3, 0)])

@@ -181,13 +181,42 @@ def test_what_ifs_that_nobody_waits_for_are_not_worked_out(tmp_path, monkeypatch
     monkeypatch.setattr(Pricing, "ask", counted)
     app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
     left = [2.0 + i / 1000 for i in range(8)]
-    answers = asyncio.run(asked_at_once(app, plan_data(*planned()), [*left, 3.0, 3.5], left))
+
+    async def at_once():
+        async with what_ifs(app) as status:
+            return await asyncio.gather(*(status(factor, factor in left) for factor in (*left, 3.0, 3.5)))
+
+    assert asyncio.run(at_once()) == [204] * 8 + [200] * 2
     assert sorted(priced) == [3.0, 3.5]
-    assert answers == {**dict.fromkeys(left, 204), 3.0: 200, 3.5: 200}
 
 
-async def asked_at_once(app, plan, factors, left):
-    """Status of a view for each factor, all asked at the same time; who asks for one in `left` is gone by then."""
+def test_kept_answers_wait_for_nobody(tmp_path, monkeypatch):
+    """What was asked before is answered while what-ifs of others take every turn."""
+    ask, go = Pricing.ask, asyncio.Event()
+
+    async def held(self, question, tell=None):
+        if json.loads(question.changes)["latency_factor"] > 4:
+            await go.wait()
+        return await ask(self, question, tell)
+
+    monkeypatch.setattr(Pricing, "ask", held)
+    app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
+
+    async def again():
+        async with what_ifs(app) as status:
+            assert await status(3.0) == 200
+            others = [asyncio.create_task(status(5.0 + i)) for i in range(8)]
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(status(3.0), PATIENCE_S) == 200
+            go.set()
+            return await asyncio.gather(*others)
+
+    assert asyncio.run(again()) == [200] * 8
+
+
+@contextlib.asynccontextmanager
+async def what_ifs(app):
+    """From a factor of latency, and whether who asks is gone by then, to the status of the view."""
 
     async def ask(path, data, gone=False):
         parts = [{"type": "http.request", "body": format_json(data).encode(), "more_body": False}]
@@ -211,10 +240,12 @@ async def asked_at_once(app, plan, factors, left):
         return sent[0]["status"], json.loads(body) if body else None
 
     async with app.router.lifespan_context(app):
-        _, row = await ask("/api/v1/plans", plan)
-        path = f"/api/v1/plans/{row['id']}/view"
-        said = await asyncio.gather(*(ask(path, {"latency_factor": factor}, factor in left) for factor in factors))
-    return dict(zip(factors, (status for status, _ in said), strict=True))
+        _, row = await ask("/api/v1/plans", plan_data(*planned()))
+
+        async def status(factor, gone=False):
+            return (await ask(f"/api/v1/plans/{row['id']}/view", {"latency_factor": factor}, gone))[0]
+
+        yield status
 
 
 def test_uploads_are_read_like_files(server):

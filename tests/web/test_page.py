@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from polygon.domain.optimizer import OPTIMIZERS
 from polygon.formats.convert_plan import plan_data
@@ -263,6 +264,26 @@ def test_the_file_is_there_before_the_server_answers(fresh, server):
     fresh.reload()
     expect(file).to_have_value(before)
     assert fresh.faults == []
+
+
+def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
+    """Not what the server read before the last change, however late it answers; a draft that is wrong is not saved."""
+    fresh.locator("#tab-cluster").click()
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("frankfurt"))
+    asked = []
+    # What the editor asks by itself is never answered, what is asked for the file is.
+    fresh.route("**/api/v1/clusters", lambda route: asked.append(1) if not asked else route.continue_())
+    with fresh.expect_request("**/api/v1/clusters"):
+        fill(fresh, "cluster.regions[0].nodes[0].count", "7")
+    fresh.locator("#cluster-menu").click()
+    with fresh.expect_download() as saved:
+        fresh.locator("#export-yaml").click()
+    saved.value.save_as(tmp_path / "mine.yaml")
+    assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["regions"][0]["nodes"][0]["count"] == 7
+    fill(fresh, "cluster.regions[0].nodes[0].count", "0")
+    fresh.locator("#cluster-menu").click()
+    fresh.locator("#export-yaml").click()
+    expect(fresh.locator("#trouble")).to_contain_text("count: found 0")
 
 
 def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):

@@ -82,22 +82,27 @@ def test_a_lost_process_is_started_anew(pricing):
 
 
 def test_more_processes_share_what_is_quick(pricing):
-    """Where many wait another starts; it is asked once it is ready, and what takes long stays with the first."""
+    """Where many wait another starts; it is asked once it is ready, and what takes long stays with the first, the bound
+    of a plan too."""
     pricing._most = 2
-    step_s = asked(pricing)["estimate"]["step_s"]
+    step_s = asked(pricing, bound=False)["estimate"]["step_s"]
     for _ in range(3):
         LOOP.call_soon_threadsafe(pricing.grow)
     assert eventually(lambda: pricing.processes == 2)
     LOOP.call_soon_threadsafe(pricing.grow)
-    assert asked(pricing)["estimate"]["step_s"] == step_s and pricing.processes == 2
+    assert asked(pricing, bound=False)["estimate"]["step_s"] == step_s and pricing.processes == 2
     first, other = pricing._workers
     os.kill(first.process.pid, signal.SIGSTOP)
-    waits = threading.Thread(target=asked, args=(pricing, "assumed"))
-    waits.start()
-    assert eventually(lambda: first.waiting() == 1)
-    assert asked(pricing)["estimate"]["step_s"] == step_s and other.waiting() == 0
+    long = [("assumed", "{}"), ("view", "{}"), ("view", '{"overlap": 0.5}'), ("view", '{"device_factors": {"t4": 2}}')]
+    waits = [threading.Thread(target=asked, args=(pricing, *question)) for question in long]
+    for waiting in waits:
+        waiting.start()
+    assert eventually(lambda: first.waiting() == len(long))
+    assert asked(pricing, bound=False)["estimate"]["step_s"] == step_s and other.waiting() == 0
+    assert asked(pricing, changes='{"price_factor": 2}')["estimate"]["step_s"] == step_s and other.waiting() == 0
     os.kill(first.process.pid, signal.SIGCONT)
-    waits.join(PATIENCE_S)
+    for waiting in waits:
+        waiting.join(PATIENCE_S)
     other.process.kill()
     other.process.join(PATIENCE_S)
-    assert all(asked(pricing)["estimate"]["step_s"] == step_s for _ in range(3))
+    assert all(asked(pricing, bound=False)["estimate"]["step_s"] == step_s for _ in range(3))

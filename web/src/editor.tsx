@@ -64,7 +64,7 @@ export function Editor(): JSX.Element {
   return (
     <div class="editor">
       <div class="editor-form">
-        <Section title={t("cluster")} tools={<Tools yaml={resolved.yaml} />}>
+        <Section title={t("cluster")} tools={<Tools />}>
           <WorldMap places={draftPlaces(cluster)} height={230} label={t("editMap")} onSelect={pick}
             onMove={(name, latitude, longitude) => edit((d) => {
               const r = d.cluster.regions.findIndex((it: Data) => it.name === name);
@@ -99,8 +99,11 @@ function trimmed(cluster: Data): Data {
   return copy;
 }
 
-function Tools({ yaml }: { yaml: string }): JSX.Element {
+function Tools(): JSX.Element {
   const name = draft.value.cluster.name ?? "cluster";
+  const none = draft.value.cluster.regions.length === 0;
+  // Of the fields as they are now: the file beside them follows a moment later, and not where they are wrong.
+  const cluster = async (): Promise<void> => download(`${name}.yaml`, (await post("/clusters", { cluster: trimmed(draft.value.cluster) })).yaml, "application/yaml");
   const problem = async (): Promise<void> => {
     const { problem: asked } = request();
     download(`${name}-problem.json`, JSON.stringify({ format: "polygon-problem", version: 1, ...asked }, null, 1), "application/json");
@@ -109,8 +112,8 @@ function Tools({ yaml }: { yaml: string }): JSX.Element {
     <Menu label={t("importExport")} id="cluster-menu">{(close) => <>
       <Upload label={t("upload")} id="import-cluster" take={(text, file) => { close(); void readCluster(text, file); }} />
       <Upload label={t("openMeasured")} id="import-measured" take={(text, file) => { close(); void readMeasured(text, file); }} />
-      <button type="button" id="export-yaml" disabled={!yaml} onClick={() => { close(); download(`${name}.yaml`, yaml, "application/yaml"); }}>{t("exportCluster")}</button>
-      <button type="button" disabled={!yaml} onClick={() => { close(); void problem(); }}>{t("exportProblem")}</button>
+      <button type="button" id="export-yaml" disabled={none} onClick={() => { close(); void attempt(cluster); }}>{t("exportCluster")}</button>
+      <button type="button" disabled={none} onClick={() => { close(); void problem(); }}>{t("exportProblem")}</button>
     </>}</Menu>
   );
 }

@@ -132,7 +132,14 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     const [x, y] = base.translate();
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
-  const shape = useMemo(() => (width ? geoPath(projection)(land) ?? "" : ""), [projection]);
+  // A world narrower than the frame goes on beside itself.
+  const shape = useMemo(() => {
+    if (!width) return "";
+    const [x, y] = projection.translate(), round = 2 * Math.PI * projection.scale();
+    const beside = [x - round, x, x + round].filter((at) => at + round / 2 > 0 && at - round / 2 < width);
+    const drawnAt = (at: number): string => geoPath(geoMercator().rotate(projection.rotate()).scale(projection.scale()).translate([at, y]).clipExtent(projection.clipExtent()))(land) ?? "";
+    return beside.map(drawnAt).join("");
+  }, [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
@@ -214,13 +221,18 @@ interface RegionProps {
   onSelect?: (name: string) => void;
   onDrag?: (e: PointerEvent, name: string) => void;
 }
-function Regions({ places, at, projection, width, height, onSelect, onDrag }: RegionProps): JSX.Element {
+function Regions({ places, at, projection, width, height, seen, onSelect, onDrag }: RegionProps): JSX.Element {
   const biggest = Math.max(1, ...places.map((p) => p.devices));
   const spots = places.map((p, i) => {
     const [x, y] = projection(at[i]) ?? [-99, -99];
     return { x, y, r: 4 + 5 * Math.sqrt(Math.max(0, p.devices) / biggest) };
   });
-  const labels = spread(places.map((p, i) => ({ ...spots[i], text: `${brief(p.name, 20)} ${said(p)}` })), width, height);
+  const byName = new Map(places.map((p, i) => [p.name, spots[i]]));
+  const passed = seen.flatMap((w) => {
+    const [a, b] = [byName.get(w.a)!, byName.get(w.b)!], curve = bow([a.x, a.y], [b.x, b.y]);
+    return Array.from({ length: 40 }, (_, k) => along(curve, (k + 0.5) / 40));
+  });
+  const labels = spread(places.map((p, i) => ({ ...spots[i], text: `${brief(p.name, 20)} ${said(p)}` })), passed, width, height);
   return <g>{places.map((p, i) => <Region key={p.name} p={p} color={regionColor(i)} spot={spots[i]} label={labels[i]} width={width} height={height} onSelect={onSelect} onDrag={onDrag} />)}</g>;
 }
 interface OneRegion extends Pick<RegionProps, "width" | "height" | "onSelect" | "onDrag"> {
@@ -252,8 +264,9 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
   );
 }
 interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }
-// Each label right, left, below or above its place, where it covers no other; none where there is no room.
-function spread(spots: { x: number; y: number; r: number; text: string }[], width: number, height: number): (Label | null)[] {
+// Each label right, left, below or above its place, where it covers no other and as little as may be of the ways; none
+// where there is no room.
+function spread(spots: { x: number; y: number; r: number; text: string }[], passed: Point[], width: number, height: number): (Label | null)[] {
   const taken: [number, number, number, number][] = spots.map((s) => [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r]);
   return spots.map((s, i) => {
     const w = 7.2 * s.text.length + s.r + 5, h = 15;
@@ -263,14 +276,14 @@ function spread(spots: { x: number; y: number; r: number; text: string }[], widt
       [{ x: s.x, y: s.y + s.r + 14, anchor: "middle" }, [s.x - w / 2, s.y + s.r + 2, s.x + w / 2, s.y + s.r + h + 3]],
       [{ x: s.x, y: s.y - s.r - 5, anchor: "middle" }, [s.x - w / 2, s.y - s.r - h - 3, s.x + w / 2, s.y - s.r - 2]],
     ];
-    for (const [label, box] of tries) {
+    const free = tries.filter(([, box]) => {
       const inside = box[0] > 0 && box[2] < width && box[1] > 0 && box[3] < height;
-      if (inside && !taken.some((o, j) => j !== i && box[0] < o[2] && box[2] > o[0] && box[1] < o[3] && box[3] > o[1])) {
-        taken.push(box);
-        return label;
-      }
-    }
-    return null;
+      return inside && !taken.some((o, j) => j !== i && box[0] < o[2] && box[2] > o[0] && box[1] < o[3] && box[3] > o[1]);
+    });
+    const crossed = free.map(([, box]) => passed.filter(([x, y]) => x > box[0] - 3 && x < box[2] + 3 && y > box[1] - 3 && y < box[3] + 3).length);
+    const best = free[crossed.indexOf(Math.min(...crossed))];
+    if (best) taken.push(best[1]);
+    return best?.[0] ?? null;
   });
 }
 export const UseScale = (): JSX.Element => (

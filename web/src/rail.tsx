@@ -93,6 +93,10 @@ function Plans(): JSX.Element {
   // On a narrow screen the plan itself comes before the others.
   const [closed, setClosed] = useState(planId.value !== "");
   const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
+  // What a plan was varied into stands below it.
+  const listed = new Set(rows.map((j: Data) => j.id));
+  const ordered = (under: string): Data[] =>
+    rows.filter((j: Data) => (listed.has(j.parent) ? j.parent : "") === under).flatMap((j: Data) => [j, ...ordered(j.id)]);
   return (
     <section class={closed ? "plans closed" : "plans"} aria-label={t("plans")}>
       <div class="fold-head"><button type="button" class="narrow" aria-label={t("plans")} aria-expanded={!closed} onClick={() => setClosed(!closed)}>{closed ? "▸" : "▾"}</button><h2>{t("plans")}</h2><span class="grow" />
@@ -101,7 +105,7 @@ function Plans(): JSX.Element {
           <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>
         </>}</Menu></div>
       {(jobs.value?.length ?? 0) > 6 && <input class="filter" type="search" aria-label={t("filter")} placeholder={t("filter")} value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />}
-      {jobs.value === null ? <Skeleton /> : rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul id="plan-list">{rows.slice(0, 60).map((j: Data) => <PlanRow key={j.id} j={j} />)}</ul>}
+      {jobs.value === null ? <Skeleton /> : rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul id="plan-list">{ordered("").slice(0, 60).map((j: Data) => <PlanRow key={j.id} j={j} />)}</ul>}
     </section>
   );
 }

@@ -163,12 +163,19 @@ export async function takePlans(): Promise<void> {
 }
 
 let pricing = new AbortController();
+const RESTED_MS = 300;
+// The step at once; what no plan can beat, which other devices make long work, where the slider has come to rest.
 async function reprice(): Promise<void> {
   pricing.abort();
   const { signal: gone } = (pricing = new AbortController());
+  const path = `/plans/${planId.value}/view`;
   try {
-    const data = await post(`/plans/${planId.value}/view`, changes.value, gone);
-    if (!gone.aborted && data) batch(() => { shown.value = data; trouble.value = ""; });
+    const data = await post(`${path}?bound=false`, changes.value, gone);
+    if (gone.aborted || !data) return;
+    batch(() => { shown.value = data; trouble.value = ""; });
+    await new Promise((resolve) => setTimeout(resolve, RESTED_MS));
+    const whole = gone.aborted ? null : await post(path, changes.value, gone);
+    if (!gone.aborted && whole) shown.value = whole;
   } catch (error) {
     if (!gone.aborted) say(error);
   }

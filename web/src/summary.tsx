@@ -46,7 +46,7 @@ export function together(): string {
   const all: Data[] = limits.value?.together ?? [];
   if (!all.length) return "";
   const named = all.slice(0, MOST_NAMED).map(resource);
-  if (all.length > MOST_NAMED) named.push(t("andMore", { n: all.length - MOST_NAMED }));
+  if (all.length > MOST_NAMED) named.push(t("nMore", { n: all.length - MOST_NAMED }));
   return new Intl.ListFormat(language.value).format(named);
 }
 function limited(): string {
