@@ -20,7 +20,7 @@ from polygon.cost.transfers import boundary_values, codec_s, matrix_values, pack
 from polygon.jit.compilation import general
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
-from polygon.planning.fluid import FIRST, SECOND, FluidWork, fluid_step_s, work_for
+from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
 from polygon.planning.layer_split import passing_s, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
@@ -181,7 +181,7 @@ def reduction_floor_s(
 
 @general
 def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float:
-    """Seconds that no plan decoded from an allocation can beat, by either cut of its layers; inf where it has none.
+    """Seconds that no plan decoded from an allocation can beat, by any cut of its layers; inf where it has none.
 
     Parameters
     ----------
@@ -190,7 +190,10 @@ def floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork) -> float
     work : Work
         Of `work_for` the rows of x.
     """
-    return min(_cut_floor_s(bank, limits, x, work, FIRST), _cut_floor_s(bank, limits, x, work, SECOND))
+    floor = _cut_floor_s(bank, limits, x, work, FIRST)
+    for cut in (SECOND, THIRD):
+        floor = min(floor, _cut_floor_s(bank, limits, x, work, cut))
+    return floor
 
 
 @general

@@ -25,7 +25,7 @@ from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem
 from polygon.planning.device_assignment import deal_devices, dealt_as
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import (
-    BETTER,
+    BEST,
     FIRST,
     FITS,
     NEVER_ENDS,
@@ -33,6 +33,7 @@ from polygon.planning.fluid import (
     NO_MEMORY,
     REASONS,
     SECOND,
+    THIRD,
     FluidWork,
     fluid_step_s,
     work_for,
@@ -159,7 +160,7 @@ class Decoder:
         allocation = self.legal(allocation)
         rows = allocation.workers.shape[0]
         bank = self.bank(allocation.setting)
-        return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows), BETTER)
+        return fluid_step_s(bank, allocation.workers, *_out(rows), self._work(rows), BEST)
 
     def legal(self, allocation: Allocation) -> Allocation:
         """The allocation without the workers that the constraints keep out of their stages."""
@@ -186,7 +187,7 @@ class Decoder:
         allocation = self.legal(allocation)
         bank = self.bank(allocation.setting)
         bounds, options, out = _out(allocation.workers.shape[0])
-        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1), BETTER)
+        step_s, _ = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1), BEST)
         if not math.isfinite(step_s):
             return priced(self.problem, step_s, 0.0, 0.0, np.zeros(len(self.problem.cluster.regions)))
         return self._bills.bill(bank, allocation.workers, bounds, options, out, step_s)
@@ -204,7 +205,7 @@ class Decoder:
         allocation: Allocation,
         *,
         relax: bool = True,
-        cuts: tuple[int, ...] = (FIRST, SECOND),
+        cuts: tuple[int, ...] = (FIRST, SECOND, THIRD),
         hurdle_s: float = math.inf,
     ) -> Plan | Infeasible:
         """The plan of an allocation.
@@ -365,7 +366,12 @@ class Decoder:
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
             share = np.zeros((len(rates), count))
             lock_shares(np.array(rates), len(rates), True, share)
-        routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share)
+        pools = problem.cluster.pools
+        first = np.cumsum([0, *(pool.nodes for pool in pools)])
+        nodes = [
+            np.array([first[w.pool] + pools[w.pool].node_of(w.devices[0]) for w in stage.workers]) for stage in stages
+        ]
+        routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share, nodes)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
         kept = []

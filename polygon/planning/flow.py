@@ -24,12 +24,18 @@ class Places(NamedTuple):
     """One of the region's pools in the stage."""
     rates: np.ndarray
     """Micro-batches per second; 0 where a region has no workers in a stage."""
+    slowest: np.ndarray
+    """Seconds of a micro-batch on the slowest worker."""
     share: np.ndarray
     """Parts of the micro-batches; each row sums to one."""
     supply: np.ndarray
     demand: np.ndarray
     flow: np.ndarray
     """(rows, regions, regions) parts of the micro-batches that go from region to region, by stage that sends them."""
+    message: np.ndarray
+    """(rows, regions, regions) seconds that a micro-batch is under way there and back, where any goes."""
+    trip: np.ndarray
+    """Most seconds from the end of a micro-batch's forward to the begin of its backward in a stage."""
     busy: np.ndarray
     """(regions, regions) messages in parts of the micro-batches, of all stages, activations and gradients."""
     near: np.ndarray
@@ -47,10 +53,13 @@ def places_for(rows: int, regions: int) -> Places:
         workers=np.zeros(shape, dtype=np.int64),
         pool=np.zeros(shape, dtype=np.int64),
         rates=np.zeros(shape),
+        slowest=np.zeros(shape),
         share=np.zeros(shape),
         supply=np.zeros(regions),
         demand=np.zeros(regions),
         flow=np.zeros((rows, regions, regions)),
+        message=np.zeros((rows, regions, regions)),
+        trip=np.zeros(shape),
         busy=np.zeros((regions, regions)),
         near=np.zeros(shape),
         leaving=np.zeros(shape),
@@ -63,13 +72,14 @@ def find_places(bank: Bank, stages: Stages, n: int, places: Places) -> None:
     """Fill in what every region lends to the first n stages, all but nodes (`find_hosts`) and shares."""
     for s in range(n):
         for r in range(places.nodes.shape[1]):
-            places.workers[s, r], places.pool[s, r], places.rates[s, r] = 0, 0, 0.0
+            places.workers[s, r], places.pool[s, r], places.rates[s, r], places.slowest[s, r] = 0, 0, 0.0, 0.0
         for i in range(stages.members[s]):
             c, count = stages.classes[s, i], stages.counts[s, i]
             r = bank.region[c]
             places.workers[s, r] += count
             places.pool[s, r] = bank.pool[c]
             places.rates[s, r] += count / stages.seconds[s, i]
+            places.slowest[s, r] = max(places.slowest[s, r], stages.seconds[s, i])
 
 
 @kernel
@@ -199,7 +209,7 @@ def find_flows(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -
 @inner
 def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared: bool) -> tuple[float, float, float]:
     """Seconds of the slowest message between stages s and s + 1, the time in which the fullest link carries all, and
-    seconds of the mean message.
+    seconds of the mean message. Fills `message`.
 
     The mean of the slowest activation and the slowest gradient: workers take micro-batches in a fixed order, so all
     wait for the slowest way. The workers of a node share its links.
@@ -219,10 +229,28 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
             message, full = _way_s(bank, places, hosts, n, s, s + 1, a, b, part, shared)
             down, fullest = max(down, message), max(fullest, full)
             mean += 0.5 * part * message
+            places.message[s, a, b] = message
             message, full = _way_s(bank, places, hosts, n, s + 1, s, b, a, part, shared)
             up, fullest = max(up, message), max(fullest, full)
             mean += 0.5 * part * message
+            places.message[s, a, b] += message
     return 0.5 * (down + up), fullest, mean
+
+
+@inner
+def find_trips(places: Places, n: int) -> None:
+    """Fill in how long micro-batches are away from each of n stages, given what `boundary_s` says of all.
+
+    Workers take micro-batches in a fixed order, so that on any way all wait for the slowest worker and message of it.
+    """
+    regions = places.trip.shape[1]
+    for s in range(n - 1, -1, -1):
+        for a in range(regions):
+            places.trip[s, a] = 0.0
+            for b in range(regions if s + 1 < n else 0):
+                if places.flow[s, a, b] > 0:
+                    behind = places.message[s, a, b] + places.slowest[s + 1, b] + places.trip[s + 1, b]
+                    places.trip[s, a] = max(places.trip[s, a], behind)
 
 
 @inner

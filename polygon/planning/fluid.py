@@ -3,17 +3,18 @@
 Micro-batches are taken as a flow. For stages with workers of seconds t[c] per micro-batch (forward and backward), an
 allocation's step takes about
 
-    T = max_b (makespan_b - t_b) + sum_s t_s + 2 sum_s message_s,   then reduction and update,
+    T = max_b (makespan_b + sum_(s < b) (t_s + 2 message_s)),   then reduction and update.
 
-where t_s and message_s are those of the slowest worker and the slowest way (all wait for them, because the order of
-micro-batches is fixed), and makespan_b is the longest of: the least time in which stage b's workers finish all
-micro-batches in whole shares; the time in which a link carries all of its messages; and what Little's law asks where
-memory lets only a few micro-batches be in flight behind a stage.
+makespan_b is the longest of: the least time in which stage b's workers finish all micro-batches in whole shares; the
+time in which the link behind it carries all of its messages; and what Little's law asks where memory lets only a few
+micro-batches be away from a worker at one time. Workers take micro-batches in a fixed order, so all of them that take
+the same way are away for as long as its slowest worker and message.
 
 The layer split is exact (`polygon.planning.layer_split`): the least makespan over all ways to cut the layers, each
 stage with the fastest recomputation and ZeRO option that fits its memory. Where memory then holds too few micro-batches
-for what messages take, layers are cut once more with room for these, and the better cut counts. The exact simulation of
-the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
+for what messages take, layers are cut once more with room for these. And where a sum of gradients ends long after the
+rest, as that of a stage between regions does, they are cut with fewer layers in such stages. The best cut counts. The
+exact simulation of the decoded plan (`polygon.cost.simulation`) decides between the best candidates.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.compilation import inner, kernel
-from polygon.planning.flow import Places, boundary_s, cards_s, find_flows, find_places, lock_shares, places_for
+from polygon.planning.flow import (
+    Places,
+    boundary_s,
+    cards_s,
+    find_flows,
+    find_places,
+    find_trips,
+    lock_shares,
+    places_for,
+)
 from polygon.planning.layer_split import (
+    gradient_bytes,
+    held_most,
     in_flight_estimate,
     kinds_makespan_s,
-    room_in_flight,
     split_layers,
     split_layers_under_way,
 )
@@ -55,12 +66,15 @@ REASONS = {
     TOO_FEW_MICRO_BATCHES: Message("reason.too_few_micro_batches"),
 }
 NEVER_ENDS = Message("reason.never_ends")
-FIRST, SECOND, BETTER = 0, 1, 2
+FIRST, SECOND, THIRD, BEST = 0, 1, 2, 3
 """Which cut of the layers `fluid_step_s` prices."""
+SEEN = 0.02
+"""Part of a step that is to be gained from shorter sums for layers to be cut a third time."""
+MOST_CAPS = 4
+"""Times that half of it is tried."""
 
-WAITING = 1.2
-"""Time between a micro-batch's forward and backward where memory holds few, over that in which it is computed or sent:
-it finds workers busy with others. In simulated plans it is 1.0 to 2.2, and least in those that turn out best."""
+ROUND = 8.0
+"""Power of which a mean is taken of what two limits ask for that are reached at the same time."""
 
 
 class Reductions(NamedTuple):
@@ -83,6 +97,8 @@ class Reductions(NamedTuple):
     tail: np.ndarray
     zeros: np.ndarray
     """When it begins, seconds from its end to that of the step, and zeros for the one or the other."""
+    late: np.ndarray
+    """Seconds from the end of the pipeline to that of the reduction and what follows it."""
 
 
 class FluidWork(NamedTuple):
@@ -94,12 +110,19 @@ class FluidWork(NamedTuple):
     trial: np.ndarray
     """(rows + 1,)."""
     old: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """What the first cut of the layers has led to."""
+    """What the best cut of the layers so far has led to."""
+    lateness: np.ndarray
+    """(2, rows) seconds from the end of the pipeline to that of a stage's sums: without them, and for each byte summed;
+    for the best cut so far."""
+    no_cap: np.ndarray
+    most_bytes: np.ndarray
+    """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
     passing: np.ndarray
-    mean: np.ndarray
+    waits: np.ndarray
     message: np.ndarray
-    """(rows,) seconds of a stage's slowest worker, of the mean micro-batch there and back from the next stage, and of
-    the slowest way to that, for a micro-batch."""
+    before: np.ndarray
+    """(rows,) seconds of a micro-batch: on a stage's slowest worker, what of them that waits for messages, on the
+    slowest way to the next stage, and in all stages before, there and back."""
     away_s: np.ndarray
     limits_s: np.ndarray
     """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
@@ -120,7 +143,7 @@ class FluidWork(NamedTuple):
 
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros = np.zeros((11, rows))
+    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
     return Reductions(
         whole=whole,
         inside=inside,
@@ -133,6 +156,7 @@ def reductions_for(rows: int) -> Reductions:
         begin=begin,
         tail=tail,
         zeros=zeros,
+        late=late,
     )
 
 
@@ -145,9 +169,13 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
         old=(np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)),
+        lateness=np.zeros((2, rows)),
+        no_cap=np.full(rows, np.inf),
+        most_bytes=np.zeros(rows),
         passing=np.zeros(rows),
-        mean=np.zeros(rows),
+        waits=np.zeros(rows),
         message=np.zeros(rows),
+        before=np.zeros(rows),
         away_s=np.zeros((2, rows)),
         limits_s=np.zeros((2, 2)),
         reduction=reductions_for(rows),
@@ -187,7 +215,8 @@ def fluid_step_s(
         Of `work_for` the rows of x.
     cut : int
         `FIRST`: layers are cut as if nothing were under way between stages. `SECOND`: once more, where memory then
-        holds too few micro-batches (inf where that changes nothing). `BETTER`: the better of both.
+        holds too few micro-batches. `THIRD`: with fewer layers in stages whose gradients take long to sum, where that
+        is better than both. (Inf where a cut changes nothing.) `BEST`: the best of all.
     """
     stages = work.stages
     n = gather_stages(x, stages, bank.cp)
@@ -199,34 +228,87 @@ def fluid_step_s(
     find_hosts(bank, stages, n, work.places.nodes, work.hosts)
     merge_kinds(bank, stages, n, work.hosts.member_most)
     stages.outer_bytes[0] = OUTER_BYTES if bank.local_steps > 1 and _may_meet_seldom(bank, stages, n) else 0.0
-    window = 0
-    for s in range(n - 1, -1, -1):
-        width = 0
-        for i in range(stages.kind_members[s]):
-            width += stages.kind_counts[s, i]
+    for s in range(n):
         for i in range(stages.members[s]):
             if stages.counts[s, i] * bank.cp % bank.ep:
                 return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
-        if width > bank.micro_batches:
+        if _width(stages, s) > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
-        window = min(bank.micro_batches, window + width)
-        in_flight_estimate(bank, stages, s, float(window))
-    if split_layers(bank, stages, n, work.trial, bounds, options) == np.inf:
+    _hold_windows(bank, stages, n)
+    makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
+    if makespan == np.inf:
         return np.inf, NO_MEMORY
     value = _value_s(bank, work, x, n, bounds, options, stages_out)
     if value == np.inf:
         return value, NO_LINK
     if cut == FIRST:
         return value, FITS
+    latest, soonest = _price_lateness(bank, work, n, bounds)
     away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
     old_bounds, old_options, old_out = work.old
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
-    if split_layers_under_way(bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options):
+    other = np.inf
+    if split_layers_under_way(
+        bank, stages, n, away_s, limits_s[0], limits_s[1], work.trial, bounds, options, work.no_cap
+    ):
         other = _value_s(bank, work, x, n, bounds, options, stages_out)
-        if other < value or cut == SECOND:
-            return other, FITS
+    if cut == SECOND:
+        return other, FITS
+    if other < value:
+        value, makespan = other, 0.0
+        for s in range(n):
+            makespan = max(makespan, kinds_makespan_s(bank, stages, s))
+        latest, soonest = _price_lateness(bank, work, n, bounds)
+        _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+    uncapped, caps = value, 0
+    while n > 1 and caps < MOST_CAPS and latest - soonest > SEEN * value:
+        caps += 1
+        goal = 0.5 * (latest + soonest)
+        for s in range(n):
+            late, by_byte = work.lateness[0, s], work.lateness[1, s]
+            work.most_bytes[s] = (goal - late) / by_byte if by_byte > 0 else np.inf
+        _hold_windows(bank, stages, n)
+        most_s, other = makespan + latest - goal, np.inf
+        capped = split_layers(bank, stages, n, work.trial, bounds, options, makespan, most_s, work.most_bytes)
+        if capped < np.inf:
+            other = _value_s(bank, work, x, n, bounds, options, stages_out)
+        if other < value:
+            value, makespan = other, capped
+            latest, soonest = _price_lateness(bank, work, n, bounds)
+            _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
+        else:
+            soonest = goal
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
-    return (value if cut == BETTER else np.inf), FITS
+    return (value if cut == BEST or value < uncapped else np.inf), FITS
+
+
+@inner
+def _width(stages: Stages, s: int) -> int:
+    """Workers of stage s."""
+    width = 0
+    for i in range(stages.kind_members[s]):
+        width += stages.kind_counts[s, i]
+    return width
+
+
+@inner
+def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
+    """Have every worker of n stages hold what is in flight if each behind it works on one micro-batch: fills `held`."""
+    window = 0
+    for s in range(n - 1, -1, -1):
+        window = min(bank.micro_batches, window + _width(stages, s))
+        in_flight_estimate(bank, stages, s, float(window))
+
+
+@inner
+def _price_lateness(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray) -> tuple[float, float]:
+    """Fill `lateness`; seconds from the end of the pipeline to that of all sums, and to it with nothing to sum."""
+    of, latest, soonest = work.reduction, 0.0, 0.0
+    for s in range(n):
+        n_bytes = gradient_bytes(bank, work.stages, s, bounds[s], bounds[s + 1])
+        work.lateness[0, s], work.lateness[1, s] = of.late[s] - of.whole[s], of.whole[s] / n_bytes
+        latest, soonest = max(latest, of.late[s]), max(soonest, work.lateness[0, s])
+    return latest, soonest
 
 
 @inner
@@ -364,7 +446,7 @@ def _pipeline_s(
 ) -> float:
     """When stage 0 of n ends its last backward; inf where a link is missing.
 
-    Fills `passing`, `mean`, `message`, `away_s` and `limits_s`.
+    Fills `passing`, `waits`, `message`, `before`, `away_s` and `limits_s`.
 
     Parameters
     ----------
@@ -379,49 +461,71 @@ def _pipeline_s(
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
-    bottleneck, link_bound, before, longest_s = 0.0, 0.0, 0.0, 0.0
+    busy_s, links_s, longest_s, fullest_s, before_s, waited = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
-        slowest, fastest, width, rate = 0.0, np.inf, 0.0, 0.0
+        slowest, width, rate = 0.0, 0.0, 0.0
         makespan = kinds_makespan_s(bank, stages, s)
         for i in range(stages.kind_members[s]):
             if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
                 slowest = max(slowest, stages.kind_seconds[s, i])
                 width += stages.kind_counts[s, i]
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-            fastest = min(fastest, stages.kind_seconds[s, i])
         if locked:
             for r in range(places.rates.shape[1]):
                 if places.share[s, r] > 0:
                     makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
-        message, sent = 0.0, 0.0
+        message, sent, fullest = 0.0, 0.0, 0.0
         if s + 1 < n:
             message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
-            link_bound = max(link_bound, fullest)
+        work.waits[s] = 0.0
         if not bank.overlap.p2p:  # workers wait for what they send and receive
-            longest = message + before if bank.overlap.apart else max(message, before)
+            longest = message + waited if bank.overlap.apart else max(message, waited)
+            work.waits[s] = 2 * longest
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
-            before, message = message, 0.0
-        bottleneck = max(bottleneck, makespan - fastest)
-        longest_s = max(longest_s, makespan)
-        work.passing[s], work.message[s] = slowest, message
-        away_s[s] = 2 * (sent if bank.overlap.p2p else 0.0)
-        work.mean[s] = min(slowest, width / rate) + away_s[s]
+            waited, message, sent = message, 0.0, 0.0
+            for a in range(places.rates.shape[1]):
+                places.slowest[s, a] += 2 * longest
+                for b in range(places.rates.shape[1]):
+                    places.message[s, a, b] = 0.0
+        work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
+        longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
+        busy_s = max(busy_s, before_s + makespan)
+        before_s += min(slowest, width / rate + work.waits[s])
+        links_s = max(links_s, before_s + fullest)
+        before_s += 2 * message
     if bank.overlap.p2p:
-        link_bound = max(link_bound, cards_s(bank, places, work.hosts, n, shared))
-    fill, stay, away, held_s = 0.0, 0.0, 0.0, 0.0
+        cards = cards_s(bank, places, work.hosts, n, shared)
+        fullest_s, links_s = max(fullest_s, cards), max(links_s, cards + before_s / 2)
+    find_trips(places, n)
+    away, held_s, held_end_s = 0.0, 0.0, 0.0
     for s in range(n - 1, -1, -1):
-        fill += work.passing[s] + 2 * work.message[s]
-        stay += work.mean[s]
         away += away_s[s]
         away_s[s] = away
-        room = room_in_flight(bank, stages, s, bounds[s], bounds[s + 1], options)
-        if n > 1 and room < micro_batches:
-            # Little's law: no more than `room` micro-batches are between their forward and backward of this stage,
-            # where they stay for so long in the mean.
-            bottleneck = max(bottleneck, (micro_batches - room) * WAITING * stay / room)
-            held_s = max(held_s, micro_batches * WAITING * stay / room)
-    limits_s[0], limits_s[1] = max(longest_s, link_bound), held_s
-    return max(bottleneck, link_bound) + fill
+        if n > 1:
+            held = _held_s(bank, work, s, bounds[s], bounds[s + 1], options)
+            held_s = max(held_s, held)
+            held_end_s = max(held_end_s, held + work.before[s] if held > 0 else 0.0)
+    limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
+    longest = max(busy_s, links_s)
+    return float(longest * (1 + (held_end_s / longest) ** ROUND) ** (1 / ROUND))
+
+
+@inner
+def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options: np.ndarray) -> float:
+    """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
+
+    By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
+    micro-batch is computed there and away (`find_trips`).
+    """
+    stages, places, most_s = work.stages, work.places, 0.0
+    for i in range(stages.members[s]):
+        c = stages.classes[s, i]
+        r, seconds = bank.region[c], stages.seconds[s, i]
+        share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
+        held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
+        if held < share:
+            most_s = max(most_s, share / held * (seconds + work.waits[s] + places.trip[s, r]))
+    return most_s
 
 
 @inner
@@ -634,6 +738,7 @@ def _with_reductions(
         backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
         of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
         of.begin[s], whole = summed_s(end - early, backward, of.whole[s], of.far[s], depth, bank.overlap)
+        of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
         inside = summed_s(end - early, backward, of.inside[s], 0.0, depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tail[s])

@@ -50,11 +50,11 @@ def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micr
 def _shards_traffic_s(
     bank: Bank, c: int, zero: int, held: float, layers: int, forward_s: float, backward_s: float, shards: int, near: int
 ) -> float:
-    """Seen of ZeRO's traffic in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), layers taken as alike.
+    """Seen of the traffic of ZeRO-2 or 3 in a micro-batch (`polygon.cost.sharding.ShardingTraffic`), of like layers.
 
     `near`: the most of the `shards` that are on one node.
     """
-    if shards <= 1 or zero < 2 or (zero == 2 and not bank.overlap.scatters):
+    if zero == 2 and not bank.overlap.scatters:
         return 0.0
     p, of = bank.pool[c], bank.overlap
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
@@ -174,12 +174,25 @@ def _kind_s(
     """Seconds per micro-batch of the i-th kind of stage s under a memory option."""
     c = stages.kinds[s, i]
     forward, backward = passing_s(bank, c, recompute, blocks, first, last)
-    held = _held(bank, bank.parameters, c, first, last)
-    spread = stages.kind_spread[s, i, 0]
-    if zero == 3 and spread > 1:
+    spread, near = stages.kind_spread[s, i, 0], stages.kind_spread[s, i, 1]
+    if spread <= 1 or zero < 2:
+        return forward + backward
+    if zero == 3:
         backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
-    near = stages.kind_spread[s, i, 1]
-    return forward + backward + _shards_traffic_s(bank, c, zero, held, last - first, forward, backward, spread, near)
+    # The embedding and the head send more than a block, beside other compute.
+    layers, total, begin, end = bank.parameters.shape[1] - 1, forward + backward, first, last
+    held = _held(bank, bank.parameters, c, first, last)
+    if first == 0 and last > 1:
+        begin, weights = 1, bank.parameters[c, 1]
+        ahead, back = passing_s(bank, c, 0, 0, 0, 1)
+        total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
+        held, forward, backward = held - weights, forward - ahead, backward - back
+    if last == layers and layers - begin > 1:
+        end, weights = layers - 1, held - (bank.parameters[c, layers - 1] - bank.parameters[c, begin])
+        ahead, back = passing_s(bank, c, 0, 0, end, layers)
+        total += _shards_traffic_s(bank, c, zero, weights, 1, ahead, back, spread, near)
+        held, forward, backward = held - weights, forward - ahead, backward - back
+    return float(total + _shards_traffic_s(bank, c, zero, held, end - begin, forward, backward, spread, near))
 
 
 @inner
@@ -301,7 +314,29 @@ def _extend(
 
 
 @inner
-def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray) -> tuple[float, float]:
+def gradient_bytes(bank: Bank, stages: Stages, s: int, first: int, last: int) -> float:
+    """Of layers [first, last) in stage s, as its first kind of worker divides them."""
+    c = stages.kinds[s, 0]
+    return float(_held(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
+
+
+@inner
+def _last_within(bank: Bank, stages: Stages, s: int, first: int, limit: int, most_bytes: float) -> int:
+    """Largest end of stage s, one layer at least, if it starts at layer `first` and has so many bytes of gradients."""
+    low, high = first + 1, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if gradient_bytes(bank, stages, s, first, middle) <= most_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inner
+def _cut_within(
+    bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.ndarray, most_bytes: np.ndarray
+) -> tuple[float, float]:
     """Cut the layers so that n stages take at most `goal_s` each: the longest makespan, inf if none.
 
     Stage by stage the longest run of layers that stays within the goal is taken (no other choice leaves less to the
@@ -312,13 +347,18 @@ def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.nda
     ----------
     trial : ndarray, shape (rows + 1,)
         In: a cut that may be near; out: the cut.
+    most_bytes : ndarray, shape (rows,)
+        As of `split_layers`.
     """
     layers = bank.parameters.shape[1] - 1
     worst, next_s, before = 0.0, np.inf, trial[0]
     trial[0] = 0
     for s in range(n):
         at, guess = trial[s], trial[s] + trial[s + 1] - before
-        end, taken, longer = _extend(bank, stages, s, at, layers - (n - 1 - s), goal_s, guess)
+        limit = layers - (n - 1 - s)
+        if most_bytes[s] < np.inf and at < limit:
+            limit = _last_within(bank, stages, s, at, limit, most_bytes[s])
+        end, taken, longer = _extend(bank, stages, s, at, limit, goal_s, guess)
         next_s = min(next_s, longer)
         if end <= at or (s == n - 1 and end < layers):
             return np.inf, next_s
@@ -330,7 +370,15 @@ def _cut_within(bank: Bank, stages: Stages, n: int, goal_s: float, trial: np.nda
 
 @inner
 def split_layers(
-    bank: Bank, stages: Stages, n: int, trial: np.ndarray, bounds: np.ndarray, options: np.ndarray
+    bank: Bank,
+    stages: Stages,
+    n: int,
+    trial: np.ndarray,
+    bounds: np.ndarray,
+    options: np.ndarray,
+    least_s: float,
+    most_s: float,
+    most_bytes: np.ndarray,
 ) -> float:
     """Cut the layers so that the slowest of n stages' makespans is least, by bisection; inf if no cut fits.
 
@@ -344,13 +392,18 @@ def split_layers(
         Out: first layer of every stage, and the end.
     options : ndarray, shape (3, rows)
         Out: recomputation, ZeRO and blocks recomputed.
+    least_s, most_s : float
+        What the longest makespan is known to be at least, and is to be at most.
+    most_bytes : ndarray, shape (rows,)
+        Of gradients that a stage has, unless one layer has more.
     """
     layers = bank.parameters.shape[1] - 1
     for s in range(n + 1):
         trial[s] = s * layers // n
-    low, high = 0.0, np.inf
+    low, high = least_s, np.inf
     while high == np.inf or high - low > 1e-4 * high:
-        worst, next_s = _cut_within(bank, stages, n, 0.5 * (low + high) if high < np.inf else np.inf, trial)
+        goal_s = 0.5 * (low + high) if high < np.inf else most_s
+        worst, next_s = _cut_within(bank, stages, n, goal_s, trial, most_bytes)
         if worst < np.inf:
             high = worst
             for s in range(n + 1):
@@ -375,6 +428,7 @@ def split_layers_under_way(
     trial: np.ndarray,
     bounds: np.ndarray,
     options: np.ndarray,
+    most_bytes: np.ndarray,
 ) -> bool:
     """Cut the layers again so that stages also hold the micro-batches that are under way between them.
 
@@ -388,7 +442,7 @@ def split_layers_under_way(
         Seconds that a micro-batch is under way behind each stage, there and back.
     low, high : float
         Seconds that no cut beats, and those of the cut that there is.
-    trial, bounds, options : ndarray
+    trial, bounds, options, most_bytes : ndarray
         As of `split_layers`.
 
     Returns
@@ -406,7 +460,7 @@ def split_layers_under_way(
                 window += stages.kind_counts[s, i]
             under_way = bank.micro_batches * away_s[s] / goal
             in_flight_estimate(bank, stages, s, min(float(bank.micro_batches), window + under_way))
-        if _cut_within(bank, stages, n, goal, trial)[0] < np.inf:
+        if _cut_within(bank, stages, n, goal, trial, most_bytes)[0] < np.inf:
             high, found = goal, True
             for s in range(n + 1):
                 bounds[s] = trial[s]
@@ -420,25 +474,17 @@ def split_layers_under_way(
 
 
 @inner
-def room_in_flight(bank: Bank, stages: Stages, s: int, first: int, last: int, options: np.ndarray) -> float:
-    """Micro-batches that stage s's workers can hold activations of at one time, each its share by speed."""
+def held_most(bank: Bank, stages: Stages, s: int, i: int, first: int, last: int, options: np.ndarray) -> float:
+    """Micro-batches of which a worker of the i-th kind of stage s can hold the activations at one time, 1 at least."""
     recompute, zero, blocks = options[0, s], options[1, s], options[2, s]
     begin = max(first, 1)
     until = min(begin + blocks, last) if blocks else first
-    members = stages.kind_members[s]
-    rate = 0.0
-    for i in range(members):
-        rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
-    room = np.inf
-    for i in range(members):
-        c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
-        sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
-        each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
-        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
-        transient = max(
-            _transient_bytes(bank, c, recompute, zero, shards, first, last),
-            _transient_bytes(bank, c, 0, zero, shards, first, last),
-        )
-        held = max(1.0, np.floor((free - transient) / max(each, 1.0)))
-        room = min(room, held * rate * stages.kind_seconds[s, i])
-    return room
+    c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
+    sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
+    each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
+    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
+    transient = max(
+        _transient_bytes(bank, c, recompute, zero, shards, first, last),
+        _transient_bytes(bank, c, 0, zero, shards, first, last),
+    )
+    return float(max(1.0, np.floor((free - transient) / max(each, 1.0))))

@@ -207,10 +207,10 @@ def _tidy(stage: Stage) -> Stage:
 
 
 def _interleavings(plan: Plan) -> Iterator[Plan]:
-    """The plan with another number of chunks, where every micro-batch stays in its lane."""
-    if plan.groups == 1 or (plan.routes != plan.routes[:, :1]).any():
+    """The plan with another number of chunks, where every micro-batch can stay in one lane."""
+    if plan.groups == 1 or len({stage.width for stage in plan.stages}) > 1:
         return
-    if len({stage.width for stage in plan.stages}) > 1:
+    if len({tuple(np.bincount(of, minlength=plan.stages[0].width)) for of in plan.routes.T}) > 1:
         return
     for chunks in sorted({*CHUNKS, *divisors(min(_blocks(plan)))}):
         if chunks != plan.chunks and (stages := interleaved(plan, chunks)) is not None:

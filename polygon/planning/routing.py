@@ -2,7 +2,7 @@
 
 Shares are the whole numbers that end a stage soonest. Routes keep a micro-batch in its region where they can, send the
 rest over the quickest links, and spread every worker's micro-batches evenly over the step, so that no worker waits for
-a burst.
+a burst. What goes from region to region is spread over all pairs of nodes, as each has a connection of its own.
 """
 
 from __future__ import annotations
@@ -47,10 +47,42 @@ def spread(shares: np.ndarray) -> np.ndarray:
     ndarray of int64, shape (sum of shares,)
         The owner of each place: owner w's k-th place is wanted at (k + 1/2) / share of the way.
     """
+    return spread_in_turns(shares)[0]
+
+
+def spread_in_turns(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The owners of `spread`, and the turn of each place: owners of one turn want their places equally early."""
     owners = np.repeat(np.arange(len(shares)), shares)
     first = np.cumsum(shares) - shares
     wanted = (np.arange(len(owners)) - first[owners] + 0.5) / shares[owners]
-    return owners[np.lexsort((owners, wanted))]
+    order = np.lexsort((owners, wanted))
+    return owners[order], np.cumsum(np.diff(wanted[order], prepend=0.0) > 0)
+
+
+@kernel
+def pair_evenly(owners: np.ndarray, turn: np.ndarray, source: np.ndarray, node: np.ndarray, used: np.ndarray) -> None:
+    """Exchange owners within their turns so that no pair of nodes passes much more than others.
+
+    Parameters
+    ----------
+    owners : ndarray of int64, shape (places,)
+        Worker of each place, in and out.
+    turn, source : ndarray of int64, shape (places,)
+        As of `spread_in_turns`, and the node that sends, or -1 where it does not matter.
+    node : ndarray of int64, shape (workers,)
+    used : ndarray, shape (nodes, nodes)
+        Zeros.
+    """
+    for i in range(len(owners)):
+        if source[i] < 0:
+            continue
+        best, j = i, i + 1
+        while j < len(owners) and turn[j] == turn[i]:
+            if used[source[i], node[owners[j]]] < used[source[i], node[owners[best]]]:
+                best = j
+            j += 1
+        owners[i], owners[best] = owners[best], owners[i]
+        used[source[i], node[owners[i]]] += 1
 
 
 def deal_regions(before: np.ndarray, flow: np.ndarray) -> np.ndarray:
@@ -145,6 +177,7 @@ def build_routes(
     message_s: np.ndarray,
     micro_batches: int,
     region_share: np.ndarray | None = None,
+    worker_nodes: list[np.ndarray] | None = None,
 ) -> np.ndarray | None:
     """Routes of all micro-batches.
 
@@ -156,12 +189,15 @@ def build_routes(
         Seconds of one message between regions; inf where there is no link.
     region_share : ndarray, shape (stages, regions), optional
         Part of the micro-batches that each region must take; by default what ends every stage soonest.
+    worker_nodes : list of ndarray of int64, shape (width,), optional
+        For every stage the node of each worker, by default one for each region.
 
     Returns
     -------
     ndarray of int64, shape (micro_batches, stages), or None where a needed link is missing
     """
     regions = len(message_s)
+    nodes = worker_regions if worker_nodes is None else worker_nodes
     routes = np.empty((micro_batches, len(worker_seconds)), dtype=np.int64)
     before: np.ndarray | None = None
     for s, (seconds, places) in enumerate(zip(worker_seconds, worker_regions, strict=True)):
@@ -183,6 +219,13 @@ def build_routes(
             here = deal_regions(before, flow)
         for r in np.flatnonzero(in_region).tolist():
             workers = np.flatnonzero(places == r)
-            routes[here == r, s] = workers[spread(shares[workers])]
+            mine = here == r
+            owners, turn = spread_in_turns(shares[workers])
+            targets, target = np.unique(nodes[s][workers], return_inverse=True)
+            if before is not None and len(targets) > 1:
+                sources, source = np.unique(nodes[s - 1], return_inverse=True)
+                source = np.where(before[mine] == r, -1, source[routes[mine, s - 1]])
+                pair_evenly(owners, turn, source, target, np.zeros((len(sources), len(targets))))
+            routes[mine, s] = workers[owners]
         before = here
     return routes

@@ -18,7 +18,7 @@ from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
-from polygon.planning.fluid import FIRST, SECOND
+from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
     closed_starts,
     grown_starts,
@@ -463,7 +463,7 @@ def _polish(
         near = [entry for entry in uniform if entry[0] <= (1 + RUNNER_UP) * value]
         drafts += [(split, x) for _, split, x in near if x is not chosen]
     cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
-    drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND)]
+    drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND, THIRD)]
 
     def expired() -> bool:
         if tell:
@@ -474,7 +474,7 @@ def _polish(
         changed = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
         return decoder.plan_value(changed), changed
 
-    # Both cuts are often the same.
+    # The cuts are often the same.
     distinct = {decoder.plan_value(plan): (plan, x) for plan, x in drafts if isinstance(plan, Plan)}
     tried = [(*better(plan, effort.polish_evaluations // TRIALS), x) for plan, x in distinct.values()]
     _, plan, chosen = min(tried, key=lambda entry: entry[0])

@@ -1,8 +1,10 @@
 """Laws of shares and routes."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -165,3 +167,28 @@ def test_shares_follow_what_sharded_weights_cost():
     assert busy_s.max() <= busy_s.mean() + slowest_s
     pools = np.array([worker.pool for worker in plan.stages[0].workers])
     assert plan.shares(0)[pools == 1].min() > 3 * plan.shares(0)[pools == 0].max(initial=0)
+
+
+@pytest.mark.parametrize("micro_batches", [64, 57])
+def test_all_pairs_of_nodes_pass_as_much_between_regions(micro_batches):
+    """Two nodes of four workers each in two regions: the order in which workers stand pairs each node with one of the
+    other region alone, and half of the connections would be idle."""
+    seconds, regions = [np.ones(8)] * 2, [np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64)]
+    nodes = [np.repeat([0, 1], 4), np.repeat([2, 3], 4)]
+    routes = build_routes(seconds, regions, np.ones((2, 2)), micro_batches, worker_nodes=nodes)
+    pairs = Counter(zip(nodes[0][routes[:, 0]].tolist(), nodes[1][routes[:, 1]].tolist(), strict=True))
+    assert len(pairs) == 4 and max(pairs.values()) - min(pairs.values()) <= 1
+    for s in range(2):
+        shares = np.bincount(routes[:, s], minlength=8)
+        assert shares.max() - shares.min() <= 1
+    if micro_batches % 8 == 0:  # all the same each worker has its turn
+        turns = np.sort(routes[:, 1].reshape(-1, 8), axis=1)
+        assert (turns == np.arange(8)).all()
+
+
+def test_within_a_region_micro_batches_stay_where_the_order_has_them():
+    """The same workers in one region: node 0 sends to node 0."""
+    seconds, regions = [np.ones(8)] * 2, [np.zeros(8, dtype=np.int64)] * 2
+    nodes = [np.repeat([0, 1], 4)] * 2
+    routes = build_routes(seconds, regions, np.ones((1, 1)), 64, worker_nodes=nodes)
+    assert (routes[:, 0] == routes[:, 1]).all()
