@@ -290,7 +290,7 @@ def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):
     """Neither adds one; the dragged region has another place and everything else stays."""
     fresh.locator("#tab-cluster").click()
     tabs = fresh.locator("[id^=region-tab-]")
-    spot = fresh.locator("[data-region=sydney] circle").first
+    spot = fresh.locator(".region[data-region=sydney] circle").first
     tabs.first.wait_for()
     count = tabs.count()
     spot.click()
@@ -396,10 +396,10 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     visit(page, server, wide_plan)
     view = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]
     name, stages = next((r["name"], r["stages"]) for r in view["regions"] if r["stages"])
-    page.locator(f"[data-region={name}]").focus()
+    page.locator(f".region[data-region={name}]").focus()
     lit = page.locator(".strip > li.lit")
     assert [int(x) for x in lit.evaluate_all("e => e.map(x => x.dataset.stage)")] == stages
-    page.locator(f"[data-region={name}]").blur()
+    page.locator(f".region[data-region={name}]").blur()
     page.locator("[data-stage='1']").focus()
     page.locator("[data-chart=gantt] li.lit", has_text="1").wait_for()
     page.goto("about:blank")
@@ -417,7 +417,7 @@ def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):
     job = server.request("POST", "/api/v1/jobs", {"problem": problem, "name": "near"})[2]["id"]
     assert eventually(lambda: server.request("GET", f"/api/v1/jobs/{job}")[2]["has_plan"])
     visit(page, server, job)
-    used = [page.locator(f"[data-region={name}] circle").first for name in ("ireland", "frankfurt")]
+    used = [page.locator(f".region[data-region={name}] circle").first for name in ("ireland", "frankfurt")]
 
     def apart():
         (a, b) = (spot.bounding_box() for spot in used)
@@ -425,13 +425,13 @@ def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):
 
     near = apart()
     assert near > 100
-    expect(page.locator("[data-region=sydney]")).to_have_attribute("tabindex", "-1")
+    expect(page.locator(".region[data-region=sydney]")).to_have_attribute("tabindex", "-1")
     page.get_by_role("button", name="Show all", exact=True).click()
-    expect(page.locator("[data-region=sydney]")).to_have_attribute("tabindex", "0")
+    expect(page.locator(".region[data-region=sydney]")).to_have_attribute("tabindex", "0")
     assert apart() < near / 4
     page.get_by_role("button", name="Show what the plan uses").click()
     assert apart() == pytest.approx(near)
-    page.locator("[data-region=london]").focus()
+    page.locator(".region[data-region=london]").focus()
     assert page.evaluate("document.activeElement.dataset.region") == "london"
 
 
