@@ -20,6 +20,7 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.money import Bill, priced, step_bill
 from polygon.cost.step_times import StepTimes, group_work, step_times
 from polygon.cost.tables import CostTables, context_degrees, powers_of_two, widest_pool
+from polygon.cost.transfers import Placement
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, RECOMPUTE, LinkUse, Plan, Problem, Stage, Worker
 from polygon.planning.device_assignment import deal_devices, dealt_as
@@ -356,21 +357,16 @@ class Decoder:
 
     def _route(self, stages: list[Stage], setting: Setting, may: Allowed, *, locked: bool) -> Plan | Infeasible:
         """Shares and routes; workers left without a micro-batch are dropped."""
-        problem, links, micro_batch_size = self.problem, self.tables.links, setting.micro_batch_size
+        problem, micro_batch_size = self.problem, setting.micro_batch_size
         micro_batches = problem.batch.global_batch // micro_batch_size
-        seconds = self._seconds(stages, micro_batch_size)
-        regions = [np.array([links.region[w.pool] for w in stage.workers], dtype=np.int64) for stage in stages]
+        seconds, place = self._seconds(stages, micro_batch_size)
+        regions, nodes = ([of[place.members(s)] for s in range(len(stages))] for of in (place.region, place.node))
         share = None
         if locked:
             count = len(problem.cluster.regions)
             rates = [np.bincount(r, weights=1 / t, minlength=count) for r, t in zip(regions, seconds, strict=True)]
             share = np.zeros((len(rates), count))
             lock_shares(np.array(rates), len(rates), True, share)
-        pools = problem.cluster.pools
-        first = np.cumsum([0, *(pool.nodes for pool in pools)])
-        nodes = [
-            np.array([first[w.pool] + pools[w.pool].node_of(w.devices[0]) for w in stage.workers]) for stage in stages
-        ]
         routes = build_routes(seconds, regions, self._message_s(setting, may), micro_batches, share, nodes)
         if routes is None:
             return Infeasible(reason=REASONS[NO_LINK])
@@ -392,13 +388,14 @@ class Decoder:
             links=self._links(kept, micro_batch_size, may),
         )
 
-    def _seconds(self, stages: list[Stage], micro_batch_size: int) -> list[np.ndarray]:
-        """Forward and backward of a micro-batch on every worker, what is seen of ZeRO's traffic included."""
+    def _seconds(self, stages: list[Stage], micro_batch_size: int) -> tuple[list[np.ndarray], Placement]:
+        """Forward and backward of a micro-batch on every worker, what is seen of ZeRO's traffic included; and where the
+        workers are."""
         routes = np.zeros((1, len(stages)), dtype=np.int64)
         draft = Plan(stages=tuple(stages), routes=routes, micro_batch_size=micro_batch_size, spans=())
         place = self.tables.placement(draft)
         work = [group_work(draft, self.tables, place, s) for s in range(len(stages))]
-        return [of.forward_s[0] + of.backward_s[0] for of in work]
+        return [of.forward_s[0] + of.backward_s[0] for of in work], place
 
     def _message_s(self, setting: Setting, may: Allowed) -> np.ndarray:
         """Seconds of one message between regions; inf where there is no link."""

@@ -41,6 +41,7 @@ from polygon.planning.flow import (
 from polygon.planning.layer_split import (
     gradient_bytes,
     held_most,
+    held_parameters,
     in_flight_estimate,
     kinds_makespan_s,
     split_layers,
@@ -243,7 +244,7 @@ def fluid_step_s(
         return value, NO_LINK
     if cut == FIRST:
         return value, FITS
-    latest, soonest = _price_lateness(bank, work, n, bounds)
+    latest, soonest = _price_lateness(work, n)
     away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
     old_bounds, old_options, old_out = work.old
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
@@ -258,7 +259,7 @@ def fluid_step_s(
         value, makespan = other, 0.0
         for s in range(n):
             makespan = max(makespan, kinds_makespan_s(bank, stages, s))
-        latest, soonest = _price_lateness(bank, work, n, bounds)
+        latest, soonest = _price_lateness(work, n)
         _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
     uncapped, caps = value, 0
     while n > 1 and caps < MOST_CAPS and latest - soonest > SEEN * value:
@@ -274,7 +275,7 @@ def fluid_step_s(
             other = _value_s(bank, work, x, n, bounds, options, stages_out)
         if other < value:
             value, makespan = other, capped
-            latest, soonest = _price_lateness(bank, work, n, bounds)
+            latest, soonest = _price_lateness(work, n)
             _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
         else:
             soonest = goal
@@ -301,12 +302,12 @@ def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
 
 
 @inner
-def _price_lateness(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray) -> tuple[float, float]:
+def _price_lateness(work: FluidWork, n: int) -> tuple[float, float]:
     """Fill `lateness`; seconds from the end of the pipeline to that of all sums, and to it with nothing to sum."""
     of, latest, soonest = work.reduction, 0.0, 0.0
     for s in range(n):
-        n_bytes = gradient_bytes(bank, work.stages, s, bounds[s], bounds[s + 1])
-        work.lateness[0, s], work.lateness[1, s] = of.late[s] - of.whole[s], of.whole[s] / n_bytes
+        work.lateness[0, s] = of.late[s] - of.whole[s]
+        work.lateness[1, s] = of.whole[s] / of.n_bytes[s] if of.whole[s] > 0 else 0.0
         latest, soonest = max(latest, of.late[s]), max(soonest, work.lateness[0, s])
     return latest, soonest
 
@@ -536,7 +537,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
     """
     stages, of = work.stages, work.reduction
     nodes = work.places.nodes
-    regions, layers = nodes.shape[1], bank.parameters.shape[1] - 1
+    regions = nodes.shape[1]
     for a in range(regions):
         for b in range(regions):
             together = 0.0
@@ -550,16 +551,14 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
     for s in range(n):
         m = stages.members[s]
-        n_values, update = 0.0, 0.0
+        of.n_bytes[s], update = 0.0, 0.0
         for i in range(m):
             c, count = stages.classes[s, i], stages.counts[s, i]
-            here = bank.parameters[c, bounds[s + 1]] - bank.parameters[c, bounds[s]]
-            if s > 0 and bounds[s + 1] == layers:
-                here += bank.tied[c]
-            n_values = max(n_values, here * bank.tp[c])
+            here = held_parameters(bank, bank.parameters, c, bounds[s], bounds[s + 1])
+            of.n_bytes[s] = max(of.n_bytes[s], gradient_bytes(bank, c, bounds[s], bounds[s + 1]))
             shards = count * bank.cp if options[ZERO, s] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
-        of.n_bytes[s], of.update[s] = n_values * bank.gradient_bytes, update
+        of.update[s] = update
         of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])

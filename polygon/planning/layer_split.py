@@ -68,10 +68,16 @@ def _shards_traffic_s(
 
 
 @inner
-def _held(bank: Bank, values: np.ndarray, c: int, first: int, last: int) -> float:
+def held_parameters(bank: Bank, values: np.ndarray, c: int, first: int, last: int) -> float:
     """Of layers [first, last) on a device of a class, from a running sum of parameters; a tied head's copy included."""
     tied = bank.tied[c] if last == bank.parameters.shape[1] - 1 and first > 0 else 0.0
     return float(values[c, last] - values[c, first] + tied)
+
+
+@inner
+def gradient_bytes(bank: Bank, c: int, first: int, last: int) -> float:
+    """Of layers [first, last) on a class, those of all devices that divide a layer together."""
+    return float(held_parameters(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
 
 
 @inner
@@ -90,13 +96,13 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: i
     """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
     c = stages.kinds[s, i]
     shards = stages.kind_shards[s, i] if zero else 1
-    held = _held(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
+    held = held_parameters(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
         less = bank.held_bytes[0] - bank.held_bytes[zero] + bank.divided_bytes[0] - bank.divided_bytes[zero] / shards
         held += bank.tied[c] * (less + bank.outside_bytes * (1 - 1 / shards))
-    return float(held + _held(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards)
+    return float(held + held_parameters(bank, bank.divided, c, first, last) * bank.divided_bytes[zero] / shards)
 
 
 @inner
@@ -181,7 +187,7 @@ def _kind_s(
         backward -= bank.accumulation_s[c, last] - bank.accumulation_s[c, first]
     # The embedding and the head send more than a block, beside other compute.
     layers, total, begin, end = bank.parameters.shape[1] - 1, forward + backward, first, last
-    held = _held(bank, bank.parameters, c, first, last)
+    held = held_parameters(bank, bank.parameters, c, first, last)
     if first == 0 and last > 1:
         begin, weights = 1, bank.parameters[c, 1]
         ahead, back = passing_s(bank, c, 0, 0, 0, 1)
@@ -201,7 +207,7 @@ def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: floa
     c, shards, of = stages.kinds[s, i], stages.kind_spread[s, i, 0], bank.overlap
     if shards <= 1 or zero == 3:
         return 0.0
-    p, held = bank.pool[c], _held(bank, bank.parameters, c, first, last)
+    p, held = bank.pool[c], held_parameters(bank, bank.parameters, c, first, last)
     near = stages.kind_spread[s, i, 1]
     latency_s, rate = bank.links.ring_latency_s[p, p], bank.links.ring_bytes_per_s[p, p]
     scatter = 0.0
@@ -314,19 +320,12 @@ def _extend(
 
 
 @inner
-def gradient_bytes(bank: Bank, stages: Stages, s: int, first: int, last: int) -> float:
-    """Of layers [first, last) in stage s, as its first kind of worker divides them."""
-    c = stages.kinds[s, 0]
-    return float(_held(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
-
-
-@inner
 def _last_within(bank: Bank, stages: Stages, s: int, first: int, limit: int, most_bytes: float) -> int:
     """Largest end of stage s, one layer at least, if it starts at layer `first` and has so many bytes of gradients."""
     low, high = first + 1, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if gradient_bytes(bank, stages, s, first, middle) <= most_bytes:
+        if gradient_bytes(bank, stages.kinds[s, 0], first, middle) <= most_bytes:
             low = middle
         else:
             high = middle - 1
