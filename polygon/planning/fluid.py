@@ -74,6 +74,8 @@ SEEN = 0.02
 MOST_CAPS = 4
 """Times that half of it is tried."""
 
+LONGER = 2.0
+"""Times the mean of its trips that a worker waits for one at most: all wait for the slowest, if that is no rare one."""
 ROUND = 8.0
 """Power of which a mean is taken of what two limits ask for that are reached at the same time."""
 
@@ -516,7 +518,7 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
     """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
 
     By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
-    micro-batch is computed there and away (`find_trips`).
+    micro-batch is computed there and away (`find_trips`): as the order of micro-batches is fixed, that of the slowest.
     """
     stages, places, most_s = work.stages, work.places, 0.0
     for i in range(stages.members[s]):
@@ -525,7 +527,8 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
         held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
         if held < share:
-            most_s = max(most_s, share / held * (seconds + work.waits[s] + places.trip[s, r]))
+            away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
+            most_s = max(most_s, share / held * (seconds + work.waits[s] + away_s))
     return most_s
 
 
