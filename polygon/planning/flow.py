@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.node_sharing import Hosts, common_nodes, find_crowds, near_part
 from polygon.planning.problem_arrays import Bank
@@ -46,6 +47,7 @@ class Places(NamedTuple):
     """Messages that leave a stage's nodes; and those of all stages there over its own."""
 
 
+@gives_pointed
 def places_for(rows: int, regions: int) -> Places:
     """Room for allocations of so many rows."""
     shape = (rows, regions)

@@ -27,6 +27,7 @@ from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import (
     Places,
@@ -112,8 +113,10 @@ class FluidWork(NamedTuple):
     hosts: Hosts
     trial: np.ndarray
     """(rows + 1,)."""
-    old: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """What the best cut of the layers so far has led to."""
+    old_bounds: np.ndarray
+    old_options: np.ndarray
+    old_out: np.ndarray
+    """(rows + 1,), (3, rows), (3,) what the best cut of the layers so far has led to."""
     lateness: np.ndarray
     """(2, rows) seconds from the end of the pipeline to that of a stage's sums: without them, and for each byte summed;
     for the best cut so far."""
@@ -144,6 +147,7 @@ class FluidWork(NamedTuple):
     levels: LevelsRoom
 
 
+@gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
     whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
@@ -163,6 +167,7 @@ def reductions_for(rows: int) -> Reductions:
     )
 
 
+@gives_pointed
 def work_for(bank: Bank, rows: int) -> FluidWork:
     """Room for allocations of so many rows."""
     classes, regions = len(bank.pool), len(bank.stands)
@@ -171,7 +176,9 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         places=places_for(rows, regions),
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
-        old=(np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)),
+        old_bounds=np.zeros(rows + 1, dtype=np.int64),
+        old_options=np.zeros((3, rows), dtype=np.int64),
+        old_out=np.zeros(3, dtype=np.int64),
         lateness=np.zeros((2, rows)),
         no_cap=np.full(rows, np.inf),
         most_bytes=np.zeros(rows),
@@ -248,7 +255,7 @@ def fluid_step_s(
         return value, FITS
     latest, soonest = _price_lateness(work, n)
     away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
-    old_bounds, old_options, old_out = work.old
+    old_bounds, old_options, old_out = work.old_bounds, work.old_options, work.old_out
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
     other = np.inf
     if split_layers_under_way(

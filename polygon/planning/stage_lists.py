@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner
 from polygon.planning.problem_arrays import Bank
 
@@ -39,6 +40,7 @@ class Stages(NamedTuple):
     """(1,) whether ZeRO divides no weight that the first and the last stage both have."""
 
 
+@gives_pointed
 def stages_for(rows: int, classes: int) -> Stages:
     """Room for the stages of allocations of a shape."""
     shape = (rows, classes)
