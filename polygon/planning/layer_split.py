@@ -22,28 +22,25 @@ SHORTER = 5e-3
 def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
     """Least time in which `counts[c]` workers of `seconds[c]` each finish `micro_batches` in whole shares.
 
-    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: bisection between the fluid time and one
-    micro-batch more per worker.
+    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: from the fluid time on, one end of
+    micro-batches after another. Fewer are missing then than there are workers.
     """
-    rate = 0.0
-    slowest = 0.0
-    for c in range(members):
-        rate += counts[c] / seconds[c]
-        slowest = max(slowest, seconds[c])
-    low = micro_batches / rate
     if members == 1:
         return float(seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9))
-    high = low + slowest
-    for _ in range(18):
-        middle = 0.5 * (low + high)
-        done = 0.0
+    rate = 0.0
+    for c in range(members):
+        rate += counts[c] / seconds[c]
+    ends = micro_batches / rate
+    while ends < np.inf:
+        done, following = 0.0, np.inf
         for c in range(members):
-            done += counts[c] * np.floor(middle / seconds[c] + 1e-9)
+            each = np.floor(ends / seconds[c] + 1e-9)
+            done += counts[c] * each
+            following = min(following, (each + 1) * seconds[c])
         if done >= micro_batches:
-            high = middle
-        else:
-            low = middle
-    return high
+            break
+        ends = following
+    return float(ends)
 
 
 @inner
