@@ -16,9 +16,9 @@ from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
 from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.cost.transfers import Messages, Placement, boundary_values, packed_bytes, price_messages
 from polygon.cost.zero_sums import summed_part
-from polygon.domain.plan import Plan
+from polygon.domain.plan import Plan, Problem
 from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
@@ -225,6 +225,18 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
     return found
 
 
+def buffers_s(plan: Plan, problem: Problem) -> np.ndarray | None:
+    """Seconds of forward and backward in which a stage stands still for the host to make the buffer of a message that it
+    receives, shape (2, stages); None where no host does."""
+    rate, stages = problem.runtime.host_buffer_bytes_per_s, len(plan.stages)
+    if not rate or stages == 1:
+        return None
+    values = boundary_values(problem.model, problem.batch, plan.micro_batch_size) / plan.stages[0].workers[0].cp
+    found = np.full((2, stages), 4 * values / rate)
+    found[0, 0] = found[1, -1] = 0.0  # nobody is before the first stage, or behind the last
+    return found
+
+
 def blocked_s(waits_s: np.ndarray, routes: np.ndarray, workers: int) -> np.ndarray:
     """Seconds per micro-batch in which each worker only sends or receives: in forward and backward, shape (2, workers).
 
@@ -428,6 +440,9 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
     sent_s, waits_s = seen_s(messages, runtime), None
     if sent_s is not None:
         waits_s = blocked_s(waiting_s(sent_s, apart=runtime.exchanges_apart), routes, len(place.stage))
+    made_s = buffers_s(plan, problem)
+    if made_s is not None:
+        waits_s = made_s[:, place.stage] + (0.0 if waits_s is None else waits_s)
     made = Traffic(
         routes=routes,
         messages=messages,

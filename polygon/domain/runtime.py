@@ -90,6 +90,9 @@ class Runtime:
     exchanges_apart: bool = False
     """Whether the messages for which a stage does not compute follow one another (DeepSpeed's instructions); else it
     sends one way while it receives from the other side (Megatron-LM's batched sends and receives)."""
+    host_buffer_bytes_per_s: float = 0.0
+    """Rate at which the host makes the buffer of every message that a stage receives, in 32 bits, and copies it to the
+    device, which stands still for it. 0: the device has such buffers."""
     scattered_sends: bool = True
     """Whether each tensor-parallel rank sends its part of a message between stages, and not the whole of it."""
     host_update: bool = False
@@ -141,7 +144,7 @@ class Runtime:
             require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
-            *("posted_messages", "posted_bytes", "p2p_buffer_bytes"),
+            *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s"),
         ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
