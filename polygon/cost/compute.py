@@ -46,10 +46,10 @@ which takes maximum, difference, exponential, sum and quotient in kernels of the
 
 
 HOST_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S = 4e9, 2e10
-"""Of copies between a device and memory that its host has not pinned (PCIe 3.0 gives 11 to 12 GB/s to pinned memory; the
-host copies once more, and waits: a judgement), and what a device's part of a host's processors moves (one core of a Xeon
-E5 v3 20 GB/s, twenty 102 GB/s in STREAM, pugetsystems.com/labs/hpc/memory-performance-for-intel-xeon-haswell-ep-ddr4-596;
-four cores, operation by operation: a judgement)."""
+"""Of copies between a device and memory that its host has not pinned (a judgement: PCIe 3.0 gives 11 to 12 GB/s to
+pinned memory, and here the host copies once more and waits), and what a device's part of a host's processors moves (a
+judgement, of four cores, operation by operation: one core of a Xeon E5 v3 reaches 20 GB/s in STREAM and twenty 102,
+pugetsystems.com/labs/hpc/memory-performance-for-intel-xeon-haswell-ep-ddr4-596)."""
 
 
 class LayerProfile(Protocol):

@@ -194,12 +194,13 @@ def seen_s(messages: Messages, runtime: Runtime) -> np.ndarray | None:
     """
     if not messages.latency_s.size or (runtime.p2p_overlap and not runtime.p2p_buffer_bytes):
         return None
-    if not runtime.p2p_overlap:
-        return messages.busy_s + messages.latency_s
-    with np.errstate(invalid="ignore"):
-        left_s = messages.busy_s * (1 - runtime.p2p_buffer_bytes / messages.n_bytes) - messages.latency_s
-    # A missing link is in the simulation's own time.
-    found: np.ndarray = np.where(np.isfinite(messages.busy_s), np.maximum(left_s, 0.0), 0.0)
+    if runtime.p2p_overlap:
+        with np.errstate(invalid="ignore"):
+            left_s = messages.busy_s * (1 - runtime.p2p_buffer_bytes / messages.n_bytes) - messages.latency_s
+        # A missing link is in the simulation's own time.
+        found: np.ndarray = np.where(np.isfinite(messages.busy_s), np.maximum(left_s, 0.0), 0.0)
+    else:
+        found = messages.busy_s + messages.latency_s
     return found
 
 
@@ -226,8 +227,8 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
 
 
 def buffers_s(plan: Plan, problem: Problem) -> np.ndarray | None:
-    """Seconds of forward and backward in which a stage stands still for the host to make the buffer of a message that it
-    receives, shape (2, stages); None where no host does."""
+    """Seconds of forward and backward in which a stage stands still while its host makes the buffer of a message that
+    comes, shape (2, stages); None where no host does."""
     rate, stages = problem.runtime.host_buffer_bytes_per_s, len(plan.stages)
     if not rate or stages == 1:
         return None
