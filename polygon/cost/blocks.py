@@ -132,12 +132,15 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         forward, backward = forward + slower_f, backward + slower_b
     # What is computed once more in backward sends once more, and nobody hides that; the host has more to do for it.
     checkpoint_s = CHECKPOINT_HOST_PART * (host_f + host_b)
-    recomputed = forward + max(0.0, checkpoint_s - slack_f) + sent_f + ring_f + expert_f
+    again_f = forward + max(0.0, checkpoint_s - slack_f)
+    longer_again = max(0.0, (1 + HOST_ERROR) * (host_f + checkpoint_s) - again_f)
+    recomputed = again_f + sent_f + ring_f + expert_f
     forward += exposed_f + ring_f + expert_f
     backward += exposed_b + ring_b + expert_b
     communication = exposed_f + exposed_b + ring_f + ring_b + expert_f + expert_b
     if split.recompute == "full":
-        return forward, backward + recomputed, communication + sent_f + ring_f + expert_f, 2 * longer_f + longer_b
+        communication += sent_f + ring_f + expert_f
+        return forward, backward + recomputed, communication, longer_f + longer_again + longer_b
     if split.recompute == "selective":
         # By operators every second product is kept: the other half, and what lies between, is made again.
         backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f
