@@ -23,7 +23,7 @@ from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
 from polygon.cost.stage_reduction import stage_reduction
-from polygon.cost.step_times import buffers_s, held_parameters, seen_s, stage_seconds, tied_embedding_s, waiting_s
+from polygon.cost.step_times import held_parameters, received_s, seen_s, stage_seconds, tied_embedding_s, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
 from polygon.domain.errors import require
@@ -180,8 +180,8 @@ class Lanes:
             waits_s = np.zeros((2, len(plan.stages)))
             if waited_s is not None:
                 waits_s = waiting_s(waited_s[:, slowest], apart=problem.runtime.exchanges_apart)
-            made_s = buffers_s(plan, problem)
-            waits_s = waits_s if made_s is None else waits_s + made_s
+            made_s = received_s(plan, self.tables, place)
+            waits_s = waits_s if made_s is None else waits_s + made_s[:, place.offset]
             if not problem.runtime.p2p_overlap:
                 sent_s, latency_s = np.zeros_like(sent_s), np.zeros_like(latency_s)
             found = Round(

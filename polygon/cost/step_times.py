@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polygon.cost.finish import done_s, led_s, reduction_spans_s
+from polygon.cost.network import gather_s, group_of
 from polygon.cost.overlap import Overlap, gathered_s, overlap_of
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
@@ -18,7 +19,7 @@ from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, sta
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, boundary_values, packed_bytes, price_messages
 from polygon.cost.zero_sums import summed_part
-from polygon.domain.plan import Plan, Problem
+from polygon.domain.plan import Plan
 from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
@@ -226,15 +227,27 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
     return found
 
 
-def buffers_s(plan: Plan, problem: Problem) -> np.ndarray | None:
-    """Seconds of forward and backward in which a stage stands still while its host makes the buffer of a message that
-    comes, shape (2, stages); None where no host does."""
-    rate, stages = problem.runtime.host_buffer_bytes_per_s, len(plan.stages)
-    if not rate or stages == 1:
+def received_s(plan: Plan, tables: CostTables, place: Placement) -> np.ndarray | None:
+    """Seconds of forward and backward in which each worker stands still for what it makes of a message that came, shape
+    (2, workers); None where that is nothing.
+
+    Its host makes the buffer, the ranks of a tensor-parallel group put its parts together.
+    """
+    problem, stages = tables.problem, len(plan.stages)
+    rate, gathers = problem.runtime.host_buffer_bytes_per_s, problem.runtime.message_gathers
+    if stages == 1 or not (rate or gathers):
         return None
     values = boundary_values(problem.model, problem.batch, plan.micro_batch_size) / plan.stages[0].workers[0].cp
-    found = np.full((2, stages), 4 * values / rate)
-    found[0, 0] = found[1, -1] = 0.0  # nobody is before the first stage, or behind the last
+    found = np.zeros((2, len(place.stage)))
+    if rate:
+        found += 4 * values / rate
+    if gathers:
+        kinds, kind = alike(place.pool, place.tp)
+        n_bytes, pools = values * problem.batch.element_bytes, problem.cluster.pools
+        each = [gather_s(n_bytes, group_of(pools[pool], tp, tp)) if tp > 1 else 0.0 for pool, tp in kinds]
+        found += np.array([[1], [gathers]]) * tables.links.factor * np.array(each)[kind]
+    # Nobody is before the first stage, or behind the last.
+    found[0, place.members(0)] = found[1, place.members(stages - 1)] = 0.0
     return found
 
 
@@ -441,9 +454,9 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
     sent_s, waits_s = seen_s(messages, runtime), None
     if sent_s is not None:
         waits_s = blocked_s(waiting_s(sent_s, apart=runtime.exchanges_apart), routes, len(place.stage))
-    made_s = buffers_s(plan, problem)
+    made_s = received_s(plan, tables, place)
     if made_s is not None:
-        waits_s = made_s[:, place.stage] + (0.0 if waits_s is None else waits_s)
+        waits_s = made_s if waits_s is None else waits_s + made_s
     made = Traffic(
         routes=routes,
         messages=messages,

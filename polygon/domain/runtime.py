@@ -95,6 +95,11 @@ class Runtime:
     device, which stands still for it. 0: the device has such buffers."""
     scattered_sends: bool = True
     """Whether each tensor-parallel rank sends its part of a message between stages, and not the whole of it."""
+    scattered_gradients: bool = True
+    """Whether that holds for gradients of activations too."""
+    message_gathers: int = 0
+    """Gathers among the tensor-parallel ranks of a stage after a gradient has come; where there are any, there is one
+    after an activation too."""
     host_update: bool = False
     """Whether weights and optimizer are kept by the host, which gets the gradients, updates, and gives weights back
     (`polygon.cost.compute.host_update_s`)."""
@@ -144,7 +149,7 @@ class Runtime:
             require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
-            *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s"),
+            *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s", "message_gathers"),
         ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
