@@ -122,6 +122,8 @@ class CostTables:
         """What such a group computes, which links between regions do not change."""
         self.stage_rows = Kept[tuple[float, ...]](KEPT_GROUPS)
         """What memory needs of a group's stages (`polygon.cost.estimate.group_rows`)."""
+        self.begun = Kept[Any](1)
+        """Where searches begin (`polygon.planning.search_engine`)."""
         self.fluid_values = Kept[dict[bytes, float]](KEPT_PLANS)
         """What allocations are worth by the relaxation, by problem and objective (`polygon.planning.decode`)."""
         self._places = Kept[Placement](KEPT_PLANS)

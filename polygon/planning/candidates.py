@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Hashable, Iterator
@@ -49,6 +50,13 @@ class Candidates(SearchProblem[Allocation]):
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
         self._seen: set[bytes] = set()
         self._count = itertools.count()
+
+    def copy(self) -> Candidates:
+        """The same, which goes on by itself."""
+        found = copy.copy(self)
+        found._best = {structure: list(best) for structure, best in self._best.items()}
+        found._seen, found._count = set(self._seen), copy.copy(self._count)
+        return found
 
     def evaluate(self, x: Allocation) -> float:
         """The objective at the fluid step time."""

@@ -51,6 +51,8 @@ RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
 RACE = 0.3
 """Part of the evaluations that the race before the genetic search takes at most."""
+MOST_CELLS = 1_200_000
+"""Relaxed evaluations of a search times classes of workers, at most."""
 LATE = 30
 """Moves for which walks of the second race may be worse."""
 
@@ -261,15 +263,14 @@ def find_plan(
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
-    candidates = Candidates(decoder, most_stages(problem))
     decoder.warm_up()
     clock = _Clock(effort.time_limit_s)
-    begun = _begin(decoder, candidates, groups, known, effort, clock)
+    begun, candidates = _begin_once(decoder, groups, known, effort, clock)
     simple = candidates.elite
 
     memetic = _told(tell, Message("phase.memetic"), effort.fluid_evaluations)
     met, interrupted = _explore(candidates, rng, effort, begun, clock, memetic)
-    evaluations = met + len(begun.starts)
+    evaluations = met + begun.looked_at
 
     def ended(
         plan: Plan | None, value: float, bills: Sequence[tuple[Bill, Allocation]], reason: Message | None = None
@@ -280,7 +281,7 @@ def find_plan(
         )  # fmt: skip
 
     if not candidates.elite and not begun.uniform:
-        return ended(None, math.inf, (), reason=_why_not(decoder, begun.starts))
+        return ended(None, math.inf, (), reason=_why_not(decoder, begun.tried))
     exact = ExactCandidates(decoder, candidates.space.groups)
     count = 6 if interrupted else effort.exact_evaluations
     result = Restarts(patience=max(20, count // 4)).solve(
@@ -332,10 +333,12 @@ def _explore(
     """
     if begun.interrupted:
         return 0, True
-    made, half = 0, effort.fluid_evaluations // 2
+    # A large cluster takes long to evaluate: of it fewer allocations are.
+    most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
+    made, half = 0, most // 2
     walks, fewest, _ = _race(half, LATE)
     late = half if fewest else 0
-    memetic = _memetic(effort.fluid_evaluations - late, effort.patience)
+    memetic = _memetic(most - late, effort.patience)
     for solver, count, patience in (*memetic, (walks, late, late)):
         if count == 0:
             continue
@@ -394,11 +397,26 @@ _Draft = tuple[float, Plan, Allocation]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """Where a search begins: all starts, and at most two uniform splits."""
+    """Where a search begins: how many starts there were, all if none is a plan, and at most two uniform splits."""
 
-    starts: list[Allocation]
+    looked_at: int
+    tried: list[Allocation]
     uniform: list[_Draft]
     interrupted: bool
+
+
+def _begin_once(
+    decoder: Decoder, groups: Groups | None, known: Sequence[Allocation], effort: Effort, clock: _Clock
+) -> tuple[_Begun, Candidates]:
+    """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
+    of = (decoder.problem, decoder.objective, groups, *known)
+    found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, effort.fluid_evaluations)
+    if found is None:
+        candidates = Candidates(decoder, most_stages(decoder.problem))
+        found = _begin(decoder, candidates, groups, known, effort, clock), candidates
+        if not found[0].interrupted and math.isinf(effort.time_limit_s):
+            decoder.tables.begun.put(found, of, effort.fluid_evaluations)
+    return found[0], found[1].copy()
 
 
 def _begin(
@@ -449,7 +467,9 @@ def _begin(
         uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
     except KeyboardInterrupt:
         interrupted = True
-    return _Begun(starts=starts, uniform=uniform, interrupted=interrupted)
+    # A large cluster's are gigabytes: they are needed to say why none of them is a plan.
+    tried = [] if candidates.elite else starts
+    return _Begun(looked_at=len(starts), tried=tried, uniform=uniform, interrupted=interrupted)
 
 
 def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft]) -> _Draft | None:

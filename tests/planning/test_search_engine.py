@@ -375,3 +375,30 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     first = [spent for memory, spent in asked if memory == 0]
     assert sum(first) <= engine.RACE * (evaluations - half) and len(first) == (evaluations >= 340)
     assert [spent for memory, spent in asked if memory == engine.LATE] == ([half] if half else [])
+
+
+def test_searches_that_begin_alike_begin_once(monkeypatch):
+    """By another seed from the same start, and to the same end as if it had begun by itself; not where time ends it."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    tables, begun = CostTables(problem), []
+    plain = engine._begin
+
+    def begin(*args):
+        begun.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(engine, "_begin", begin)
+
+    def ended(seed, tables, **changes):
+        found = find_plan(problem, np.random.default_rng(seed), effort=replace(FAST, **changes), tables=tables)
+        return found.value_s, found.evaluations, [bill.step_s for bill, _ in found.bills]
+
+    first, second = (ended(seed, tables) for seed in (0, 1))
+    assert len(begun) == 1
+    assert (first, second) == (ended(0, CostTables(problem)), ended(1, CostTables(problem)))
+    assert len(begun) == 3
+    ended(0, tables, time_limit_s=60.0)
+    ended(0, tables, time_limit_s=60.0)
+    ended(0, tables, fluid_evaluations=FAST.fluid_evaluations + 1)
+    assert len(begun) == 6
