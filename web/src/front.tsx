@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { request } from "./draft";
-import { digits, seconds } from "./format";
+import { seconds, usd } from "./format";
 import { attempt, follow, loadJobs, openPlan, running, timeLeft, workNote } from "./state";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
@@ -74,7 +74,7 @@ function Points({ points, open }: { points: Data[]; open: (index: number) => voi
   return (
     <>
       <Chart name="front" label={t("front")} height={320} option={option} onClick={open} />
-      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), digits(p.usd), p.devices, p.stages, <button type="button" class="small" onClick={() => open(i)}>{t("open")}</button>])} />
+      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usd(p.usd), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usd(p.usd)}`} onClick={() => open(i)}>{t("open")}</button>])} />
     </>
   );
 }

@@ -6,7 +6,7 @@ import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view, workNote } from "./state";
+import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, trouble, view, workNote } from "./state";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
 
@@ -75,13 +75,13 @@ function ModelSummary(): JSX.Element {
 function Plan(): JSX.Element {
   const p = progress.value;
   return (
-    <div class="rail-foot" id="status" role="status" aria-live="polite">
+    <div class="rail-foot" id="status">
       {p ? <>
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
         <small class="soft">{workNote(p)}</small>
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
-        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(takePlans)}>{t("takePlans")}</button></small>}
+        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takePlans(planId.value))}>{t("takePlans")}</button></small>}
       </>}
     </div>
   );
@@ -119,9 +119,10 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   const [naming, setNaming] = useState(false);
   const here = j.id === planId.value;
   const openIt = (): void => {
-    if (running(j)) go(() => (j.kind === "front" ? (view.value = "front") : null));
-    else if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
+    if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
+    else if (running(j)) go(() => (jobId.value = j.id));
     else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
+    else void attempt(async () => { await takePlans(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
   };
   const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
   const submit = (e: Event): void => {
