@@ -5,7 +5,7 @@ import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
 import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, unmark } from "./faults";
-import { digits, gbps, ms } from "./format";
+import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
 import { attempt, catalogue, notice, selected } from "./state";
 import { t } from "./strings";
@@ -268,7 +268,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
     const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
-      <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${Math.round(distance).toLocaleString("en-US")} km`}</small></th>,
+      <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${whole(distance)} km`}</small></th>,
       cell("latency_ms", t("latencyOneWay"), "ms"),
       <td key="rtt" class="number soft">{typeof other === "number" ? ms(2 * other) : "—"}</td>,
       cell("bandwidth_gbps", t("rate"), "Gbit/s"), cell("capacity_gbps", t("capacity"), "Gbit/s", t("noLimit")),

@@ -259,9 +259,12 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
 }
 interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }
 // The width of a label as it is drawn.
-const pen = document.createElement("canvas").getContext("2d")!;
+let pen: CanvasRenderingContext2D | null = null;
 function wide(text: string): number {
-  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  if (!pen) {
+    pen = document.createElement("canvas").getContext("2d")!;
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  }
   return pen.measureText(text).width;
 }
 // Each label beside its place, else over or under it, else at a corner of it: where it covers no other and as little as

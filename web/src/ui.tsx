@@ -32,12 +32,12 @@ export function Section({ title, id, note, children, tools }: { title: string; i
   );
 }
 
-export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: JSX.Element | JSX.Element[]; tools?: JSX.Element }): JSX.Element {
+export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: () => JSX.Element; tools?: JSX.Element }): JSX.Element {
   const isOpen = folds.value[id] === true;
   return (
     <section class={isOpen ? "fold open" : "fold"}>
       <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist" aria-hidden="true">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
-      {isOpen && <div class="fold-body">{children}</div>}
+      {isOpen && <div class="fold-body">{children()}</div>}
     </section>
   );
 }
