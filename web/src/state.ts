@@ -234,8 +234,13 @@ export async function savePlan(): Promise<void> {
 
 // Searches
 
+const AGAIN_MS = 2000;
+let again = 0;
 export async function loadJobs(): Promise<void> {
+  clearTimeout(again);
   jobs.value = await get("/jobs");
+  // What runs, here or in another window, says in the list how far it is.
+  if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
 let following = new AbortController();
 export async function search(): Promise<void> {
@@ -244,6 +249,7 @@ export async function search(): Promise<void> {
     takeAsked();
     progress.value = begun;
     jobId.value = begun.id;
+    await loadJobs();
   });
 }
 export const running = (it: Data): boolean => it?.state === "queued" || it?.state === "running";
