@@ -156,6 +156,7 @@ def group_of(pool: Pool, members: int, per_node: int) -> Group:
 _SIZES = np.array(ALL_REDUCE_SIZES)
 _RATES = np.array([ALL_REDUCE_NVSWITCH[max(n, 2)] for n in range(9)])
 _MESH = np.array([ALL_REDUCE_MESH[max(n, 2)] for n in range(9)])
+_LOG_SIZES, _LOG_S, _LOG_MESH_S = np.log(_SIZES), np.log(_SIZES / _RATES), np.log(_SIZES / _MESH)
 
 
 @kernel
@@ -167,9 +168,9 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
         # Without peer-to-peer copies all goes through the host's memory: around the ring, and once to be staged there.
         passes = 2 * (members - 1) / members / PCIE_RING + 1 / PCIE_STAGING
         return passes * n_bytes / bytes_per_s + members * (PCIE_MEMBER_S + latency_s)
-    rates, reference = _RATES[min(members, 8)], REFERENCE_BYTES_PER_S
+    rates, log_s, reference = _RATES[min(members, 8)], _LOG_S[min(members, 8)], REFERENCE_BYTES_PER_S
     if fabric == MESH:
-        rates, reference = _MESH[min(members, 8)], MESH_BYTES_PER_S
+        rates, log_s, reference = _MESH[min(members, 8)], _LOG_MESH_S[min(members, 8)], MESH_BYTES_PER_S
     scaled = n_bytes * reference / bytes_per_s
     # From bus bandwidth to time: every link of a ring carries so much of the buffer (nccl-tests, PERFORMANCE.md).
     factor = 2 * (members - 1) / members
@@ -181,10 +182,9 @@ def intra_kernel(n_bytes: float, members: int, bytes_per_s: float, latency_s: fl
     rate = rates[-1]
     for i in range(len(_SIZES) - 1):
         if scaled < _SIZES[i + 1]:
-            weight = math.log(scaled / _SIZES[i]) / math.log(_SIZES[i + 1] / _SIZES[i])
+            weight = (math.log(scaled) - _LOG_SIZES[i]) / (_LOG_SIZES[i + 1] - _LOG_SIZES[i])
             # Interpolate the time, not the rate: it is what must grow with the size.
-            low_s, high_s = _SIZES[i] / rates[i], _SIZES[i + 1] / rates[i + 1]
-            rate = scaled / math.exp(math.log(low_s) * (1 - weight) + math.log(high_s) * weight)
+            rate = scaled / math.exp(log_s[i] * (1 - weight) + log_s[i + 1] * weight)
             break
     return float(factor * scaled / (rate * 1e9) + slow_link_s)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from polygon.cost.memory import state_bytes
 from polygon.domain.model import Batch
 from polygon.domain.runtime import DP_OVERLAP, Runtime
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import kernel
 
 HIDING = {"none": 0.0, "backward": 0.5, "full": 1.0}
@@ -36,6 +38,8 @@ class Overlap(NamedTuple):
     gradient_bytes: float
 
 
+@lru_cache(maxsize=256)
+@gives_pointed
 def overlap_of(runtime: Runtime, batch: Batch) -> Overlap:
     """The numbers of a runtime for a batch."""
     weight_bytes, gradient_bytes, _ = state_bytes(batch)

@@ -38,6 +38,7 @@ from polygon.cost.network import ring_kernel
 from polygon.cost.transfers import LinkArrays
 from polygon.domain.model import Batch
 from polygon.domain.runtime import Runtime
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
 
 
@@ -92,6 +93,7 @@ class LevelsRoom(NamedTuple):
     """(regions,) seconds of the sums inside each."""
 
 
+@gives_pointed
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)

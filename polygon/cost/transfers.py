@@ -36,6 +36,7 @@ from polygon.domain.cluster import Cluster
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
 from polygon.domain.runtime import Runtime
+from polygon.jit.by_pointer import pointed
 from polygon.jit.compilation import kernel
 
 BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
@@ -211,7 +212,7 @@ class LinkTable:
         """The table for kernels, with the largest message of a runtime's reductions."""
         if bucket_bytes not in self._arrays:
             own = {name: getattr(self, name) for name in LinkArrays._fields if name != "bucket_bytes"}
-            self._arrays[bucket_bytes] = LinkArrays(**own, bucket_bytes=float(bucket_bytes))
+            self._arrays[bucket_bytes] = pointed(LinkArrays(**own, bucket_bytes=float(bucket_bytes)))
         return self._arrays[bucket_bytes]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from polygon.cost.convergence import allowed
 from polygon.cost.reduction import LevelsRoom, least_part, least_sum_s, levels_s
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
@@ -54,6 +55,7 @@ class Limits(NamedTuple):
     local_steps: int
 
 
+@gives_pointed
 def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     """What no packing, place and number of local steps that a problem allows can better."""
     problem, tables, classes = decoder.problem, decoder.tables, decoder.classes
@@ -128,7 +130,7 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
 
 @general
 def reduction_floor_s(
-    bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float
+    bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float, room: LevelsRoom
 ) -> tuple[float, float, float]:
     """Least seconds of a stage's reduction inside regions, between them, and the latency in the latter.
 
@@ -153,14 +155,6 @@ def reduction_floor_s(
     ones, none = np.ones((regions, regions)), np.zeros(regions, dtype=np.bool_)
     alone = np.ones(used, dtype=np.int64)
     wire = n_bytes * limits.gradient_ratio
-    room = LevelsRoom(
-        np.empty(used, np.int64),
-        np.empty(used, np.int64),
-        np.empty(used, np.int64),
-        np.empty(used),
-        np.empty(used),
-        np.empty(used),
-    )
     _, _, across_s, far_s = levels_s(
         n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, room
     )
@@ -250,7 +244,7 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
             update = min(update, here / shards * limits.update_s_per_parameter[c])
         inside, across, far = 0.0, 0.0, 0.0
         if busy:
-            inside, across, far = reduction_floor_s(bank, limits, classes[s], counts[s], k, values)
+            inside, across, far = reduction_floor_s(bank, limits, classes[s], counts[s], k, values, work.levels)
         hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
         reduced = far + (inside + across - far) / (b - a)
         if options[ZERO, s] < 2:  # else backward has traffic of its own and may hide all the rest

@@ -61,6 +61,8 @@ WINDOW_USE = 0.82
 MAX_STREAMS = 16
 MOST_VALUES = 200_000
 """Fluid values that are kept of a problem; then all are dropped."""
+HOPELESS = 1.1
+"""Factor over the fluid value of the best cut of the layers from which on another is not simulated."""
 NEARLY = 1.01
 """Of several numbers of local steps, the fewest within this factor of the best are taken."""
 
@@ -264,22 +266,30 @@ class Decoder:
         self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], hurdle_s: float = math.inf
     ) -> Plan | Infeasible:
         """The plan of a legal allocation with the packings that are quickest for a message alone."""
-        best = self._decode_cut(allocation, may, cuts[0], hurdle_s)
-        for cut in cuts[1:]:
-            if not isinstance(best, Plan):
-                break
-            other = self._decode_cut(allocation, may, cut, hurdle_s)
-            if isinstance(other, Plan) and self.plan_value(other) < self.plan_value(best):
-                best = other
-        return best
+        rows, bank = allocation.workers.shape[0], self._bank(allocation.setting, may)
+        ways: list[tuple[float, tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+        for cut in cuts:
+            arrays = _out(rows)
+            value, why = fluid_step_s(bank, allocation.workers, *arrays, self._work(rows), cut)
+            if why == FITS and math.isfinite(value):
+                ways.append((value, arrays))
+            elif not ways and cut == cuts[0]:
+                return Infeasible(reason=REASONS.get(why, NEVER_ENDS))
+        least = min(value for value, _ in ways)
+        found = [self._decode_cut(allocation, may, *of, hurdle_s) for value, of in ways if value <= HOPELESS * least]
+        plans = [plan for plan in found if isinstance(plan, Plan)]
+        return min(plans, key=self.plan_value) if plans else found[0]
 
-    def _decode_cut(self, allocation: Allocation, may: Allowed, cut: int, hurdle_s: float) -> Plan | Infeasible:
+    def _decode_cut(
+        self,
+        allocation: Allocation,
+        may: Allowed,
+        bounds: np.ndarray,
+        options: np.ndarray,
+        out: np.ndarray,
+        hurdle_s: float,
+    ) -> Plan | Infeasible:
         """See `_decode`; the layers are cut as `polygon.planning.fluid` says."""
-        bounds, options, out = _out(allocation.workers.shape[0])
-        bank = self._bank(allocation.setting, may)
-        value, why = fluid_step_s(bank, allocation.workers, bounds, options, out, self._work(len(bounds) - 1), cut)
-        if why != FITS or not math.isfinite(value):
-            return Infeasible(reason=REASONS.get(why, NEVER_ENDS))
         stages = self._stages(allocation, bounds, options, int(out[0]))
         draft = self._route(stages, allocation.setting, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import kernel
 
 Place = tuple[int, int]
@@ -36,6 +37,7 @@ class Dealing(NamedTuple):
     """(places,) group, first device and how many workers side by side from there."""
 
 
+@gives_pointed
 def dealing_for(groups: int, nodes: int, degrees: int) -> Dealing:
     """Room for so many groups on so many nodes: a place ends its group, or leaves no room for another of its degree."""
     places = groups + nodes * degrees

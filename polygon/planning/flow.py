@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.node_sharing import Hosts, common_nodes, find_crowds, near_part
 from polygon.planning.problem_arrays import Bank
@@ -35,7 +36,8 @@ class Places(NamedTuple):
     message: np.ndarray
     """(rows, regions, regions) seconds that a micro-batch is under way there and back, where any goes."""
     trip: np.ndarray
-    """Most seconds from the end of a micro-batch's forward to the begin of its backward in a stage."""
+    mean_trip: np.ndarray
+    """Most and mean seconds from the end of a micro-batch's forward to the begin of its backward in a stage."""
     busy: np.ndarray
     """(regions, regions) messages in parts of the micro-batches, of all stages, activations and gradients."""
     near: np.ndarray
@@ -45,6 +47,7 @@ class Places(NamedTuple):
     """Messages that leave a stage's nodes; and those of all stages there over its own."""
 
 
+@gives_pointed
 def places_for(rows: int, regions: int) -> Places:
     """Room for allocations of so many rows."""
     shape = (rows, regions)
@@ -60,6 +63,7 @@ def places_for(rows: int, regions: int) -> Places:
         flow=np.zeros((rows, regions, regions)),
         message=np.zeros((rows, regions, regions)),
         trip=np.zeros(shape),
+        mean_trip=np.zeros(shape),
         busy=np.zeros((regions, regions)),
         near=np.zeros(shape),
         leaving=np.zeros(shape),
@@ -239,18 +243,19 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
 
 @inner
 def find_trips(places: Places, n: int) -> None:
-    """Fill in how long micro-batches are away from each of n stages, given what `boundary_s` says of all.
-
-    Workers take micro-batches in a fixed order, so that on any way all wait for the slowest worker and message of it.
-    """
+    """Fill in how long micro-batches are away from each of n stages, given what `boundary_s` says of all: on the way
+    with the slowest workers and messages, and in the mean."""
     regions = places.trip.shape[1]
     for s in range(n - 1, -1, -1):
         for a in range(regions):
-            places.trip[s, a] = 0.0
+            longest, total, sent = 0.0, 0.0, 0.0
             for b in range(regions if s + 1 < n else 0):
-                if places.flow[s, a, b] > 0:
-                    behind = places.message[s, a, b] + places.slowest[s + 1, b] + places.trip[s + 1, b]
-                    places.trip[s, a] = max(places.trip[s, a], behind)
+                part = places.flow[s, a, b]
+                if part > 0:
+                    longest = max(longest, places.message[s, a, b] + places.slowest[s + 1, b] + places.trip[s + 1, b])
+                    mean = places.workers[s + 1, b] / places.rates[s + 1, b] + places.mean_trip[s + 1, b]
+                    total, sent = total + part * (places.message[s, a, b] + mean), sent + part
+            places.trip[s, a], places.mean_trip[s, a] = longest, total / sent if sent > 0 else 0.0
 
 
 @inner

@@ -27,6 +27,7 @@ from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.flow import (
     Places,
@@ -74,6 +75,8 @@ SEEN = 0.02
 MOST_CAPS = 4
 """Times that half of it is tried."""
 
+LONGER = 2.0
+"""Times the mean of its trips that a worker waits for one at most: all wait for the slowest, if that is no rare one."""
 ROUND = 8.0
 """Power of which a mean is taken of what two limits ask for that are reached at the same time."""
 
@@ -110,8 +113,10 @@ class FluidWork(NamedTuple):
     hosts: Hosts
     trial: np.ndarray
     """(rows + 1,)."""
-    old: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """What the best cut of the layers so far has led to."""
+    old_bounds: np.ndarray
+    old_options: np.ndarray
+    old_out: np.ndarray
+    """(rows + 1,), (3, rows), (3,) what the best cut of the layers so far has led to."""
     lateness: np.ndarray
     """(2, rows) seconds from the end of the pipeline to that of a stage's sums: without them, and for each byte summed;
     for the best cut so far."""
@@ -142,6 +147,7 @@ class FluidWork(NamedTuple):
     levels: LevelsRoom
 
 
+@gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
     whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
@@ -161,6 +167,7 @@ def reductions_for(rows: int) -> Reductions:
     )
 
 
+@gives_pointed
 def work_for(bank: Bank, rows: int) -> FluidWork:
     """Room for allocations of so many rows."""
     classes, regions = len(bank.pool), len(bank.stands)
@@ -169,7 +176,9 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         places=places_for(rows, regions),
         hosts=hosts_for(bank, rows),
         trial=np.zeros(rows + 1, dtype=np.int64),
-        old=(np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)),
+        old_bounds=np.zeros(rows + 1, dtype=np.int64),
+        old_options=np.zeros((3, rows), dtype=np.int64),
+        old_out=np.zeros(3, dtype=np.int64),
         lateness=np.zeros((2, rows)),
         no_cap=np.full(rows, np.inf),
         most_bytes=np.zeros(rows),
@@ -246,7 +255,7 @@ def fluid_step_s(
         return value, FITS
     latest, soonest = _price_lateness(work, n)
     away_s, limits_s = work.away_s[stages_out[1]], work.limits_s[stages_out[1]]
-    old_bounds, old_options, old_out = work.old
+    old_bounds, old_options, old_out = work.old_bounds, work.old_options, work.old_out
     _copy(n, bounds, options, stages_out, old_bounds, old_options, old_out)
     other = np.inf
     if split_layers_under_way(
@@ -516,7 +525,7 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
     """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
 
     By Little's law: a worker that holds h of its m micro-batches ends one every trip / h. A trip is as long as a
-    micro-batch is computed there and away (`find_trips`).
+    micro-batch is computed there and away (`find_trips`): as the order of micro-batches is fixed, that of the slowest.
     """
     stages, places, most_s = work.stages, work.places, 0.0
     for i in range(stages.members[s]):
@@ -525,7 +534,8 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
         held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
         if held < share:
-            most_s = max(most_s, share / held * (seconds + work.waits[s] + places.trip[s, r]))
+            away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
+            most_s = max(most_s, share / held * (seconds + work.waits[s] + away_s))
     return most_s
 
 

@@ -12,7 +12,7 @@ from polygon.cost.overlap import gathered_s, summed_s, visible_s
 from polygon.cost.reduction import collective_s
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.problem_arrays import Bank
-from polygon.planning.stage_lists import Stages
+from polygon.planning.stage_lists import Stages, key_of, take_turn
 
 SHORTER = 5e-3
 """Part by which a step is to be shorter for the layers to be cut once more (`split_layers_under_way`)."""
@@ -22,28 +22,25 @@ SHORTER = 5e-3
 def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
     """Least time in which `counts[c]` workers of `seconds[c]` each finish `micro_batches` in whole shares.
 
-    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: bisection between the fluid time and one
-    micro-batch more per worker.
+    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: from the fluid time on, one end of
+    micro-batches after another. Fewer are missing then than there are workers.
     """
-    rate = 0.0
-    slowest = 0.0
-    for c in range(members):
-        rate += counts[c] / seconds[c]
-        slowest = max(slowest, seconds[c])
-    low = micro_batches / rate
     if members == 1:
         return float(seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9))
-    high = low + slowest
-    for _ in range(18):
-        middle = 0.5 * (low + high)
-        done = 0.0
+    rate = 0.0
+    for c in range(members):
+        rate += counts[c] / seconds[c]
+    ends = micro_batches / rate
+    while ends < np.inf:
+        done, following = 0.0, np.inf
         for c in range(members):
-            done += counts[c] * np.floor(middle / seconds[c] + 1e-9)
+            each = np.floor(ends / seconds[c] + 1e-9)
+            done += counts[c] * each
+            following = min(following, (each + 1) * seconds[c])
         if done >= micro_batches:
-            high = middle
-        else:
-            low = middle
-    return high
+            break
+        ends = following
+    return float(ends)
 
 
 @inner
@@ -262,26 +259,29 @@ def _work_by(bank: Bank, stages: Stages, s: int, option: tuple[int, int, int], f
 
 
 @inner
+def _block_s(bank: Bank, c: int) -> float:
+    """Seconds of a micro-batch in the second layer on a class."""
+    layer = min(1, bank.parameters.shape[1] - 2)
+    forward, backward = passing_s(bank, c, 0, 0, layer, layer + 1)
+    return forward + backward
+
+
+@inner
 def in_flight_estimate(bank: Bank, stages: Stages, s: int, window: float) -> None:
     """Micro-batches in flight on a worker of each kind of stage s under a window, by speed: fills `held`."""
-    layer = min(1, bank.parameters.shape[1] - 2)
     members = stages.kind_members[s]
-    rate = 0.0
+    rate, other = 0.0, False
     for i in range(members):
-        c = stages.kinds[s, i]
-        t = (
-            bank.forward_s[c, 0, layer + 1]
-            - bank.forward_s[c, 0, layer]
-            + bank.backward_s[c, 0, layer + 1]
-            - bank.backward_s[c, 0, layer]
-        )
-        stages.held[s, i] = 1.0 / t
-        rate += stages.kind_counts[s, i] / t
+        rate += stages.kind_counts[s, i] / _block_s(bank, stages.kinds[s, i])
     for i in range(members):
+        part = 1 / _block_s(bank, stages.kinds[s, i]) / rate
         # Workers of unlike speed cannot be dealt perfectly evenly: one micro-batch more may be in flight.
-        share = np.ceil(bank.micro_batches * stages.held[s, i] / rate)
-        in_window = np.ceil(window * stages.held[s, i] / rate - 1e-9) + (1.0 if members > 1 else 0.0)
-        stages.held[s, i] = max(1.0, min(in_window, share))
+        in_window = np.ceil(window * part - 1e-9) + (1.0 if members > 1 else 0.0)
+        held = max(1.0, min(in_window, np.ceil(bank.micro_batches * part)))
+        other = other or held != stages.held[s, i]
+        stages.held[s, i] = held
+    if other:
+        take_turn(stages, s)
 
 
 @inner
@@ -302,9 +302,11 @@ def _extend(
     low, high, taken, longer = first, limit, 0.0, np.inf
     at, step = max(first + 1, min(limit, guess)), 1
     while low < high:
-        makespan = np.inf
-        if stage_option(bank, stages, s, first, at)[1] >= 0:
-            makespan = kinds_makespan_s(bank, stages, s)
+        key, place = key_of(bank, stages, s, first, at)
+        if stages.met[place] != key:
+            found = stage_option(bank, stages, s, first, at)[1] >= 0
+            stages.met[place], stages.met_s[place] = key, kinds_makespan_s(bank, stages, s) if found else np.inf
+        makespan = stages.met_s[place]
         if makespan <= goal_s and makespan < np.inf:
             low, taken = at, makespan
         else:

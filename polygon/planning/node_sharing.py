@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner
 from polygon.planning.device_assignment import Dealing, deal, dealing_for, dealt_as
 from polygon.planning.problem_arrays import Bank
@@ -56,6 +57,7 @@ class Hosts(NamedTuple):
     left to do."""
 
 
+@gives_pointed
 def hosts_for(bank: Bank, rows: int) -> Hosts:
     """Room for allocations of so many rows."""
     classes, regions = len(bank.pool), len(bank.stands)

@@ -17,6 +17,7 @@ from polygon.cost.sharding import copies_s
 from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import LinkArrays, boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import RECOMPUTE, Problem
+from polygon.jit.by_pointer import gives_pointed
 from polygon.planning.link_compression import activation_modes, gradient_mode, link_seconds, pays_inside
 
 RECOMPUTED, ZERO, BLOCKS = 0, 1, 2
@@ -235,6 +236,7 @@ def _gradients(tables: CostTables, classes: Classes, may: Allowed) -> _Gradients
     )
 
 
+@gives_pointed
 def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allowed) -> Bank:
     """Collect the arrays of a problem.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner
 from polygon.planning.problem_arrays import Bank
 
@@ -37,8 +38,19 @@ class Stages(NamedTuple):
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
     whole_ties: np.ndarray
     """(1,) whether ZeRO divides no weight that the first and the last stage both have."""
+    turn: np.ndarray
+    turns: np.ndarray
+    """(rows,) numbers that no stage had before, whatever it was made of and held; (1,) how many there were."""
+    met: np.ndarray
+    met_s: np.ndarray
+    """(MEMORY,) turns and layers (`key_of`) of which the makespan is known, and it."""
 
 
+MEMORY = 4096
+"""Makespans that are kept, in places by their keys; the cuts of an allocation's layers look at some hundred."""
+
+
+@gives_pointed
 def stages_for(rows: int, classes: int) -> Stages:
     """Room for the stages of allocations of a shape."""
     shape = (rows, classes)
@@ -56,7 +68,25 @@ def stages_for(rows: int, classes: int) -> Stages:
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
         whole_ties=np.zeros(1, dtype=np.bool_),
+        turn=np.zeros(rows, dtype=np.int64),
+        turns=np.zeros(1, dtype=np.int64),
+        met=np.zeros(MEMORY, dtype=np.int64),
+        met_s=np.zeros(MEMORY),
     )
+
+
+@inner
+def take_turn(stages: Stages, s: int) -> None:
+    """Forget the makespans of stage s: it is another, or holds more or fewer micro-batches."""
+    stages.turns[0] += 1
+    stages.turn[s] = stages.turns[0]
+
+
+@inner
+def key_of(bank: Bank, stages: Stages, s: int, first: int, last: int) -> tuple[int, int]:
+    """What tells layers [first, last) of stage s from all others, and a place for it."""
+    turn, ends = stages.turn[s], bank.parameters.shape[1]
+    return (turn * ends + first) * ends + last, (97 * turn + 61 * first + last) % MEMORY
 
 
 @inner
@@ -89,6 +119,7 @@ def merge_kinds(bank: Bank, stages: Stages, n: int, on_node: np.ndarray) -> None
         The most workers of a stage's class that are on one node.
     """
     for s in range(n):
+        take_turn(stages, s)
         k = 0
         for i in range(stages.members[s]):
             kind = bank.kind[stages.classes[s, i]]

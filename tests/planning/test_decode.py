@@ -8,6 +8,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.fluid import FIRST
 from tests.linked_regions import cluster_of, small_gpt
 
 LARGE_VOCABULARY = Problem(
@@ -50,7 +51,8 @@ def test_the_relaxation_knows_where_a_tied_weight_stays_whole():
 def test_a_draft_that_memory_does_not_hold_says_where_and_what_it_lacks():
     """One end on four pairs of V100, the other on eight T4: a T4 lacks bytes even of one micro-batch at a time."""
     decoder = Decoder(LARGE_VOCABULARY)
-    found = decoder.decode(allocation(decoder, ("v100-16gb", 4, 2), ("t4", 8, 1), micro_batch_size=2), relax=False)
+    x = allocation(decoder, ("v100-16gb", 4, 2), ("t4", 8, 1), micro_batch_size=2)
+    found = decoder.decode(x, relax=False, cuts=(FIRST,))
     assert isinstance(found, Infeasible)
     assert found.reason.kind == "reason.lacks_memory"
     assert found.reason["device"] == "t4" and 0 < found.reason["lacking_bytes"] < 2**30

@@ -117,6 +117,7 @@ def test_places_add_up_the_classes_of_a_region():
     flow.find_places.py_func(bank, stages, 2, places)
     assert places.workers.tolist() == [[3, 0], [4, 1]]
     assert places.rates.tolist() == [[8, 0], [2, 0.25]]
+    assert places.slowest.tolist() == [[0.5, 0], [2, 4]]
     assert places.pool.tolist() == [[1, 0], [0, 2]]
 
 
@@ -213,6 +214,21 @@ def test_messages_on_a_node_take_its_own_link(monkeypatch):
     assert flow.boundary_s.py_func(bank, places, NO_HOSTS, 2, 0, True)[0] == pytest.approx(1 + 30)
     places.crowd[:] = 5.0
     assert flow.boundary_s.py_func(bank_of(1, card=15.0), places, NO_HOSTS, 2, 0, True)[0] == pytest.approx(1 + 100 / 3)
+
+
+def test_micro_batches_are_away_for_the_slowest_way_and_in_the_mean():
+    """From region 0 a quarter stays and three quarters go to 1, whose workers are slow; then all comes to region 0."""
+    places = places_of(3, workers=[[1, 0], [2, 4], [1, 0]], rates=[[1, 0.0], [1, 0.5], [0.25, 0.0]])
+    places.slowest[:] = [[1, 0], [3, 9], [5, 0]]
+    places.flow[0, 0] = [0.25, 0.75]
+    places.flow[1, 0, 0] = places.flow[1, 1, 0] = 0.5
+    places.message[0, 0], places.message[1, :, 0] = [1, 2], [10, 20]
+    places.trip[:], places.mean_trip[:] = 7.0, 7.0
+    flow.find_trips.py_func(places, 3)
+    # Last stage: nobody behind it. Before it: the message and its slowest worker, and in the mean 1 / 0.25 of work.
+    assert places.trip.tolist() == [[2 + 9 + 25, 0], [10 + 5, 20 + 5], [0, 0]]
+    mean = 0.25 * (1 + 2 / 1 + 14) + 0.75 * (2 + 4 / 0.5 + 24)
+    assert places.mean_trip.tolist() == [[mean, 0], [10 + 4, 20 + 4], [0, 0]]
 
 
 def test_cards_send_activations_down_and_gradients_up():
