@@ -64,7 +64,7 @@ const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "ra
 
 /** What a value saves, with this plan or with one made anew for it. */
 function Saving({ value, part, anew }: { value: string; part: number; anew?: boolean }): JSX.Element {
-  return <div><dt>{value} <span class="soft">{t(anew ? "withAnotherPlan" : "withThisPlan")}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? `−${percent(part)}` : t("nothing")}</dd></div>;
+  return <div><dt>{value} <span class="soft">{t(anew ? "withAnotherPlan" : "withThisPlan")}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? signed(-part, percent) : t("nothing")}</dd></div>;
 }
 // More and more of one resource: a little with this plan, what is worth having, and then with another plan, which comes
 // after the rest. A plan found for less of it is one for more of it, too.
@@ -76,7 +76,7 @@ function Savings({ l, index }: { l: Data; index: number }): JSX.Element {
   return (
     <dl class="savings">
       <Saving value={t("tenBetter")} part={l.saves} />
-      {l.suggested !== null ? <Saving value={amount(l, l.suggested)} part={l.would_save} /> : again && <Saving value={amount(again, again.value)} part={again.same_plan} />}
+      {l.suggested !== null ? <Saving value={amount(l, l.suggested)} part={l.would_save} /> : again && again.same_plan > l.saves && <Saving value={amount(again, again.value)} part={again.same_plan} />}
       {link && link.anew > WORTH && rate !== again?.value && <Saving value={gbps(rate)} part={link.anew} anew />}
       {again ? <Saving value={amount(again, again.value)} part={least} anew /> : index < ANEW && limits.value.whole && <div><dt class="soft waiting">{t("planningAnew")}</dt><dd /></div>}
     </dl>

@@ -272,6 +272,7 @@ function wide(text: string): number {
 function spread(spots: { x: number; y: number; r: number; text: string }[], passed: Point[], width: number, height: number): (Label | null)[] {
   type Box = [number, number, number, number];
   const taken: { of: number; box: Box }[] = spots.map((s, of) => ({ of, box: [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r] }));
+  taken.push({ of: -1, box: [width - 42, height - 104, width, height] }); // the buttons
   const found: (Label | null)[] = spots.map(() => null);
   const near = (s: { x: number; y: number }): number => spots.filter((o) => Math.hypot(o.x - s.x, o.y - s.y) < 90).length;
   const order = spots.map((_, i) => i).sort((i, j) => near(spots[j]) - near(spots[i]));
