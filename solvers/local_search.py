@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from solvers.population import Search, Solver
 
@@ -47,7 +47,7 @@ class Restarts(Solver):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racing(Solver):
-    """Descents side by side, by successive halving: the better half goes on for twice as long, until one is left.
+    """Walks side by side, by successive halving: the better half goes on for twice as long, the last one by itself.
 
     Then a race of the next solutions given, or of random ones, begins. K. Jamieson and A. Talwalkar, Non-stochastic
     best arm identification and hyperparameter optimization, AISTATS 2016.
@@ -56,28 +56,42 @@ class Racing(Solver):
     racers: int = 16
     lap: int = 60
     """Moves of every racer before the first halving."""
+    memory: int = 0
+    """Late acceptance: a move may also be worse, if it is no worse than where the walk was so many moves ago (E. K.
+    Burke and Y. Bykov, The late acceptance hill-climbing heuristic, EJOR 258, 2017); 0: it may not."""
 
     def explore(self, search: Search[S], started: list[tuple[float, S]]) -> bool:
         """See `Solver.explore`."""
         waiting = [(value, x) for value, x in started if math.isfinite(value)]
         while True:
-            racing, waiting = waiting[: self.racers], waiting[self.racers :]
-            while len(racing) < self.racers:
+            chosen, waiting = waiting[: self.racers], waiting[self.racers :]
+            while len(chosen) < self.racers:
                 x = search.problem.random(search.rng)
-                racing.append((search.evaluate(x), x))
-            moves = self.lap
-            while len(racing) > 1:
-                racing = [_moved(search, x, value, moves) for value, x in racing]
-                racing.sort(key=lambda racer: racer[0])
+                chosen.append((search.evaluate(x), x))
+            racing, moves = [_Walk(x, value, self.memory) for value, x in chosen], self.lap
+            while racing:
+                for walk in racing:
+                    walk.go_on(search, moves)
+                racing.sort(key=lambda walk: walk.best)
                 racing, moves = racing[: len(racing) // 2], 2 * moves
                 search.round()
 
 
-def _moved(search: Search[S], x: S, value: float, moves: int) -> tuple[float, S]:
-    """What so many random moves lead to, if those are taken that are not worse."""
-    for _ in range(moves):
-        y = search.problem.neighbour(x, search.rng)
-        y_value = search.evaluate(y)
-        if y_value <= value:
-            x, value = y, y_value
-    return value, x
+class _Walk(Generic[S]):
+    """Random moves from a solution on; `best` is the least value met."""
+
+    def __init__(self, x: S, value: float, memory: int) -> None:
+        self.best, self._x, self._value = value, x, value
+        self._late, self._moves = [value] * memory, 0
+
+    def go_on(self, search: Search[S], moves: int) -> None:
+        """Make so many moves, and take those that are not worse, or late ones (`Racing.memory`)."""
+        for _ in range(moves):
+            y = search.problem.neighbour(self._x, search.rng)
+            value = search.evaluate(y)
+            at = self._moves % max(1, len(self._late))
+            if value <= self._value or (self._late and value <= self._late[at]):
+                self._x, self._value = y, value
+            if self._late:
+                self._late[at] = min(self._late[at], self._value)
+            self._moves, self.best = self._moves + 1, min(self.best, value)

@@ -21,6 +21,7 @@ from polygon.bounds.stage_tiers import (
     region_tiers,
 )
 from polygon.cost.tables import running_sum
+from polygon.jit.by_pointer import pointed
 
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
@@ -98,32 +99,34 @@ class PipelineBound:
             (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tiers in across for tier in tiers),
             default=np.inf,
         )
-        self.pipeline = Pipeline(
-            micro_batches=float(size.micro_batches),
-            forward_s=_least_sum(size.forward_s),
-            backward_s=_least_sum(size.backward_s),
-            class_s=size.fitting_s,
-            held=np.ones(1),
-            levels=np.ones(1, dtype=np.int64),
-            class_capacity=capacity,
-            class_kind=np.array([of.kind for of in size.kinds.classes]),
-            class_devices=np.array([float(of.devices) for of in size.kinds.classes]),
-            kind_devices=size.kind_devices,
-            best=best_class(size.fitting_s, capacity),
-            tier_s=tier_s,
-            tier_capacity=np.array(
-                [
-                    [*(t.capacity for t in near), *(t.capacity for t in far)]
-                    for near, far in zip(inside, across, strict=True)
-                ]
-            ),
-            tier_free=np.array([*(t.free for t in inside[1]), *(t.free for t in across[1])]),
-            message_s=traffic.message_s(size.micro_batch_size),
-            passing_s=(0.0, 0.0),
-            tied_s=traffic.tied_s,
-            unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
-            alike=False,
-            whole=True,
+        self.pipeline = pointed(
+            Pipeline(
+                micro_batches=float(size.micro_batches),
+                forward_s=_least_sum(size.forward_s),
+                backward_s=_least_sum(size.backward_s),
+                class_s=size.fitting_s,
+                held=np.ones(1),
+                levels=np.ones(1, dtype=np.int64),
+                class_capacity=capacity,
+                class_kind=np.array([of.kind for of in size.kinds.classes]),
+                class_devices=np.array([float(of.devices) for of in size.kinds.classes]),
+                kind_devices=size.kind_devices,
+                best=best_class(size.fitting_s, capacity),
+                tier_s=tier_s,
+                tier_capacity=np.array(
+                    [
+                        [*(t.capacity for t in near), *(t.capacity for t in far)]
+                        for near, far in zip(inside, across, strict=True)
+                    ]
+                ),
+                tier_free=np.array([*(t.free for t in inside[1]), *(t.free for t in across[1])]),
+                message_s=traffic.message_s(size.micro_batch_size),
+                passing_s=(0.0, 0.0),
+                tied_s=traffic.tied_s,
+                unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+                alike=False,
+                whole=True,
+            )
         )
 
     def least_s(

@@ -35,6 +35,9 @@ HOST_PART = {False: 1.0, True: 15 / 24}
 15 kernels in forward, else 24."""
 ROUTING_HOST_PART = 12 / 24
 """The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block."""
+CHECKPOINT_HOST_PART = 0.32
+"""What a checkpoint costs the host beyond a second forward, over what it needs for both passes: random states kept and
+put back, a graph within a graph (0.31 to 0.34 by `python -m benchmarks.host_launches`)."""
 HOST_ERROR = 0.5
 """Half of a 90 % interval over what the host needs: another processor, Python or library."""
 EXPERT_CASTS = (2, 1)
@@ -106,6 +109,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     eager_b = hosted * chip.efficiency.host_backward_s
     host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
     idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
+    slack_f = max(0.0, forward - host_f)
     forward, backward = forward + idle_f, backward + idle_b
     longer_f = max(0.0, (1 + HOST_ERROR) * host_f - forward)
     longer_b = max(0.0, (1 + HOST_ERROR) * host_b - backward)
@@ -126,13 +130,17 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     if block.experts:
         expert_f, expert_b, slower_f, slower_b = _experts_s(block, chip, split, forward, backward)
         forward, backward = forward + slower_f, backward + slower_b
-    # What is computed once more in backward sends once more, and nobody hides that.
-    recomputed = forward + sent_f + ring_f + expert_f
+    # What is computed once more in backward sends once more, and nobody hides that; the host has more to do for it.
+    checkpoint_s = CHECKPOINT_HOST_PART * (host_f + host_b)
+    again_f = forward + max(0.0, checkpoint_s - slack_f)
+    longer_again = max(0.0, (1 + HOST_ERROR) * (host_f + checkpoint_s) - again_f)
+    recomputed = again_f + sent_f + ring_f + expert_f
     forward += exposed_f + ring_f + expert_f
     backward += exposed_b + ring_b + expert_b
     communication = exposed_f + exposed_b + ring_f + ring_b + expert_f + expert_b
     if split.recompute == "full":
-        return forward, backward + recomputed, communication + sent_f + ring_f + expert_f, 2 * longer_f + longer_b
+        communication += sent_f + ring_f + expert_f
+        return forward, backward + recomputed, communication, longer_f + longer_again + longer_b
     if split.recompute == "selective":
         # By operators every second product is kept: the other half, and what lies between, is made again.
         backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f

@@ -45,6 +45,13 @@ LOSS_BYTES = {"torch": (18, 14), "vocab-parallel": (38, 14), "fused": (6, 4)}
 which takes maximum, difference, exponential, sum and quotient in kernels of their own; one fused kernel."""
 
 
+HOST_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S = 4e9, 2e10
+"""Of copies between a device and memory that its host has not pinned (a judgement: PCIe 3.0 gives 11 to 12 GB/s to
+pinned memory, and here the host copies once more and waits), and what a device's part of a host's processors moves (a
+judgement, of four cores, operation by operation: one core of a Xeon E5 v3 reaches 20 GB/s in STREAM and twenty 102,
+pugetsystems.com/labs/hpc/memory-performance-for-intel-xeon-haswell-ep-ddr4-596)."""
+
+
 class LayerProfile(Protocol):
     """Measured layer times (see `polygon.cost.profiles`)."""
 
@@ -217,11 +224,15 @@ def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, floa
     return forward, backward + reduce_s, reduce_s
 
 
-def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: bool = True) -> float:
+def update_s(
+    parameters_held: float, device: Device, batch: Batch, *, fused: bool = True, by_host: bool = False
+) -> float:
     """Seconds of the optimizer for as many parameters as one device updates.
 
     Gradient, what the optimizer reads and writes (`OPTIMIZERS`) and the low-precision copy; fp16 adds the passes that
-    unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`.
+    unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`. Where the
+    host updates (`by_host`), the same passes are over its memory, after fp32 gradients have been copied there and
+    before weights are copied back.
     """
     chip = silicon(device, batch.precision)
     # 16-bit weights are written beside the fp32 ones that are updated.
@@ -233,6 +244,9 @@ def update_s(parameters_held: float, device: Device, batch: Batch, *, fused: boo
         per_parameter += 6 + 4
     if not fused:
         per_parameter = optimizer.unfused_bytes
+    if by_host:
+        copied = 4 + (low or 4)
+        return parameters_held * (copied / HOST_COPY_BYTES_PER_S + per_parameter / HOST_MEMORY_BYTES_PER_S)
     return stream_s(chip, parameters_held * per_parameter, 2)
 
 

@@ -23,7 +23,7 @@ from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
 from polygon.cost.stage_reduction import stage_reduction
-from polygon.cost.step_times import held_parameters, stage_seconds, tied_embedding_s, waiting_s
+from polygon.cost.step_times import held_parameters, received_s, seen_s, stage_seconds, tied_embedding_s, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
 from polygon.domain.errors import require
@@ -173,13 +173,16 @@ class Lanes:
             messages = price_messages(
                 plan, problem.model, problem.batch, self.tables.links, place, problem.runtime, in_step=True
             )
-            sent_s, latency_s = messages.busy_s, messages.latency_s
+            sent_s, latency_s, waited_s = messages.busy_s, messages.latency_s, seen_s(messages, problem.runtime)
             # Lanes differ in the nodes between which their stages lie: all wait for the slowest in the end.
             slowest = int((sent_s + latency_s).sum(axis=(0, 2)).argmax())
             sent_s, latency_s = sent_s[:, slowest], latency_s[:, slowest]
             waits_s = np.zeros((2, len(plan.stages)))
+            if waited_s is not None:
+                waits_s = waiting_s(waited_s[:, slowest], apart=problem.runtime.exchanges_apart)
+            made_s = received_s(plan, self.tables, place)
+            waits_s = waits_s if made_s is None else waits_s + made_s[:, place.offset]
             if not problem.runtime.p2p_overlap:
-                waits_s = waiting_s(sent_s + latency_s, apart=problem.runtime.exchanges_apart)
                 sent_s, latency_s = np.zeros_like(sent_s), np.zeros_like(latency_s)
             found = Round(
                 plan=plan,

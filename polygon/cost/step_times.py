@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from polygon.cost.finish import done_s, led_s, reduction_spans_s
+from polygon.cost.network import gather_s, group_of
 from polygon.cost.overlap import Overlap, gathered_s, overlap_of
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
 from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction
 from polygon.cost.tables import CostTables
-from polygon.cost.transfers import Messages, Placement, packed_bytes, price_messages
+from polygon.cost.transfers import Messages, Placement, boundary_values, packed_bytes, price_messages
 from polygon.cost.zero_sums import summed_part
 from polygon.domain.plan import Plan
+from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
 
@@ -184,8 +186,27 @@ def stage_seconds(
     return forward_s + traffic.forward_s, backward_s + traffic.backward_s, traffic.first_s
 
 
+def seen_s(messages: Messages, runtime: Runtime) -> np.ndarray | None:
+    r"""Seconds of every message in which neither of its ends computes, shape (2, micro_batches, stages - 1); None where
+    that is none of any.
+
+    All of them, unless the runtime sends beside compute: then, of a message of n bytes that keeps its link busy for b
+    seconds, what is neither in its buffers of B bytes nor on its way, :math:`b (1 - B / n) - \alpha`.
+    """
+    if not messages.latency_s.size or (runtime.p2p_overlap and not runtime.p2p_buffer_bytes):
+        return None
+    if runtime.p2p_overlap:
+        with np.errstate(invalid="ignore"):
+            left_s = messages.busy_s * (1 - runtime.p2p_buffer_bytes / messages.n_bytes) - messages.latency_s
+        # A missing link is in the simulation's own time.
+        found: np.ndarray = np.where(np.isfinite(messages.busy_s), np.maximum(left_s, 0.0), 0.0)
+    else:
+        found = messages.busy_s + messages.latency_s
+    return found
+
+
 def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
-    """Seconds in which every stage only sends and receives a micro-batch, of a runtime that does not compute meanwhile.
+    """Seconds in which every stage only sends and receives a micro-batch.
 
     It sends one way while it receives from the other side, so that the longer of the two counts; if they are `apart`,
     both do.
@@ -203,6 +224,30 @@ def waiting_s(sent_s: np.ndarray, *, apart: bool) -> np.ndarray:
     none = np.zeros((*sent_s.shape[:-1], 1))
     below, above = np.concatenate([sent_s, none], axis=-1), np.concatenate([none, sent_s], axis=-1)
     found: np.ndarray = below + above if apart else np.maximum(below, above)
+    return found
+
+
+def received_s(plan: Plan, tables: CostTables, place: Placement) -> np.ndarray | None:
+    """Seconds of forward and backward in which each worker stands still for what it makes of a message that came, shape
+    (2, workers); None where that is nothing.
+
+    Its host makes the buffer, the ranks of a tensor-parallel group put its parts together.
+    """
+    problem, stages = tables.problem, len(plan.stages)
+    rate, gathers = problem.runtime.host_buffer_bytes_per_s, problem.runtime.message_gathers
+    if stages == 1 or not (rate or gathers):
+        return None
+    values = boundary_values(problem.model, problem.batch, plan.micro_batch_size) / plan.stages[0].workers[0].cp
+    found = np.zeros((2, len(place.stage)))
+    if rate:
+        found += 4 * values / rate
+    if gathers:
+        kinds, kind = alike(place.pool, place.tp)
+        n_bytes, pools = values * problem.batch.element_bytes, problem.cluster.pools
+        each = [gather_s(n_bytes, group_of(pools[pool], tp, tp)) if tp > 1 else 0.0 for pool, tp in kinds]
+        found += np.array([[1], [gathers]]) * tables.links.factor * np.array(each)[kind]
+    # Nobody is before the first stage, or behind the last.
+    found[0, place.members(0)] = found[1, place.members(stages - 1)] = 0.0
     return found
 
 
@@ -280,7 +325,9 @@ class Traffic:
     """Of the plan, with workers numbered over all stages, shape (micro_batches, stages)."""
     messages: Messages
     waits_s: np.ndarray | None
-    """Of forward and backward of each worker, where the runtime does not compute while it sends, shape (2, workers)."""
+    """Of forward and backward of each worker, where it only sends or receives, shape (2, workers)."""
+    beside: bool
+    """Whether the runtime computes while it sends."""
     shared: np.ndarray
     """Of `stages_on_pairs`."""
     tied_s: float
@@ -378,10 +425,11 @@ def _durations(traffic: Traffic, forward_s: np.ndarray, backward_s: np.ndarray) 
     }
     if traffic.waits_s is None:
         return durations
+    durations |= {"forward_s": forward_s + traffic.waits_s[0], "backward_s": backward_s + traffic.waits_s[1]}
+    if traffic.beside:
+        return durations
     # Who does not compute while it sends is busy for its messages' time itself; of the link a missing one is left.
     return durations | {
-        "forward_s": forward_s + traffic.waits_s[0],
-        "backward_s": backward_s + traffic.waits_s[1],
         "link": messages.channel[..., None],
         "hold_s": np.where(np.isinf(messages.busy_s), np.inf, 0.0)[..., None],
         "latency_s": np.zeros_like(messages.latency_s),
@@ -403,14 +451,17 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
     problem, links = tables.problem, tables.links
     runtime = problem.runtime
     messages = price_messages(plan, problem.model, problem.batch, links, place, runtime, in_step=uniform)
-    waits_s = None
-    if not runtime.p2p_overlap and messages.latency_s.size:
-        sent_s = waiting_s(messages.busy_s + messages.latency_s, apart=runtime.exchanges_apart)
-        waits_s = blocked_s(sent_s, routes, len(place.stage))
+    sent_s, waits_s = seen_s(messages, runtime), None
+    if sent_s is not None:
+        waits_s = blocked_s(waiting_s(sent_s, apart=runtime.exchanges_apart), routes, len(place.stage))
+    made_s = received_s(plan, tables, place)
+    if made_s is not None:
+        waits_s = made_s if waits_s is None else waits_s + made_s
     made = Traffic(
         routes=routes,
         messages=messages,
         waits_s=waits_s,
+        beside=runtime.p2p_overlap,
         shared=stages_on_pairs(plan, place, len(problem.cluster.regions)),
         tied_s=tied_embedding_s(plan, tables),
         farthest_s=gradient_norm_s(tables, place),

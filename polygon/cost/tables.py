@@ -255,9 +255,8 @@ class CostTables:
         measured = profile.update_rate_s(device.name) if profile else None  # seconds per parameter
         if measured is not None:
             return factor * parameters_held * measured
-        fused = self.problem.runtime.fused
-        batch = self.problem.batch
-        seconds = update_s(parameters_held, device, batch, fused=fused)
+        runtime, batch = self.problem.runtime, self.problem.batch
+        seconds = update_s(parameters_held, device, batch, fused=runtime.fused, by_host=runtime.host_update)
         if OPTIMIZERS[batch.optimizer].orthogonal:
             seconds += parameters_held * orthogonal_s(self.problem.model.hidden_size, device)
         return factor * seconds

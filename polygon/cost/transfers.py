@@ -466,11 +466,10 @@ def price_messages(
     size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
     n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
     # Inside a node every device of a worker has a link of its own; each sends its part, or all of it.
-    devices = place.tp * place.cp[place.stage]
-    if runtime.scattered_sends:
-        n_bytes = np.where(same_node, n_bytes / devices[sender], n_bytes)
-    else:
-        n_bytes = np.where(same_node, n_bytes, n_bytes * devices[sender])
+    devices = (place.tp * place.cp[place.stage])[sender]
+    whole = np.where(same_node, n_bytes, n_bytes * devices)
+    ways = runtime.scattered_sends, runtime.scattered_sends and runtime.scattered_gradients
+    n_bytes = np.where(np.array(ways)[:, None, None], whole / devices, whole)
     codecs = _codec_s(plan, values, element_bytes, links, place, sender, receiver)
 
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])

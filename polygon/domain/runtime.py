@@ -84,11 +84,25 @@ class Runtime:
     --overlap-moe-expert-parallel-comm)."""
     p2p_overlap: bool = False
     """Whether stages send while they compute."""
+    p2p_buffer_bytes: float = 0.0
+    """What buffers on both sides take of a message that is sent beside compute; for the rest of it sender and receiver
+    stand still. 0: they never do."""
     exchanges_apart: bool = False
-    """Whether the messages of a stage that does not compute meanwhile follow one another (DeepSpeed's instructions);
-    else it sends one way while it receives from the other side (Megatron-LM's batched sends and receives)."""
+    """Whether the messages for which a stage does not compute follow one another (DeepSpeed's instructions); else it
+    sends one way while it receives from the other side (Megatron-LM's batched sends and receives)."""
+    host_buffer_bytes_per_s: float = 0.0
+    """Rate at which the host makes the buffer of every message that a stage receives, in 32 bits, and copies it to the
+    device, which stands still for it. 0: the device has such buffers."""
     scattered_sends: bool = True
     """Whether each tensor-parallel rank sends its part of a message between stages, and not the whole of it."""
+    scattered_gradients: bool = True
+    """Whether that holds for gradients of activations too."""
+    message_gathers: int = 0
+    """Gathers among the tensor-parallel ranks of a stage after a gradient has come; where there are any, there is one
+    after an activation too."""
+    host_update: bool = False
+    """Whether weights and optimizer are kept by the host, which gets the gradients, updates, and gives weights back
+    (`polygon.cost.compute.host_update_s`)."""
     gathers_per_layer: int = 1
     """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
     gathers_again: bool = False
@@ -135,7 +149,7 @@ class Runtime:
             require(value in allowed, f"runtime.{name}", value, " or ".join(allowed))
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
-            *("posted_messages", "posted_bytes"),
+            *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s", "message_gathers"),
         ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):

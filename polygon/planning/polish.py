@@ -2,7 +2,8 @@
 
 An allocation says who serves which stage; decode takes layer borders and memory options by the fluid step time. Here
 the finished plan is looked at again: borders moved by a block or a few, recomputation, ZeRO, shard groups, expert and
-sequence parallelism of one stage or of all, chunks (interleaving). A change that memory does not hold is left out.
+sequence parallelism of one stage or of all, chunks (interleaving); and before and after all of these, spans. A change
+that memory does not hold is left out.
 """
 
 from __future__ import annotations
@@ -54,11 +55,23 @@ def polished(
         Whether time is up; without it, evaluations alone are counted.
     """
     best, value = plan, value_of(plan)
-    hurdle_s = HURDLE * step_times(plan, tables).step_s
-    drafts, failures, at = list(changes(best, tables)), 0, 0
+
+    def change_spans() -> None:
+        """Take other spans where they help: as many are simulated as changes may be priced."""
+        nonlocal best, value
+        if best.chunks == 1 and len(best.stages) > 1 and most > 0 and not expired():
+            paced = Pacing(best, tables).best(tries=most)
+            found = math.inf if paced is None else value_of(paced[0])
+            if paced is not None and found < value - GAIN * abs(value):
+                best, value = paced[0], found
+
     # A large step takes long to price: of it fewer changes are.
     affordable = MOST_ACTIONS // max(1, plan.micro_batches * len(plan.stages))
-    for _ in range(max(FEWEST, min(evaluations, affordable))):
+    most = min(evaluations, affordable)
+    change_spans()
+    hurdle_s = HURDLE * step_times(best, tables).step_s
+    drafts, failures, at = list(changes(best, tables)), 0, 0
+    for _ in range(max(FEWEST, most)):
         if failures >= len(drafts) or expired():
             break
         candidate = fitted(drafts[at % len(drafts)], tables, hurdle_s)
@@ -72,6 +85,8 @@ def polished(
             drafts = list(changes(best, tables))
         else:
             at, failures = at + 1, failures + 1
+    if best is not plan:
+        change_spans()
     return best
 
 
@@ -111,8 +126,8 @@ def changes(plan: Plan, tables: CostTables) -> Iterator[Plan]:
 
 
 def _with(plan: Plan, stages: list[Stage]) -> Plan:
-    """The plan with other stages, and spans as wide as can be."""
-    return with_wide_spans(replace(plan, stages=tuple(stages)))
+    """The plan with other stages, and spans for `fitted` to begin with."""
+    return replace(plan, stages=tuple(stages))
 
 
 def with_wide_spans(plan: Plan) -> Plan:

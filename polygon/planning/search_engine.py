@@ -34,6 +34,7 @@ from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
 from solvers.local_search import Racing, Restarts
+from solvers.population import Solver
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
 MAX_STAGES = 32
@@ -44,12 +45,14 @@ MOST_OF_LENGTH = 1_000
 MOST_SEQUENCES = 3_000
 """Sequences of device types that are looked at, shortest first."""
 
-MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 15
+MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 12
 """Halvings of a race, and moves of every racer in its first lap: fewer where there are fewer evaluations."""
 RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
 RACE = 0.3
-"""Part of the evaluations that a race takes at most."""
+"""Part of the evaluations that the race before the genetic search takes at most."""
+LATE = 30
+"""Moves for which walks of the second race may be worse."""
 
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
@@ -324,30 +327,49 @@ def _explore(
     """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, and whether broken.
 
     The best of different structures race, and the genetic search goes on from what has come of them: which of the
-    starts lead on shows after some moves, not before them.
+    starts lead on shows after some moves, not before them. The other half of the evaluations go to a race of walks that
+    accept late.
     """
     if begun.interrupted:
         return 0, True
-    left, interrupted = effort.fluid_evaluations, False
-    most = RACE * left
-    racers = 2 ** max((k for k in range(1, MOST_LAPS + 1) if _race(2**k, SHORTEST_LAP) <= most), default=0)
-    lap = max((n for n in range(SHORTEST_LAP, LAP + 1) if _race(racers, n) <= most), default=SHORTEST_LAP)
-    race = _race(racers, lap)
-    for solver, count, patience in (
-        (Racing(racers=racers, lap=lap), race, left),
-        (Genetic(), left - race, effort.patience),
-    ):
-        if interrupted or count == 0:
+    made, half = 0, effort.fluid_evaluations // 2
+    walks, fewest, _ = _race(half, LATE)
+    late = half if fewest else 0
+    memetic = _memetic(effort.fluid_evaluations - late, effort.patience)
+    for solver, count, patience in (*memetic, (walks, late, late)):
+        if count == 0:
             continue
         stop = _limit(count, patience, max(0.0, clock.left_s(0.65)))
         result = solver.solve(candidates, rng, stop, start=candidates.different[:RACERS], callback=callback)
-        left, interrupted = left - result.evaluations, result.stopped_by == "interrupt"
-    return effort.fluid_evaluations - left, interrupted
+        made += result.evaluations
+        if result.stopped_by == "interrupt":
+            return made, True
+    return made, False
 
 
-def _race(racers: int, lap: int) -> int:
-    """Evaluations of a race: the starts, and laps that all take as long; none of one racer."""
-    return racers * (1 + lap * int(math.log2(racers))) if racers > 1 else 0
+_Phase = tuple[Solver, int, int]
+"""A solver, the evaluations that it gets, and its patience."""
+
+
+def _memetic(evaluations: int, patience: int) -> tuple[_Phase, _Phase]:
+    """A race, which has a part of the evaluations, and the genetic search."""
+    race = _race(int(RACE * evaluations), 0)
+    return race, (Genetic(), evaluations - race[1], patience)
+
+
+def _race(most: int, memory: int) -> _Phase:
+    """A race of as many as can take `SHORTEST_LAP` moves with so many evaluations; none of one racer."""
+
+    def taken(racers: int, lap: int) -> int:
+        """The starts, and laps that all take as long."""
+        return racers * (1 + lap * (1 + int(math.log2(racers))))
+
+    sizes = [2**k for k in range(1, MOST_LAPS + 1) if taken(2**k, SHORTEST_LAP) <= most]
+    racers = max(sizes, default=0)
+    if not racers:
+        return Racing(), 0, 0
+    lap = max(n for n in range(SHORTEST_LAP, LAP + 1) if taken(racers, n) <= most)
+    return Racing(racers=racers, lap=lap, memory=memory), taken(racers, lap), most
 
 
 class _Clock:

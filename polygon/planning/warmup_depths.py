@@ -7,7 +7,9 @@ are simulated, each cut down, worker by worker, to what its memory holds; the on
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,6 +54,10 @@ LOOKS = 2
 """Paces that are simulated before a plan is given up."""
 HURDLE = 1.1
 """Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
+
+
+CHANGES = (1.25, 0.8, 1.6, 0.6)
+"""Factors of these."""
 
 
 def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:
@@ -211,15 +217,23 @@ class Pacing:
         spans : ndarray of int64, shape (workers,)
         windows : ndarray of int64, shape (micro_batches, stages)
         """
+        return self._held(self._wanted(pace), pace.kept)
+
+    def _wanted(self, pace: StagePace) -> np.ndarray:
+        """The spans of a pace before they are cut down, shape (workers,)."""
+        wanted: np.ndarray = pace.work * self._least + pace.messages * self._away
+        wanted[self.times.place.offset[-1] :] *= pace.last
+        return wanted
+
+    def _held(self, wanted: np.ndarray, kept: float) -> tuple[np.ndarray, np.ndarray] | None:
+        """See `windows`."""
         place, routes = self.times.place, self.plan.routes
         micro_batches, stages = routes.shape
-        wanted = pace.work * self._least + pace.messages * self._away
-        wanted[place.offset[-1] :] *= pace.last
         spans = np.clip(np.ceil(wanted - 1e-6), 1, micro_batches).astype(np.int64)
         windows = np.empty((micro_batches, stages), dtype=np.int64)
         limits = np.full((micro_batches, stages), stages * micro_batches, dtype=np.int64)
-        if pace.kept > 0:
-            least = np.ceil(pace.kept * self._least - 1e-6).astype(np.int64)
+        if kept > 0:
+            least = np.ceil(kept * self._least - 1e-6).astype(np.int64)
             find_limits(routes, self._order, place.offset, self._room, least, limits)
         held = cut_spans(routes, self._order, place.offset, self._room, limits, spans, windows)
         return (spans, windows) if held else None
@@ -230,28 +244,76 @@ class Pacing:
         schedule = replace(self.times.schedule, order=order, first=first)
         return replace(self.times, schedule=schedule, ends_s=schedule.simulate()[0])
 
-    def best(self, hurdle_s: float = math.inf) -> tuple[Plan, StepTimes] | None:
+    def best(self, hurdle_s: float = math.inf, tries: int = 0) -> tuple[Plan, StepTimes] | None:
         """The plan at its best pace, and its times; None if memory holds none.
 
-        Where the first few paces that memory holds take more than `hurdle_s`, no other is tried.
+        Where the first few paces that memory holds take more than `hurdle_s`, no other is tried; else so many `tries`
+        go into other spans of single stages. Spans that the plan has, but for the widest, are tried first.
         """
-        best: tuple[float, np.ndarray, StepTimes] | None = None
+        best: _Paced | None = None
         seen: set[bytes] = set()
-        for pace in (*PACES, AT_ONCE):
-            if best is not None and (pace is AT_ONCE or (len(seen) >= LOOKS and best[0] > hurdle_s)):
-                break
-            cut = self.windows(pace)
+
+        def better(wanted: np.ndarray, kept: float) -> bool:
+            """Simulate what memory holds of these spans; whether that is the best."""
+            nonlocal best
+            cut = self._held(wanted, kept)
             if cut is None or cut[0].tobytes() in seen:
-                continue
+                return False
             seen.add(cut[0].tobytes())
             times = self.timed(cut[1])
             step_s = times.step_s
-            if best is None or step_s < best[0]:
-                best = step_s, cut[0], times
+            if best is not None and step_s >= best.step_s:
+                return False
+            best = _Paced(step_s, wanted, kept, cut[0], times)
+            return True
+
+        def hopeless() -> bool:
+            return best is not None and len(seen) >= LOOKS and best.step_s > hurdle_s
+
+        own = np.array([span for of in self.plan.spans for span in of], dtype=float)
+        if len(own) == len(self._least) and own.min() < self.plan.micro_batches:
+            better(own, 0.0)
+        for pace in PACES:
+            if not hopeless():
+                better(self._wanted(pace), pace.kept)
+        if best is None:
+            better(self._wanted(AT_ONCE), AT_ONCE.kept)
         if best is None:
             return None
-        plan = replace(self.plan, spans=by_stage(best[1], best[2]))
-        return plan, self._tables.paced_times.put(best[2], (plan,))
+        if not hopeless():
+            self._change_stages(better, lambda: best, tries)
+        plan = replace(self.plan, spans=by_stage(best.spans, best.times))
+        return plan, self._tables.paced_times.put(best.times, (plan,))
+
+    def _change_stages(
+        self, better: Callable[[np.ndarray, float], bool], best: Callable[[], _Paced | None], tries: int
+    ) -> None:
+        """Lengthen or shorten the spans of one stage after another; what helped is tried again first."""
+        ends = [*self.times.place.offset.tolist(), len(self._least)]
+        moves = list(itertools.product(CHANGES, itertools.pairwise(ends)))
+        at, failures = 0, 0
+        for _ in range(tries):
+            now = best()
+            if now is None or failures >= len(moves):
+                break
+            factor, (first, end) = moves[at % len(moves)]
+            wanted = now.wanted.copy()
+            # Of what memory has cut down, only a shorter one than it holds is another.
+            wanted[first:end] = factor * np.minimum(wanted[first:end], now.spans[first:end])
+            if better(wanted, now.kept):
+                failures = 0
+            else:
+                at, failures = at + 1, failures + 1
+
+
+class _Paced(NamedTuple):
+    """A step, the spans wanted and how much room was kept (`StagePace`), the spans that memory holds, and times."""
+
+    step_s: float
+    wanted: np.ndarray
+    kept: float
+    spans: np.ndarray
+    times: StepTimes
 
 
 def by_stage(values: np.ndarray, times: StepTimes) -> tuple[tuple[int, ...], ...]:

@@ -81,19 +81,19 @@ def part(remade: tuple[dict, dict, list[Row]], name: str) -> dict:
 
 
 def test_promised_accuracy_on_runs_never_fitted(capsys, tmp_path):
-    """Mean error: 7 % overall, 10 % in every data set, 5 % on the two Megatron papers, 8 % and 5 % from profiles.
+    """Mean error: 5 % overall, 6 % in every data set, 5 % on the two Megatron papers, 6 % and 5 % from profiles.
 
     README's table is what the command makes of it.
     """
     page = shutil.copy(ROOT / "README.md", tmp_path)
     found = report(capsys, PUBLISHED, *STAGED, "--update", str(page))
     assert Path(page).read_text("utf-8") == (ROOT / "README.md").read_text("utf-8")
-    assert found["overall"]["time"]["mean_abs_pct"] <= 7
+    assert found["overall"]["time"]["mean_abs_pct"] <= 5
     for name, kinds in found["datasets"].items():
-        assert kinds["time"]["mean_abs_pct"] <= 10, name
+        assert kinds["time"]["mean_abs_pct"] <= 6, name
     for name in ("korthikanti_table5", "megatron_sc21_table1"):
         assert found["datasets"][name]["time"]["mean_abs_pct"] <= 5
-    assert found["datasets"]["sailor_validation"]["time"]["mean_abs_pct"] <= 8
+    assert found["datasets"]["sailor_validation"]["time"]["mean_abs_pct"] <= 6
     assert found["datasets"]["sailor_validation"]["memory"]["mean_abs_pct"] <= 5
     assert found["datasets"]["megatron_ci"]["memory"]["mean_abs_pct"] <= 4
     assert 80 <= found["overall"]["time"]["interval_coverage_pct"] <= 97.5
@@ -138,14 +138,14 @@ def test_promised_accuracy_on_the_third_collection(remade):
 
 
 def test_promised_accuracy_on_plans_over_slow_links(remade):
-    """A seventh and a fifth too short in the mean, with the intervals as wide; yet the fastest plan is known."""
+    """A seventh and a tenth too short in the mean, with the intervals as wide; yet the fastest plan is known."""
     found = part(remade, "plan_runs.json")
     assert {name: kinds["time"]["rows"] for name, kinds in found["datasets"].items()} == {
         "amp_t4x16": 47,
         "dtfm_wan_pp8": 35,
     }
     assert found["datasets"]["amp_t4x16"]["time"]["mean_abs_pct"] <= 15
-    assert found["datasets"]["dtfm_wan_pp8"]["time"]["mean_abs_pct"] <= 21
+    assert found["datasets"]["dtfm_wan_pp8"]["time"]["mean_abs_pct"] <= 12
     time = found["overall"]["time"]
     assert time["spearman"] >= 0.95 and time["regret_pct"] <= 1
 
@@ -181,7 +181,8 @@ def test_errors_are_made_of_what_was_never_fitted(remade):
     found, made, _ = remade
     chosen = [row for row in found["rows"] if row["dataset"] == "internevo_7b"]
     scores = sorted(abs(math.log(row["measured"] / row["predicted"])) for row in chosen)
-    assert made["groups"]["ampere/internevo"] == {"error": round(scores[math.ceil(47 * 0.9) - 1], 3), "runs": 46}
+    own = made["groups"]["ampere/internevo"]
+    assert own["runs"] == 46 and 0 <= own["error"] - scores[math.ceil(47 * 0.9) - 1] < 0.001
     times = [row for row in found["rows"] if row["quantity"] == "time" and row["split"] == "test"]
     assert sum(entry["runs"] for name, entry in made["groups"].items() if "/" not in name) == len(times)
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polygon.cost.blocks import HOST_ERROR
-from polygon.cost.compute import layer_times, model_flops_per_step, update_s
+from polygon.cost.blocks import CHECKPOINT_HOST_PART, HOST_ERROR
+from polygon.cost.compute import (
+    HOST_COPY_BYTES_PER_S,
+    HOST_MEMORY_BYTES_PER_S,
+    layer_times,
+    model_flops_per_step,
+    update_s,
+)
 from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.cost.tables import CostTables
@@ -139,6 +145,18 @@ def test_optimizer_is_memory_bound():
     """30 bytes a parameter at 70-100 % of the memory bandwidth."""
     seconds = update_s(1e9, A100, Batch(global_batch=1, seq_len=128))
     assert 30e9 / 2.039e12 < seconds < 30e9 / 2.039e12 / 0.7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_host_updates_in_its_own_memory_and_copies_both_ways(precision):
+    """Gradients in 4 bytes there, weights in their own width back; what the device would pass over, at a host's rate;
+    whatever the device."""
+    batch, slow = Batch(global_batch=1, seq_len=128, precision=precision), replace(A100, memory_bytes_per_s=1e11)
+    seconds = update_s(1e9, A100, batch, by_host=True)
+    assert seconds == update_s(1e9, slow, batch, by_host=True)
+    passes = update_s(1e9, A100, batch) * A100.memory_bytes_per_s * EFFICIENCY["ampere"].memory
+    copies = (4 + batch.element_bytes) * 1e9 / HOST_COPY_BYTES_PER_S
+    assert seconds == pytest.approx(copies + passes / HOST_MEMORY_BYTES_PER_S, rel=1e-3)
 
 
 def test_tokens_for_experts_of_the_same_node_stay_off_the_network():
@@ -318,6 +336,17 @@ def test_a_slower_host_shows_in_small_forwards_alone(factor: float, size: int):
     host_s = factor * EAGER_HOST_S[0]
     assert slow.forward_s[blocks] == pytest.approx(np.maximum(one.forward_s[blocks], host_s))
     assert slow.backward_s == pytest.approx(one.backward_s)
+
+
+@pytest.mark.parametrize(("seq_len", "seen"), [(16, 1.0), (32768, 0.0)])
+def test_a_checkpoint_costs_a_busy_host_more_than_a_second_forward(seq_len: int, seen: float):
+    """Where the host holds a block up, by a part of what it needs for both passes; where it does not, nothing."""
+    batch = Batch(global_batch=1, seq_len=seq_len)
+    plain, again = (
+        layer_times(gpt(), batch, A100, NVLINK, runtime=Runtime(fused=False), recompute=how) for how in ("none", "full")
+    )
+    more_s = again.backward_s[1] - plain.backward_s[1] - plain.forward_s[1]
+    assert more_s == pytest.approx(seen * CHECKPOINT_HOST_PART * sum(EAGER_HOST_S), abs=1e-9)
 
 
 @pytest.mark.parametrize("architecture", ["ampere", "hopper"])

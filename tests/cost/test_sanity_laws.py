@@ -85,6 +85,7 @@ def runs(draw: st.DrawFn) -> tuple[Problem, ParallelConfig]:
         by_layer=draw(st.booleans()),
         p2p_overlap=draw(st.booleans()),
         exchanges_apart=draw(st.booleans()),
+        p2p_buffer_bytes=draw(ways((0.0, 1e6, 1e8))),
         host_forward_factor=draw(ways((1.0, 3.0))),
         owned_weights=draw(st.booleans()),
         gathers_again=draw(st.booleans()),

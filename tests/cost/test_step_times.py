@@ -8,16 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.network import gather_s, group_of
 from polygon.cost.reduction import copies_s
-from polygon.cost.step_times import step_times, waiting_s
+from polygon.cost.step_times import seen_s, step_times, waiting_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import codec_s, packed_bytes
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import stage_spans
+from polygon.domain.uniform import ParallelConfig, uniform_plan
+from polygon.formats import catalogue
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
+from tests.uniform_splits import equal_nodes
 
 LATENCY_S = 0.05
 
@@ -370,3 +375,82 @@ def test_messages_that_follow_one_another_are_waited_for_one_by_one(sent_s):
     assert both[0] == longer[0] == sent_s[0] and both[-1] == longer[-1] == sent_s[-1]
     assert (longer <= both).all() and (both <= 2 * longer).all()
     assert longer[1:-1].tolist() == [max(pair) for pair in pairwise(sent_s)]
+
+
+GROUPED = Runtime(p2p_overlap=True, exchanges_apart=True)
+
+
+def of_two_regions(runtime):
+    """A pipeline over two regions with this runtime."""
+    problem = replace(far_problem(2), runtime=runtime)
+    return step_times(in_two(replicas(problem), problem), CostTables(problem))
+
+
+@settings(deadline=None, max_examples=cases(10))
+@given(part=st.floats(0.05, 1.5))
+def test_what_no_buffer_takes_of_a_message_stops_both_its_ends(part):
+    """Of b seconds on a link with latency a, buffers that take a part p leave b (1 - p) - a, and no less than nothing:
+    so much more does each of two stages take in forward and in backward."""
+    free = of_two_regions(GROUPED)
+    n_bytes, busy_s = free.messages.n_bytes.max(), free.messages.busy_s.max()
+    kept = of_two_regions(replace(GROUPED, p2p_buffer_bytes=part * n_bytes))
+    left_s = max(0.0, busy_s * (1 - part) - LATENCY_S)
+    for name in ("forward_s", "backward_s"):
+        assert getattr(kept.schedule, name) - getattr(free.schedule, name) == pytest.approx(left_s)
+    assert np.array_equal(kept.schedule.hold_s, free.schedule.hold_s)
+    assert free.step_s <= kept.step_s + 1e-9
+
+
+def test_who_does_not_compute_while_it_sends_has_no_use_for_buffers():
+    """It waits for the whole message, whatever they take; who does and has none that count waits for nothing."""
+    times = of_two_regions(GROUPED)
+    assert seen_s(times.messages, GROUPED) is None
+    alone = replace(GROUPED, p2p_overlap=False, p2p_buffer_bytes=1e9)
+    assert np.array_equal(seen_s(times.messages, alone), times.messages.busy_s + times.messages.latency_s)
+
+
+def test_a_host_makes_a_buffer_for_every_message_received():
+    """Of 4 bytes a number, for activations before the forward of all stages but the first, and for their gradients
+    before the backward of all but the last."""
+    free, kept = (of_two_regions(replace(GROUPED, host_buffer_bytes_per_s=rate)) for rate in (0.0, 1e9))
+    made_s = 4 * 256 * far_problem(2).model.hidden_size / 1e9
+    assert kept.schedule.forward_s - free.schedule.forward_s == pytest.approx([0, made_s])
+    assert kept.schedule.backward_s - free.schedule.backward_s == pytest.approx([made_s, 0])
+
+
+def on_t4(**nodes):
+    """A small model on some nodes of T4."""
+    between = Link(latency_s=5e-5, bytes_per_s=1e9)
+    return equal_nodes(
+        small_gpt(), Batch(global_batch=4, seq_len=256), catalogue.device("t4"), between=between, **nodes
+    )
+
+
+@pytest.mark.parametrize("gathers", [1, 2])
+def test_ranks_put_together_what_they_were_sent_in_parts(gathers):
+    """One gather before the forward of the second stage, so many before the backward of the first; with a device a
+    worker there is nothing to put together."""
+    cluster = on_t4(nodes=1, per_node=4)
+    for tp, seen in ((2, 1.0), (1, 0.0)):
+        config = ParallelConfig(dp=1, tp=tp, pp=2)
+        times = []
+        for runtime in (GROUPED, replace(GROUPED, message_gathers=gathers)):
+            problem = replace(cluster, runtime=runtime)
+            times.append(step_times(uniform_plan(problem, config), CostTables(problem)).schedule)
+        free, kept = times
+        group = group_of(cluster.cluster.pools[0], tp, tp)
+        gather = seen * gather_s(256 * cluster.model.hidden_size * cluster.batch.element_bytes, group)
+        assert kept.forward_s - free.forward_s == pytest.approx([0, gather])
+        assert kept.backward_s - free.backward_s == pytest.approx([gathers * gather, 0])
+
+
+def test_gradients_may_be_sent_whole_where_activations_are_not():
+    """By every rank of a group; inside a node each has a link of its own, between nodes they share a card."""
+    for nodes, per_node, times in ((1, 4, 2), (2, 2, 2)):
+        problem = on_t4(nodes=nodes, per_node=per_node)
+        cut, whole = (
+            step_times(uniform_plan(asked, ParallelConfig(dp=1, tp=2, pp=2)), CostTables(asked)).messages.n_bytes
+            for asked in (replace(problem, runtime=Runtime(scattered_gradients=cuts)) for cuts in (True, False))
+        )
+        assert whole[0] == pytest.approx(cut[0])
+        assert whole[1] == pytest.approx(times * cut[1])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from polygon.cost.uncertainty import Known, compute_error, errors, group_of_run, interval, log_half_width
+from polygon.cost.uncertainty import Known, compute_error, errors, group_of_run, interval, log_half_width, quantiles
 from polygon.formats import catalogue
 from tests.small_problems import routed_problem
 
@@ -58,3 +58,10 @@ def test_the_interval_is_as_wide_both_ways():
     """In the logarithm: a tenth of it below the step, a tenth of it above."""
     low_s, high_s = interval(3.0, replace(KNOWN, measured=0.1))
     assert (math.log(3.0 / low_s), math.log(high_s / 3.0)) == pytest.approx((0.1, 0.1))
+
+
+def test_the_run_that_sets_a_quantile_stays_inside():
+    """The last of few scores is their quantile, and no rounding puts it out."""
+    scores = [0.01] * 11 + [0.70731]
+    found = quantiles({"ada/mine": scores})["groups"]["ada/mine"]["error"]
+    assert 0.70731 <= found < 0.7085

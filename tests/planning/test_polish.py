@@ -100,7 +100,7 @@ def test_borders_move_by_a_block_or_a_few():
     assert found == [(2, 5), (4, 5), (1, 5), (3, 4), (3, 6), (3, 7)]
     for draft in polish._borders(plan, 8):
         assert all(a.last_layer == b.first_layer for a, b in zip(draft.stages, draft.stages[1:], strict=False))
-        assert all(spans == (plan.micro_batches,) for spans in draft.spans)
+        assert draft.spans == plan.spans
     assert polish._tidy(stage(3, 6, recompute="full", recompute_blocks=3)).recompute_blocks is None
     assert polish._tidy(stage(3, 6, recompute="full", recompute_blocks=2)).recompute_blocks == 2
 
@@ -154,13 +154,13 @@ def test_only_lanes_are_interleaved():
 
 
 def test_changes_are_of_all_stages_and_of_one():
-    """Recomputation of both stages of a pipeline, of the first, of the second; spans let everything pass."""
+    """Recomputation of both stages of a pipeline, of the first, of the second; spans stay, as `fitted` begins there."""
     tables = CostTables(PROBLEM)
     plan = plan_of(pp=2, dp=2)
     drafts = list(changes(plan, tables))
     modes = [tuple(s.recompute for s in draft.stages) for draft in drafts]
     assert modes[:3] == [("selective", "selective"), ("selective", "none"), ("none", "selective")]
-    assert drafts[0].spans == ((plan.micro_batches,) * 2,) * 2
+    assert drafts[0].spans == plan.spans == ((2, 2),) * 2
     assert {s.zero for draft in drafts for s in draft.stages} == {0, 1, 2, 3}
     assert not any(s.shards for draft in drafts for s in draft.stages)
     four = list(changes(plan_of(dp=8, zero=1), tables))
@@ -208,6 +208,6 @@ def test_polishing_prices_no_more_than_it_may():
     assert priced == [plan]
     priced.clear()
     polished(plan, tables, lambda draft: priced.append(draft) or 1.0, evaluations=0)
-    assert 1 < len(priced) <= 1 + polish.FEWEST
+    assert 1 < len(priced) <= 1 + polish.FEWEST and priced[0] is plan
     gains = iter([1.0, *[1.0 - 0.5 * polish.GAIN] * 10**6])
     assert polished(plan, tables, lambda draft: next(gains), evaluations=10**6) is plan

@@ -332,32 +332,46 @@ def test_groups_begin_with_all_their_devices_at_every_degree():
 
 
 def test_the_evaluations_of_a_race_are_its_starts_and_laps():
-    """Sixteen racers are halved four times, each time after laps that all of them together take as long for."""
-    assert [engine._race(racers, 60) for racers in (1, 2, 16)] == [0, 2 + 2 * 60, 16 + 16 * 60 * 4]
+    """Sixteen racers are halved four times, each time after laps that all of them together take as long for, and the
+    last one goes on by itself; too few evaluations for two make no race."""
+    racing, taken, patience = engine._race(16 + 16 * 60 * 5, 7)
+    assert (racing.racers, racing.lap, racing.memory) == (16, 60, 7) and taken == patience == 16 + 16 * 60 * 5
+    racing, taken, _ = engine._race(16 + 16 * 60 * 5 - 1, 0)
+    assert (racing.racers, racing.lap, racing.memory) == (16, 59, 0) and taken == 16 + 16 * 59 * 5
+    shortest = 2 * (1 + 2 * engine.SHORTEST_LAP)
+    assert engine._race(shortest, 0)[1] == shortest and engine._race(shortest - 1, 0)[1] == 0
 
 
 @pytest.mark.parametrize("evaluations", (1, 40, 200, 3300, 4000, 12_900, 20_000))
-def test_a_race_takes_no_more_than_its_part(evaluations, monkeypatch):
-    """Few evaluations make laps short before they make starts few; all are spent, unless there is no patience."""
+def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
+    """Few evaluations make laps short before they make starts few; the second race accepts late, with half of all."""
     asked = []
 
     class Noted(engine.Racing):
         def solve(self, problem, rng, stop, **more):
-            asked.append((self.racers, self.lap))
-            return super().solve(problem, rng, stop, **more)
+            before = problem.evaluations
+            found = super().solve(problem, rng, stop, **more)
+            asked.append((self.memory, problem.evaluations - before))
+            return found
+
+    class Counted(Candidates):
+        evaluations = 0
+
+        def evaluate(self, x):
+            self.evaluations += 1
+            return super().evaluate(x)
 
     monkeypatch.setattr(engine, "Racing", Noted)
     cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     decoder = Decoder(problem)
-    candidates = Candidates(decoder, 4)
+    candidates = Counted(decoder, 4)
     effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
     clock = engine._Clock(math.inf)
     begun = engine._begin(decoder, candidates, None, [], effort, clock)
     taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
+    half = evaluations // 2 if evaluations >= 100 else 0
     assert taken == evaluations
-    for racers, lap in asked:
-        assert engine.SHORTEST_LAP <= lap <= engine.LAP
-        most = engine.RACE * evaluations
-        assert racers == engine.RACERS or engine._race(2 * racers, engine.SHORTEST_LAP) > most
-        assert lap == engine.LAP or engine._race(racers, lap + 1) > most >= engine._race(racers, lap)
+    first = [spent for memory, spent in asked if memory == 0]
+    assert sum(first) <= engine.RACE * (evaluations - half) and len(first) == (evaluations >= 340)
+    assert [spent for memory, spent in asked if memory == engine.LATE] == ([half] if half else [])

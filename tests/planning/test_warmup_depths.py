@@ -132,3 +132,19 @@ def test_later_stages_leave_room_for_earlier_ones():
     assert spans.tolist() == [2, 2, 2] and windows[0].tolist() == [6, 4, 2]
     spans = np.array([9, 9, 9])
     assert not cut_spans(routes, order, offset, room, np.full_like(routes, 99), spans, windows), "the last takes all"
+
+
+def test_other_spans_of_single_stages_are_never_worse_and_are_kept(pacing):
+    """With changes the step is shorter here, memory holds them, and a plan that has such spans does not lose them."""
+    _, plan, tables = pacing
+    wide = replace(plan, spans=tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
+    steps_s, found = [], wide
+    for tries in (0, 3, 60):
+        found, times = Pacing(wide, tables).best(tries=tries)
+        steps_s.append(times.step_s)
+        assert not over_memory(found, tables, times.place).any()
+        assert step_times(found, tables).step_s == pytest.approx(times.step_s, rel=1e-12)
+    assert steps_s[0] >= steps_s[1] >= steps_s[2] < steps_s[0] * (1 - 1e-3)
+    assert Pacing(found, tables).best()[1].step_s <= steps_s[2] * (1 + 1e-12)
+    # A plan that is given up gets none: its first paces alone.
+    assert Pacing(wide, tables).best(0.5 * steps_s[2], tries=60)[1].step_s >= steps_s[0]

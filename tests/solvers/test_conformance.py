@@ -23,6 +23,7 @@ HEURISTICS: dict[str, Solver] = {
     "genetic": Genetic(),
     "restarts": Restarts(),
     "racing": Racing(racers=4, lap=10),
+    "racing, late acceptance": Racing(racers=4, lap=10, memory=8),
     "annealing": Annealing(cycle_evaluations=300),
 }
 SOLVERS = HEURISTICS | {"exhaustive": Exhaustive()}

@@ -1,0 +1,71 @@
+"""What checkpointing a block costs the host beside running its forward a second time.
+
+    python -m benchmarks.host_launches
+
+Tensors are so small that nothing but dispatch is timed, on one core, without an accelerator: what counts is the ratio,
+for an accelerator's host runs the same Python. The block has the operations of Megatron-LM's of 2021 without fusions,
+the fork of the random state around dropout among them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, LENGTH, REPEATS = 8, 2, 4, 300
+
+
+class Block(nn.Module):
+    """A transformer block whose element-wise kernels follow one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (length, batch, width)."""
+        length, batch, _ = x.shape
+        mixed = self.qkv(self.before(x)).view(length, batch, HEADS, -1)
+        query, key, value = (t.reshape(length, batch * HEADS, -1).transpose(0, 1) for t in mixed.chunk(3, -1))
+        weights = torch.softmax(torch.bmm(query, key.transpose(1, 2)).masked_fill(self.mask, -1e4), -1)
+        state = torch.get_rng_state()
+        weights = functional.dropout(weights, 0.1)
+        torch.set_rng_state(state)
+        found = torch.bmm(weights, value).transpose(0, 1).reshape(length, batch, WIDTH)
+        x = x + functional.dropout(self.out(found), 0.1)
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.behind(x)))), 0.1)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Least mean of some rounds."""
+    rounds = []
+    for _ in range(8):
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            run()
+        rounds.append((time.perf_counter() - began) / REPEATS)
+    return min(rounds)
+
+
+def main() -> None:
+    """Print the host's time of a forward, of both passes, and of both with a checkpoint."""
+    torch.set_num_threads(1)
+    block, x = Block(), torch.randn(LENGTH, 1, WIDTH, requires_grad=True)
+    forward = seconds(lambda: block(x))
+    both = seconds(lambda: block(x).sum().backward())
+    again = seconds(lambda: checkpoint(block, x, use_reentrant=True).sum().backward())
+    more = again - both - forward
+    print(f"forward {1e6 * forward:.0f} us, both passes {1e6 * both:.0f}, both with a checkpoint {1e6 * again:.0f}")
+    print(f"a checkpoint costs {1e6 * more:.0f} us beyond a second forward: {more / both:.2f} of both passes")
+
+
+if __name__ == "__main__":
+    main()
