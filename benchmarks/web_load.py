@@ -3,9 +3,9 @@
     python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
 
 Prints wall and CPU seconds: of a what-if of each control; what-ifs that differ and what-ifs that are equal (kept
-answers), with median and 95th percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from
-navigation to its first chart, and its longest task (CPU) while that plan opens and while pointer and keys move over it;
-and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
+answers), with median and 95th percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where
+Chromium is installed the page from navigation to its first chart, and its longest task (CPU) while that plan opens and
+while pointer and keys move over it; and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
