@@ -2,10 +2,10 @@
 
     python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
 
-Prints wall and CPU seconds: what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th
-percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from
-navigation to its first chart, and its longest task (CPU) while that plan opens and while pointer and keys move over it;
-and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
+Prints wall and CPU seconds: of a what-if of each control; what-ifs that differ and what-ifs that are equal (kept
+answers), with median and 95th percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where
+Chromium is installed the page from navigation to its first chart, and its longest task (CPU) while that plan opens and
+while pointer and keys move over it; and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from polygon.domain.plan import Plan, Problem
 from polygon.formats.convert_plan import plan_data
+from polygon.formats.serialization import format_json
+from polygon.web import questions
+from polygon.web.answers import compact
+from polygon.web.sliders import Changes
 from tests.exported_plans import planned, wide
 from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
@@ -75,6 +80,25 @@ def of_controls(devices: list[str], users: int, each: int) -> list[list[dict[str
     draw = random.Random(users)
     names = [draw.choice(sorted(positions)) for _ in range(users)]
     return [[{name: draw.choice(positions[name])} for _ in range(each)] for name in names]
+
+
+def control_cpu_s(problem: Problem, plan: Plan, tries: int = 9) -> dict[str, float]:
+    """CPU seconds of a what-if of each control, at its position that takes longest: priced and written as JSON as the
+    processes that price do, the median of so many."""
+    it = questions.load(format_json(plan_data(problem, plan)), {})
+    devices = sorted({pool.device.name for pool in problem.cluster.pools})
+    asks = {json.dumps(ask): ask for row in of_controls(devices, 400, 1) for ask in row}
+    longest: dict[str, float] = {}
+    for ask in ({}, *asks.values()):
+        seconds = []
+        for _ in range(tries):
+            begin = time.process_time()
+            compact(questions.answer("view", it, Changes.model_validate(ask), {"bound": False}))
+            seconds.append(time.process_time() - begin)
+        if ask:
+            name = next(iter(ask))
+            longest[name] = max(longest.get(name, 0.0), statistics.median(seconds))
+    return longest
 
 
 async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, pause_s: float = 0.0) -> list[float]:
@@ -278,6 +302,11 @@ def main() -> int:
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
                 plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
+                each = control_cpu_s(*data)
+                words = ", ".join(
+                    f"{control} {s * 1e3:.1f}" for control, s in sorted(each.items(), key=lambda it: -it[1])
+                )
+                print(f"{name}: CPU of a what-if in ms, at the position that takes longest: {words}")
                 crowd(server, name, plan, args.users)
             first_example(server)
             long_timeline(server, plan)

@@ -20,7 +20,7 @@ from polygon.cost.memory import (
     posted_bytes,
     stage_rows,
 )
-from polygon.cost.money import step_bill, traffic_bytes
+from polygon.cost.money import bill_of, traffic_bytes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values
@@ -231,11 +231,12 @@ def estimate(
         last = int(np.where(done >= (1 - 1e-9) * step_s, times.ends_s, -np.inf).argmax())
     terms = _terms(times, last)
     cluster, batch = problem.cluster, problem.batch
-    links = _link_estimates(plan, problem, times, step_s)
+    moved, reduced = traffic_bytes(problem, plan, times)
+    links = _link_estimates(problem, times, step_s, moved, reduced)
     # MFU is of the devices that the plan uses, by their data sheets.
     pool_flops = np.array([pool.device.peak_flops(batch.precision) for pool in cluster.pools])
     peak = float(sum(pool_flops[worker.pool] * len(worker.devices) for worker in plan.workers))
-    bill = step_bill(problem, plan, times)
+    bill = bill_of(problem, plan, step_s, moved + reduced)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
     sources, measured = _sources(plan, tables)
     low_s, high_s = interval(step_s, _known(tables, plan, terms, step_s, measured))
@@ -318,12 +319,13 @@ def _worker_estimates(
     )
 
 
-def _link_estimates(plan: Plan, problem: Problem, times: StepTimes, step_s: float) -> tuple[LinkEstimate, ...]:
-    """Traffic between regions, activations and their gradients apart from weight gradients."""
+def _link_estimates(
+    problem: Problem, times: StepTimes, step_s: float, moved: np.ndarray, reduced: np.ndarray
+) -> tuple[LinkEstimate, ...]:
+    """Traffic between regions (`traffic_bytes`), activations and their gradients apart from weight gradients."""
     names = [region.name for region in problem.cluster.regions]
     n = len(names)
     place, messages = times.place, times.messages
-    moved, reduced = traffic_bytes(problem, plan, times)
     # What messages pass (a node pair, a card, a capacity) is busy with all that pass it; a link of two regions as much
     # as the busiest thing that one of its messages passes.
     passes = messages.link >= 0

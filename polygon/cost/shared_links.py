@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,38 +40,80 @@ def busy_on_shared(
         cards have what stays within regions, which is what a step waits for.
     """
     stages = len(plan.stages)
-    several = place.several
-    if not several.any():
+    if not place.several.any():
         return np.zeros((0, stages)), np.zeros((0, stages))
     cards, pairs = _Rows(stages), _Rows(stages)
-    most = len(several)
-    for s, (nodes, region, pool) in enumerate(place.hosts):
-        places = places_of(plan.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
-        # Plain gradients pass the cards inside a place, packed ones between the places of a region.
-        members, sent = np.bincount(region)[region], np.full(len(region), n_bytes[s])
-        apart = places.apart[region]
-        if apart.any():
-            members[apart], sent[apart] = places.total, reductions[s].wire_bytes
-        rate, shared = links.bytes_per_s[pool, pool], several[nodes]
-        busy = shared & (members > 1)
-        cards.add(s, nodes[busy], 2 * (1 - 1 / members[busy]) * sent[busy] / rate[busy])
+    for s in range(stages):
+        mine = place.derived.get(("sharing", s)) or place.derived.setdefault(("sharing", s), Sharing(place, s, links))
+        places, reduction = mine.places, reductions[s]
+        sent = np.where(mine.apart, reduction.wire_bytes, n_bytes[s])
+        cards.add(s, mine.nodes, mine.passes * sent / links.bytes_per_s[mine.pool, mine.pool])
         alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
-        leaders = {  # by their places among the nodes
-            r: np.flatnonzero(region == r)[: 1 if alone and k == 1 else None]
-            for r, k in zip(places.regions.tolist(), places.counts.tolist(), strict=True)
-        }
-        for a, b, sent_bytes in reductions[s].across_bytes:
-            rate_ab = float(links.cluster.bytes_per_s[a, b])
-            from_a, to_b = leaders[a], leaders[b]
+        for a, b, sent_bytes in reduction.across_bytes:
+            way = mine.way(a, b, alone=alone)
             if plan.local_steps == 1 and not places.apart[a]:
-                out = from_a[shared[from_a]]
-                cards.add(s, nodes[out], sent_bytes / len(from_a) / links.card_bytes_per_s[pool[out]])
-            if rate_ab > 0:
-                i, k, part = node_pairs(len(from_a), len(to_b), every=bool(places.apart[a] or places.apart[b]))
-                i, k = from_a[i], to_b[k]
-                both = shared[i] & shared[k]
-                pairs.add(s, (nodes[i] * most + nodes[k])[both], sent_bytes / rate_ab * part[both])
+                cards.add(s, way.nodes, sent_bytes / way.leaders / links.card_bytes_per_s[way.pool])
+            if (rate := float(links.cluster.bytes_per_s[a, b])) > 0:
+                pairs.add(s, way.pairs, sent_bytes / rate * way.part)
     return cards.shared(), pairs.shared()
+
+
+class Way(NamedTuple):
+    """What a stage shares with others of the way of its gradients from one region to another."""
+
+    leaders: int
+    """Nodes that send."""
+    nodes: np.ndarray
+    """Those of them that are shared, and their pools."""
+    pool: np.ndarray
+    pairs: np.ndarray
+    """Numbers of the node pairs that are shared, and the part that each has of what is sent."""
+    part: np.ndarray
+
+
+class Sharing:
+    """What a stage shares with others, whatever its gradients take; kept with the placement that it follows from.
+
+    Attributes
+    ----------
+    places : Places
+    nodes, pool : ndarray of int, shape (shared nodes that add up with others,)
+    apart : ndarray of bool
+        Whether these are places by themselves: packed gradients pass their cards, as plain ones do inside a place.
+    passes : ndarray
+        How often each card passes a gradient.
+    """
+
+    def __init__(self, place: Placement, stage: int, links: LinkTable) -> None:
+        self._nodes, self._region, self._pool = nodes, region, pool = place.hosts[stage]
+        self._several = place.several
+        self._ways: dict[tuple[int, int, bool], Way] = {}
+        self.places = places_of(place.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
+        apart = self.places.apart[region]
+        members = np.where(apart, self.places.total, np.bincount(region)[region])
+        busy = self._several[nodes] & (members > 1)
+        self.nodes, self.pool, self.apart = nodes[busy], pool[busy], apart[busy]
+        self.passes = 2 * (1 - 1 / members[busy])
+
+    def way(self, a: int, b: int, *, alone: bool) -> Way:
+        """From region a to region b; `alone`: one node of a place sends all."""
+        known = self._ways.get((a, b, alone))
+        if known is None:
+            known = self._ways[a, b, alone] = self._way(self._leaders(a, alone), self._leaders(b, alone), a, b)
+        return known
+
+    def _leaders(self, region: int, alone: bool) -> np.ndarray:
+        """By their places among the nodes."""
+        one = alone and not self.places.apart[region]
+        return np.flatnonzero(self._region == region)[: 1 if one else None]
+
+    def _way(self, from_a: np.ndarray, to_b: np.ndarray, a: int, b: int) -> Way:
+        nodes, shared, apart = self._nodes, self._several[self._nodes], self.places.apart
+        i, k, part = node_pairs(len(from_a), len(to_b), every=bool(apart[a] or apart[b]))
+        i, k = from_a[i], to_b[k]
+        both, out = shared[i] & shared[k], from_a[shared[from_a]]
+        pairs = (nodes[i] * len(self._several) + nodes[k])[both]
+        return Way(len(from_a), nodes[out], self._pool[out], pairs, part[both])
 
 
 @cache
@@ -119,13 +162,13 @@ class _Rows:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._links: list[np.ndarray] = []
-        self._stage: list[np.ndarray] = []
+        self._stage: list[int] = []
         self._seconds: list[np.ndarray] = []
 
     def add(self, stage: int, links: np.ndarray, seconds: np.ndarray) -> None:
         """A stage's seconds on some links."""
         self._links.append(links)
-        self._stage.append(np.full(len(links), stage))
+        self._stage.append(stage)
         self._seconds.append(seconds)
 
     def shared(self) -> np.ndarray:
@@ -134,6 +177,7 @@ class _Rows:
             return np.zeros((0, self._stages))
         links, row = np.unique(np.concatenate(self._links), return_inverse=True)
         table = np.zeros((len(links), self._stages))
-        np.add.at(table, (row, np.concatenate(self._stage)), np.concatenate(self._seconds))
+        stage = np.repeat(self._stage, [len(each) for each in self._links])
+        np.add.at(table, (row, stage), np.concatenate(self._seconds))
         found: np.ndarray = table[(table > 0).sum(axis=1) > 1]
         return found

@@ -154,9 +154,11 @@ def stage_reduction(
     """
     if plan.stages[stage].width == 1 and place.cp[stage] == 1:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
-    held = Held(*stage_devices(place, stage, links), place.degrees[stage], n_values)
-    pools = held.pools
-    places = places_of(plan.packed_inside, links.region[pools], held.nodes, len(links.cluster.regions))
+    known = place.derived.get(("standing", stage))
+    (pools, nodes, members), places = known or place.derived.setdefault(
+        ("standing", stage), _standing(place, stage, links)
+    )
+    held = Held(pools, nodes, members, place.degrees[stage], n_values)
     crossing = _crossing(plan, places, n_values, batch, model)
     arrays, share = links.arrays(runtime.bucket_bytes), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
@@ -202,6 +204,14 @@ def stage_reduction(
         wire_bytes=crossing.wire_bytes,
         ways=ways,
     )
+
+
+def _standing(
+    place: Placement, stage: int, links: LinkTable
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], Places]:
+    """A stage's `stage_devices`, and where it adds up."""
+    pools, nodes, near = stage_devices(place, stage, links)
+    return (pools, nodes, near), places_of(place.packed_inside, links.region[pools], nodes, len(links.cluster.regions))
 
 
 class Crossing(NamedTuple):

@@ -540,13 +540,16 @@ def gradient_norm_s(tables: CostTables, place: Placement) -> float:
     A number or two, exchanged directly between the regions. Nobody waits for them where every device finds the norm in
     the gradient that it has, nor, with local updates, for other regions.
     """
-    used = np.unique(place.region)
-    if len(used) == 1:
-        return 0.0
     links = tables.links
-    stands = np.array([int(np.flatnonzero(links.region == region)[0]) for region in used])
+    stands = place.derived.get("a pool of each region")
+    if stands is None:
+        used = np.unique(place.region).tolist()
+        stands = np.array([int(np.flatnonzero(links.region == region)[0]) for region in used])
+        place.derived["a pool of each region"] = stands
+    if len(stands) == 1:
+        return 0.0
     latency_s, rate = (values[np.ix_(stands, stands)] for values in (links.latency_s, links.bytes_per_s))
-    return float(latency_s[(rate > 0) & ~np.eye(len(used), dtype=bool)].max(initial=0.0))
+    return float(latency_s[(rate > 0) & ~np.eye(len(stands), dtype=bool)].max(initial=0.0))
 
 
 def tied_embedding_s(plan: Plan, tables: CostTables) -> float:

@@ -154,10 +154,16 @@ class CostTables:
 
     def with_other_links(self, problem: Problem) -> CostTables:
         """Tables of a problem with the same layers: other links between regions, prices, global batch, packings."""
+        other = self.with_other_speeds(problem)
+        other._times, other.bounds_by_size, other.group_work = self._times, self.bounds_by_size, self.group_work
+        return other
+
+    def with_other_speeds(self, problem: Problem) -> CostTables:
+        """The same where devices also compute and read their memory at other rates: they stand where they did, and
+        hold as much."""
         other = self.for_problem(problem)
-        other._times, other._memory, other.bounds_by_size = self._times, self._memory, self.bounds_by_size
-        other._places, other.plan_memory, other.stage_rows = self._places, self.plan_memory, self.stage_rows
-        other.group_work = self.group_work
+        other._memory, other._places = self._memory, self._places
+        other.plan_memory, other.stage_rows = self.plan_memory, self.stage_rows
         return other
 
     def placement(self, plan: Plan) -> Placement:

@@ -13,7 +13,7 @@ Workers on one node talk over the node's own link and share nothing. Where a num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -305,10 +305,15 @@ class Placement:
             np.minimum(held, most) if most else held for held, most in zip(self.alike, self.zero_shards, strict=True)
         )
 
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What others work out of the workers alone, for the next plan that has the same ones."""
+        return {}
+
     def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
         """The same workers under other shard groups."""
         other = replace(self, zero_shards=zero_shards)
-        for name in ("nodes", "hosts", "several", "degrees", "alike"):  # of the workers alone
+        for name in ("nodes", "hosts", "several", "degrees", "alike", "derived"):  # of the workers alone
             vars(other)[name] = getattr(self, name)
         return other
 

@@ -6,6 +6,7 @@ Types of line: `run` (once, the first), `step`, `order`, `event` (an interval of
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,10 @@ class LogFollower:
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
-            if file.read(len(self._head)) != self._head or self.path.stat().st_size < self._offset:
+            head, whole = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+            if not head.startswith(self._head) or whole < self._offset:
                 self._offset = 0
-            file.seek(0)
-            self._head = file.read(HEAD_BYTES)
+            self._head = head  # read once: between two looks another may have taken its place
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -93,9 +93,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(BusyError, _say_busy)
     app.add_exception_handler(RequestValidationError, _say_bad_request)
     app.add_exception_handler(StarletteHTTPException, _say_http_error)
+    loaded = add_plans(app, store, jobs, pricing)  # what is asked most is looked up first
     add_catalogue(app, settings.instances)
     add_jobs(app, store, jobs, pricing)
-    loaded = add_plans(app, store, jobs, pricing)
     add_deployments(app, loaded, settings.deployments)
     add_runs(app, loaded, runs, rehearsals)
     _add_page(app)

@@ -31,6 +31,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 """Scripts come from this host alone and never from the page's text; charts set inline styles."""
+SEALED = [(key.lower().encode(), value.encode()) for key, value in HEADERS.items()]
+"""The same as they are sent."""
 
 
 class Guard:
@@ -56,8 +58,7 @@ class Guard:
 
         async def sealed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                extra = [(key.lower().encode(), value.encode()) for key, value in HEADERS.items()]
-                message["headers"] = [*message.get("headers", []), *extra]
+                message["headers"] = [*message.get("headers", []), *SEALED]
             await send(message)
 
         scope.setdefault("state", {})["user"] = ""

@@ -48,6 +48,9 @@ MOST_ANSWERS = 500
 """Kept, some 30 kB each."""
 CROWD = 8
 """What-ifs that wait for their turn, from which on another process is started."""
+AHEAD = 8
+"""What-ifs that a process has at a time: with fewer, server and process wake one another for each, which costs a
+quarter of a small plan's CPU; more could no longer be taken back."""
 
 
 class DeployRequest(Strict):
@@ -125,8 +128,8 @@ def question_of(
 def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
     """Everything asked about a plan; returns what loads one."""
     asked = Asking(store, pricing)
-    add_files(app, store, pricing, asked)
     add_views(app, pricing, asked)
+    add_files(app, store, pricing, asked)
     add_limits(app, store, asked)
     add_explanations(app, store, jobs, asked)
     return asked.load
@@ -283,13 +286,12 @@ def add_explanations(app: FastAPI, store: Store, jobs: Jobs, asked: Asking) -> N
 
 
 class Turns:
-    """What-ifs one after another, the next of each process ready when one is done: who takes a question back must still
-    be able to."""
+    """What-ifs one after another, a few of each process at a time: who takes a question back must still be able to."""
 
     def __init__(self, pricing: Pricing) -> None:
         self._pricing = pricing
         self._processes = 1
-        self._turns = Semaphore(2)
+        self._turns = Semaphore(AHEAD)
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
@@ -298,8 +300,8 @@ class Turns:
             self._pricing.grow()
         while self._processes < self._pricing.processes:
             self._processes += 1
-            self._turns.release()
-            self._turns.release()
+            for _ in range(AHEAD):
+                self._turns.release()
         async with self._turns:
             yield
 

@@ -273,6 +273,8 @@ class Anew(LimitedResource):
     """What more of a resource would bring with the cluster planned anew."""
 
     value: float
+    same_plan: float
+    """What the value saves with the plan as it is."""
     would_save: float
 
 

@@ -21,7 +21,7 @@ from polygon.web.answers import Answers, compact
 from polygon.web.language import Asked
 from polygon.web.plan_routes import DeployName, Load
 from polygon.web.rehearsals import MOST_RANKS, MOST_STEPS, USUAL_RANKS, USUAL_STEPS, Rehearsals
-from polygon.web.runs import PLAN, Follower, Mark, Runs, checked_files, finite
+from polygon.web.runs import PLAN, Follower, Mark, Runs, checked_files
 from polygon.web.search_routes import RESPONSES, JobId, as_bytes, followed
 from polygon.web.sliders import NO_CHANGE, price
 from polygon.web.timeline import measured_timeline, timeline
@@ -97,7 +97,7 @@ class RunViews:
             "model": run.problem.model.name, "ranks": run.plan.world_size, "device": run.device,
             "steps": len(run.steps), "traced": run.traced, "wanted": (mark.wanted if mark else None) or run.wanted,
             "predicted_step_s": predicted_s, "step_s": measured_s,
-            "loss": finite(run.losses[-1]) if run.losses else None,
+            "loss": run.last_loss(),
             "error": predicted_s / measured_s - 1 if measured_s else None,
         }  # fmt: skip
 

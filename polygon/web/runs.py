@@ -162,20 +162,26 @@ class Follower:
 
     def median_step_s(self) -> float | None:
         """Measured step without the first, which opens connections; steps that alternate are taken two by two."""
-        seconds = list(self.seconds[1:] or self.seconds)
+        with self._lock:
+            seconds = list(self.seconds[1:] or self.seconds)
         if len(seconds) < 2:
             return seconds[0] if seconds else None
         return median((a + b) / 2 for a, b in pairwise(seconds))
 
+    def last_loss(self) -> float | None:
+        """Of the last step; None where there is none, or no number."""
+        with self._lock:
+            return finite(self.losses[-1]) if self.losses else None
+
     def points(self) -> list[tuple[int, float, float | None]]:
         """Step, its seconds and loss; of many steps the means of neighbours, told at the last of them."""
-        count = len(self.steps)
-        edges = np.linspace(0, count, min(count, MOST_POINTS) + 1).astype(int).tolist()
-        parts = list(pairwise(edges))
-        return [
-            (self.steps[b - 1], sum(self.seconds[a:b]) / (b - a), finite(sum(self.losses[a:b]) / (b - a)))
-            for a, b in parts
-        ]
+        with self._lock:  # a log that is begun anew meanwhile takes steps away
+            count = len(self.steps)
+            edges = np.linspace(0, count, min(count, MOST_POINTS) + 1).astype(int).tolist()
+            return [
+                (self.steps[b - 1], sum(self.seconds[a:b]) / (b - a), finite(sum(self.losses[a:b]) / (b - a)))
+                for a, b in pairwise(edges)
+            ]
 
     def log_tail(self) -> str:
         """The last that the launcher said, for people."""

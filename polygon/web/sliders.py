@@ -130,7 +130,7 @@ def timed(
         tables = CostTables(changed)
     elif changed is not problem:
         same_layers = not changes.device_factors
-        tables = tables.with_other_links(changed) if same_layers else tables.for_problem(changed)
+        tables = tables.with_other_links(changed) if same_layers else tables.with_other_speeds(changed)
     plan = _changed_plan(changed, plan, changes, tables)
     times = step_times(plan, tables)
     whole = _reductions(changed, plan, tables, times, changes)

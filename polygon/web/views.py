@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -13,11 +13,10 @@ import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
 from polygon.cost.convergence import assumptions
-from polygon.cost.estimate import Estimate
+from polygon.cost.estimate import Estimate, WorkerEstimate
 from polygon.cost.step_times import StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
-from polygon.domain.cluster import Region
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
@@ -27,7 +26,6 @@ from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 
 
-@lru_cache(maxsize=10_000)
 def km_between(a: tuple[float, float], b: tuple[float, float]) -> float:
     """Great-circle distance of two (latitude, longitude) on a sphere of 6371 km."""
     (la, oa), (lb, ob) = (tuple(map(math.radians, point)) for point in (a, b))
@@ -109,15 +107,17 @@ def _stages(priced: PricedChange) -> list[dict[str, Any]]:
     holder = priced.times.schedule.holder
     busy_s = np.bincount(holder, [worker.busy_s for worker in result.workers])[holder]
     for s, stage in enumerate(plan.stages):
-        mine = [replace(w, busy_s=float(busy_s[i])) for i, w in enumerate(result.workers) if w.stage == s]
+        alike: dict[tuple[str, str, int], list[tuple[WorkerEstimate, float]]] = {}
+        mine = priced.times.place.members(s)
+        for w, busy in zip(result.workers[mine], busy_s[mine].tolist(), strict=True):
+            alike.setdefault((w.region, w.device, w.tp), []).append((w, busy))
         groups = []
-        for key in sorted({(w.region, w.device, w.tp) for w in mine}):
-            same = [w for w in mine if (w.region, w.device, w.tp) == key]
-            shares = [w.micro_batches for w in same]
-            full = max(same, key=lambda w: w.peak_bytes / w.limit_bytes)
+        for (region, device, tp), same in sorted(alike.items()):
+            shares = [w.micro_batches for w, _ in same]
+            full = max((w for w, _ in same), key=lambda w: w.peak_bytes / w.limit_bytes)
             groups.append(
-                {"region": key[0], "device": key[1], "tp": key[2], "workers": len(same), "share_low": min(shares),
-                 "share_high": max(shares), "busy": max(w.busy_s for w in same) / result.step_s,
+                {"region": region, "device": device, "tp": tp, "workers": len(same), "share_low": min(shares),
+                 "share_high": max(shares), "busy": max(busy for _, busy in same) / result.step_s,
                  "peak_bytes": full.peak_bytes, "limit_bytes": full.limit_bytes,
                  "memory_owner": Message(f"memory.{full.memory_owner}")}
             )  # fmt: skip
@@ -133,16 +133,18 @@ def _links(priced: PricedChange) -> list[dict[str, Any]]:
     cluster, plan = priced.problem.cluster, priced.plan
     used = {(use.source, use.target): use for use in priced.estimate.links}
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
+    km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
+    names = [region.name for region in cluster.regions]
     rows = []
-    for a, source in enumerate(cluster.regions):
-        for b, target in enumerate(cluster.regions):
+    for a, source in enumerate(names):
+        for b, target in enumerate(names):
             if a == b or gbps[a][b] <= 0:
                 continue
-            here = used.get((source.name, target.name))
+            here = used.get((source, target))
             use = plan.link_use(a, b)
             rows.append(
-                {"source": source.name, "target": target.name, "latency_ms": latency_ms[a][b],
-                 "bandwidth_gbps": gbps[a][b], "distance_km": _km(source, target),
+                {"source": source, "target": target, "latency_ms": latency_ms[a][b],
+                 "bandwidth_gbps": gbps[a][b], "distance_km": km[a][b],
                  "activation_bytes": here.activation_bytes if here else 0.0,
                  "gradient_bytes": here.gradient_bytes if here else 0.0,
                  "busy": here.busy_fraction if here else 0.0, "activations": use.activations,
@@ -151,11 +153,15 @@ def _links(priced: PricedChange) -> list[dict[str, Any]]:
     return rows
 
 
-def _km(a: Region, b: Region) -> float | None:
-    """Distance of two regions; None where one has no place."""
-    if a.latitude is None or a.longitude is None or b.latitude is None or b.longitude is None:
-        return None
-    return km_between((a.latitude, a.longitude), (b.latitude, b.longitude))
+@lru_cache(maxsize=100)
+def _distances(places: tuple[tuple[float | None, float | None], ...]) -> list[list[float | None]]:
+    """Of every two regions by (latitude, longitude); None where one has no place."""
+    return [[_km(a, b) for b in places] for a in places]
+
+
+def _km(a: tuple[float | None, float | None], b: tuple[float | None, float | None]) -> float | None:
+    (la, oa), (lb, ob) = a, b
+    return None if la is None or oa is None or lb is None or ob is None else km_between((la, oa), (lb, ob))
 
 
 def _tensor_traffic(priced: PricedChange) -> float:
@@ -170,6 +176,15 @@ def _tensor_traffic(priced: PricedChange) -> float:
     return total
 
 
+def _gradients(priced: PricedChange) -> list[float]:
+    """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together)."""
+    plan, tables = priced.plan, priced.tables
+    return [
+        max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
+        for s, stage in enumerate(plan.stages)
+    ]
+
+
 def traffic(priced: PricedChange) -> dict[str, Any]:
     """Bytes and seconds by dimension, how much of the communication is hidden, and the ratio that calls for advice."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
@@ -181,8 +196,7 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     transfer_s = float(sent_s.max(initial=0.0))
     reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s
     gradient_bytes = 0.0
-    for s, stage in enumerate(plan.stages):
-        n = max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers)
+    for stage, n in zip(plan.stages, _gradients(priced), strict=True):
         gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
     total_s = transfer_s + reduction_s
     exposed_s = min(total_s, result.terms["transfer"] + result.terms["reduction"])
@@ -203,10 +217,7 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     batch = problem.batch
     # Stages that reduce alike stand once, with their number.
-    alike = Counter(
-        (stage.width - 1, max(held_parameters(plan, priced.tables, s, w.tp) * w.tp for w in stage.workers))
-        for s, stage in enumerate(plan.stages)
-    )
+    alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, _gradients(priced), strict=True))
     reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     rows: list[tuple[str, Message | str, Message | str]] = [

@@ -50,6 +50,7 @@ def test_the_network_inside_a_region_is_named_where_nobody_gave_it():
     assert (first.resource.kind, first.resource.region, first.resource.default) == ("intra_region", "frankfurt", True)
     again = replanned(problem.data, plan, problem.tables, first)
     assert again["region"] == "frankfurt" and again["value"] > 10 and again["would_save"] > 0.05
+    assert again["value"] == first.suggested and abs(again["same_plan"] - first.would_save) < 1e-9
 
 
 def test_a_network_that_a_plan_avoids_is_named_where_nobody_gave_it():

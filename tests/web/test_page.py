@@ -391,6 +391,24 @@ def test_constraints_and_objective_reach_the_planner(fresh, server):
     assert (kept["objective"], kept["seed"]) == ("money", 4)
 
 
+def test_a_search_without_a_plan_says_why_and_gives_back_what_was_asked(fresh, server):
+    """Its row in the list is no dead end: limits that nothing keeps are there again, to be asked otherwise."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("[data-path=instance]").select_option("two-campus")
+    fresh.locator("#fold-model").click()
+    fresh.locator("[data-path=model]").select_option("gpt3-1.3b")
+    fill(fresh, "batch.global_batch", "32")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    fill(fresh, "constraints.most_step_s", "0.0001")
+    fresh.locator("#calculate").click()
+    fresh.locator("#trouble", has_text="0.0001 s are allowed").wait_for()
+    fill(fresh, "constraints.most_step_s", "9")
+    fresh.locator("#plan-list .plan", has_text="no plan fits").first.click()
+    fresh.locator("#trouble", has_text="0.0001 s are allowed").wait_for()
+    expect(fresh.locator("[data-path='constraints.most_step_s']")).to_have_value("0.0001")
+
+
 def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     """The pointer on a region lights its stages, on a stage its row; a plan that is not there is said."""
     visit(page, server, wide_plan)
@@ -402,9 +420,37 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     page.locator(f".region[data-region={name}]").blur()
     page.locator("[data-stage='1']").focus()
     page.locator("[data-chart=gantt] li.lit", has_text="1").wait_for()
+    there = {worker["region"] for worker in view["stages"][1]["workers"]}
+    assert set(page.locator(".region.lit").evaluate_all("e => e.map(x => x.dataset.region)")) == there
+    expect(page.locator("[data-chart=gantt] li.lit")).to_have_count(1)
+    page.locator("[data-stage='1']").blur()
+    page.locator(f".region[data-region={name}]").focus()
+    expect(page.locator("[data-chart=gantt] li.lit")).to_have_count(len(stages))
     page.goto("about:blank")
     page.goto(f"{server.url}/#plan=nowhere")
     page.locator("#trouble", has_text="nowhere: there is no such").wait_for()
+
+
+def test_a_screen_reader_is_told_once(page, server, wide_plan):
+    """Of a plan the whole sentence, of a what-if what comes out of it; nothing else speaks by itself."""
+    page.goto("about:blank")
+    page.goto(server.url)
+    page.locator("#calculate:enabled").wait_for()
+    page.evaluate("""() => {
+      const spoken = document.getElementById("spoken");
+      window.heard = [];
+      new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
+        .observe(spoken, { childList: true, characterData: true, subtree: true });
+    }""")
+    page.evaluate(f"location.hash = '#plan={wide_plan}'")
+    expect(page.locator("#spoken")).to_contain_text("a step on")
+    assert page.evaluate("window.heard") == [page.locator(".sentence").text_content().strip()]
+    page.locator("#drawer-whatif").click()
+    slide(page, "bandwidth_factor", "1")
+    expect(page.locator("#spoken")).to_contain_text("tokens/s")
+    assert card(page, "step") in page.locator("#spoken").text_content()
+    speaking = page.locator("[aria-live], [role=status], [role=alert]")
+    assert sorted(speaking.evaluate_all("all => all.map((e) => e.id || e.className)")) == ["notice", "spoken"]
 
 
 def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):
@@ -491,6 +537,28 @@ def test_a_run_is_followed_while_its_ranks_write(browser, tmp_path):
     page.context.close()
 
 
+def test_a_chart_whose_library_comes_late_shows_what_came_meanwhile(browser, tmp_path):
+    """Steps that are written while the library of charts is on its way are in the first chart."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    write_plan(folder / "plan.json", *planned())
+    log = folder / "rank-0.jsonl"
+    log.write_text(run_lines(3, end=False))
+    server = Server(tmp_path, "--logs", str(folder))
+    page, held = new_page(browser, server), []
+    page.route(re.compile("/echarts"), lambda route: held.append(route))
+    page.goto(f"{server.url}/#view=runs&run=lab")
+    expect(page.locator("#run")).to_contain_text("3 steps")
+    assert eventually(lambda: page.wait_for_timeout(1) or bool(held))
+    log.write_text(run_lines(5, end=False))
+    expect(page.locator("#run")).to_contain_text("5 steps")
+    for route in held:
+        route.continue_()
+    assert len(chart_data(page, "run-loss")[0]) == 5
+    server.stop()
+    page.context.close()
+
+
 def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
     """What was started is shown with its state, its log and Stop; then beside its prediction."""
     pytest.importorskip("torch", reason="torch is not installed: nothing is rehearsed")
@@ -573,7 +641,12 @@ def test_the_limit_is_named_and_the_rest_follows(page, server, plan_id):
     shown = page.locator("#limits li").evaluate_all("e => e.map(x => [x.dataset.kind, x.dataset.region])")
     assert shown == [[row["kind"], row["region"]] for row in said[:8]]
     expect(page.locator(".sentence")).to_contain_text(page.locator("#limits li b").first.inner_text())
-    page.locator("#limits li", has_text="Planned anew").first.wait_for()
+    page.locator("#limits li", has_text="planned anew").first.wait_for()
+    again = server.request("GET", f"/api/v1/plans/{plan_id}/limits/0")[2]
+    parts = page.locator("#limits li").first.locator("dd").all_inner_texts()
+    told = [float(re.search(r"[\d.]+", part)[0]) / 100 for part in parts if part[0] == "−"]
+    assert told[0] == pytest.approx(said[0]["saves"], abs=6e-4)
+    assert told[-1] == pytest.approx(again["would_save"], abs=6e-4) or again["would_save"] < 0.001
 
 
 def test_compared_plans_differ_by_terms_that_sum_up(page, server, wide_plan):
@@ -581,7 +654,7 @@ def test_compared_plans_differ_by_terms_that_sum_up(page, server, wide_plan):
     other = variant(server, wide_plan, bandwidth_factor=2.0, algorithm="ring")
     visit(page, server, wide_plan, "compare", f"&with={other}")
     cells = page.locator("#terms tbody tr").evaluate_all(
-        "rows => rows.map(r => r.cells[2].querySelector('small')?.textContent ?? '+0 s')"
+        "rows => rows.map(r => r.cells[2].querySelector('small').textContent || '+0 s')"
     )
     scale = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
@@ -738,6 +811,11 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     expect(page.locator("#tab-cluster")).to_be_focused()
     page.keyboard.press("End")
     expect(page.locator("#tab-runs")).to_be_focused()
+    page.keyboard.press("2")
+    page.locator("#region-tab-0").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#region-tab-1")).to_be_focused()
+    expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
     page.keyboard.press("3")
     page.locator("#tab-strategy[aria-selected=true]").wait_for()
     page.keyboard.press("Control+k")

@@ -21,6 +21,8 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
   const place = useRef<HTMLDivElement>(null);
   const click = useRef(onClick);
   click.current = onClick;
+  const latest = useRef(option); // what it shows may change while the library is loaded
+  latest.current = option;
   useEffect(() => {
     let gone = false;
     let chart: EChartsType | undefined;
@@ -31,7 +33,7 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
       charts.set(name, chart);
       chart.on("click", (e) => click.current?.(e.dataIndex));
       watch.observe(place.current!);
-      show(chart, option);
+      show(chart, latest.current);
     });
     return () => { gone = true; watch.disconnect(); chart?.dispose(); charts.delete(name); };
   }, []);

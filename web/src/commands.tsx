@@ -5,9 +5,10 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
-import { redo, undo } from "./draft";
-import { attempt, jobs, open, openPlan, planId, progress, search, setChanges, stopSearch, tab, takePlans, tried, VIEWS } from "./state";
+import { canRedo, canUndo, redo, undo } from "./draft";
+import { attempt, copyLink, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopSearch, tab, takePlans, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
+import { keep } from "./summary";
 import { Key as Shortcut } from "./ui";
 
 export const asking = signal(false);
@@ -18,10 +19,11 @@ function commands(): Command[] {
   return [
     progress.value ? { name: t("cancel"), run: () => void stopSearch() } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
     ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
-    { name: t("undo"), keys: "⌘Z", run: undo }, { name: t("redo"), keys: "⇧⌘Z", run: redo },
+    ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
-    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(takePlans) }] : []),
-    ...(tried.value ? [{ name: t("reset"), run: () => setChanges({}) }] : []),
+    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takePlans(planId.value)) }] : []),
+    ...(tried.value ? [{ name: t("keepVariant"), run: () => void keep() }, { name: t("reset"), run: () => setChanges({}) }] : []),
+    ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
     ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${j.name || j.id}`, run: () => openPlan(j.id) })),
   ];

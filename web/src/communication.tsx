@@ -26,13 +26,15 @@ export function Communication(): JSX.Element {
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
-        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), `${bytes(l.activation_bytes)}${l.activation_bytes ? ` (${l.activations})` : ""}`, `${bytes(l.gradient_bytes)}${l.gradient_bytes ? ` (${l.weight_gradients})` : ""}`, percent(l.use)])} />}</Section>
+        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, l.activations), sent(l.gradient_bytes, l.weight_gradients), percent(l.use)])} />}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
       {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}
       <Section title={t("formulas")}><div id="formulas"><Table label={t("formulas")} head={[t("quantity"), t("formula"), t("numbers")]} rows={v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])} /></div><p class="soft">{t("symbols")}</p></Section>
     </>
   );
 }
+
+const sent = (moved: number, mode: string): string => `${bytes(moved)}${moved && mode !== "none" ? ` (${mode})` : ""}`;
 
 function Heat({ v }: { v: Data }): JSX.Element | null {
   const colors = ink();
@@ -55,12 +57,13 @@ function Heat({ v }: { v: Data }): JSX.Element | null {
 
 function Advice({ data }: { data: Data }): JSX.Element {
   // What brings nothing is not offered.
-  const useful = (kind: string): Data[] => data.cases[kind].filter((m: Data) => m.speedup > 1e-3 || m.hidden > data.hidden + 1e-3);
+  const useful = (kind: string): Data[] => data.cases[kind].filter((m: Data) => m.speedup > 1e-3 || m.hidden > data.hidden + 1e-3)
+    .sort((a: Data, b: Data) => Number(a.over_memory > 0) - Number(b.over_memory > 0) || b.speedup - a.speedup);
   return (
     <>
       <p>{t("adviceCase", { case: t(`case_${data.case}` as Key), ratio: `${digits(data.ratio)} ×`, hidden: percent(data.hidden) })}</p>
       {["balanced", "computation", "communication"].map((kind) => (
-        <details key={kind} open={kind === data.case} class="more"><summary>{t(`case_${kind}` as Key)} <small class="soft">{t("nMeasures", { n: useful(kind).length })}</small></summary>
+        <details key={kind} open={kind === data.case} class="more"><summary>{t(`case_${kind}` as Key)} <small class="soft">· {t("nMeasures", { n: useful(kind).length })}</small></summary>
           {useful(kind).length === 0 ? <Empty>{t("noMeasure")}</Empty> : <Table label={t(`case_${kind}` as Key)} head={[t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""]} numeric={[1, 2, 3]} rows={useful(kind).map((m) => [
             maybe(`m_${m.key}`), signed(m.speedup, percent), seconds(m.step_s), percent(m.hidden),
             m.over_memory > 0 ? <span class="error">{t("overMemory", { n: gib(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}

@@ -44,7 +44,9 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
   type Better = "less" | "more" | "";
   const line = (label: string, of: (v: Data) => number, text: (x: number) => string, better: Better = "less", difference = true): (JSX.Element | string)[] => [label, ...list.map((x, i) => {
     const value = of(x.v), base = of(first.v);
-    return <>{text(value)}{difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base) && <small class={(better === "less" && value < base) || (better === "more" && value > base) ? "good" : "soft"}> {signed(value - base, text)}</small>}</>;
+    const other = difference && i > 0 && Math.abs(value - base) > 1e-9 * Math.abs(base);
+    const good = (better === "less" && value < base) || (better === "more" && value > base);
+    return <>{text(value)}{i > 0 && <small class={good ? "delta good" : "delta soft"}>{other ? signed(value - base, text) : ""}</small>}</>;
   })];
   const e = (key: string) => (v: Data): number => v.estimate[key];
   const colors = [kindColors().F, kindColors().idle, kindColors().exposed, kindColors().reduce, kindColors().update];

@@ -5,7 +5,7 @@ import { useState } from "preact/hooks";
 import { blob, copy, download, get, post, type Data } from "./api";
 import { seconds, signed } from "./format";
 import { StopRun, State, steps, Tail, useRun } from "./runs";
-import { attempt, go, notice, planId, row, runName, shown, tried, view } from "./state";
+import { attempt, go, notice, planId, row, runName, savePlan, shown, tried, view } from "./state";
 import { t } from "./strings";
 import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } from "./ui";
 
@@ -35,7 +35,7 @@ function Export({ data }: { data: Data }): JSX.Element {
   return (
     <>
       <div id="losses" aria-live="polite">
-        <p><b>{seconds(data.plan_step_s)}</b> {t("planned")}, <b>{seconds(data.step_s)}</b> {t("with")} {TARGETS[data.target]}</p>
+        <p>{t("plannedAndWith", { planned: seconds(data.plan_step_s), now: seconds(data.step_s), target: TARGETS[data.target] })}</p>
         {data.losses.length ? <Table label={t("cannot")} head={[t("cannot"), t("step")]} numeric={[1]} rows={data.losses.map((l: Data) => [l.what, l.cost_s === null ? "—" : signed(l.cost_s, seconds)])} /> : <p class="good">{t("nothingLost")}</p>}
         <p>{t("start")}: <code>{data.start}</code></p>
         <ul class="plain soft">{data.notes.map((n: string) => <li key={n}>{n}</li>)}</ul>
@@ -78,7 +78,7 @@ function Write({ target }: { target: string }): JSX.Element {
           <Table label={t("checks")} head={[t("checks"), ""]} rows={result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])} />
         </div>}
       </Section>
-      <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.name}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
+      <Section title={t("deployments")}><Answer of={written}>{(rows) => rows.length === 0 ? <Empty>{t("noneYet")}</Empty> : <ul class="plain" id="deployments">{rows.map((r: Data) => <li key={r.name}>deployments/{r.name}/ <small class="soft">{r.files.length}</small> <button type="button" class="small" aria-label={`${t("archiveOf")}: ${r.name}`} onClick={() => void archive(r.name)}>{t("archiveOf")}</button></li>)}</ul>}</Answer></Section>
     </div>
   );
 }
@@ -96,7 +96,6 @@ function Rehearse(): JSX.Element {
     post(`/plans/${planId.value}/rehearsals`, { name, steps: number(count), ranks: number(ranks) })
       .then((run) => setStarted(run.name)).catch((e: Error) => setError(e.message));
   };
-  const save = (): Promise<void> => attempt(async () => download("plan.json", JSON.stringify(await get(`/plans/${planId.value}`)), "application/json"));
   return (
     <Section title={t("rehearse")} note={t("rehearseNote")}>
       <Answer of={list}>{(data: Data) => {
@@ -108,7 +107,7 @@ function Rehearse(): JSX.Element {
             <Field label={t("rehearseRanks")} path="ranks" mode="numeric" value={ranks} set={setRanks} />
             <button type="button" class="main" id="rehearse" onClick={start}>{t("rehearseStart")}</button>
           </div> : <><p class="soft">{t("rehearseOff")}</p><pre id="rehearse-commands" tabIndex={0} aria-label={t("rehearse")}>{`python -m runners.launch plan.json --rehearse --max-ranks ${ranks} --steps ${count} --log-dir runs/${name}\npython -m polygon serve --logs runs`}</pre>
-            <button type="button" onClick={() => void save()}>{t("planFile")}</button></>}
+            <button type="button" onClick={() => void attempt(savePlan)}>{t("planFile")}</button></>}
           {error && <p class="error" role="alert">{error}</p>}
           {now && <Started name={now} />}
         </>;

@@ -3,12 +3,12 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
-import { digits, gbps, ms, percent, seconds, signed } from "./format";
+import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
 import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { t, type Key } from "./strings";
-import { Empty, Skeleton } from "./ui";
+import { Empty, Skeleton, walks } from "./ui";
 import { WhatIf } from "./whatif";
 
 const TABS: [Tab, Key][] = [["limits", "tabLimits"], ["whatif", "whatif"], ["whynot", "whyNot"], ["assumed", "tabAssumed"]];
@@ -16,14 +16,10 @@ const TABS: [Tab, Key][] = [["limits", "tabLimits"], ["whatif", "whatif"], ["why
 export function Drawer(): JSX.Element | null {
   if (!tab.value || !shown.value || view.value === "cluster") return null;
   const now = tab.value;
-  const step = (by: number): void => {
-    const at = TABS.findIndex(([name]) => name === now);
-    tab.value = TABS[(at + by + TABS.length) % TABS.length][0];
-    queueMicrotask(() => document.getElementById(`drawer-${tab.value}`)?.focus());
-  };
+  const walk = walks(TABS.findIndex(([name]) => name === now), TABS.length, (to) => { tab.value = TABS[to][0]; });
   return (
     <aside class="drawer" aria-label={t("drawer")}>
-      <div class="drawer-head"><div role="tablist" aria-label={t("drawer")} onKeyDown={(e) => { if (e.key === "ArrowRight") step(1); if (e.key === "ArrowLeft") step(-1); }}>{TABS.map(([name, key]) => (
+      <div class="drawer-head"><div role="tablist" aria-label={t("drawer")} onKeyDown={walk}>{TABS.map(([name, key]) => (
         <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
         <button type="button" class="small" aria-label={t("close")} onClick={() => (tab.value = "")}>×</button></div>
       <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
@@ -40,30 +36,51 @@ function Limits(): JSX.Element {
   if (!data.limits.length && !joint.length) return <Empty>{t("limitedByNothing")}</Empty>;
   const most = data.limits[0]?.saves ?? 1;
   const hidden = hiddenLimit();
+  const known = data.limits.slice(0, SHOWN).some((l: Data) => isOf(hidden, l));
   return (
     <>
       {joint.length > 0 && <div id="together"><div class="limit-head"><b>{t("togetherTitle")}</b><span>−{percent(data.together_saves)}</span></div><ul class="plain">{joint.map((l, i) => <li key={i}>{resource(l)}{l.default && <i class="mark">{t("default")}</i>}</li>)}</ul></div>}
       <p class="soft">{t("limitsHint")}</p>
-      <ol class="limits" id="limits">{data.limits.slice(0, 8).map((l: Data, i: number) => (
+      <ol class="limits" id="limits">{data.limits.slice(0, SHOWN).map((l: Data, i: number) => (
         <li key={i} data-kind={l.kind} data-region={l.region}>
-          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span>−{percent(l.saves)}</span></div>
+          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span class="soft">{l.kind === "compute" ? "" : amount(l, l.now)}</span></div>
           <div class="meter"><i style={{ width: `${(100 * l.saves) / most}%` }} /></div>
-          <small class="soft">{l.kind === "compute" ? "" : t("nowIs", { value: amount(l, l.now) })}{l.suggested !== null ? ` · ${t("valueSaves", { value: amount(l, l.suggested), part: percent(l.would_save) })}` : ""}</small>
-          {i < 3 && data.whole && <Replanned index={i} />}
-          {(l.kind === "intra_region" || l.kind === "inter_node" || l.kind === "intra_node" || l.kind === "pair") && <button type="button" class="link" onClick={() => go(() => { selected.value = l.region; view.value = "cluster"; })}>{t("edit")}</button>}
-        </li>))}</ol>
-      {!data.whole && <p class="soft waiting" role="status">{t("lookingFurther")}</p>}
-      {hidden && <p><small class="anew">{assumedLink(hidden)}: {t("assumedAnew", { value: gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR), part: percent(hidden.anew) })}</small><button type="button" class="link" onClick={() => (tab.value = "assumed")}>{t("assumedLinks")}</button></p>}
+          <Savings l={l} index={i} />
+          {IN_EDITOR.includes(l.kind) && <EditIt region={l.region} what={resource(l)} />}
+        </li>))}
+        {hidden && !known && <li><div class="limit-head"><b>{assumedLink(hidden)}</b><i class="mark">{t("default")}</i><span class="soft">{gbps(hidden.bandwidth_gbps)}</span></div>
+          <dl class="savings"><Saving value={gbps(hidden.bandwidth_gbps * ASSUMED_FACTOR)} anew part={hidden.anew} /></dl><EditIt region={hidden.region} what={assumedLink(hidden)} /></li>}</ol>
+      {!data.whole && <p class="soft waiting">{t("lookingFurther")}</p>}
     </>
   );
 }
-// What the same would bring with a plan made anew; comes after the rest.
-function Replanned({ index }: { index: number }): JSX.Element {
-  const data = anew.value[index];
-  if (!data) return <small class="soft waiting">{t("planningAnew")}</small>;
-  const value = amount(data, data.value);
-  const worth = data.would_save > WORTH;
-  return <small class={worth ? "anew" : "soft"}>{worth ? t("anewSaves", { value, part: percent(data.would_save) }) : t("anewNothing", { value })}</small>;
+const SHOWN = 8, ANEW = 3;
+const IN_EDITOR = ["intra_region", "inter_node", "intra_node", "pair"];
+const EditIt = ({ region, what }: { region: string; what: string }): JSX.Element => (
+  <button type="button" class="link" aria-label={`${t("edit")}: ${what}`} onClick={() => go(() => { selected.value = region; view.value = "cluster"; })}>{t("edit")}</button>
+);
+/** Whether a link that nobody gave is the one that a limit is of. */
+const isOf = (a: Data, l: Data): boolean => a !== undefined && l.quality === "rate" && a.name.endsWith(`.${l.kind}`) && a.region === l.region && (l.kind === "intra_region" || a.device === l.device);
+
+/** What a value saves, with this plan or with one made anew for it. */
+function Saving({ value, part, anew }: { value: string; part: number; anew?: boolean }): JSX.Element {
+  return <div><dt>{value} <span class="soft">{t(anew ? "withAnotherPlan" : "withThisPlan")}</span></dt><dd class={part > WORTH ? "anew" : "soft"}>{part > 0 ? signed(-part, percent) : t("nothing")}</dd></div>;
+}
+// More and more of one resource: a little with this plan, what is worth having, and then with another plan, which comes
+// after the rest. A plan found for less of it is one for more of it, too.
+function Savings({ l, index }: { l: Data; index: number }): JSX.Element {
+  const again = anew.value[index];
+  const link = assumed.value?.find((a) => isOf(a, l));
+  const rate = link && link.bandwidth_gbps * ASSUMED_FACTOR;
+  const least = link && again && rate <= again.value ? Math.max(again.would_save, link.anew) : again?.would_save;
+  return (
+    <dl class="savings">
+      <Saving value={t("tenBetter")} part={l.saves} />
+      {l.suggested !== null ? <Saving value={amount(l, l.suggested)} part={l.would_save} /> : again && again.same_plan > l.saves && <Saving value={amount(again, again.value)} part={again.same_plan} />}
+      {link && link.anew > WORTH && rate !== again?.value && <Saving value={gbps(rate)} part={link.anew} anew />}
+      {again ? <Saving value={amount(again, again.value)} part={least} anew /> : index < ANEW && limits.value.whole && <div><dt class="soft waiting">{t("planningAnew")}</dt><dd /></div>}
+    </dl>
+  );
 }
 
 function Assumed(): JSX.Element {
@@ -93,17 +110,20 @@ function AssumedBetween(): JSX.Element | null {
     <><h3>{t("assumedBetween")}</h3><ol class="limits" id="assumed-between">{pairs.slice(0, 12).map((p: Data) => (
       <li key={`${p.a} ${p.b}`}><div class="limit-head"><b>{p.a} – {p.b}</b><i class="mark">{t("default")}</i></div>
         <small class="soft">{t("assumedBetweenNote", { rate: gbps(c.bandwidth_gbps[p.i][p.j]), latency: ms(c.latency_ms[p.i][p.j]) })}</small>
-        <button type="button" class="link" onClick={() => go(() => { selected.value = p.a; view.value = "cluster"; })}>{t("giveIt")}</button></li>))}</ol>
+        <GiveIt region={p.a} what={`${p.a} – ${p.b}`} /></li>))}</ol>
       {pairs.length > 12 && <p class="soft">{t("andMore", { n: pairs.length - 12 })}</p>}</>
   );
 }
+const GiveIt = ({ region, what }: { region: string; what: string }): JSX.Element => (
+  <button type="button" class="link" aria-label={`${t("giveIt")}: ${what}`} onClick={() => go(() => { selected.value = region; view.value = "cluster"; })}>{t("giveIt")}</button>
+);
 function AssumedLink({ a }: { a: Data }): JSX.Element {
   return (
     <li><div class="limit-head"><b>{assumedLink(a)}</b><i class="mark">{t("default")}</i></div>
       <small class="soft">{gbps(a.bandwidth_gbps)}, {ms(a.latency_ms)}</small>
       <small>{t("ifSlower", { slower: signed(a.slower, percent), faster: signed(-a.faster, percent) })}</small>
       {a.anew > a.faster && <small class="anew">{t("assumedAnew", { value: gbps(a.bandwidth_gbps * ASSUMED_FACTOR), part: percent(a.anew) })}</small>}
-      <button type="button" class="link" onClick={() => go(() => { selected.value = a.region; view.value = "cluster"; })}>{t("giveIt")}</button></li>
+      <GiveIt region={a.region} what={assumedLink(a)} /></li>
   );
 }
 
@@ -146,7 +166,7 @@ function WhyNot(): JSX.Element {
 function Ideas({ a }: { a: Data }): JSX.Element {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
-    <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · $\u2009${digits(r.usd)}. ` : ""}{r.reason}</small></li>)}</ul></>
+    <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
   const felt = a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
   return (
@@ -154,7 +174,7 @@ function Ideas({ a }: { a: Data }): JSX.Element {
       {part(t("differentPlans"), a.different_plans)}
       {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
       {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
-      {felt.length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt.map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth")} {signed(s.usd_per_hour, digits)}</small></li>)}</ul></>}
+      {felt.length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt.map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
       <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
     </>
   );

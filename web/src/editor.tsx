@@ -5,11 +5,11 @@ import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
 import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, unmark } from "./faults";
-import { digits, gbps, ms } from "./format";
+import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
 import { attempt, catalogue, notice, selected } from "./state";
 import { t } from "./strings";
-import { Choice, Empty, Field, Menu, number, Section, Upload } from "./ui";
+import { Choice, Empty, Field, Menu, number, Section, Upload, walks } from "./ui";
 import { draftPlaces } from "./welcome";
 import { readCluster } from "./rail";
 import { Yaml } from "./yaml";
@@ -79,12 +79,14 @@ export function Editor(): JSX.Element {
           </div>
         </Section>
         {cluster.regions.length === 0 ? <Empty>{t("noRegionsYet")}</Empty> : <>
-          <div role="tablist" class="pills" aria-label={t("regions")}>{cluster.regions.map((r: Data, i: number) => (
-            <button type="button" role="tab" key={i} aria-selected={i === at} id={`region-tab-${i}`} onClick={() => pick(r.name)}>{r.name}</button>
+          <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, (to) => pick(cluster.regions[to].name))}>{cluster.regions.map((r: Data, i: number) => (
+            <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(r.name)}>{r.name}</button>
           ))}</div>
           {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
-          <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
-          {cluster.regions.length > 1 && <Links r={at} full={resolved.full} />}
+          <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
+            <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
+            {cluster.regions.length > 1 && <Links r={at} full={resolved.full} />}
+          </div>
           <Devices />
         </>}
       </div>
@@ -211,7 +213,7 @@ function LinkFields({ title, path, name, link, full, set }: { title: string; pat
     set(text.trim() === "" ? undefined : next);
   };
   return (
-    <fieldset class="link-fields"><legend>{title}<Mark given={link !== undefined} name={name} /></legend>
+    <fieldset class="link-fields"><legend>{title} <Mark given={link !== undefined} name={name} /></legend>
       <Choice label={t("usualLink")} path={path} value={named} options={[["", link === undefined ? t("chooseLink") : t("ownNumbers")], ...(catalogue.value?.links ?? []).map((n: string): [string, string] => [n, n])]} set={(v) => set(v || undefined)} />
       <Field label={t("latencyOneWay")} path={`${path}.latency_ms`} value={latency} unit="ms" placeholder={full ? digits(full.latency_ms) : ""} set={(v) => change("latency_ms", v)} />
       <Field label={t("rate")} path={`${path}.bandwidth_gbps`} value={value.bandwidth_gbps} unit="Gbit/s" placeholder={full ? digits(full.bandwidth_gbps) : ""} set={(v) => change("bandwidth_gbps", v)} />
@@ -266,7 +268,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
     const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
-      <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${Math.round(distance).toLocaleString("en-US")} km`}</small></th>,
+      <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${whole(distance)} km`}</small></th>,
       cell("latency_ms", t("latencyOneWay"), "ms"),
       <td key="rtt" class="number soft">{typeof other === "number" ? ms(2 * other) : "—"}</td>,
       cell("bandwidth_gbps", t("rate"), "Gbit/s"), cell("capacity_gbps", t("capacity"), "Gbit/s", t("noLimit")),
@@ -285,7 +287,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
             onCluster((it) => { for (const key of MATRICES) if (it[key]) it[key][j][r] = it[key][r][j]; });
             setSplit(split.filter((x) => x !== j));
           };
-          const tick = <td key="way"><label class="check"><input type="checkbox" checked={both} onChange={flip} />{t("bothWays")}</label></td>;
+          const tick = <td key="way"><label class="check"><input type="checkbox" checked={both} aria-label={`${t("bothWays")}: ${c.regions[r].name}, ${c.regions[j].name}`} onChange={flip} />{t("bothWays")}</label></td>;
           return both ? [<tr key={j}>{line(r, j, true)}{tick}</tr>] : [<tr key={j}>{line(r, j, false)}{tick}</tr>, <tr key={`${j} back`}>{line(j, r, false)}<td /></tr>];
         })}</tbody>
       </table></div>

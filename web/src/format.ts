@@ -1,9 +1,11 @@
 // Numbers as people read them.
 
+/** A whole number with commas; the browser's own way loads its tables of languages first. */
+export const whole = (value: number): string => String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, ",");
 export function digits(value: number, count = 3): string {
   if (!Number.isFinite(value)) return "∞";
   if (value === 0) return "0";
-  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
+  if (Math.abs(value) >= 1000) return whole(value);
   return String(Number(value.toPrecision(count)));
 }
 // A long name without its middle, as names differ at their ends.
@@ -51,11 +53,15 @@ export function signed(value: number, show: (v: number) => string): string {
   const text = show(Math.abs(value));
   return value === 0 || text.startsWith("<") ? text : (value < 0 ? "−" : "+") + text;
 }
+const clocks = new Map<string, Intl.DateTimeFormat>();
 // When something was made: the time of today, the day before that.
 export function moment(made_s: number, language: string): string {
   const at = new Date(made_s * 1e3);
   const today = at.toDateString() === new Date().toDateString();
-  return new Intl.DateTimeFormat(language, today ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" }).format(at);
+  const key = `${language} ${today}`;
+  const clock = clocks.get(key) ?? new Intl.DateTimeFormat(language, today ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+  clocks.set(key, clock);
+  return clock.format(at);
 }
 
 // A rate or another number with its SI prefix: 400 Gbit/s, 1.6 Tbit/s.
@@ -67,5 +73,5 @@ export function gbps(value: number): string {
 export const ms = (value: number): string => seconds(value / 1e3);
 export function usd(value: number): string {
   if (!Number.isFinite(value)) return "∞";
-  return `$\u2009${Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en-US") : Number(value.toPrecision(3))}`;
+  return `$\u2009${Math.abs(value) >= 1000 ? whole(value) : Number(value.toPrecision(3))}`;
 }

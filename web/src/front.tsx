@@ -5,8 +5,8 @@ import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
-import { request } from "./draft";
-import { digits, seconds } from "./format";
+import { draft, request } from "./draft";
+import { seconds, usd } from "./format";
 import { attempt, follow, loadJobs, openPlan, running, timeLeft, workNote } from "./state";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
@@ -57,9 +57,9 @@ export function Front(): JSX.Element {
   const busy = data && running(data);
   const stop = <button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${job}`)))}>{t("cancel")}</button>;
   return (
-    <Section title={t("front")} note={t("frontHint")} tools={busy ? stop : <button type="button" class="main" id="start-front" onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
+    <Section title={t("front")} note={t("frontHint")} tools={busy ? stop : <button type="button" class="main" id="start-front" disabled={draft.value.cluster.regions.length === 0} onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
       {error && <p class="error" role="alert">{error}</p>}
-      {busy && <div class="row" role="status"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{workNote(data)}</span></div>}
+      {busy && <div class="row middle"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{workNote(data)}</span></div>}
       {!job ? <Empty>{t("frontNone")}</Empty> : !data ? <Skeleton lines={6} /> : data.points?.length ? <Points points={data.points} open={(i) => void open(i)} /> : busy ? <Skeleton lines={6} /> : <p class="error">{data.error}</p>}
     </Section>
   );
@@ -74,7 +74,7 @@ function Points({ points, open }: { points: Data[]; open: (index: number) => voi
   return (
     <>
       <Chart name="front" label={t("front")} height={320} option={option} onClick={open} />
-      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), digits(p.usd), p.devices, p.stages, <button type="button" class="small" onClick={() => open(i)}>{t("open")}</button>])} />
+      <Table label={t("front")} head={[t("step"), t("cost"), t("devices"), t("stagesCount"), ""]} numeric={[0, 1, 2, 3]} rows={points.map((p, i) => [seconds(p.step_s), usd(p.usd), p.devices, p.stages, <button type="button" class="small" aria-label={`${t("open")}: ${seconds(p.step_s)}, ${usd(p.usd)}`} onClick={() => open(i)}>{t("open")}</button>])} />
     </>
   );
 }

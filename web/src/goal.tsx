@@ -23,7 +23,7 @@ export function Goal(): JSX.Element {
   const list = (key: string, label: string, options: string[]): JSX.Element => <Chips label={label} path={`constraints.${key}`} options={options} chosen={(c[key] ?? []).map(String)} set={(v) => set(key, key === "local_steps" ? v.map(Number) : v)} />;
   const bounds = Object.keys(c).length;
   return (
-    <Fold id="goal" title={t("goal")} summary={`${maybe(`objective_${d.objective}`)} · ${maybe(d.effort)}${bounds ? ` · ${t("nBounds", { n: bounds })}` : ""}`}>
+    <Fold id="goal" title={t("goal")} summary={`${maybe(`objective_${d.objective}`)} · ${maybe(d.effort)}${bounds ? ` · ${t("nBounds", { n: bounds })}` : ""}`}>{() => <>
       <Choice label={t("objective")} path="objective" value={d.objective} options={OBJECTIVES.map((o): [string, string] => [o, maybe(`objective_${o}`)])} set={(v) => edit((it) => { it.objective = v; })} />
       <div class="two"><Choice label={t("effort")} path="effort" value={d.effort} options={["quick", "thorough", "long"].map((e): [string, string] => [e, maybe(e)])} set={(v) => edit((it) => { it.effort = v; })} />
         <Field label={t("seed")} path="seed" value={d.seed} mode="numeric" set={(v) => edit((it) => { it.seed = number(v); }, "seed")} /></div>
@@ -42,7 +42,7 @@ export function Goal(): JSX.Element {
         <h3>{t("egressCap")}</h3>
         <div class="two">{["*", ...regions].map((name) => <Egress key={name} name={name} />)}</div>
       </details>
-    </Fold>
+    </>}</Fold>
   );
 }
 

@@ -4,17 +4,17 @@ import "./style.css";
 import { render, type JSX } from "preact";
 import { lazy, Suspense } from "preact/compat";
 import { useEffect, useState } from "preact/hooks";
-import { copy, onToken } from "./api";
+import { onToken } from "./api";
 import { toggleTheme } from "./colors";
 import { asking, keys, Palette } from "./commands";
 import { canRedo, canUndo, redo, undo } from "./draft";
 import { Drawer } from "./drawer";
 import { Overview } from "./overview";
 import { Rail } from "./rail";
-import { attempt, begin, catalogue, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { attempt, begin, catalogue, copyLink, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
-import { Banner, Figures, Sentence } from "./summary";
-import { Empty, Key as Shortcut, Skeleton } from "./ui";
+import { Banner, Figures, Sentence, Spoken } from "./summary";
+import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
 
 // Panes that are not looked at first come when they are.
 const PANES: Record<Exclude<View, "overview">, () => JSX.Element> = {
@@ -44,6 +44,7 @@ function App(): JSX.Element {
       <Drawer />
       <Palette />
       <Notice />
+      <Spoken />
     </div>
   );
 }
@@ -56,21 +57,13 @@ function Pane(): JSX.Element {
 }
 
 function Views(): JSX.Element {
-  const walk = (e: KeyboardEvent): void => {
-    const at = VIEWS.indexOf(view.value);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: VIEWS.length - 1 }[e.key];
-    if (to === undefined) return;
-    e.preventDefault();
-    open(VIEWS[(to + VIEWS.length) % VIEWS.length]);
-    queueMicrotask(() => document.getElementById(`tab-${view.value}`)?.focus());
-  };
   // On a narrow screen the open one may lie beyond the edge of the list.
   useEffect(() => {
     const chosen = document.getElementById(`tab-${view.value}`), list = chosen?.parentElement;
     if (chosen && list) list.scrollLeft = chosen.offsetLeft - list.offsetLeft - (list.clientWidth - chosen.offsetWidth) / 2;
   }, [view.value, shown.value !== null, tab.value]);
   return (
-    <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walk}>{VIEWS.map((name) => (
+    <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walks(VIEWS.indexOf(view.value), VIEWS.length, (to) => open(VIEWS[to]))}>{VIEWS.map((name) => (
       <button type="button" role="tab" key={name} id={`tab-${name}`} aria-controls="view" aria-selected={name === view.value} tabIndex={name === view.value ? 0 : -1} onClick={() => open(name)}>{t(`view_${name}` as Key)}</button>))}</div>
       {shown.value && view.value !== "cluster" && !tab.value && <button type="button" class="small" id="open-drawer" onClick={() => (tab.value = "limits")}>{t("drawer")}</button>}</nav>
   );
@@ -84,7 +77,7 @@ function Top(): JSX.Element {
       <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} disabled={!canUndo.value} onClick={undo}>↶</button>
       <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} disabled={!canRedo.value} onClick={redo}>↷</button>
       <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<Shortcut keys="⌘K" /></button>
-      {planId.value && <button type="button" id="share-top" onClick={() => void attempt(async () => { await copy(location.href); notice.value = t("linkCopied"); })}>{t("share_")}</button>}
+      {planId.value && <button type="button" id="share-top" onClick={() => void attempt(copyLink)}>{t("share_")}</button>}
       <button type="button" id="theme" aria-label={t("theme")} title={t("theme")} onClick={toggleTheme}>◐</button>
       <button type="button" id="language" lang={language.value === "en" ? "zh-CN" : "en"} aria-label={t("language")} title={t("language")} onClick={() => setLanguage(language.value === "en" ? "zh" : "en")}>{language.value === "en" ? <Zhongwen /> : t("language")}</button>
     </header>
@@ -117,5 +110,5 @@ onToken(() => new Promise((resolve) => {
 }));
 
 setLanguage(language.value);
+void attempt(begin); // what is asked of the server is under way while the page is drawn
 render(<App />, document.getElementById("app")!);
-void attempt(begin);

@@ -11,7 +11,7 @@ import world from "world-atlas/land-110m.json";
 import type { Data } from "./api";
 import { ink, regionColor, useColor } from "./colors";
 import { brief, bytes, gbps, ms, percent } from "./format";
-import { pointed, selected } from "./state";
+import { lit, pointed, selected } from "./state";
 import { t } from "./strings";
 
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
@@ -176,10 +176,7 @@ function Ways({ seen, where, projection }: { seen: Way[]; where: Map<string, Poi
 function Arc({ w, most, curve }: { w: Way; most: number; curve: Bow }): JSX.Element {
   const id = `${w.a}\n${w.b}`;
   // Only what changes is drawn again.
-  const dim = useComputed(() => {
-    const { link, region } = pointed.value;
-    return (link !== undefined || region !== undefined) && link !== id && region !== w.a && region !== w.b;
-  });
+  const dim = useComputed(() => lit.value !== null && !lit.value.way(w.a, w.b));
   const moved = w.bytes[0] + w.bytes[1];
   const size = 1.2 + 4 * Math.sqrt(moved / most);
   const heads = [w.bytes[0] > 0 ? 0.62 : null, w.bytes[1] > 0 ? -0.38 : null].filter((x): x is number => x !== null);
@@ -243,15 +240,12 @@ interface OneRegion extends Pick<RegionProps, "width" | "height" | "onSelect" | 
 }
 function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneRegion): JSX.Element {
   const { x, y, r } = spot;
-  const state = useComputed(() => {
-    const { region, link } = pointed.value;
-    return region === p.name || (onDrag && selected.value === p.name) || (link ?? "").split("\n").includes(p.name);
-  });
-  const lit = state.value;
+  const state = useComputed(() => lit.value?.regions.has(p.name) || (onDrag && selected.value === p.name));
+  const light = state.value;
   const inside = x >= 0 && x <= width && y >= 0 && y <= height;
   return (
-    <g data-region={p.name} class={lit ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
-      aria-label={p.used === undefined ? `${brief(p.name, 20)} ${said(p)}` : `${brief(p.name, 20)} ${said(p)}: ${t("usedOf", { used: p.used, all: p.devices })}`}
+    <g data-region={p.name} class={light ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
+      aria-label={`${brief(p.name, 20)} ${said(p)}: ${p.used === undefined ? t("nDevices", { n: p.devices }) : t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
       onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
@@ -259,32 +253,50 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
       onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
       <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
       {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
-      {(label || lit) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{said(p)}</tspan></text>}
+      {(label || light) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{said(p)}</tspan></text>}
     </g>
   );
 }
 interface Label { x: number; y: number; anchor: "start" | "end" | "middle" }
-// Each label right, left, below or above its place, where it covers no other and as little as may be of the ways; none
-// where there is no room.
+// The width of a label as it is drawn.
+let pen: CanvasRenderingContext2D | null = null;
+function wide(text: string): number {
+  if (!pen) {
+    pen = document.createElement("canvas").getContext("2d")!;
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  }
+  return pen.measureText(text).width;
+}
+// Each label beside its place, else over or under it, else at a corner of it: where it covers no other and as little as
+// may be of the ways; none where there is no room. Who has the least room chooses first.
 function spread(spots: { x: number; y: number; r: number; text: string }[], passed: Point[], width: number, height: number): (Label | null)[] {
-  const taken: [number, number, number, number][] = spots.map((s) => [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r]);
-  return spots.map((s, i) => {
-    const w = 7.2 * s.text.length + s.r + 5, h = 15;
-    const tries: [Label, [number, number, number, number]][] = [
-      [{ x: s.x + s.r + 5, y: s.y + 4, anchor: "start" }, [s.x + s.r + 3, s.y - h / 2, s.x + s.r + w, s.y + h / 2]],
-      [{ x: s.x - s.r - 5, y: s.y + 4, anchor: "end" }, [s.x - s.r - w, s.y - h / 2, s.x - s.r - 3, s.y + h / 2]],
-      [{ x: s.x, y: s.y + s.r + 14, anchor: "middle" }, [s.x - w / 2, s.y + s.r + 2, s.x + w / 2, s.y + s.r + h + 3]],
-      [{ x: s.x, y: s.y - s.r - 5, anchor: "middle" }, [s.x - w / 2, s.y - s.r - h - 3, s.x + w / 2, s.y - s.r - 2]],
+  type Box = [number, number, number, number];
+  const taken: { of: number; box: Box }[] = spots.map((s, of) => ({ of, box: [s.x - s.r, s.y - s.r, s.x + s.r, s.y + s.r] }));
+  taken.push({ of: -1, box: [width - 42, height - 104, width, height] }); // the buttons
+  const found: (Label | null)[] = spots.map(() => null);
+  const near = (s: { x: number; y: number }): number => spots.filter((o) => Math.hypot(o.x - s.x, o.y - s.y) < 90).length;
+  const order = spots.map((_, i) => i).sort((i, j) => near(spots[j]) - near(spots[i]));
+  for (const i of order) {
+    const s = spots[i], w = wide(s.text), h = 14, far = s.r + 5, corner = 0.7 * s.r + 3;
+    const at = (x: number, y: number, anchor: Label["anchor"]): [Label, Box] => {
+      const left = anchor === "start" ? x : anchor === "end" ? x - w : x - w / 2;
+      return [{ x, y: y + 4, anchor }, [left - 1, y - h / 2, left + w + 1, y + h / 2]];
+    };
+    const tries = [
+      at(s.x + far, s.y, "start"), at(s.x - far, s.y, "end"), at(s.x, s.y + s.r + 9, "middle"), at(s.x, s.y - s.r - 9, "middle"),
+      ...[1, -1].flatMap((up) => [at(s.x + corner, s.y - up * (corner + 6), "start"), at(s.x - corner, s.y - up * (corner + 6), "end")]),
     ];
     const free = tries.filter(([, box]) => {
       const inside = box[0] > 0 && box[2] < width && box[1] > 0 && box[3] < height;
-      return inside && !taken.some((o, j) => j !== i && box[0] < o[2] && box[2] > o[0] && box[1] < o[3] && box[3] > o[1]);
+      return inside && !taken.some(({ of, box: o }) => of !== i && box[0] < o[2] && box[2] > o[0] && box[1] < o[3] && box[3] > o[1]);
     });
-    const crossed = free.map(([, box]) => passed.filter(([x, y]) => x > box[0] - 3 && x < box[2] + 3 && y > box[1] - 3 && y < box[3] + 3).length);
+    const crossed = free.map(([, box]) => passed.filter(([x, y]) => x > box[0] - 2 && x < box[2] + 2 && y > box[1] - 2 && y < box[3] + 2).length);
     const best = free[crossed.indexOf(Math.min(...crossed))];
-    if (best) taken.push(best[1]);
-    return best?.[0] ?? null;
-  });
+    if (!best) continue;
+    taken.push({ of: spots.length, box: best[1] });
+    found[i] = best[0];
+  }
+  return found;
 }
 export const UseScale = (): JSX.Element => (
   <span class="scale" aria-hidden="true">{t("linkUse")} <i style={{ background: `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(useColor).join(",")})` }} /> 0–100&nbsp;%</span>

@@ -2,12 +2,11 @@
 
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
-import { useMemo } from "preact/hooks";
 import type { Data } from "./api";
 import { regionColor } from "./colors";
 import { WorldMap, UseScale, placed, type Place } from "./map";
 import { brief, gib, percent } from "./format";
-import { go, pointed, shown, view } from "./state";
+import { go, lit, pointed, shown, view } from "./state";
 import { t } from "./strings";
 import { Timeline } from "./timeline";
 import { Welcome } from "./welcome";
@@ -58,22 +57,21 @@ function Strip({ v }: { v: Data }): JSX.Element {
 }
 
 function Stage({ s, i, index }: { s: Data; i: number; index: Map<string, number> }): JSX.Element {
-  const mine = useMemo(() => new Set<string>(s.workers.map((w: Data) => w.region)), [s]);
   // Only the stages that light up or go dark are drawn again.
-  const lit = useComputed(() => {
-    const { stage, region, link } = pointed.value;
-    return stage === i || (region !== undefined && mine.has(region)) || (link !== undefined && link.split("\n").some((r) => mine.has(r)));
-  });
+  const light = useComputed(() => lit.value?.stages.has(i) === true);
   const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
+  const who = (w: Data): string => `${w.region}: ${w.workers}${w.tp > 1 ? ` × ${w.tp}` : " ×"} ${w.device}`;
+  const busy = Math.max(...s.workers.map((w: Data) => w.busy));
+  const spoken = `${t("stage")} ${i}: ${s.layers}; ${s.workers.map(who).join(", ")}; ${t("busy")} ${percent(busy)}; ${t("memory")} ${percent(full.peak_bytes / full.limit_bytes)}`;
   return (
-    <li class={lit.value ? "lit" : undefined} tabIndex={0} data-stage={i}
+    <li class={light.value ? "lit" : undefined} tabIndex={0} data-stage={i} aria-label={spoken}
       onPointerEnter={() => (pointed.value = { stage: i })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { stage: i })} onBlur={() => (pointed.value = {})}>
       <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
       <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
-        <li key={j} title={`${w.region}: ${w.workers} × ${w.tp} ${w.device}`}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
+        <li key={j} title={who(w)}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
       ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
-      <Bar name={t("busy")} part={Math.max(...s.workers.map((w: Data) => w.busy))} />
+      <Bar name={t("busy")} part={busy} />
       <Bar name={t("memory")} part={full.peak_bytes / full.limit_bytes} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} />
     </li>
   );

@@ -6,7 +6,7 @@ import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, go, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, view, workNote } from "./state";
+import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, trouble, view, workNote } from "./state";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
 
@@ -39,12 +39,12 @@ function ClusterSummary(): JSX.Element {
   const known = catalogue.value?.instances ?? [];
   return (
     <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
-      tools={<button type="button" class="small" id="edit-cluster" aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>
+      tools={<button type="button" class="small" id="edit-cluster" aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void attempt(async () => { const cluster = await get(`/instances/${name}`); edit((d) => { d.cluster = cluster; d.constraints = {}; }); })} />
       <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
         <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
-    </Fold>
+    </>}</Fold>
   );
 }
 
@@ -59,7 +59,7 @@ function ModelSummary(): JSX.Element {
     if (found) edit((it) => { it.model = chosen; it.batch.seq_len = found.tokens_per_image || Math.min(found.max_seq_len, Number(it.batch.seq_len) || 2048); });
   };
   return (
-    <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>
+    <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>{() => <>
       <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
       <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await post("/read", { kind: "model", text, name: file }); edit((it) => { it.model = model; }); })} />
       <button type="button" id="export-model" onClick={() => void attempt(async () => download("config.json", JSON.stringify(await post("/config", { model: d.model }), null, 2), "application/json"))}>{t("exportModel")}</button>
@@ -68,20 +68,20 @@ function ModelSummary(): JSX.Element {
       <div class="two"><Choice label={t("precision")} path="batch.precision" value={d.batch.precision ?? "bf16"} options={["bf16", "fp16", "fp32", "tf32", "fp8"].map((p): [string, string] => [p, p])} set={(v) => edit((it) => { it.batch.precision = v; })} />
         <Choice label={t("optimizer")} path="batch.optimizer" value={d.batch.optimizer ?? "adamw"} options={(catalogue.value?.optimizers ?? []).map((o: Data): [string, string] => [o.name, o.label])} set={(v) => edit((it) => { it.batch.optimizer = v; })} /></div>
       <Choice label={t("runtime")} path="runtime" value={d.runtime.name ?? d.runtime} options={(catalogue.value?.runtimes ?? []).map((r: Data): [string, string] => [r.name, programName(r)])} set={(v) => edit((it) => { it.runtime = v; })} />
-    </Fold>
+    </>}</Fold>
   );
 }
 
 function Plan(): JSX.Element {
   const p = progress.value;
   return (
-    <div class="rail-foot" id="status" role="status" aria-live="polite">
+    <div class="rail-foot" id="status">
       {p ? <>
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
         <small class="soft">{workNote(p)}</small>
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
-        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(takePlans)}>{t("takePlans")}</button></small>}
+        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takePlans(planId.value))}>{t("takePlans")}</button></small>}
       </>}
     </div>
   );
@@ -119,9 +119,10 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   const [naming, setNaming] = useState(false);
   const here = j.id === planId.value;
   const openIt = (): void => {
-    if (running(j)) go(() => (j.kind === "front" ? (view.value = "front") : null));
-    else if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
+    if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
+    else if (running(j)) go(() => (jobId.value = j.id));
     else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
+    else void attempt(async () => { await takePlans(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
   };
   const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
   const submit = (e: Event): void => {

@@ -68,7 +68,7 @@ function Beside({ name, changed }: { name: string; changed: () => void }): JSX.E
     <>
       <Section title={name} id="run" note={<><State run={run} /> · {steps(run)} · {t("runRanks", { ranks: run.ranks })}</>}
         tools={<><StopRun run={run} />{own && !goesOn(run) && <button type="button" class="small danger" onClick={() => void remove()}>{t("removeRun")}</button>}</>}>
-        <p class="run-sentence" id="run-sentence">{run.step_s === null ? t("runPredicted", { predicted: seconds(run.predicted_step_s) }) : t("runSentence", { measured: seconds(run.step_s), predicted: seconds(run.predicted_step_s), error: signed(run.error, percent) })}</p>
+        <p class="run-sentence" id="run-sentence">{run.step_s === null ? t("runPredicted", { predicted: seconds(run.predicted_step_s) }) : t(run.device === "cpu" ? "runSentenceOnCpu" : "runSentence", { measured: seconds(run.step_s), predicted: seconds(run.predicted_step_s), error: signed(run.error, percent) })}</p>
         {run.device === "cpu" && <p class="soft">{t("runOnCpu")}</p>}
         {run.points.length > 0 && <div class="half-half">
           <Lines name="run-loss" label={t("runLoss")} points={run.points.map((p: number[]) => [p[0], p[2]])} text={(v) => digits(v)} />
@@ -117,7 +117,7 @@ function Traced({ name, of, waits }: { name: string; of: string; waits: boolean 
           <li key={s.stage}><b>{s.stage}</b><span class="soft">{s.layers} · {s.regions.join(", ")}</span>
             {sides.map((side, i) => <div class="beside-line" key={side}><small>{side}</small><div class="stack" role="img" aria-label={`${side}: ${PARTS.map((p) => `${t(`part_${p}` as Key)} ${seconds(s[p][i])}`).join(", ")}`}>
               {PARTS.filter((p) => fill[p]).map((p) => <i key={p} title={`${t(`part_${p}` as Key)} ${seconds(s[p][i])}`} style={{ flex: `0 0 ${Math.min(100, (100 * s[p][i]) / both[i])}%`, background: fill[p] }} />)}</div></div>)}</li>))}</ol>
-        <details class="as-table"><summary>{t("stagesBeside")}</summary><Table label={t("stagesBeside")} head={[t("stage"), ...PARTS.map((p) => t(`part_${p}` as Key))]} numeric={PARTS.map((_, i) => i + 1)}
+        <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("stagesBeside")} head={[t("stage"), ...PARTS.map((p) => t(`part_${p}` as Key))]} numeric={PARTS.map((_, i) => i + 1)}
           rows={found.stages.map((s: Data) => [String(s.stage), ...PARTS.map((p) => <>{seconds(s[p][1])} <small class="soft">{seconds(s[p][0])}</small></>)])} /></details>
       </Section>
       <Section title={t("timelineBeside")} note={t("timelineBesideNote")} tools={<Legend sends={false} />}>

@@ -1,7 +1,7 @@
 // What the page knows: where it is, the plan that is open, what is tried on it, and the search that runs.
 
 import { batch, computed, effect, signal } from "@preact/signals";
-import { call, events, get, post, type Data } from "./api";
+import { call, copy, download, events, get, post, type Data } from "./api";
 import { changed, isNew, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { seconds } from "./format";
@@ -36,6 +36,20 @@ export const notice = signal("");
 export const loading = signal(false);
 /** What the pointer is on: a stage, a region, or two regions that a link joins. */
 export const pointed = signal<{ stage?: number; region?: string; link?: string }>({});
+/** What lights up with it: stages, regions and the ways between them; null where the pointer is on nothing. */
+export const lit = computed(() => {
+  const { stage, region, link } = pointed.value, v = shown.value;
+  if (stage === undefined && region === undefined && link === undefined) return null;
+  const ends = link?.split("\n") ?? [];
+  const regions = new Set(region === undefined ? ends : [region]), stages = new Set<number>(stage === undefined ? [] : [stage]);
+  v?.stages.forEach((s: Data, i: number) => {
+    const own: string[] = s.workers.map((w: Data) => w.region);
+    if (i === stage) for (const name of own) regions.add(name);
+    if (own.some((name) => name === region || ends.includes(name))) stages.add(i);
+  });
+  const way = (a: string, b: string): boolean => (link !== undefined ? link === `${a}\n${b}` : regions.has(a) || regions.has(b));
+  return { regions, stages, way };
+});
 export const selected = signal("");
 export const tried = computed(() => Object.keys(changes.value).length > 0);
 
@@ -157,10 +171,13 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };
   }
 }
-export async function takePlans(): Promise<void> {
+/** Take over what a plan, or a search without one, was asked for. */
+export async function takePlans(id: string): Promise<void> {
   const names = catalogue.value.models.map((m: Data) => m.name);
-  take(await get(`/jobs/${planId.value}/request`), names);
+  take(await get(`/jobs/${id}/request`), names);
 }
+/** Why a search has no plan. */
+export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));
 
 let pricing = new AbortController();
 const RESTED_MS = 300;
@@ -207,10 +224,23 @@ export function openPlan(id: string, to: View = "overview"): void {
   });
 }
 
+export async function copyLink(): Promise<void> {
+  await copy(location.href);
+  notice.value = t("linkCopied");
+}
+export async function savePlan(): Promise<void> {
+  download("plan.json", JSON.stringify(await get(`/plans/${planId.value}`)), "application/json");
+}
+
 // Searches
 
+const AGAIN_MS = 2000;
+let again = 0;
 export async function loadJobs(): Promise<void> {
+  clearTimeout(again);
   jobs.value = await get("/jobs");
+  // What runs, here or in another window, says in the list how far it is.
+  if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
 let following = new AbortController();
 export async function search(): Promise<void> {
@@ -219,6 +249,7 @@ export async function search(): Promise<void> {
     takeAsked();
     progress.value = begun;
     jobId.value = begun.id;
+    await loadJobs();
   });
 }
 export const running = (it: Data): boolean => it?.state === "queued" || it?.state === "running";
@@ -258,14 +289,14 @@ async function followSearch(id: string): Promise<void> {
   const left = timeLeft();
   const tell = (it: Data): void => { progress.value = { ...it, left_s: left(it.progress) }; };
   try {
-    const ended = await follow(`/jobs/${id}`, gone, tell);
+    const last = await follow(`/jobs/${id}`, gone, tell);
     batch(() => {
       progress.value = null;
-      if (ended.has_plan) {
+      if (last.has_plan) {
         go(() => { planId.value = id; jobId.value = ""; changes.value = {}; if (view.value === "cluster") view.value = "overview"; });
       } else {
         jobId.value = "";
-        trouble.value = ended.error ? `${t(ended.state === "infeasible" ? "infeasible" : "failed")}: ${ended.error}` : t("stoppedEarly");
+        trouble.value = ended(last);
       }
     });
     await loadJobs();

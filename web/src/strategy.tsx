@@ -1,11 +1,11 @@
 // Strategy: the plan stage by stage, its reasons, and what it is held against.
 
 import type { JSX } from "preact";
-import { copy, download, get, type Data } from "./api";
+import { get, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { bytes, digits, gib, percent, runs, seconds, signed } from "./format";
-import { attempt, notice, planId, shown } from "./state";
+import { attempt, copyLink, planId, savePlan, shown } from "./state";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
@@ -15,7 +15,7 @@ function reasons(v: Data): string[] {
   const shares: number[][] = v.stages.map((s: Data) => [Math.min(...s.workers.map((w: Data) => w.share_low)), Math.max(...s.workers.map((w: Data) => w.share_high))]);
   const uneven = shares.filter(([low, high]) => high > low + 1);
   const workers: Data[] = v.stages.flatMap((s: Data) => s.workers);
-  const tp = Math.max(...workers.map((w) => w.tp));
+  const degrees = [...new Set(workers.map((w) => w.tp))].filter((tp) => tp > 1).sort((a, b) => a - b);
   const full = workers.reduce((a, b) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
   const used: Data[] = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const modes = [...new Set(used.flatMap((l) => [...(l.activation_bytes ? [l.activations] : []), ...(l.gradient_bytes ? [l.weight_gradients] : [])]))];
@@ -23,9 +23,9 @@ function reasons(v: Data): string[] {
     ...(e.gap === null ? [] : [t("reasonGap", { bound: seconds(e.lower_bound_s), step: seconds(e.step_s), gap: percent(e.gap) })]),
     t("reasonStages", { stages: v.stages.length, widths: runs(v.stages.map((s: Data) => s.width)) }),
     ...(uneven.length ? [t("reasonShares", { ranges: [...new Set(uneven.map((r) => r.join("–")))].slice(0, 8).join(", ") })] : []),
-    tp > 1 ? t("reasonTensor", { tp }) : t("reasonNoTensor"),
+    degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t("reasonNoTensor"),
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
-    ...(modes.length ? [t("reasonPacking", { modes: modes.join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
+    ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
     ...(v.traffic.total_s > 0 ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
     t("reasonMemory", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes), owner: full.memory_owner }),
   ];
@@ -48,8 +48,8 @@ export function Strategy(): JSX.Element {
   return (
     <>
       <Section title={t("planTable")} note={degrees} tools={<>
-        <button type="button" class="small" onClick={() => void attempt(async () => download("plan.json", JSON.stringify(await get(`/plans/${planId.value}`)), "application/json"))}>{t("planFile")}</button>
-        <button type="button" class="small" id="share" onClick={() => void copy(location.href).then(() => (notice.value = t("linkCopied")))}>{t("shareLink")}</button></>}>
+        <button type="button" class="small" onClick={() => void attempt(savePlan)}>{t("planFile")}</button>
+        <button type="button" class="small" id="share" onClick={() => void attempt(copyLink)}>{t("shareLink")}</button></>}>
         <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
         <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {digits(v.estimate.tokens_per_s)} {t("tokens")} · {t("mfu")} {percent(v.estimate.mfu)}</p>
       </Section>

@@ -1,10 +1,10 @@
 // One sentence and four figures of the open plan, and what is different where something is tried.
 
 import type { JSX } from "preact";
-import type { Data } from "./api";
-import { post } from "./api";
+import { useEffect, useState } from "preact/hooks";
+import { post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
-import { anew, assumed, attempt, limits, loadJobs, loading, openPlan, planId, planned, row, setChanges, shown, tried, changes, view } from "./state";
+import { anew, assumed, attempt, limits, loadJobs, loading, openPlan, planId, planned, progress, row, setChanges, shown, tried, changes, view } from "./state";
 import { language, maybe, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
@@ -71,14 +71,36 @@ function limited(): string {
 export function Sentence(): JSX.Element {
   const v = planned.value;
   if (!v) return <h1 class="sentence">{loading.value ? t("opening") : t("askForPlan")}</h1>;
-  const e = v.estimate;
+  const [before, after] = opened(v, "\n").split("\n");
   return (
-    <h1 class="sentence" aria-live="polite">
-      <b>{seconds(e.step_s)}</b> {t("sentence", { used: v.devices.used, all: v.devices.all })}
+    <h1 class="sentence">
+      {before}<b>{seconds(v.estimate.step_s)}</b>{after}
       {limits.value?.limits.length || limits.value?.whole ? <span class={limits.value.whole && assumed.value ? "" : "waiting"}>{limited()}</span> : <span class="waiting">{t("lookingForLimit")}</span>}
     </h1>
   );
 }
+
+const opened = (v: Data, step: string): string => t("sentence", { step, used: v.devices.used, all: v.devices.all });
+
+const RESTED_MS = 500;
+/** What a screen reader is told, once: that a search runs, then the sentence when it is whole, and what comes out of what
+    is tried when it rests. */
+export function Spoken(): JSX.Element {
+  const v = planned.value, whole = limits.value?.whole && assumed.value;
+  const now = progress.value ? t("working") : !v || !shown.value ? "" : tried.value ? comesOut() : whole ? opened(v, seconds(v.estimate.step_s)) + limited() : "";
+  const [told, tell] = useState("");
+  useEffect(() => {
+    const timer = setTimeout(() => tell(now), RESTED_MS);
+    return () => clearTimeout(timer);
+  }, [now]);
+  return <div class="hidden" role="status" id="spoken">{told}</div>;
+}
+/** The step with what is tried, and how many tokens more or less that is. */
+export function comesOut(): string {
+  const e = shown.value.estimate, f = planned.value.estimate;
+  return `${t("step")} ${seconds(e.step_s)} · ${t("before")} ${seconds(f.step_s)} · ${speedChange()}`;
+}
+const speedChange = (): string => t("speedChange", { part: signed(shown.value.estimate.tokens_per_s / planned.value.estimate.tokens_per_s - 1, percent) });
 
 function Figure({ name, value, note, before }: { name: Key; value: string; note: string; before?: string }): JSX.Element {
   return (
@@ -93,7 +115,7 @@ export function Figures(): JSX.Element | null {
   if (!v || !p) return loading.value ? <Skeleton lines={2} /> : null;
   const e = v.estimate, f = p.estimate;
   return (
-    <dl class="figures" aria-live="polite">
+    <dl class="figures">
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
       <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
@@ -111,14 +133,17 @@ const CHANGE_NAMES: Record<string, Key> = {
 export function differences(said: Record<string, unknown>): string {
   const words = Object.entries(said).map(([name, value]) => {
     if (name === "links") return (value as Data[]).map((l) => `${l.source} → ${l.target}: ${[l.activations, l.weight_gradients].filter(Boolean).join(", ")}`).join("; ");
-    if (name === "device_factors") return Object.entries(value as Record<string, number>).map(([d, x]) => `${d} ×\u00a0${digits(x)}`).join(", ");
+    if (name === "device_factors") {
+      const all = Object.entries(value as Record<string, number>);
+      return [...new Set(all.map(([, x]) => x))].map((x) => `${all.filter(([, y]) => y === x).map(([d]) => d).join(", ")} ×\u00a0${digits(x)}`).join("; ");
+    }
     const text = name.endsWith("_factor") ? `×\u00a0${digits(value as number)}` : typeof value === "number" ? digits(value) : maybe(String(value));
     return `${t(CHANGE_NAMES[name])} ${text}`;
   });
   return words.join(" · ");
 }
 
-async function keep(): Promise<void> {
+export async function keep(): Promise<void> {
   const name = `${row.value.name}: ${differences(changes.value)}`.slice(0, 120);
   await attempt(async () => {
     const made = await post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
@@ -130,9 +155,8 @@ export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p) return null;
   if (tried.value) {
-    const part = v.estimate.tokens_per_s / p.estimate.tokens_per_s - 1;
     return (
-      <div class="banner" role="status"><span><b>{t("whatif")}</b> {differences(changes.value)} · {t("speedChange", { part: signed(part, percent) })}</span>
+      <div class="banner"><span><b>{t("whatif")}</b> {differences(changes.value)} · {speedChange()}</span>
         <span class="grow" /><button type="button" class="main" id="keep" onClick={() => void keep()}>{t("keepVariant")}</button>
         <button type="button" id="reset" onClick={() => setChanges({})}>{t("reset")}</button></div>
     );
@@ -140,7 +164,7 @@ export function Banner(): JSX.Element | null {
   const parent = row.value?.parent;
   if (!parent) return null;
   return (
-    <div class="banner" role="status"><span><b>{t("variant")}</b> {differences(row.value.changes)}</span><span class="grow" />
+    <div class="banner"><span><b>{t("variant")}</b> {differences(row.value.changes)}</span><span class="grow" />
       <button type="button" onClick={() => openPlan(parent, view.value)}>{t("openParent")}</button></div>
   );
 }

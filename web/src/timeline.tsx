@@ -6,7 +6,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { download, get, post, type Data } from "./api";
 import { dark, ink, kindColors, regionColor } from "./colors";
 import { percent, roundSeconds, seconds } from "./format";
-import { attempt, changes, openRun, planId, pointed, shown } from "./state";
+import { attempt, changes, lit, openRun, planId, pointed, shown } from "./state";
 import { maybe, t } from "./strings";
 import { Menu, Skeleton, Table, Upload } from "./ui";
 
@@ -99,7 +99,7 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   const bars = useMemo(() => drawn(width, height, rows, kinds, now, ends), [rows, width, now.from, now.to, dark.value]);
   const drawing = useSignal({ bars, rows });
   useEffect(() => { drawing.value = { bars, rows }; }, [bars]);
-  useSignalEffect(() => show(canvas.current!, drawing.value.bars, drawing.value.rows, pointed.value.stage));
+  useSignalEffect(() => show(canvas.current!, drawing.value.bars, drawing.value.rows, lit.value?.stages));
   const clamp = (from: number, to: number): void => {
     const length = Math.min(whole, Math.max(whole / 1e5, to - from));
     const start = Math.max(0, Math.min(whole - length, from));
@@ -151,9 +151,9 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
 
 interface LabelProps { r: Data; first: boolean; opened: boolean; toggle?: (stage: number) => void; color?: string }
 function RowLabel({ r, first, opened, toggle, color }: LabelProps): JSX.Element {
-  const lit = useComputed(() => pointed.value.stage === r.stage);
+  const light = useComputed(() => lit.value?.stages.has(r.stage) === true);
   return (
-    <li style={{ height: `${ROW}px` }} class={lit.value ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
+    <li style={{ height: `${ROW}px` }} class={light.value ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
       {toggle && r.width > 1 && first
         ? <button type="button" class="twist" aria-expanded={opened} aria-label={t("openStage", { stage: r.stage, n: r.width })} onClick={() => toggle(r.stage)}>{opened ? "▾" : "▸"}</button> : <span class="twist" />}
       {color && <i class="dot" style={{ background: color }} />}
@@ -175,7 +175,7 @@ function spoken(row: Data, kinds: string[], at: number, near: number): string {
   return `${maybe(SPOKEN[kinds[k]])}${m >= 0 ? ` ${m}` : ""}: ${seconds(a)} + ${seconds(b - a)}`;
 }
 
-function show(canvas: HTMLCanvasElement, bars: HTMLCanvasElement, rows: Data[], lit: number | undefined): void {
+function show(canvas: HTMLCanvasElement, bars: HTMLCanvasElement, rows: Data[], stages: Set<number> | undefined): void {
   const ratio = devicePixelRatio || 1;
   if (canvas.width !== bars.width) canvas.width = bars.width;
   if (canvas.height !== bars.height) canvas.height = bars.height;
@@ -186,8 +186,8 @@ function show(canvas: HTMLCanvasElement, bars: HTMLCanvasElement, rows: Data[], 
     if (bottom > top) pen.drawImage(bars, 0, top, bars.width, bottom - top, 0, top, bars.width, bottom - top);
   };
   const edge = (row: number): number => Math.round(row * ROW * ratio);
-  if (lit !== undefined) rows.forEach((row, r) => copy(edge(r), edge(r + 1), lit === row.stage ? 1 : 0.45));
-  copy(lit === undefined ? 0 : edge(rows.length), bars.height);
+  if (stages) rows.forEach((row, r) => copy(edge(r), edge(r + 1), stages.has(row.stage) ? 1 : 0.45));
+  copy(stages ? edge(rows.length) : 0, bars.height);
 }
 
 function drawn(width: number, height: number, rows: Data[], kinds: string[], now: Window, ends: number): HTMLCanvasElement {

@@ -13,6 +13,16 @@ export const Key = ({ keys }: { keys: string }): JSX.Element => (
   <kbd aria-hidden="true">{APPLE ? keys : keys.replace("⇧", "Shift ").replace("⌘", "Ctrl ").replace("⏎", "↵")}</kbd>
 );
 
+/** Arrow keys, Home and End walk a list of tabs, and the focus goes along. */
+export const walks = (at: number, count: number, go: (to: number) => void) => (e: KeyboardEvent): void => {
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: count - 1 }[e.key];
+  if (to === undefined) return;
+  e.preventDefault();
+  const list = e.currentTarget as HTMLElement;
+  go((to + count) % count);
+  queueMicrotask(() => list.querySelector<HTMLElement>("[aria-selected=true]")?.focus());
+};
+
 export function Section({ title, id, note, children, tools }: { title: string; id?: string; note?: Child; children: Child; tools?: Child }): JSX.Element {
   return (
     <section id={id} class="section" aria-label={title}>
@@ -22,12 +32,12 @@ export function Section({ title, id, note, children, tools }: { title: string; i
   );
 }
 
-export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: JSX.Element | JSX.Element[]; tools?: JSX.Element }): JSX.Element {
+export function Fold({ id, title, summary, children, tools }: { id: string; title: string; summary: string; children: () => JSX.Element; tools?: JSX.Element }): JSX.Element {
   const isOpen = folds.value[id] === true;
   return (
     <section class={isOpen ? "fold open" : "fold"}>
       <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist" aria-hidden="true">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
-      {isOpen && <div class="fold-body">{children}</div>}
+      {isOpen && <div class="fold-body">{children()}</div>}
     </section>
   );
 }
@@ -38,14 +48,14 @@ export function Table({ label, head, rows, numeric = [] }: { label: string; head
     <div class="scroll" tabIndex={0} role="group" aria-label={label}>
       <table>
         <thead><tr>{head.map((cell, i) => (cell === "" ? <td key={i} /> : <th key={i} scope="col" class={side(i)}>{cell}</th>))}</tr></thead>
-        <tbody>{rows.map((cells, r) => <tr key={r}>{cells.map((cell, i) => <td key={i} class={side(i)}>{cell}</td>)}</tr>)}</tbody>
+        <tbody>{rows.map((cells, r) => <tr key={r}>{cells.map((cell, i) => (i === 0 && cell !== "" && !numeric.includes(0) ? <th key={i} scope="row">{cell}</th> : <td key={i} class={side(i)}>{cell}</td>))}</tr>)}</tbody>
       </table>
     </div>
   );
 }
 
 export const Skeleton = ({ lines = 3 }: { lines?: number }): JSX.Element => (
-  <div class="skeleton" role="status" aria-label={t("computing")}>{Array.from({ length: lines }, (_, i) => <i key={i} style={{ width: `${92 - 17 * (i % 3)}%` }} />)}</div>
+  <div class="skeleton" role="img" aria-label={t("computing")}>{Array.from({ length: lines }, (_, i) => <i key={i} style={{ width: `${92 - 17 * (i % 3)}%` }} />)}</div>
 );
 export const Empty = ({ children }: { children: Child }): JSX.Element => <p class="empty">{children}</p>;
 
@@ -81,7 +91,7 @@ interface FieldProps {
   hidden?: boolean;
 }
 export const Field = ({ label, path, value, set, unit, placeholder, mark, mode = "decimal", hidden }: FieldProps): JSX.Element => (
-  <label class="field"><span class={hidden ? "hidden" : undefined}>{label}{mark}</span>
+  <label class="field"><span class={hidden ? "hidden" : undefined}>{label}{mark && <> {mark}</>}</span>
     <span class="input">
       <input value={String(value ?? "")} data-path={path} inputMode={mode} placeholder={placeholder} onInput={(e) => set(e.currentTarget.value)} autocomplete="off" spellcheck={false} />
       {unit && <i>{unit}</i>}

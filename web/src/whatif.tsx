@@ -4,7 +4,8 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import type { Data } from "./api";
 import { digits, gib, seconds } from "./format";
-import { changes, planned, shown, tryOut } from "./state";
+import { changes, planned, setChanges, shown, tried, tryOut } from "./state";
+import { comesOut } from "./summary";
 import { maybe, t, type Key } from "./strings";
 
 const PACKINGS = ["none", "bf16", "int8", "int4", "topk", "powersgd"];
@@ -53,6 +54,7 @@ export function WhatIf(): JSX.Element {
   return (
     <div id="controls" class="controls">
       <p class="soft">{t("whatifHint")}</p>
+      <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
       {over > 0 && <p class="error" role="alert">{t("overMemory", { n: gib(over) })}</p>}
       <h3>{t("links")}</h3>
       {slide("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], 1, times)}
@@ -72,7 +74,6 @@ export function WhatIf(): JSX.Element {
       <Select label="deviceType" name="device" now={type} options={[["", t("allDevices")], ...types.map((d): [string, string] => [d, d])]} take={setType} />
       <Slider label="deviceSpeed" name="device_factors" values={[0.5, 0.8, 1, 1.25, 1.5, 2, 4]} now={Number(speeds[type || types[0]] ?? 1)} text={times} take={speed} />
       {slide("priceFactor", "price_factor", [0.25, 0.5, 1, 2, 4], 1, times)}
-      <p class="soft">{t("step")}: {seconds(shown.value.estimate.step_s)}</p>
     </div>
   );
 }
