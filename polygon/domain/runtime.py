@@ -102,7 +102,7 @@ class Runtime:
     after an activation too."""
     host_update: bool = False
     """Whether weights and optimizer are kept by the host, which gets the gradients, updates, and gives weights back
-    (`polygon.cost.compute.host_update_s`)."""
+    (`polygon.cost.compute.update_s`)."""
     gathers_per_layer: int = 1
     """Collectives in which ZeRO-3 gathers a layer: one (FSDP), or one a parameter (DeepSpeed)."""
     gathers_again: bool = False

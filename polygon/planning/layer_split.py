@@ -18,29 +18,47 @@ SHORTER = 5e-3
 """Part by which a step is to be shorter for the layers to be cut once more (`split_layers_under_way`)."""
 
 
+FEW = 4.0
+"""Micro-batches of the quickest worker within which a makespan is known before ends of micro-batches are looked at."""
+
+
+@inner
+def _ended(counts: np.ndarray, seconds: np.ndarray, members: int, at_s: float) -> tuple[float, float]:
+    """Micro-batches that `counts[c]` workers of `seconds[c]` each have done at a time, and when the next one ends."""
+    done, following = 0.0, np.inf
+    for c in range(members):
+        each = np.floor(at_s / seconds[c] * (1 + 1e-12) + 1e-9)
+        done += counts[c] * each
+        following = min(following, (each + 1) * seconds[c])
+    return done, following
+
+
 @kernel
 def whole_makespan_s(counts: np.ndarray, seconds: np.ndarray, members: int, micro_batches: int) -> float:
     """Least time in which `counts[c]` workers of `seconds[c]` each finish `micro_batches` in whole shares.
 
-    The least T with sum_c counts[c] floor(T / seconds[c]) >= micro_batches: from the fluid time on, one end of
-    micro-batches after another. Fewer are missing then than there are workers.
+    It lies between the fluid time and one micro-batch more per worker. Where workers are of very unlike speeds it is
+    bisected down to a few micro-batches of the quickest; then one end of micro-batches after another is looked at.
     """
     if members == 1:
         return float(seconds[0] * np.ceil(micro_batches / counts[0] - 1e-9))
-    rate = 0.0
+    rate, quickest, slowest = 0.0, np.inf, 0.0
     for c in range(members):
         rate += counts[c] / seconds[c]
-    ends = micro_batches / rate
-    while ends < np.inf:
-        done, following = 0.0, np.inf
-        for c in range(members):
-            each = np.floor(ends / seconds[c] + 1e-9)
-            done += counts[c] * each
-            following = min(following, (each + 1) * seconds[c])
-        if done >= micro_batches:
-            break
-        ends = following
-    return float(ends)
+        quickest, slowest = min(quickest, seconds[c]), max(slowest, seconds[c])
+    low = micro_batches / rate
+    high = low + slowest
+    while high - low > FEW * quickest:
+        middle = 0.5 * (low + high)
+        if _ended(counts, seconds, members, middle)[0] >= micro_batches:
+            high = middle
+        else:
+            low = middle
+    done, following = _ended(counts, seconds, members, low)
+    while done < micro_batches:
+        low = following
+        done, following = _ended(counts, seconds, members, low)
+    return float(low)
 
 
 @inner

@@ -266,6 +266,9 @@ def find_plan(
     decoder.warm_up()
     clock = _Clock(effort.time_limit_s)
     begun, candidates = _begin_once(decoder, groups, known, effort, clock)
+    # A large cluster takes long to evaluate: of it fewer allocations are.
+    most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
+    effort = replace(effort, fluid_evaluations=most)
     simple = candidates.elite
 
     memetic = _told(tell, Message("phase.memetic"), effort.fluid_evaluations)
@@ -333,12 +336,10 @@ def _explore(
     """
     if begun.interrupted:
         return 0, True
-    # A large cluster takes long to evaluate: of it fewer allocations are.
-    most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
-    made, half = 0, most // 2
+    made, half = 0, effort.fluid_evaluations // 2
     walks, fewest, _ = _race(half, LATE)
     late = half if fewest else 0
-    memetic = _memetic(most - late, effort.patience)
+    memetic = _memetic(effort.fluid_evaluations - late, effort.patience)
     for solver, count, patience in (*memetic, (walks, late, late)):
         if count == 0:
             continue

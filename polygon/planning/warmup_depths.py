@@ -57,7 +57,7 @@ HURDLE = 1.1
 
 
 CHANGES = (1.25, 0.8, 1.6, 0.6)
-"""Factors of these."""
+"""Factors by which the spans of single stages are changed."""
 
 
 def wanted_spans(times: StepTimes, *, messages: bool) -> np.ndarray:

@@ -13,7 +13,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.formats import catalogue
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.layer_split import _ends_s, in_flight_estimate, passing_s
+from polygon.planning.layer_split import _ends_s, in_flight_estimate, passing_s, whole_makespan_s
 from polygon.planning.problem_arrays import Setting, build_bank, worker_classes
 from tests.linked_regions import cluster_of, small_gpt
 from tests.small_problems import routed_problem
@@ -123,3 +123,21 @@ def test_layers_are_cut_where_the_slower_stage_takes_least():
         }
         assert steps_s[first.last_layer] <= 1.01 * min(steps_s.values())
         assert max(steps_s.values()) > 1.5 * min(steps_s.values())
+
+
+def test_a_whole_makespan_is_the_first_end_by_which_all_are_done():
+    """Of two to four kinds whose speeds differ by up to 30,000, against all ends of micro-batches in order."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        kinds, micro_batches = int(rng.integers(2, 5)), int(rng.integers(1, 200))
+        counts, seconds = rng.integers(1, 9, kinds), 10 ** rng.uniform(-3, 1.5, kinds)
+        ends = np.unique(np.outer(seconds, np.arange(1, micro_batches + 1)))
+        done = np.floor(ends[:, None] / seconds + 1e-9) @ counts
+        expected = ends[done >= micro_batches][0]
+        assert whole_makespan_s(counts, seconds, kinds, micro_batches) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_whole_makespan_of_very_many_micro_batches_ends():
+    """Thirds and sevenths of a second, a thousand million of them: 44 a second."""
+    found = whole_makespan_s(np.array([3, 5]), np.array([1 / 3, 1 / 7]), 2, 10**9)
+    assert found == pytest.approx(10**9 / 44, rel=1e-6)

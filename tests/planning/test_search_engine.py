@@ -403,3 +403,13 @@ def test_searches_that_begin_alike_begin_once(monkeypatch):
     ended(0, limited, time_limit_s=60.0)
     ended(0, tables, fluid_evaluations=FAST.fluid_evaluations + 1)
     assert len(begun) == 6
+
+
+def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch):
+    """A hundred in place of three hundred beside the starts and what is simulated."""
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
+    effort = replace(FAST, patience=FAST.fluid_evaluations)
+    all_of_them = find_plan(problem, np.random.default_rng(0), effort=effort).evaluations
+    monkeypatch.setattr(engine, "MOST_CELLS", 100 * len(Decoder(problem).classes))
+    assert all_of_them - find_plan(problem, np.random.default_rng(0), effort=effort).evaluations == 200
