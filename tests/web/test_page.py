@@ -103,6 +103,14 @@ def fill(page, path, text):
     page.locator(f"[data-path='{path}']").fill(text)
 
 
+def choose(page, model, instance="two-campus"):
+    """A shipped cluster and a model of the catalogue, on the rail."""
+    page.locator("#fold-cluster").click()
+    page.locator("[data-path=instance]").select_option(instance)
+    page.locator("#fold-model").click()
+    page.locator("[data-path=model]").select_option(model)
+
+
 def slide(page, name, position):
     page.locator(f"[data-change={name}]").evaluate(
         "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', {bubbles: true})) }", position
@@ -355,10 +363,7 @@ def test_a_search_can_be_left_and_found_again(browser, tmp_path):
 
 def test_constraints_and_objective_reach_the_planner(fresh, server):
     """What the rail says is what is asked; a fault is told; the plan remembers it for another browser."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("[data-path=instance]").select_option("two-campus")
-    fresh.locator("#fold-model").click()
-    fresh.locator("[data-path=model]").select_option("gpt3-1.3b")
+    choose(fresh, "gpt3-1.3b")
     fresh.locator("[data-path=runtime]").select_option("megatron-core")
     names = fresh.locator("[data-path='batch.optimizer'] option").evaluate_all("all => all.map(o => o.value)")
     assert names == list(OPTIMIZERS)
@@ -393,10 +398,7 @@ def test_constraints_and_objective_reach_the_planner(fresh, server):
 
 def test_a_search_without_a_plan_says_why_and_gives_back_what_was_asked(fresh, server):
     """Its row in the list is no dead end: limits that nothing keeps are there again, to be asked otherwise."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("[data-path=instance]").select_option("two-campus")
-    fresh.locator("#fold-model").click()
-    fresh.locator("[data-path=model]").select_option("gpt3-1.3b")
+    choose(fresh, "gpt3-1.3b")
     fill(fresh, "batch.global_batch", "32")
     fresh.locator("#fold-goal").click()
     fresh.locator("summary", has_text="Constraints").click()
@@ -715,10 +717,7 @@ def test_links_that_nobody_gave_are_marked_until_somebody_does(fresh, server):
 
 def test_a_front_opens_its_plans(fresh, server):
     """A search of its own with progress; a row opens its plan, as fast as the front says."""
-    fresh.locator("#fold-cluster").click()
-    fresh.locator("[data-path=instance]").select_option("two-campus")
-    fresh.locator("#fold-model").click()
-    fresh.locator("[data-path=model]").select_option("opt-350m")
+    choose(fresh, "opt-350m")
     fill(fresh, "batch.global_batch", "16")
     fresh.locator("#tab-front").click()
     fresh.locator("#start-front").click()
