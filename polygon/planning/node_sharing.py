@@ -253,6 +253,7 @@ def cards_free_s(
     bank: Bank,
     hosts: Hosts,
     n: int,
+    regions: np.ndarray,
     nodes: np.ndarray,
     n_bytes: np.ndarray,
     sent_bytes: np.ndarray,
@@ -263,6 +264,8 @@ def cards_free_s(
 
     Parameters
     ----------
+    regions : ndarray of int64
+        Those in which the stages are.
     nodes : ndarray, shape (rows, regions)
         As `find_hosts` fills it.
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
@@ -273,10 +276,10 @@ def cards_free_s(
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):
-        for r in range(nodes.shape[1]):
+        for r in regions:
             count, e = nodes[s, r], hosts.first[s, r]
             away = 0.0
-            for b in range(nodes.shape[1] if e != NONE else 0):
+            for b in regions[: len(regions) if e != NONE else 0]:
                 away += sent_bytes[s] * bank.gradient_ratio[r, b] / count if b != r and nodes[s, b] > 0 else 0.0
             while e != NONE:
                 above = hosts.above[e]
@@ -301,6 +304,7 @@ def pairs_free_s(
     bank: Bank,
     hosts: Hosts,
     n: int,
+    regions: np.ndarray,
     nodes: np.ndarray,
     sent_bytes: np.ndarray,
     begin_s: np.ndarray,
@@ -313,13 +317,12 @@ def pairs_free_s(
     ----------
     sent_bytes : ndarray, shape (rows,)
         What a region sends to another one, before packing.
-    nodes, begin_s, tail_s : ndarray
+    regions, nodes, begin_s, tail_s : ndarray
         As for `cards_free_s`.
     """
-    regions = hosts.first.shape[1]
     latest = least_s
-    for a in range(regions):
-        for b in range(regions):
+    for a in regions:
+        for b in regions:
             rate = bank.links.bytes_per_s[bank.stands[a], bank.stands[b]]
             if a == b or rate <= 0:
                 continue

@@ -24,9 +24,9 @@ GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16
 def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
-    nodes = work.places.nodes
-    cards = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
-    return cards, pairs_free_s(bank, hosts, n, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
+    regions, nodes = np.arange(3), work.places.nodes
+    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
 
 
 @pytest.fixture(scope="module")
