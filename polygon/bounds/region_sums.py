@@ -29,11 +29,14 @@ import numpy as np
 
 from polygon.bounds.region_sets import ENUMERATED
 from polygon.bounds.stage_tiers import node_steps
-from polygon.cost.reduction import exchange_rounds
+from polygon.cost.reduction import exchange_rounds, passed_on_s
 
 STEPS = 8
 NODES = (1, 2, 4, 8, 16, 32, 128)
 """Nodes of the region that has most of a stage at which the bound takes a step."""
+
+
+PASSED_ON_S = np.vectorize(passed_on_s, otypes=[float])
 
 
 class Hop(NamedTuple):
@@ -303,10 +306,11 @@ def led_sets(
 ) -> LedSets:
     """What no region can compute in a step, because of the ways of gradients (`polygon.cost.finish.led_s`).
 
-    A step T is at least the mean of any cycle of regions. With x_ab the mean of both ways between a and b, what
-    backward hides left out: in two rounds a region's own sums come back over b, so that it computes for T - x_ab or
-    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods this does not count. A
-    region alone is such a cycle: with f of its nodes it computes for T less what is seen of their sum.
+    A step T is at least the mean of any cycle of regions. What backward hides left out: in two rounds a region's own
+    sums come back over b, so that it computes for T less what that way takes (`polygon.cost.reduction.passed_on_s`);
+    in one round a and b together compute for 2 T - 2 x_ab or less, with x_ab the mean of both ways. Of neighbourhoods
+    this does not count. A region alone is such a cycle: with f of its nodes it computes for T less what is seen of
+    their sum.
 
     Parameters
     ----------
@@ -345,7 +349,8 @@ def led_sets(
         np.fill_diagonal(sent_s, 0.0)
         busy_s[i] = sent_s.max()
         mean_s, far_s = (sent_s + sent_s.T) / 2, (links.latency_s[pairs] + links.latency_s[pairs].T) / 2
-        wait_s = sets.rounds[i] * far_s + np.maximum(last * mean_s, mean_s - hidden_s)
+        whole_s = mean_s if sets.rounds[i] == 1 else PASSED_ON_S(sent_s / 2, sent_s.T / 2, last)
+        wait_s = sets.rounds[i] * far_s + np.maximum(last * mean_s, whole_s - hidden_s)
         np.fill_diagonal(wait_s, 0.0)
         held = capacity[some]
         if sets.rounds[i] == 2:

@@ -278,6 +278,22 @@ def between(
     return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * max(ka, kb), card, capacity)
 
 
+@kernel
+def passed_on_s(there_s: float, on_s: float, last: float) -> float:
+    """Seconds of a way of two links, each busy so long with all layers: the second passes on what the first has brought.
+
+    While it does, later layers still come over the first: only one layer has both for itself, the last where the first
+    link is the slower one, else the first. What goes the other way in the meantime, first come first served, may hold
+    the last layers up; this is left out.
+
+    Parameters
+    ----------
+    last : float
+        Part of one layer.
+    """
+    return max(there_s, on_s) + last * min(there_s, on_s)
+
+
 @general
 def ways_s(
     found: int,
@@ -296,7 +312,8 @@ def ways_s(
     and `Ways.busy_s`.
 
     In one round every place sends to every other. In two, the place that adds up a part sends the sum on: of a way over
-    a third region each link carries its half, of one that ends or begins there the link carries both rounds.
+    a third region each link carries its half, one layer after another (`passed_on_s`), of one that ends or begins there
+    the link carries both rounds.
 
     A layer passes the sums of a region, the way and the sums of the other region one after the other, while others are
     ahead of it or behind. Of n layers the way has the first after 1 / n of half a region's sums, and ends no sooner
@@ -338,10 +355,11 @@ def ways_s(
                 linked = far_s[a, b] >= 0 if k < 0 else min(far_s[a, k], far_s[k, b]) >= 0
                 if linked:
                     latency = far_s[a, b] if k < 0 else far_s[a, k] + far_s[k, b]
-                    way_s = 2 * half_s[a, b] if k < 0 else half_s[a, k] + half_s[k, b]
+                    there_s, on_s = (half_s[a, b], half_s[a, b]) if k < 0 else (half_s[a, k], half_s[k, b])
+                    way_s = 2 * there_s if k < 0 else passed_on_s(there_s, on_s, last)
                     ahead_s = 0.5 * min(latency, near_s[a])
                     all_s[b, a] = max(all_s[b, a], latency + max(sent_s - ahead_s, first_s + way_s) + back_s)
-                    end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + way_s))
+                    end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + there_s + on_s))
     return all_s, end_s, 2 * half_s.max()
 
 
