@@ -156,7 +156,7 @@ def reduction_floor_s(
     alone = np.ones(used, dtype=np.int64)
     wire = n_bytes * limits.gradient_ratio
     _, _, across_s, far_s = levels_s(
-        n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, room
+        n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
     )
     inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf
     for i in range(used):

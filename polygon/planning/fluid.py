@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
-from polygon.cost.overlap import gathered_s, summed_s
+from polygon.cost.overlap import gathered_s, seen_parts, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.by_pointer import gives_pointed
@@ -579,9 +579,12 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                     continue
                 lent += 1
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
-            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
+            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), bank.overlap)
+            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], last, work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
-                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(bank, work, s, options[ZERO, s], work.packs)
+                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
+                    bank, work, s, options[ZERO, s], last, work.packs
+                )
                 if packed_s + packed_across_s < inside_s + across_s:
                     inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
                     of.far[s], of.card_bytes[s] = far_s, of.n_bytes[s] * bank.packed_ratio
@@ -635,9 +638,11 @@ def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
 
 
 @inner
-def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) -> tuple[float, float, float, float]:
+def _sum_s(
+    bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray
+) -> tuple[float, float, float, float]:
     """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
-    the latency; `apart` as in `levels_s`."""
+    the latency; `last` and `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s = levels_s(
         n_bytes,
@@ -651,6 +656,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         apart,
         bank.links,
         False,
+        last,
         work.levels,
     )
     across_s += _packing_s(bank, work, s, apart)
