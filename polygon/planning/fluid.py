@@ -532,7 +532,8 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
         c = stages.classes[s, i]
         r, seconds = bank.region[c], stages.seconds[s, i]
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
-        held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
+        k = _kind_at(bank, stages, s, c)
+        held = max(1.0, held_most(bank, stages, s, k, stages.kind_shards[s, k], first, last, options))
         if held < share:
             away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
             most_s = max(most_s, share / held * (seconds + work.waits[s] + away_s))
@@ -555,7 +556,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
                     together += 1.0
             work.pair_share[a, b] = together
-    _find_packing(bank, work, n, options)
+    _find_packing(bank, work, n, bounds, options)
     tied = 0.0
     if bank.tied_values > 0 and n > 1:
         tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
@@ -598,22 +599,35 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 
 
 @inner
-def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> None:
-    """Fill `packs`: regions whose nodes may send one another packed gradients, as `Decoder` has them.
+def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> None:
+    """Fill `packs`: regions whose nodes may send one another packed gradients, as `link_compression.settled` has them.
 
-    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, must find several on each.
+    ZeRO then divides inside nodes: it must find several workers on each, and they must hold that much. Regions that add
+    up together pack together.
     """
-    nodes, packs = work.places.nodes, work.packs
-    for a in range(nodes.shape[1]):
+    stages, nodes, packs = work.stages, work.places.nodes, work.packs
+    regions, changed = nodes.shape[1], False
+    for a in range(regions):
         packs[a] = bank.packs_inside[a]
     for s in range(n):
-        places, alone = 0, False
-        for a in range(nodes.shape[1]):
-            places += nodes[s, a] > 0
-        for a in range(nodes.shape[1] if options[ZERO, s] > 0 else 0):
-            alone = alone or (nodes[s, a] > 0 and least_on_node(work.hosts, s, a) * bank.cp < 2)
-        for a in range(nodes.shape[1] if places > 1 or alone else 0):
+        plain = False
+        for i in range(stages.members[s] if options[ZERO, s] > 0 else 0):
+            a = bank.region[stages.classes[s, i]]
+            if packs[a] and nodes[s, a] > 1 and not plain:
+                k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
+                plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
+        for a in range(regions if plain else 0):
+            changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
+    while changed:
+        changed = False
+        for s in range(n):
+            plain = False
+            for a in range(regions):
+                plain = plain or (nodes[s, a] > 0 and bank.packs_inside[a] and not packs[a])
+            for a in range(regions if plain else 0):
+                changed = changed or (packs[a] and nodes[s, a] > 0)
+                packs[a] = packs[a] and nodes[s, a] == 0
 
 
 @inner
