@@ -47,6 +47,7 @@ from polygon.planning.layer_split import (
     kinds_makespan_s,
     split_layers,
     split_layers_under_way,
+    whole_makespan_s,
 )
 from polygon.planning.node_sharing import (
     Hosts,
@@ -75,6 +76,8 @@ SEEN = 0.02
 MOST_CAPS = 4
 """Times that half of it is tried."""
 
+FEW_EACH = 10.0
+"""Micro-batches of its slowest worker up to which a region's share is taken in whole ones."""
 LONGER = 2.0
 """Times the mean of its trips that a worker waits for one at most: all wait for the slowest, if that is no rare one."""
 ROUND = 8.0
@@ -467,7 +470,6 @@ def _pipeline_s(
     """
     stages, places = work.stages, work.places
     away_s, limits_s = work.away_s[int(locked)], work.limits_s[int(locked)]
-    micro_batches = bank.micro_batches
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
@@ -481,9 +483,7 @@ def _pipeline_s(
                 width += stages.kind_counts[s, i]
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
         if locked:
-            for r in range(places.rates.shape[1]):
-                if places.share[s, r] > 0:
-                    makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
+            makespan = _locked_makespan_s(bank, stages, places, s, makespan)
         message, sent, fullest = 0.0, 0.0, 0.0
         if s + 1 < n:
             message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
@@ -518,6 +518,27 @@ def _pipeline_s(
     limits_s[0], limits_s[1] = max(longest_s, fullest_s), held_s
     longest = max(busy_s, links_s)
     return float(longest * (1 + (held_end_s / longest) ** ROUND) ** (1 / ROUND))
+
+
+@inner
+def _locked_makespan_s(bank: Bank, stages: Stages, places: Places, s: int, longest: float) -> float:
+    """Seconds in which every region ends its share of the micro-batches in stage s, `longest` at least.
+
+    In whole micro-batches, where these are few (`FEW_EACH`).
+    """
+    first = 0
+    while first < stages.members[s]:
+        r, last = bank.region[stages.classes[s, first]], first + 1
+        while last < stages.members[s] and bank.region[stages.classes[s, last]] == r:
+            last += 1
+        part = int(bank.micro_batches * places.share[s, r] + 0.5)
+        seconds = part / places.rates[s, r]
+        longest = max(longest, seconds)
+        if part > 0 and seconds + places.slowest[s, r] > longest and seconds < FEW_EACH * places.slowest[s, r]:
+            counts, each_s = stages.counts[s, first:last], stages.seconds[s, first:last]
+            longest = max(longest, whole_makespan_s(counts, each_s, last - first, part))
+        first = last
+    return longest
 
 
 @inner
