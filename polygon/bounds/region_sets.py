@@ -4,8 +4,7 @@ Let A be the regions of a plan's first stage and S all of its regions. Every mic
 stage, so nothing ends later than that stage does, and the step is longer than its last action by
 
 - the longest latency of S (all agree on the gradient's norm; `polygon.cost.step_times.gradient_norm_s`), and
-- where A is more than one region, the latency of the first stage's sum: r max over A of the latency, in r rounds
-  (`polygon.cost.reduction.levels_s`), which nothing hides.
+- where A is more than one region, the latency of the first stage's sum (`longest_way_s`), which nothing hides.
 
 A region outside of A gets its first micro-batch over links between regions, and sends the gradient of its last one back
 over them: its devices are idle for the quickest way there and back at least. So of T seconds in which a step computes,
@@ -72,8 +71,13 @@ class Ways:
     @property
     def far_s(self) -> np.ndarray:
         """Latency between linked regions, the longer of both ways; 0 without a link."""
-        one_way = np.where(self.linked, self.latency_s, 0.0)
-        return np.maximum(one_way, one_way.T)
+        found: np.ndarray = np.maximum(self.linked_s, self.linked_s.T)
+        return found
+
+    @property
+    def linked_s(self) -> np.ndarray:
+        """Latency of every link; 0 without one."""
+        return np.where(self.linked, self.latency_s, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,6 +136,29 @@ class RegionSets:
         return parts
 
 
+def longest_way_s(latency_s: np.ndarray, members: np.ndarray, *, whole: bool) -> np.ndarray:
+    """Longest latency of a sum over each of some sets of regions, as `polygon.cost.reduction.across_of` has it.
+
+    Parameters
+    ----------
+    latency_s : ndarray, shape (regions, regions)
+        0 on the diagonal.
+    members : ndarray of bool, shape (sets, regions)
+    whole : bool
+        As in `exchange_rounds`.
+
+    Returns
+    -------
+    ndarray, shape (sets,)
+        In one round of one link, in two of one that comes to a region and one that goes from there.
+    """
+    comes = np.where(members[:, :, None], latency_s, 0.0).max(axis=1)
+    goes = np.where(members[:, None, :], latency_s, 0.0).max(axis=2)
+    two = np.array([exchange_rounds(int(n), whole) == 2 for n in members.sum(axis=1)], dtype=bool)
+    found: np.ndarray = np.where(members, comes + two[:, None] * goes, 0.0).max(axis=1, initial=0.0)
+    return found
+
+
 def region_sets(capacity: np.ndarray, ways: Ways, *, least_s: float) -> RegionSets:
     """Sets of regions that a plan may use.
 
@@ -156,15 +183,14 @@ def _enumerated(capacity: np.ndarray, ways: Ways) -> RegionSets:
         both = member[:, a] & member[:, b]
         spread_s[both] = np.maximum(spread_s[both], ways.far_s[a, b])
         linked[both] &= ways.linked[a, b] and ways.linked[b, a]
-    rows = []
+    rows, sums_s = [], longest_way_s(ways.linked_s, member, whole=ways.whole)
     for first in np.flatnonzero(linked & member.any(axis=1)):
         inside = np.flatnonzero(member[first])
         away_s = ways.away_s(inside)
         reached = np.isfinite(away_s)
         sets = np.flatnonzero(member[:, inside].all(axis=1) & ~member[:, ~reached].any(axis=1))
-        rounds = exchange_rounds(len(inside), ways.whole) if len(inside) > 1 else 0
         away = np.where(reached, away_s, 0.0) * capacity
-        rows.append((sets, np.full(len(sets), rounds * spread_s[first]), member[sets] @ away, sets == first))
+        rows.append((sets, np.full(len(sets), sums_s[first]), member[sets] @ away, sets == first))
     sets, first_s, away, same = (np.concatenate(column) for column in zip(*rows, strict=True))
     return RegionSets(
         regions=n,
@@ -190,15 +216,16 @@ def _neighbourhoods(capacity: np.ndarray, ways: Ways, least_s: float) -> RegionS
         spread_s = far_s[a, order]
         some = order[joined[a, order]]  # the farthest of the first stage, nearest first
         down_s, up_s = ways.down_s[some], ways.up_s.T[some]
-        rounds = exchange_rounds(3, ways.whole)
         radius_s = far_s[a, some]
+        # Of three regions and more the sum goes there and back, as its latency at least.
+        sum_s = radius_s if exchange_rounds(3, ways.whole) == 1 else (ways.linked_s + ways.linked_s.T)[a, some]
         from_s, to_s = np.minimum(down_s, ways.down_s[a]), np.minimum(up_s, ways.up_s[:, a])
         for radius, first_s, there_s, back_s in (
             (np.zeros(1), np.zeros(1), ways.down_s[a][None], ways.up_s[:, a][None]),
             (radius_s, radius_s, from_s, to_s),
             (
                 radius_s,
-                rounds * radius_s,
+                sum_s,
                 np.minimum.accumulate(from_s, axis=0),
                 np.minimum.accumulate(to_s, axis=0),
             ),

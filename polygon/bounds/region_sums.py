@@ -1,14 +1,15 @@
 """What regions that add up gradients need at least, for every set of regions that could.
 
 A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: first inside the
-regions, then in r rounds, every pair of regions at once, over all pairs of their nodes at best. With n bytes of
-gradient, w of it packed, and f nodes in the region that has most of them, that takes
+regions, then in one or two rounds, every pair of regions at once, over all pairs of their nodes at best. With n bytes
+of gradient, w of it packed, and f nodes in the region that has most of them, that takes
 
-    at least  2 (f - 1) / f n / B  +  max over a, b in S of  r latency_ab + 2 w / (|S| k rate_ab)
+    at least  2 (f - 1) / f n / B  +  max over a, b in S of  latency_ab + 2 m_ab,  m_ab = w / (|S| k rate_ab)
 
-with k node pairs, f^2 at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k, longest where k is least. Of the
-pairs those count that are farthest or slowest. All that leaves a region passes its egress. A stage with f nodes at most
-has the compute of so many of every region: so f is looked at in steps (`NODES`).
+with k node pairs, f^2 at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k, longest where k is least; in two
+rounds, where what comes over a link goes on over another, at least m_ab and the latencies of the longest way with that
+link. Of the pairs those count that are farthest or slowest. All that leaves a region passes its egress. A stage with f
+nodes at most has the compute of so many of every region: so f is looked at in steps (`NODES`).
 Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that. Beside
 such nodes a region that sums first has a node pair to each from every node.
 
@@ -27,13 +28,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.bounds.region_sets import ENUMERATED
+from polygon.bounds.region_sets import ENUMERATED, longest_way_s
 from polygon.bounds.stage_tiers import node_steps
-from polygon.cost.reduction import exchange_rounds
+from polygon.cost.reduction import exchange_rounds, passed_on_s
 
 STEPS = 8
 NODES = (1, 2, 4, 8, 16, 32, 128)
 """Nodes of the region that has most of a stage at which the bound takes a step."""
+
+
+PASSED_ON_S = np.vectorize(passed_on_s, otypes=[float])
 
 
 class Hop(NamedTuple):
@@ -92,8 +96,10 @@ class SummingSets:
     lanes : ndarray of int, shape (2, sets)
         Most node pairs side by side of the farthest and of the slowest pair.
     rounds : ndarray of int
-    far, thin : ndarray, shape (2, sets)
-        Latency and slowness of the farthest and of the slowest pair.
+    latency_s : ndarray
+        Seconds that the smallest sum takes (`longest_way_s`).
+    far, thin : ndarray, shape (3, sets)
+        Latency of the farthest and of the slowest pair, of the longest way that it is part of, and slowness.
     near_s, shared, egress : ndarray
         Least latency, and seconds per byte of the narrowest capacity and of the narrowest egress.
     """
@@ -105,6 +111,7 @@ class SummingSets:
     lanes: np.ndarray
     nodes: np.ndarray
     rounds: np.ndarray
+    latency_s: np.ndarray
     far: np.ndarray
     thin: np.ndarray
     near_s: np.ndarray
@@ -114,12 +121,6 @@ class SummingSets:
     def capacity(self, of_region: np.ndarray) -> np.ndarray:
         """Most that a set has of something, given what every region has."""
         found: np.ndarray = (self.members @ of_region).max(axis=1)
-        return found
-
-    @property
-    def latency_s(self) -> np.ndarray:
-        """Seconds that the smallest sum takes."""
-        found: np.ndarray = self.rounds * self.far[0]
         return found
 
     def seconds(self, n_bytes: np.ndarray, wire_bytes: np.ndarray, hop: Hop, fewest: int, most: int) -> np.ndarray:
@@ -135,7 +136,6 @@ class SummingSets:
         ndarray, shape (sets, sizes)
         """
         sent = 2 * wire_bytes[None, :] / self.count[:, None]
-        rounds = self.rounds[:, None]
         # Every region sends its part to all the others, and all nodes that send for it share in that.
         leaves = 2 * wire_bytes[None, :] * (1 - 1 / self.fewest)[:, None]
         cards = np.maximum(np.minimum(most, self.cards), 1)[:, None]
@@ -143,16 +143,22 @@ class SummingSets:
         busy_s = np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
         busy_s = np.maximum(busy_s, leaves / cards / hop.card_bytes_per_s)
         pairs = list(zip((self.far, self.thin), lanes, strict=True))
-        pairs_s = [rounds * pair[0][:, None] + sent * pair[1][:, None] / side for pair, side in pairs]
-        between_s = np.maximum(np.maximum(*pairs_s), rounds * self.near_s[:, None] + busy_s)
+
+        def pairs_s(sent: np.ndarray) -> np.ndarray:
+            """Seconds of the longer of both pairs, with both rounds, and with one and the way to it or from it."""
+            found = [(sent * slowness[:, None] / side, one, way) for (one, way, slowness), side in pairs]
+            both = [np.maximum(one[:, None] + link_s, way[:, None] + link_s / 2) for link_s, one, way in found]
+            longer: np.ndarray = np.maximum(*both)
+            return longer
+
+        between_s = np.maximum(pairs_s(sent), self.near_s[:, None] + busy_s)
         inside_s = hop.sum_s(n_bytes, fewest)
         best: np.ndarray = inside_s + between_s
         if (wire_bytes < n_bytes).any():
             # Then one node of each place sends by itself.
             places = np.minimum(self.nodes, np.minimum(most, self.nodes) * self.count)
             parts = sent * (self.count / places)[:, None]
-            apart_s = np.maximum(*(rounds * pair[0][:, None] + parts * pair[1][:, None] / side for pair, side in pairs))
-            apart_s = np.maximum(apart_s, leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None]))
+            apart_s = np.maximum(pairs_s(parts), leaves * np.maximum(1 / hop.card_bytes_per_s, self.egress[:, None]))
             # The region with most nodes adds up inside, or is one of those whose nodes send one another parts.
             passes = 1 - 1 / (self.fewest + fewest - 1)[:, None]
             alone_s = np.maximum(apart_s, 2 * wire_bytes * passes / hop.card_bytes_per_s)
@@ -193,6 +199,16 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
     slowest = np.where(inside, slowness, -1.0)
     far, thin = longest.argmax(axis=1), slowest.argmax(axis=1)
     count = members.sum(axis=1)
+    rounds = np.array([exchange_rounds(int(n), whole) for n in count], dtype=np.int64)
+    # What comes over a link goes on over the longest one, or has come over it.
+    held_s = np.where(members[:, :, None] & members[:, None, :], links.latency_s, 0.0)
+    comes, goes = held_s.max(axis=1), held_s.max(axis=2)
+
+    def ends(pair: np.ndarray) -> np.ndarray:
+        sets = np.arange(len(pair))
+        more_s = np.where(rounds == 2, np.maximum(comes[sets, a[pair]], goes[sets, b[pair]]), 0.0)
+        return np.stack([latency_s[pair], latency_s[pair] + more_s, slowness[pair]])
+
     return SummingSets(
         members=members[:, None, :],
         fewest=count,
@@ -200,9 +216,10 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         cards=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
         lanes=(links.nodes[a] * links.nodes[b])[np.stack([far, thin])],
         nodes=members @ links.nodes,
-        rounds=np.array([exchange_rounds(int(n), whole) for n in count], dtype=np.int64),
-        far=np.stack([latency_s[far], slowness[far]]),
-        thin=np.stack([latency_s[thin], slowness[thin]]),
+        rounds=rounds,
+        latency_s=longest_way_s(links.latency_s, members, whole=whole),
+        far=ends(far),
+        thin=ends(thin),
         near_s=np.where(inside, latency_s, np.inf).min(axis=1, initial=np.inf),
         shared=np.where(inside, links.shared[a, b], 0.0).max(axis=1, initial=0.0),
         egress=np.where(members, links.egress, 0.0).max(axis=1, initial=0.0),
@@ -244,8 +261,9 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         lanes=np.tile(np.where(held, links.nodes, 0).max(axis=(1, 2)) ** 2, (2, 1)),
         nodes=np.where(held, links.nodes, 0).sum(axis=2).max(axis=1),
         rounds=ones,
-        far=np.stack([bounds[0], np.full(len(points), least[1])]),
-        thin=np.stack([np.full(len(points), least[0]), bounds[1]]),
+        latency_s=bounds[0],
+        far=np.stack([bounds[0], bounds[0], np.full(len(points), least[1])]),
+        thin=np.stack([*np.full((2, len(points)), least[0]), bounds[1]]),
         near_s=np.full(len(points), least[0]),
         shared=np.full(len(points), float(links.shared[both].min())),
         egress=np.full(len(points), float(links.egress[used].min())),
@@ -303,10 +321,11 @@ def led_sets(
 ) -> LedSets:
     """What no region can compute in a step, because of the ways of gradients (`polygon.cost.finish.led_s`).
 
-    A step T is at least the mean of any cycle of regions. With x_ab the mean of both ways between a and b, what
-    backward hides left out: in two rounds a region's own sums come back over b, so that it computes for T - x_ab or
-    less; in one round a and b together compute for 2 T - 2 x_ab or less. Of neighbourhoods this does not count. A
-    region alone is such a cycle: with f of its nodes it computes for T less what is seen of their sum.
+    A step T is at least the mean of any cycle of regions. What backward hides left out: in two rounds a region's own
+    sums come back over b, so that it computes for T less what that way takes (`polygon.cost.reduction.passed_on_s`);
+    in one round a and b together compute for 2 T - 2 x_ab or less, with x_ab the mean of both ways. Of neighbourhoods
+    this does not count. A region alone is such a cycle: with f of its nodes it computes for T less what is seen of
+    their sum.
 
     Parameters
     ----------
@@ -345,7 +364,8 @@ def led_sets(
         np.fill_diagonal(sent_s, 0.0)
         busy_s[i] = sent_s.max()
         mean_s, far_s = (sent_s + sent_s.T) / 2, (links.latency_s[pairs] + links.latency_s[pairs].T) / 2
-        wait_s = sets.rounds[i] * far_s + np.maximum(last * mean_s, mean_s - hidden_s)
+        whole_s = mean_s if sets.rounds[i] == 1 else PASSED_ON_S(sent_s / 2, sent_s.T / 2, last)
+        wait_s = sets.rounds[i] * far_s + np.maximum(last * mean_s, whole_s - hidden_s)
         np.fill_diagonal(wait_s, 0.0)
         held = capacity[some]
         if sets.rounds[i] == 2:

@@ -18,7 +18,12 @@ With n bytes per worker of a processor, g workers in a node, N nodes in a region
 
 A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
 does: two places send one another their whole gradients (one latency), more of them exchange parts and then the sums of
-the parts, every pair of places at once (two latencies); packing and unpacking of what crosses are added to it.
+the parts, every pair of places at once (two latencies), of one layer after the other (`passed_on_s`): the longest of
+
+    a_ij + 2 m_ij  and  a_ij + a_jk + max(m_ij, m_jk) + last min(m_ij, m_jk)
+
+over places i, j, k, where a link has latency a and carries a part of all layers in m, and `last` is one layer's part.
+Packing and unpacking of what crosses are added to it.
 
 Where every device finds the gradient's norm in what it has, a region begins the next step as soon as it has all sums,
 and may lead: `ways_s` has what each region's gradients take to reach each other one (`polygon.cost.finish.led_s`).
@@ -96,6 +101,9 @@ class LevelsRoom(NamedTuple):
     """(regions,) of a message between two nodes of each."""
     near_s: np.ndarray
     """(regions,) seconds of the sums inside each."""
+    comes: np.ndarray
+    goes: np.ndarray
+    """(3, regions) longest latency of what a region adds up, or has added up, with bytes of no layer, one, and all."""
 
 
 @gives_pointed
@@ -103,8 +111,9 @@ def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
     first, nodes, places, leaders = np.zeros((4, most), dtype=np.int64)
-    turns = np.zeros(2, dtype=np.int64)
-    return LevelsRoom(first, nodes, places, leaders, turns, np.zeros(most), np.zeros(most), np.zeros(most))
+    turns, (comes, goes) = np.zeros(2, dtype=np.int64), np.zeros((2, 3, most))
+    near = np.zeros(most), np.zeros(most), np.zeros(most)
+    return LevelsRoom(first, nodes, places, leaders, turns, *near, comes, goes)
 
 
 @kernel
@@ -166,9 +175,10 @@ def levels_s(
     apart: np.ndarray,
     links: LinkArrays,
     whole: bool,
+    last: float,
     room: LevelsRoom,
 ) -> tuple[float, float, float, float]:
-    """Seconds inside nodes, inside regions and between places, and the part of the last that is latency.
+    """Seconds inside nodes, inside regions and between places, and the latency of the longest way between these.
 
     Parameters
     ----------
@@ -187,6 +197,8 @@ def levels_s(
         Whether the nodes of a region are places by themselves.
     whole : bool
         Whether places send each other whole gradients in one round (`exchange_rounds`).
+    last : float
+        Part of one layer (`passed_on_s`).
     """
     found, i = 0, 0
     while i < count:
@@ -233,17 +245,49 @@ def levels_s(
         room.near_s[a] = own_node_s + own_s
     if places == 1:
         return node_s, region_s, 0.0, 0.0
-    rounds = exchange_rounds(places, whole)
+    across_s, far_s = across_of(found, pools, wire_bytes / places, pair_share, links, places, whole, last, room)
+    return node_s, region_s, across_s, far_s
+
+
+@kernel
+def across_of(
+    found: int,
+    pools: np.ndarray,
+    part_bytes: float,
+    pair_share: np.ndarray,
+    links: LinkArrays,
+    places: int,
+    whole: bool,
+    last: float,
+    room: LevelsRoom,
+) -> tuple[float, float]:
+    """Seconds between places that send each other so many bytes in each round, and the latency of the longest way.
+
+    Ways over a third place are the longest that comes there and the longest that goes from there: regions twice are
+    looked at, not three times. Other parameters are those of `levels_s`.
+    """
     across_s, far_s = 0.0, 0.0
+    for k in range(found):
+        for i in range(3):
+            room.comes[i, k], room.goes[i, k] = 0.0, 0.0
     for a in range(found):
         for b in range(found):
             latency, rate = between(a, b, pools, pair_share, links, places, whole, room)
-            if rate >= 0:
-                far_s = max(far_s, rounds * latency)
-                # A part of 1 / places goes to every place, and its sum comes back from there (or whole ones, once).
-                n = 2 * wire_bytes / places
-                across_s = max(across_s, rounds * latency + n / rate if rate > 0 else np.inf)
-    return node_s, region_s, across_s, far_s
+            if rate == 0:
+                return np.inf, latency
+            if rate > 0:
+                part_s = part_bytes / rate
+                # A part goes to every place, and its sum comes back from there (or whole ones, once).
+                across_s, far_s = max(across_s, latency + 2 * part_s), max(far_s, latency)
+                for i in range(3):
+                    way_s = latency + (0.0 if i == 0 else last * part_s if i == 1 else part_s)
+                    room.comes[i, b], room.goes[i, a] = max(room.comes[i, b], way_s), max(room.goes[i, a], way_s)
+    if exchange_rounds(places, whole) == 2:
+        for k in range(found):
+            far_s = max(far_s, room.comes[0, k] + room.goes[0, k])
+            # The longer of both halves takes all its time, the other one layer's (`passed_on_s`).
+            across_s = max(across_s, room.comes[2, k] + room.goes[1, k], room.comes[1, k] + room.goes[2, k])
+    return across_s, far_s
 
 
 _turns_of_sum = kernel(turns_of_sum)
@@ -329,6 +373,22 @@ def between(
     return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * pairs, card, capacity)
 
 
+@kernel
+def passed_on_s(there_s: float, on_s: float, last: float) -> float:
+    """Seconds of a way of two links, each busy so long with all layers: one passes on what the other has brought.
+
+    While it does, later layers still come over the first: only one layer has both for itself, the last where the first
+    link is the slower one, else the first. What goes the other way in the meantime, first come first served, may hold
+    the last layers up; this is left out.
+
+    Parameters
+    ----------
+    last : float
+        Part of one layer.
+    """
+    return max(there_s, on_s) + last * min(there_s, on_s)
+
+
 @general
 def ways_s(
     found: int,
@@ -347,7 +407,8 @@ def ways_s(
     and `Ways.busy_s`.
 
     In one round every place sends to every other. In two, the place that adds up a part sends the sum on: of a way over
-    a third region each link carries its half, of one that ends or begins there the link carries both rounds.
+    a third region each link carries its half, one layer after another (`passed_on_s`), of one that ends or begins there
+    the link carries both rounds.
 
     A layer passes the sums of a region, the way and the sums of the other region one after the other, while others are
     ahead of it or behind. Of n layers the way has the first after 1 / n of half a region's sums, and ends no sooner
@@ -389,10 +450,11 @@ def ways_s(
                 linked = far_s[a, b] >= 0 if k < 0 else min(far_s[a, k], far_s[k, b]) >= 0
                 if linked:
                     latency = far_s[a, b] if k < 0 else far_s[a, k] + far_s[k, b]
-                    way_s = 2 * half_s[a, b] if k < 0 else half_s[a, k] + half_s[k, b]
+                    there_s, on_s = (half_s[a, b], half_s[a, b]) if k < 0 else (half_s[a, k], half_s[k, b])
+                    way_s = 2 * there_s if k < 0 else passed_on_s(there_s, on_s, last)
                     ahead_s = 0.5 * min(latency, near_s[a])
                     all_s[b, a] = max(all_s[b, a], latency + max(sent_s - ahead_s, first_s + way_s) + back_s)
-                    end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + way_s))
+                    end_s[b, a] = max(end_s[b, a], latency + last * (ends_s + there_s + on_s))
     return all_s, end_s, 2 * half_s.max()
 
 

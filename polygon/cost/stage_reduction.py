@@ -162,6 +162,7 @@ def stage_reduction(
     crossing = _crossing(plan, places, n_values, batch, model)
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
+    _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
     node_s, region_s, across_s, latency_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
@@ -174,6 +175,7 @@ def stage_reduction(
         places.apart,
         arrays,
         crossing.whole,
+        last,
         room,
     )
     summed_s = node_s + region_s
@@ -188,7 +190,6 @@ def stage_reduction(
     codec_s = packing_s(crossing.values, batch, crossing.mode, pools, held.degrees, places.total, links)
     ways = None
     if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
-        _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
         # What ZeRO leaves for the step's end of the sums inside regions.
         seen = (node_s + region_s) / summed_s if summed_s else 1.0
         n_bytes = seen * n_values * batch.gradient_bytes

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
-from polygon.cost.overlap import gathered_s, summed_s
+from polygon.cost.overlap import gathered_s, seen_parts, summed_s
 from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.by_pointer import gives_pointed
@@ -48,6 +48,7 @@ from polygon.planning.layer_split import (
     kinds_makespan_s,
     split_layers,
     split_layers_under_way,
+    whole_makespan_s,
 )
 from polygon.planning.node_sharing import (
     Hosts,
@@ -76,6 +77,8 @@ SEEN = 0.02
 MOST_CAPS = 4
 """Times that half of it is tried."""
 
+FEW_EACH = 10.0
+"""Micro-batches of its slowest worker up to which a region's share is taken in whole ones."""
 LONGER = 2.0
 """Times the mean of its trips that a worker waits for one at most: all wait for the slowest, if that is no rare one."""
 ROUND = 8.0
@@ -469,7 +472,6 @@ def _pipeline_s(
     """
     stages, places = work.stages, work.places
     away_s, limits_s = work.away_s[int(locked)], work.limits_s[int(locked)]
-    micro_batches = bank.micro_batches
     lock_shares(places.rates, n, locked, places.share)
     if not find_flows(bank, places, work.hosts, n, shared):
         return np.inf
@@ -483,9 +485,7 @@ def _pipeline_s(
                 width += stages.kind_counts[s, i]
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
         if locked:
-            for r in range(places.rates.shape[1]):
-                if places.share[s, r] > 0:
-                    makespan = max(makespan, micro_batches * places.share[s, r] / places.rates[s, r])
+            makespan = _locked_makespan_s(bank, stages, places, s, makespan)
         message, sent, fullest = 0.0, 0.0, 0.0
         if s + 1 < n:
             message, fullest, sent = boundary_s(bank, places, work.hosts, n, s, shared)
@@ -523,6 +523,27 @@ def _pipeline_s(
 
 
 @inner
+def _locked_makespan_s(bank: Bank, stages: Stages, places: Places, s: int, longest: float) -> float:
+    """Seconds in which every region ends its share of the micro-batches in stage s, `longest` at least.
+
+    In whole micro-batches, where these are few (`FEW_EACH`).
+    """
+    first = 0
+    while first < stages.members[s]:
+        r, last = bank.region[stages.classes[s, first]], first + 1
+        while last < stages.members[s] and bank.region[stages.classes[s, last]] == r:
+            last += 1
+        part = int(bank.micro_batches * places.share[s, r] + 0.5)
+        seconds = part / places.rates[s, r]
+        longest = max(longest, seconds)
+        if part > 0 and seconds + places.slowest[s, r] > longest and seconds < FEW_EACH * places.slowest[s, r]:
+            counts, each_s = stages.counts[s, first:last], stages.seconds[s, first:last]
+            longest = max(longest, whole_makespan_s(counts, each_s, last - first, part))
+        first = last
+    return longest
+
+
+@inner
 def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options: np.ndarray) -> float:
     """Seconds that stage s takes because memory lets few micro-batches be away from it; 0: it holds all.
 
@@ -534,7 +555,8 @@ def _held_s(bank: Bank, work: FluidWork, s: int, first: int, last: int, options:
         c = stages.classes[s, i]
         r, seconds = bank.region[c], stages.seconds[s, i]
         share = bank.micro_batches * places.share[s, r] / (places.rates[s, r] * seconds)
-        held = held_most(bank, stages, s, _kind_at(bank, stages, s, c), first, last, options)
+        k = _kind_at(bank, stages, s, c)
+        held = max(1.0, held_most(bank, stages, s, k, stages.kind_shards[s, k], first, last, options))
         if held < share:
             away_s = min(places.trip[s, r], LONGER * places.mean_trip[s, r])
             most_s = max(most_s, share / held * (seconds + work.waits[s] + away_s))
@@ -557,7 +579,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
                     together += 1.0
             work.pair_share[a, b] = together
-    _find_packing(bank, work, n, options)
+    _find_packing(bank, work, n, bounds, options)
     tied = 0.0
     if bank.tied_values > 0 and n > 1:
         tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
@@ -581,9 +603,12 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                     continue
                 lent += 1
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
-            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], work.apart)
+            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), bank.overlap)
+            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], last, work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
-                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(bank, work, s, options[ZERO, s], work.packs)
+                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
+                    bank, work, s, options[ZERO, s], last, work.packs
+                )
                 if packed_s + packed_across_s < inside_s + across_s:
                     inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
                     of.far[s], of.card_bytes[s] = far_s, of.n_bytes[s] * bank.packed_ratio
@@ -597,22 +622,35 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 
 
 @inner
-def _find_packing(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> None:
-    """Fill `packs`: regions whose nodes may send one another packed gradients, as `Decoder` has them.
+def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> None:
+    """Fill `packs`: regions whose nodes may send one another packed gradients, as `link_compression.settled` has them.
 
-    All stages there must be in one region alone, and ZeRO, which then divides inside nodes, must find several on each.
+    ZeRO then divides inside nodes: it must find several workers on each, and they must hold that much. Regions that add
+    up together pack together.
     """
-    nodes, packs = work.places.nodes, work.packs
-    for a in range(nodes.shape[1]):
+    stages, nodes, packs = work.stages, work.places.nodes, work.packs
+    regions, changed = nodes.shape[1], False
+    for a in range(regions):
         packs[a] = bank.packs_inside[a]
     for s in range(n):
-        places, alone = 0, False
-        for a in range(nodes.shape[1]):
-            places += nodes[s, a] > 0
-        for a in range(nodes.shape[1] if options[ZERO, s] > 0 else 0):
-            alone = alone or (nodes[s, a] > 0 and least_on_node(work.hosts, s, a) * bank.cp < 2)
-        for a in range(nodes.shape[1] if places > 1 or alone else 0):
+        plain = False
+        for i in range(stages.members[s] if options[ZERO, s] > 0 else 0):
+            a = bank.region[stages.classes[s, i]]
+            if packs[a] and nodes[s, a] > 1 and not plain:
+                k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
+                plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
+        for a in range(regions if plain else 0):
+            changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
+    while changed:
+        changed = False
+        for s in range(n):
+            plain = False
+            for a in range(regions):
+                plain = plain or (nodes[s, a] > 0 and bank.packs_inside[a] and not packs[a])
+            for a in range(regions if plain else 0):
+                changed = changed or (packs[a] and nodes[s, a] > 0)
+                packs[a] = packs[a] and nodes[s, a] == 0
 
 
 @inner
@@ -637,9 +675,11 @@ def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
 
 
 @inner
-def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) -> tuple[float, float, float, float]:
+def _sum_s(
+    bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray
+) -> tuple[float, float, float, float]:
     """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
-    the latency; `apart` as in `levels_s`."""
+    the latency; `last` and `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s = levels_s(
         n_bytes,
@@ -653,6 +693,7 @@ def _sum_s(bank: Bank, work: FluidWork, s: int, zero: int, apart: np.ndarray) ->
         apart,
         bank.links,
         False,
+        last,
         work.levels,
     )
     across_s += _packing_s(bank, work, s, apart)

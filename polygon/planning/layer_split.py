@@ -107,10 +107,9 @@ def _outside(bank: Bank, c: int, first: int, last: int) -> float:
 
 
 @inner
-def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, first: int, last: int) -> float:
-    """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s."""
-    c = stages.kinds[s, i]
-    shards = stages.kind_shards[s, i] if zero else 1
+def states_bytes(bank: Bank, stages: Stages, c: int, zero: int, shards: int, first: int, last: int) -> float:
+    """Weights, gradients and optimizer of layers [first, last) on a device of a class, divided by so many `shards`."""
+    shards = shards if zero else 1
     held = held_parameters(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
@@ -145,7 +144,7 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
     for i in range(stages.kind_members[s]):
         c, held = stages.kinds[s, i], stages.held[s, i]
         shards = stages.kind_shards[s, i]
-        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
+        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, c, zero, shards, first, last)
         plain = bank.activation_bytes[c, 0]
         sent = _sent_bytes(bank, last)
         whole = (plain[last] - plain[first] + sent) * held
@@ -493,17 +492,22 @@ def split_layers_under_way(
 
 
 @inner
-def held_most(bank: Bank, stages: Stages, s: int, i: int, first: int, last: int, options: np.ndarray) -> float:
-    """Micro-batches of which a worker of the i-th kind of stage s can hold the activations at one time, 1 at least."""
+def held_most(
+    bank: Bank, stages: Stages, s: int, i: int, shards: int, first: int, last: int, options: np.ndarray
+) -> float:
+    """Micro-batches of which a worker of the i-th kind of stage s can hold the activations at one time.
+
+    Below 1 where it cannot hold even the weights and what belongs to them, which ZeRO divides by so many `shards`.
+    """
     recompute, zero, blocks = options[0, s], options[1, s], options[2, s]
     begin = max(first, 1)
     until = min(begin + blocks, last) if blocks else first
-    c, shards = stages.kinds[s, i], stages.kind_shards[s, i]
+    c = stages.kinds[s, i]
     sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
     each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
-    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, first, last)
+    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, c, zero, shards, first, last)
     transient = max(
         _transient_bytes(bank, c, recompute, zero, shards, first, last),
         _transient_bytes(bank, c, 0, zero, shards, first, last),
     )
-    return float(max(1.0, np.floor((free - transient) / max(each, 1.0))))
+    return float(np.floor((free - transient) / max(each, 1.0)))

@@ -395,7 +395,7 @@ def test_measured_plans_are_read_and_priced(remade):
     """Every row of the file, by the planner's own path; a runtime that nobody knows is refused."""
     data = json.loads((MEASURED / "plan_runs.json").read_text())
     runs = plan_runs(data)
-    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2020"}
+    assert {run.problem.runtime.name for run in runs} == {"eager", "megatron-deepspeed-2022"}
     assert [run.step_s for run in runs] == [entry["measured_step_s"] for entry in data["rows"]]
     found = part(remade, "plan_runs.json")
     assert found["overall"]["time"]["rows"] == 82 and not found["skipped"]

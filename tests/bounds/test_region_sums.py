@@ -33,7 +33,7 @@ def drawn_links(n, seed):
         )
 
 
-def price_s(links, members, used, n_bytes, wire, whole, nccl, apart):
+def price_s(links, members, used, n_bytes, wire, whole, nccl, apart, last):
     """What `polygon.cost.reduction` says of a stage with so many nodes of one device used in each of some regions."""
     n = len(links.nodes)
     with np.errstate(divide="ignore"):
@@ -53,7 +53,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl, apart):
         one = np.ones(len(members), dtype=np.int64)
         *parts, far_s = levels_s(
             n_bytes, len(members), np.array(members), np.array(used), one, one,
-            wire, np.ones((n, n)), apart, arrays, whole, levels_room(n, n),
+            wire, np.ones((n, n)), apart, arrays, whole, last, levels_room(n, n),
         )  # fmt: skip
     return sum(parts), far_s
 
@@ -83,7 +83,7 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
     for members in itertools.chain(*(itertools.combinations(np.flatnonzero(links.nodes), k) for k in range(2, n + 1))):
         used = [int(rng.integers(1, links.nodes[r] + 1)) for r in members]
         apart = rng.random(n) < (0.5 if packs else 0.0)
-        whole_s, far_s = price_s(links, members, used, n_bytes, wire, whole, nccl, apart)
+        whole_s, far_s = price_s(links, members, used, n_bytes, wire, whole, nccl, apart, rng.uniform())
         if tuple(members) not in row:
             assert whole_s == np.inf
             continue

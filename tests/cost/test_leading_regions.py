@@ -12,7 +12,7 @@ from polygon.cost.estimate import estimate
 from polygon.cost.finish import led_s
 from polygon.cost.network import CARD_EFFICIENCY
 from polygon.cost.overlap import overlap_of
-from polygon.cost.reduction import lent_s, passes_of_card, ring_s
+from polygon.cost.reduction import lent_s, passed_on_s, passes_of_card, ring_s
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
@@ -125,15 +125,19 @@ def test_no_regions_compute_more_than_their_bound(n, seed, rounds, hidden_s):
     sent_s, whole_s, last_s = 2 / n * slowness, np.zeros((n, n)), np.zeros((n, n))
     for a in range(n):
         for b in range(n):
-            ways = [(latency_s[a, b], sent_s[a, b])] if a != b else [(0.0, 0.0)]
+            ways = [(latency_s[a, b], sent_s[a, b] / 2, sent_s[a, b] / 2)] if a != b else [(0.0, 0.0, 0.0)]
             if rounds == 2:
                 ways += [
-                    (latency_s[a, k] + latency_s[k, b], (sent_s[a, k] + sent_s[k, b]) / 2)
+                    (latency_s[a, k] + latency_s[k, b], sent_s[a, k] / 2, sent_s[k, b] / 2)
                     for k in range(n)
                     if k not in (a, b)
                 ]
-            whole_s[b, a] = max(far_s + n_s for far_s, n_s in ways) - hidden_s
-            last_s[b, a] = max(far_s + last * n_s for far_s, n_s in ways)
+            way_s = [
+                far_s + (there + on if k == 0 else passed_on_s(there, on, last))
+                for k, (far_s, there, on) in enumerate(ways)
+            ]
+            whole_s[b, a] = max(way_s) - hidden_s
+            last_s[b, a] = max(far_s + last * (there + on) for far_s, there, on in ways)
     step_s = done_of(ends_s, np.maximum(whole_s, last_s), busy_s=sent_s.max()).max()
     led = led_sets(links, sets, lambda most: capacity, 1.0, 1.0, hidden_s=hidden_s, last=last)
     assert capacity @ ends_s <= led.most(step_s) * step_s * (1 + 1e-9)

@@ -109,7 +109,8 @@ def test_regions_sum_in_rounds_of_messages(regions, mode, rounds):
     if mode == "none":
         parameters = sum(problem.model.layer_parameters(layer) for layer in range(problem.model.layers))
         assert sent.pop() == pytest.approx(2 * 4 * parameters / regions)
-        assert cost.across_s == pytest.approx(rounds * LATENCY_S + cost.across_bytes[0][2] / 1e8)
+        # Of equal links both rounds are one after the other on each, and longer than one latency.
+        assert cost.across_s == pytest.approx(LATENCY_S + cost.across_bytes[0][2] / 1e8)
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "passes"), [(2, 2, 1), (2, 4, 2), (1, 2, 1), (1, 4, 6 / 4)])
@@ -228,9 +229,8 @@ def test_all_that_a_region_sends_passes_its_egress(regions):
     narrow = tuple(replace(region, egress_bytes_per_s=1e7) for region in problem.cluster.regions)
     problem = replace(problem, cluster=replace(problem.cluster, regions=narrow))
     cost = step_times(packed(replicas(problem), regions, "none"), CostTables(problem)).reductions[0]
-    rounds = 2 if regions > 2 else 1
     sent = sum(n_bytes for source, _, n_bytes in cost.across_bytes if source == 0)
-    assert cost.across_s == pytest.approx(rounds * LATENCY_S + sent / 1e7)
+    assert cost.across_s == pytest.approx(LATENCY_S + sent / 1e7)
 
 
 def test_a_central_servers_gradients_pass_the_ring_whole():

@@ -132,7 +132,9 @@ def test_an_unknown_program_has_the_widest_interval():
         ("Megatron-LM 6985e589", "2021-04", "megatron-2021"),
         ("Megatron-LM", "2019", "megatron-2020"),
         ("Megatron-LM (vTrain)", "2022", "vtrain"),
-        ("Megatron-DeepSpeed (BigScience)", "2021", "megatron-deepspeed-2022"),
+        ("Megatron-DeepSpeed (BigScience)", "2021", "megatron-deepspeed-bigscience"),
+        ("Megatron-DeepSpeed", "2022-03", "megatron-deepspeed-bigscience"),
+        ("AMP (Megatron-DeepSpeed)", "2022", "megatron-deepspeed-2022"),
         ("Sailor Megatron-DeepSpeed", "2025", "sailor"),
         ("DeepSpeed ZeRO-3 (Megatron-LM model)", "2021-04", "deepspeed-2021"),
         ("DeepSpeed", "2022-06", "deepspeed"),
@@ -150,6 +152,13 @@ def test_an_unknown_program_has_the_widest_interval():
 def test_programs_as_tables_name_them(program, date, name):
     """Whole words decide, the first of them, and the date picks the version."""
     assert catalogue.runtime_of_program(program, date).name == name
+
+
+def test_published_files_of_plan_runs_call_amps_program_by_its_own_entry():
+    """They say `megatron-deepspeed-2022` and mean the program without fused kernels; files of old say 2020."""
+    published = catalogue.runtime("megatron-deepspeed-2022")
+    assert not published.fused and catalogue.runtime("megatron-deepspeed-bigscience").fused
+    assert catalogue.runtime("megatron-deepspeed-2020") == catalogue.runtime("amp") == published
 
 
 def test_links_are_one_way_figures():

@@ -85,6 +85,30 @@ def test_nodes_of_a_region_pack_what_they_sum_in_the_relaxation_too():
     assert steps_s[0] < 0.3 * steps_s[1]
 
 
+@pytest.mark.parametrize("parity", ["safe", "any"])
+def test_nodes_pack_nothing_in_the_relaxation_where_they_could_not_hold_it(parity):
+    """Packed sums divide inside nodes: a node of two does not hold half of the states, and the relaxation knows."""
+    slow = Link(latency_s=1e-4, bytes_per_s=1e8)
+    cluster = cluster_of([[("t4", 4, 2)]], inside=Link(latency_s=5e-6, bytes_per_s=1e11), between=slow)
+    model, batch = replace(small_gpt(), blocks=100), Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=batch, constraints=Constraints(parity=parity)))
+    x = Allocation(workers=np.array([[8 if tp == 1 else 0 for _, tp in decoder.classes]]), micro_batch_size=1)
+    plan = decoder.decode(x)
+    assert plan.stages[0].zero and not plan.packed_inside
+    assert decoder.fluid_s(x)[0] == pytest.approx(decoder.step_times(plan).step_s, rel=0.01)
+
+
+def test_regions_that_keep_their_share_take_whole_micro_batches_in_the_relaxation_too():
+    """A T4 beside four A100 takes one micro-batch or none, not a part of one."""
+    groups = [[("a100-40gb", 1, 8)], [("t4", 1, 2)]]
+    cluster = cluster_of(groups, latency_s=0.05, bytes_per_s=1e9)
+    model, batch = replace(small_gpt(), blocks=24), Batch(global_batch=16, seq_len=1024)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=batch))
+    workers = np.array([[(4 if c == 0 else 1) if tp == 1 else 0 for c, tp in decoder.classes]] * 2)
+    x = Allocation(workers=workers, micro_batch_size=1)
+    assert decoder.fluid_s(x)[0] == pytest.approx(decoder.step_times(decoder.decode(x)).step_s, rel=0.04)
+
+
 @pytest.mark.parametrize(("runtime", "every"), [("fsdp", True), ("megatron-core", False)])
 def test_gradients_are_scattered_as_often_as_the_runtime_does_it(runtime, every):
     """ZeRO-2 of a model that no other option holds: after every micro-batch or once a step, relaxed as in the plan."""
