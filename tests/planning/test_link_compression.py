@@ -31,6 +31,7 @@ from polygon.planning.link_compression import (
     link_seconds,
 )
 from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.warmup_depths import Pacing
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
@@ -180,6 +181,21 @@ def test_local_steps_save_the_link_and_cost_memory():
     place = tables.placement(plan)
     extra = worker_memory(plan, tables, place)[0].total_bytes - worker_memory(every_step, tables, place)[0].total_bytes
     assert extra == pytest.approx(8 * MODEL.parameters)
+
+
+def test_local_steps_get_the_room_of_the_outer_optimizer():
+    """A pipeline in each of two regions, whose micro-batches under way fill the memory: with local steps fewer are."""
+    cluster = cluster_of([[("t4", 2, 1)]] * 2, latency_s=0.1, bytes_per_s=2e7)
+    model = small_gpt(blocks=16, hidden_size=2304, head_dim=64, ffn_size=9216)
+    limits = Constraints(local_steps=(1, 64))
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024), constraints=limits)
+    plan = Decoder(problem).decode(Allocation(workers=np.ones((2, 2), dtype=np.int64), micro_batch_size=1))
+    assert plan.local_steps == 64
+    assert violations(problem, plan) == []
+    tables = CostTables(problem)
+    plain = replace(plan, local_steps=1, spans=tuple((64,) * stage.width for stage in plan.stages))
+    filled = Pacing(plain, tables).best()[0]
+    assert sum(map(sum, filled.spans)) > sum(map(sum, plan.spans))
 
 
 @settings(max_examples=cases(20), deadline=None)
