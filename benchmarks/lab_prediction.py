@@ -109,6 +109,12 @@ NETWORKS = (
         mbit_per_s=symmetric(2, {(0, 1): 50}),
     ),
     Network(
+        name="three hosts beside three, emulated",
+        hosts=(("slow", "slow", "slow"), ("slow", "slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 40}),
+        mbit_per_s=symmetric(2, {(0, 1): 20}),
+    ),
+    Network(
         name="three regions, emulated",
         hosts=(("fast", "fast"), ("slow",), ("slow",)),
         latency_ms=symmetric(3, {(0, 1): 10, (0, 2): 50, (1, 2): 45}),

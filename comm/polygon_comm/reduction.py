@@ -4,8 +4,10 @@ Where a region has several nodes, the ranks of each add up first what they have,
 first ranks exchange anything with others: a card passes nothing that its node could have added up before. A region's
 leaders are these first ranks, and each leads an equal part of the vector: it sums that
 in its region, and exchanges of it with the leaders of every other region what these lead as well. So a vector crosses
-a link once however wide the stage is, over as many node pairs as there are, and every node's card passes its part,
-however few nodes other regions have: five beside one pass 1.8 vectors over a card, where a single leader passed 3.
+a link once however wide the stage is, and every node's card passes its part, however few nodes other regions have:
+five beside one pass 1.8 vectors over a card, where a single leader passed 3. In several *turns*, each with an equal
+part of the vector, other leaders meet, so that as many connections are used as there are pairs of them: eight leaders
+beside eight exchange over 56 connections in seven turns, over 8 in one.
 What one leader of every region leads is a *lane*. Between leaders it travels packed, and every leader adds up the very
 same unpacked numbers in the same order, so that replicas stay equal bit by bit.
 """
@@ -16,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +33,7 @@ from polygon_comm.transport import Receipt, Wires
 
 TAGS_PER_GROUP = 4 * MOST_UNDER_WAY
 """Each lane of a group uses so many tags in turn: two for each sum that is under way or expected."""
-CUT = 2
+CUT = 3
 """Which way of cutting vectors among leaders this is: what packing owes under another one is of other stretches."""
 
 
@@ -85,6 +88,16 @@ class Members:
         """All members."""
         return tuple(rank for region in self.regions for rank in region)
 
+    @cached_property
+    def pairs_at_once(self) -> dict[tuple[int, int], float]:
+        """How many pairs of leaders share what two regions exchange (by place), by what the one with most has."""
+        parts: dict[tuple[int, int], dict[tuple[int, int], Fraction]] = {}
+        for (start, stop), *lane in zip(pairwise(self.borders), *self.leaders, strict=True):
+            for (a, leader), (b, other) in permutations(enumerate(lane), 2):
+                shared = parts.setdefault((a, b), {})
+                shared[leader, other] = shared.get((leader, other), Fraction(0)) + stop - start
+        return {regions: float(1 / max(shared.values())) for regions, shared in parts.items()}
+
     def leader_pairs(self) -> list[tuple[int, int]]:
         """Pairs of ranks that exchange messages between regions."""
         pairs: dict[tuple[int, int], None] = {}
@@ -105,8 +118,12 @@ def members_of(
     node_of: Mapping[int, int] | None = None,
     codec: str = "none",
     first_tag: int = 0,
+    turns: Callable[[Sequence[int]], int] = lambda leaders: 1,
 ) -> Members:
-    """Group ranks by region, regions by their number; without `node_of` a region counts as one node."""
+    """Group ranks by region, regions by their number; without `node_of` a region counts as one node.
+
+    `turns` are those in which regions with so many leaders each exchange what they sum.
+    """
     by_region: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         by_region.setdefault(region_of[rank], []).append(rank)
@@ -120,9 +137,26 @@ def members_of(
         nodes += [tuple(ranks) for ranks in on_node.values()] if len(on_node) > 1 else []
     if codec == "powersgd":  # low-rank factors need whole matrices: one leader then carries all
         firsts = [first[:1] for first in firsts]
-    borders = sorted({Fraction(i, len(first)) for first in firsts for i in range(len(first) + 1)})
-    leaders = tuple(tuple(first[int(start * len(first))] for start in borders[:-1]) for first in firsts)
+    counts = [len(first) for first in firsts]
+    borders, places = _lanes(counts, turns(counts))
+    leaders = tuple(tuple(first[place[region]] for place in places) for region, first in enumerate(firsts))
     return Members(name, regions, leaders, tuple(borders), codec, first_tag, tuple(nodes))
+
+
+def _lanes(counts: Sequence[int], turns: int) -> tuple[list[Fraction], list[list[int]]]:
+    """Borders of lanes in a vector, and the place of each lane's leader among those of every region (`counts`).
+
+    In every turn each leader of a region has an equal stretch of that turn's part; stretches are turned against those
+    of the region before by one part in so many turns of it, and one more in each.
+    """
+    borders, places = [Fraction(0)], []
+    for turn in range(turns):
+        ahead = [Fraction(region * turn, turns) for region in range(len(counts))]
+        ends = {(Fraction(i, n) - by) % 1 for n, by in zip(counts, ahead, strict=True) if n > 1 for i in range(n)}
+        for start, stop in pairwise(sorted(ends | {Fraction(0), Fraction(1)})):
+            borders.append((turn + stop) / turns)
+            places.append([int(n * ((start + by) % 1)) for n, by in zip(counts, ahead, strict=True)])
+    return borders, places
 
 
 class _Round(NamedTuple):

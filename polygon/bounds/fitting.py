@@ -257,7 +257,7 @@ def _least_scatter(tables: CostTables, kinds: Kinds, of: WorkerClass, *, apart: 
         inf where there are not as many.
     """
     pools, links = tables.problem.cluster.pools, tables.links
-    arrays = links.arrays(tables.problem.runtime.bucket_bytes)
+    arrays = links.arrays(tables.problem.runtime)
     best = math.inf
     for p in np.flatnonzero(kinds.of_pool == of.kind).tolist():
         if apart and pools[p].nodes < 2:

@@ -1,17 +1,17 @@
 """What regions that add up gradients need at least, for every set of regions that could.
 
 A stage with workers in the regions S sums its gradients between them as `polygon.cost.reduction` says: first inside the
-regions, then in one or two rounds, every pair of regions at once, over as many node pairs as the one with more nodes in
-the stage has. With n bytes of gradient, w of it packed, and f nodes in the region that has most of them, that takes
+regions, then in one or two rounds, every pair of regions at once, over all pairs of their nodes at best. With n bytes
+of gradient, w of it packed, and f nodes in the region that has most of them, that takes
 
     at least  2 (f - 1) / f n / B  +  max over a, b in S of  latency_ab + 2 m_ab,  m_ab = w / (|S| k rate_ab)
 
-with k node pairs, f at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k, longest where k is least; in two
+with k node pairs, f^2 at most, and on the k cards of a region 2 w (|S| - 1) / |S| / k, longest where k is least; in two
 rounds, where what comes over a link goes on over another, at least m_ab and the latencies of the longest way with that
 link. Of the pairs those count that are farthest or slowest. All that leaves a region passes its egress. A stage with f
 nodes at most has the compute of so many of every region: so f is looked at in steps (`NODES`).
 Where packed, all nodes may send one another parts: N nodes 2 w / N each, and nothing is summed before that. Beside
-such nodes a region that sums first has k node pairs to each.
+such nodes a region that sums first has a node pair to each from every node.
 
 Up to `ENUMERATED` regions every set is looked at. Of more, sets are told apart by their longest latency and slowest
 link, in `STEPS` steps each: a set lies in the neighbourhood of each of its members, so it has no more regions, compute
@@ -139,7 +139,7 @@ class SummingSets:
         # Every region sends its part to all the others, and all nodes that send for it share in that.
         leaves = 2 * wire_bytes[None, :] * (1 - 1 / self.fewest)[:, None]
         cards = np.maximum(np.minimum(most, self.cards), 1)[:, None]
-        lanes = np.maximum(np.minimum(most, self.lanes), 1)[:, :, None]
+        lanes = np.maximum(np.minimum(float(most) ** 2, self.lanes), 1)[:, :, None]
         busy_s = np.maximum(sent * self.shared[:, None], leaves * self.egress[:, None])
         busy_s = np.maximum(busy_s, leaves / cards / hop.card_bytes_per_s)
         pairs = list(zip((self.far, self.thin), lanes, strict=True))
@@ -214,7 +214,7 @@ def _enumerated(links: Links, used: np.ndarray, *, whole: bool) -> SummingSets:
         fewest=count,
         count=count,
         cards=np.where(members, links.nodes, np.iinfo(np.int64).max).min(axis=1, initial=np.iinfo(np.int64).max),
-        lanes=np.maximum(links.nodes[a], links.nodes[b])[np.stack([far, thin])],
+        lanes=(links.nodes[a] * links.nodes[b])[np.stack([far, thin])],
         nodes=members @ links.nodes,
         rounds=rounds,
         latency_s=longest_way_s(links.latency_s, members, whole=whole),
@@ -258,7 +258,7 @@ def _neighbourhoods(links: Links, used: np.ndarray) -> SummingSets:
         fewest=np.full(len(points), 2),
         count=held.sum(axis=2).max(axis=1),
         cards=np.sort(np.where(held, links.nodes, 0), axis=2)[..., -2].max(axis=1),
-        lanes=np.tile(np.where(held, links.nodes, 0).max(axis=(1, 2)), (2, 1)),
+        lanes=np.tile(np.where(held, links.nodes, 0).max(axis=(1, 2)) ** 2, (2, 1)),
         nodes=np.where(held, links.nodes, 0).sum(axis=2).max(axis=1),
         rounds=ones,
         latency_s=bounds[0],
@@ -353,7 +353,7 @@ def led_sets(
     for i, members in enumerate(sets.members[:, 0]):
         some = np.flatnonzero(members)
         pairs = np.ix_(some, some)
-        lanes = np.maximum(links.nodes[some], links.nodes[some][:, None]).astype(float)
+        lanes = np.outer(links.nodes[some], links.nodes[some]).astype(float)
         if wire_bytes < n_bytes:  # as many places as nodes, at best
             lanes *= sets.nodes[i] / len(some)
         sent_s = 2 * wire_bytes / len(some) / lanes * links.slowness[pairs]

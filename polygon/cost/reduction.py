@@ -5,8 +5,9 @@ several nodes in a ring at the rate of the narrower of fabric and shared cards, 
 levels, as the runner does: on every node at its first worker, then between the nodes, where a single leader passes more
 than a ring (`passes_of_card`); those of one node, if there is no other place, in gloo's ring. Between regions node
 pairs work side by side (BlueConnect, Cho et al. 2019): each of the k nodes that a region lends to the stage leads an
-equal part, so that between regions of k and l nodes a pair of nodes has 1 / max(k, l) of what they exchange, and a card
-1 / k of what its region does.
+equal part, so that a card has 1 / k of what its region exchanges; and in turns with several nodes of each other region
+(`turns_of_sum`), so that of regions of k and l nodes hardly more than 1 / (k l) falls to a pair of nodes, where it was
+1 / max(k, l) in one turn (`pairs_at_once`).
 
 What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
 (`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
@@ -42,7 +43,7 @@ from polygon.cost.memory import state_bytes
 from polygon.cost.network import ring_kernel
 from polygon.cost.transfers import LinkArrays
 from polygon.domain.model import Batch
-from polygon.domain.runtime import Runtime
+from polygon.domain.runtime import Runtime, turns_of_sum
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import general, kernel
 
@@ -91,6 +92,10 @@ class LevelsRoom(NamedTuple):
     """(regions,) first pool of each region in the list of pools, and its nodes."""
     places: np.ndarray
     """(regions,) places in each."""
+    leaders: np.ndarray
+    """(regions,) nodes of one of these places."""
+    turns: np.ndarray
+    """(2,) of sums between them (`turns_of_sum`); and whether all pairs of nodes share them in any case, for bounds."""
     latency_s: np.ndarray
     bytes_per_s: np.ndarray
     """(regions,) of a message between two nodes of each."""
@@ -105,9 +110,10 @@ class LevelsRoom(NamedTuple):
 def levels_room(pools: int, regions: int) -> LevelsRoom:
     """Room for stages of so many pools in so many regions."""
     most = min(pools, regions)
-    first, nodes, places = np.zeros((3, most), dtype=np.int64)
-    comes, goes = np.zeros((2, 3, most))
-    return LevelsRoom(first, nodes, places, np.zeros(most), np.zeros(most), np.zeros(most), comes, goes)
+    first, nodes, places, leaders = np.zeros((4, most), dtype=np.int64)
+    turns, (comes, goes) = np.zeros(2, dtype=np.int64), np.zeros((2, 3, most))
+    near = np.zeros(most), np.zeros(most), np.zeros(most)
+    return LevelsRoom(first, nodes, places, leaders, turns, *near, comes, goes)
 
 
 @kernel
@@ -202,9 +208,11 @@ def levels_s(
             total += nodes[end]
             end += 1
         room.first[found], room.nodes[found], room.places[found] = i, total, total if apart[r] else 1
+        room.leaders[found] = 1 if apart[r] else total
         found += 1
         i = end
     places = places_in(found, room)
+    room.turns[0] = 1 if whole else turns_between(room.leaders[:found], links.sum_turns)
     node_s, region_s = 0.0, 0.0
     for a in range(found):
         i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
@@ -282,6 +290,48 @@ def across_of(
     return across_s, far_s
 
 
+_turns_of_sum = kernel(turns_of_sum)
+
+
+@kernel
+def turns_between(nodes: np.ndarray, most: int) -> int:
+    """`turns_of_sum` of regions with so many nodes, shape (regions,); those without any have no part."""
+    regions, largest, second, total = 0, 0, 0, 0
+    for count in nodes:
+        largest, second = max(largest, count), max(second, min(largest, count))
+        regions += count > 0
+        total += count
+    return int(_turns_of_sum(regions, second, total, most))
+
+
+@kernel
+def pairs_at_once(senders: int, receivers: int, turns: int) -> float:
+    """How many pairs of nodes of two regions share what these exchange, by what falls to the pair with most.
+
+    Let s nodes of one region and l >= s of the other lead equal stretches of a circle, and one of the two be turned by
+    0, 1 / D, ... 1 - 1 / D of it. Two nodes share what of their stretches lies over one another in any of the D turns;
+    added up over these it is the integral, over a stretch of 1 / l, of how many multiples of 1 / D a stretch of 1 / s
+    that begins there has: floor(D / s), or one more in a part D / s - floor(D / s) of all places.
+    """
+    few, many = min(senders, receivers), max(senders, receivers)
+    whole, steps = turns // few, turns // many
+    more, rest = (turns / few - whole) / turns, (turns / many - steps) / turns
+    return float(turns / (whole / many + steps * more + min(rest, more)))
+
+
+@kernel
+def part_of_pair(sender: int, senders: int, receiver: int, receivers: int, turns: int) -> float:
+    """Part of what two regions exchange that falls to a node of each, by their places among so many."""
+    circle, common = senders * receivers * turns, 0
+    begin, end = sender * receivers * turns, (sender + 1) * receivers * turns
+    for turn in range(turns):
+        # Stretches in parts of the circle; the second may pass its end.
+        here = receiver * senders * turns + turn * senders * receivers
+        for first in (here - circle, here):
+            common += max(0, min(end, first + senders * turns) - max(begin, first))
+    return common / (circle * turns)
+
+
 @kernel
 def places_in(found: int, room: LevelsRoom) -> int:
     """Places in so many regions."""
@@ -310,7 +360,7 @@ def between(
     pa, pb = pools[room.first[a]], pools[room.first[b]]
     ra, rb = links.region[pa], links.region[pb]
     # Nodes of a place that lead: all, but for whole gradients, which one sends.
-    ka, kb = (1, 1) if whole else (room.nodes[a] // room.places[a], room.nodes[b] // room.places[b])
+    ka, kb = (1, 1) if whole else (room.leaders[a], room.leaders[b])
     # A card sends to all the other places at once, or hears them.
     card = min(links.card_bytes_per_s[pa] * ka, links.card_bytes_per_s[pb] * kb) / (places - 1)
     if a == b:
@@ -319,7 +369,8 @@ def between(
     # What leaves a region goes to all places elsewhere at once.
     capacity = links.capacity_bytes_per_s[ra, rb] / room.places[b]
     capacity = min(capacity, links.egress_bytes_per_s[ra] / (places - room.places[a])) / stages
-    return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * max(ka, kb), card, capacity)
+    pairs = ka * kb if room.turns[1] else pairs_at_once(ka, kb, room.turns[0])
+    return links.latency_s[pa, pb], min(links.bytes_per_s[pa, pb] * pairs, card, capacity)
 
 
 @kernel

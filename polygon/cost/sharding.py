@@ -59,7 +59,7 @@ class ShardingTraffic:
             return
         held = tables.layers_of(stage, tp=tp, micro_batch_size=micro_batch_size).parameters
         model, links = tables.problem.model, tables.links
-        arrays, near = links.arrays(runtime.bucket_bytes), min(per_node, shards)
+        arrays, near = links.arrays(runtime), min(per_node, shards)
         latency_s, rate = float(links.ring_latency_s[pool, pool]), float(links.ring_bytes_per_s[pool, pool])
         weight_bytes, gradient_bytes, _ = state_bytes(batch)
         # The next layer is fetched beside this one's compute, of which so much hides it.

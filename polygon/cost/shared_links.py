@@ -16,13 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.reduction import part_of_pair, turns_between
 from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan
 
 
 def busy_on_shared(
-    plan: Plan, place: Placement, links: LinkTable, reductions: Sequence[ReductionCost], n_bytes: Sequence[float]
+    plan: Plan,
+    place: Placement,
+    links: LinkTable,
+    reductions: Sequence[ReductionCost],
+    n_bytes: Sequence[float],
+    sum_turns: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """How long each stage's reduction keeps the links busy that it shares with another stage's.
 
@@ -32,6 +38,8 @@ def busy_on_shared(
         Of every stage; with local steps as a mean over the steps.
     n_bytes : sequence of float
         Gradient bytes of a worker of each stage that are summed inside regions at the end of a step (`summed_part`).
+    sum_turns : int
+        Of the runtime.
 
     Returns
     -------
@@ -44,7 +52,8 @@ def busy_on_shared(
         return np.zeros((0, stages)), np.zeros((0, stages))
     cards, pairs = _Rows(stages), _Rows(stages)
     for s in range(stages):
-        mine = place.derived.get(("sharing", s)) or place.derived.setdefault(("sharing", s), Sharing(place, s, links))
+        known = place.derived.get(("sharing", s))
+        mine = known or place.derived.setdefault(("sharing", s), Sharing(place, s, links, sum_turns))
         places, reduction = mine.places, reductions[s]
         sent = np.where(mine.apart, reduction.wire_bytes, n_bytes[s])
         cards.add(s, mine.nodes, mine.passes * sent / links.bytes_per_s[mine.pool, mine.pool])
@@ -84,11 +93,12 @@ class Sharing:
         How often each card passes a gradient.
     """
 
-    def __init__(self, place: Placement, stage: int, links: LinkTable) -> None:
+    def __init__(self, place: Placement, stage: int, links: LinkTable, sum_turns: int) -> None:
         self._nodes, self._region, self._pool = nodes, region, pool = place.hosts[stage]
         self._several = place.several
         self._ways: dict[tuple[int, int, bool], Way] = {}
         self.places = places_of(place.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
+        self._turns = turns_between(self.places.nodes, sum_turns)
         apart = self.places.apart[region]
         members = np.where(apart, self.places.total, np.bincount(region)[region])
         busy = self._several[nodes] & (members > 1)
@@ -109,7 +119,7 @@ class Sharing:
 
     def _way(self, from_a: np.ndarray, to_b: np.ndarray, a: int, b: int) -> Way:
         nodes, shared, apart = self._nodes, self._several[self._nodes], self.places.apart
-        i, k, part = node_pairs(len(from_a), len(to_b), every=bool(apart[a] or apart[b]))
+        i, k, part = node_pairs(len(from_a), len(to_b), self._turns, every=bool(apart[a] or apart[b]))
         i, k = from_a[i], to_b[k]
         both, out = shared[i] & shared[k], from_a[shared[from_a]]
         pairs = (nodes[i] * len(self._several) + nodes[k])[both]
@@ -117,18 +127,19 @@ class Sharing:
 
 
 @cache
-def node_pairs(senders: int, receivers: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def node_pairs(senders: int, receivers: int, turns: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.
 
-    Each node leads an equal part, in their order, and shares with another what both lead; nodes that are places by
+    Each node leads an equal part, and shares with another what both lead (`part_of_pair`); nodes that are places by
     themselves send to `every` one.
     """
+    i, k = np.divmod(np.arange(senders * receivers), receivers)
     if every:
-        i, k = np.divmod(np.arange(senders * receivers), receivers)
         return i, k, np.full(len(i), 1 / len(i))
-    ends = np.unique(np.concatenate([np.arange(1, senders + 1) * receivers, np.arange(1, receivers + 1) * senders]))
-    i, k = -(-ends // receivers) - 1, -(-ends // senders) - 1
-    return i, k, np.diff(ends, prepend=0) / (senders * receivers)
+    of = zip(i.tolist(), k.tolist(), strict=True)
+    part = np.array([part_of_pair(a, senders, b, receivers, turns) for a, b in of])
+    some = part > 0
+    return i[some], k[some], part[some]
 
 
 def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:

@@ -160,7 +160,7 @@ def stage_reduction(
     )
     held = Held(pools, nodes, members, place.degrees[stage], n_values)
     crossing = _crossing(plan, places, n_values, batch, model)
-    arrays, share = links.arrays(runtime.bucket_bytes), pair_share.astype(float)
+    arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
     _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
     node_s, region_s, across_s, latency_s = levels_s(

@@ -390,7 +390,9 @@ def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[st
         for k, part in enumerate(range(g, stages, plan.groups)):
             mine = place.members(part)
             forward_s[mine], backward_s[mine], updates[mine] = terms.forward_s[k], terms.backward_s[k], terms.update_s
-    shared_cards_s, shared_pairs_s = busy_on_shared(plan, place, tables.links, reductions, n_bytes)
+    shared_cards_s, shared_pairs_s = busy_on_shared(
+        plan, place, tables.links, reductions, n_bytes, problem.runtime.sum_turns
+    )
     silent = plan.local_steps > 1 or plan.gradient_everywhere
     return _durations(traffic, forward_s, backward_s), {
         "messages": traffic.messages,

@@ -122,6 +122,8 @@ class LinkArrays(NamedTuple):
     ring_bytes_per_s: np.ndarray
     collective: np.ndarray
     bucket_bytes: float
+    sum_turns: int
+    """As in `Runtime`."""
 
 
 class LinkTable:
@@ -206,14 +208,15 @@ class LinkTable:
             rates = ("bytes_per_s", "node_bytes_per_s", "card_bytes_per_s")
             for name in (*rates, "capacity_bytes_per_s", "egress_bytes_per_s"):
                 setattr(self, name, getattr(self, name) / factor)
-        self._arrays: dict[float, LinkArrays] = {}
+        self._arrays: dict[tuple[float, int], LinkArrays] = {}
 
-    def arrays(self, bucket_bytes: float) -> LinkArrays:
-        """The table for kernels, with the largest message of a runtime's reductions."""
-        if bucket_bytes not in self._arrays:
-            own = {name: getattr(self, name) for name in LinkArrays._fields if name != "bucket_bytes"}
-            self._arrays[bucket_bytes] = pointed(LinkArrays(**own, bucket_bytes=float(bucket_bytes)))
-        return self._arrays[bucket_bytes]
+    def arrays(self, runtime: Runtime) -> LinkArrays:
+        """The table for kernels, with how a runtime adds up gradients."""
+        how = float(runtime.bucket_bytes), runtime.sum_turns
+        if how not in self._arrays:
+            own = {name: getattr(self, name) for name in LinkArrays._fields if hasattr(self, name)}
+            self._arrays[how] = pointed(LinkArrays(**own, bucket_bytes=how[0], sum_turns=how[1]))
+        return self._arrays[how]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,6 +16,36 @@ EXPERT_DISPATCH = ("experts", "nodes")
 CONTEXT = ("ring", "heads")
 EXPERTS = ("cut", "whole")
 
+TURNS = (2, 3, 5, 7, 11, 13)
+"""Prime, so that no two regions turn alike."""
+MOST_LANES = 1000
+"""Parts of a sum between regions, each with a leader of its own in every region: no more than a short vector has
+numbers."""
+
+
+def turns_of_sum(regions: int, second: int, nodes: int, most: int) -> int:
+    """In how many turns regions exchange sums, so that each node meets several of every other region.
+
+    The vector is cut into as many equal parts as turns. In each of them every node of a region leads an equal stretch,
+    and meets who leads the same one elsewhere; from part to part the stretches of a region's nodes are turned against
+    those of the region before by an equal part of the circle. So as a rule all pairs of nodes share what two regions
+    exchange, where in one turn they were as many as the larger region has nodes.
+
+    Parameters
+    ----------
+    regions, nodes : int
+        That add up.
+    second : int
+        Nodes of the region that has most but one: more turns would let nobody meet more.
+    most : int
+        `Runtime.sum_turns`.
+    """
+    turns = 1
+    for prime in TURNS:
+        if prime >= regions and prime * nodes <= MOST_LANES and turns < min(second, most):
+            turns = prime
+    return turns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
@@ -74,6 +104,8 @@ class Runtime:
     bucket_bytes: float = 5e8
     """Largest message of a reduction: gradients go in buckets, each of which waits for the latency of its ring (the
     default of DeepSpeed, InternEvo and Sailor)."""
+    sum_turns: int = 1
+    """In how many turns regions exchange sums at most (`turns_of_sum`); 1: a node meets the same ones in all."""
     expert_dispatch: str = "experts"
     """To whom tokens are sent: a copy to each of a token's `experts`, or one to each of the `nodes` that have some of
     them, where it is passed on over the node's fabric (DeepEP; arXiv:2412.19437, section 3.2.2)."""
@@ -154,7 +186,8 @@ class Runtime:
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):
             require_number(getattr(self, name), f"runtime.{name}", above=0)
-        require(self.gathers_per_layer >= 1, "runtime.gathers_per_layer", self.gathers_per_layer, "a number >= 1")
+        for name in ("gathers_per_layer", "sum_turns"):
+            require(getattr(self, name) >= 1, f"runtime.{name}", getattr(self, name), "a number >= 1")
 
     def whole_experts(self, experts: int, *, tp: int, ep: int, sequence_parallel: bool) -> bool:
         """Whether tensor-parallel devices hold whole experts: told to, where they split tokens and all get as many."""
@@ -176,6 +209,7 @@ POLYGON = Runtime(
     by_layer=True,
     contention=0.0,
     p2p_overlap=True,
+    sum_turns=7,
     zero2_by_micro_batch=True,
     keeps_outputs=True,
     posted_messages=2,
@@ -190,6 +224,8 @@ POLYGON = Runtime(
         "context": "runners/engine/context.py",
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
+        "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/reduction.py; "
+        "judgement",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",
         "keeps_outputs": "backward starts at them, runners/engine/worker.py",
         "posted_messages": "receives that wait whatever they take, runners/engine/stage_messages.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -76,9 +76,9 @@ class Candidates(SearchProblem[Allocation]):
                 self._best = dict(kept)
         return value
 
-    def evaluate_degrees(self, x: Allocation) -> tuple[float, Allocation]:
-        """The best of an allocation's context- and expert-parallel degrees, and its value."""
-        options = [x if (cp, ep) == (x.cp, x.ep) else replace(x, cp=cp, ep=ep) for cp, ep in self.degrees]
+    def evaluate_degrees(self, x: Allocation, degrees: Sequence[tuple[int, int]]) -> tuple[float, Allocation]:
+        """The best of some context- and expert-parallel degrees of an allocation, and its value."""
+        options = [x if (cp, ep) == (x.cp, x.ep) else replace(x, cp=cp, ep=ep) for cp, ep in degrees]
         values = [self.evaluate(option) for option in options]
         best = int(np.argmin(values))
         return values[best], options[best]

@@ -98,8 +98,10 @@ class Allocation:
     @cached_property
     def key(self) -> bytes:
         """Equal for allocations whose stages and setting are: a digest, as matrices of large clusters are long."""
-        how = f"{self.micro_batch_size} {self.cp} {self.ep} ".encode()
-        return blake2b(how + self.stages.tobytes(), digest_size=16).digest()
+        how = f"{self.micro_batch_size} {self.cp} {self.ep} {len(self.stages)} ".encode()
+        counts = self.stages.ravel()
+        (places,) = counts.nonzero()
+        return blake2b(how + places.tobytes() + counts[places].tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,6 +128,10 @@ class Decoder:
         self.classes = worker_classes(self.tables, tensor_limit)
         self.degrees = parallel_degrees(problem)
         """Context- and expert-parallel degrees that the search may choose."""
+        self.columns: dict[int, list[tuple[int, int]]] = {}
+        """The classes of every pool, and their tensor-parallel degrees."""
+        for c, (pool, tp) in enumerate(self.classes):
+            self.columns.setdefault(pool, []).append((c, tp))
         if self.classes:
             self.may = allowed(problem)
             self._chain = nested(problem)
@@ -138,6 +144,10 @@ class Decoder:
             of = (problem, objective)
             known = self.tables.fluid_values.get(of, tensor_limit)
             self._values = self.tables.fluid_values.put({}, of, tensor_limit) if known is None else known
+
+    def widest_class(self, pool: int, most: int) -> tuple[int, int] | None:
+        """The class of a pool with the largest tensor-parallel degree up to `most`, and this degree; None if none."""
+        return max((pair for pair in self.columns.get(pool, ()) if pair[1] <= most), key=lambda p: p[1], default=None)
 
     def _build_bank(self, setting: Setting, may: Allowed) -> Bank:
         return build_bank(self.tables, self.classes, setting, may)

@@ -19,6 +19,9 @@ class Places(NamedTuple):
     Arrays of shape (rows, regions); `supply` and `demand` (regions,).
     """
 
+    region: np.ndarray
+    regions: np.ndarray
+    """(regions,) those in which stages are, ascending; (1,) how many: of others no flow is looked at."""
     nodes: np.ndarray
     workers: np.ndarray
     pool: np.ndarray
@@ -52,6 +55,8 @@ def places_for(rows: int, regions: int) -> Places:
     """Room for allocations of so many rows."""
     shape = (rows, regions)
     return Places(
+        region=np.arange(regions),
+        regions=np.array([regions]),
         nodes=np.zeros(shape, dtype=np.int64),
         workers=np.zeros(shape, dtype=np.int64),
         pool=np.zeros(shape, dtype=np.int64),
@@ -69,6 +74,21 @@ def places_for(rows: int, regions: int) -> Places:
         leaving=np.zeros(shape),
         crowd=np.ones(shape),
     )
+
+
+@inner
+def find_regions(bank: Bank, stages: Stages, n: int, places: Places) -> None:
+    """Fill in the regions in which the first n stages are."""
+    used = places.supply
+    used[:] = 0.0
+    for s in range(n):
+        for i in range(stages.members[s]):
+            used[bank.region[stages.classes[s, i]]] = 1.0
+    places.regions[0] = 0
+    for r in range(used.shape[0]):
+        if used[r] > 0:
+            places.region[places.regions[0]] = r
+            places.regions[0] += 1
 
 
 @inner
@@ -124,22 +144,23 @@ def lock_shares(rates: np.ndarray, stages: int, locked: bool, share: np.ndarray)
 
 
 @inner
-def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, flow: np.ndarray) -> bool:
+def transport(bank: Bank, regions: np.ndarray, supply: np.ndarray, demand: np.ndarray, flow: np.ndarray) -> bool:
     """Send micro-batches from the regions of one stage to those of the next; False where a link is missing.
 
     What can stay in its region stays; the rest goes over the quickest links first.
 
     Parameters
     ----------
+    regions : ndarray of int64
+        Those to look at.
     supply, demand : ndarray, shape (regions,)
         Parts of the micro-batches; each sums to one. Changed.
     flow : ndarray, shape (regions, regions)
         Out.
     """
-    n = supply.shape[0]
     left = 0.0
-    for r in range(n):
-        for b in range(n):
+    for r in regions:
+        for b in regions:
             flow[r, b] = 0.0
         stay = min(supply[r], demand[r])
         flow[r, r] = stay
@@ -148,10 +169,10 @@ def transport(bank: Bank, supply: np.ndarray, demand: np.ndarray, flow: np.ndarr
         left += supply[r]
     while left > 1e-9:
         best, source, target = np.inf, -1, -1
-        for a in range(n):
+        for a in regions:
             if supply[a] <= 1e-12:
                 continue
-            for b in range(n):
+            for b in regions:
                 if demand[b] <= 1e-12 or a == b:
                     continue
                 pa, pb = bank.stands[a], bank.stands[b]
@@ -180,26 +201,26 @@ def find_flows(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -
     shared : bool
         Whether any node serves several of them.
     """
-    regions = bank.activation_wire.shape[0]
-    for a in range(regions):
-        for b in range(regions):
+    regions = places.region[: places.regions[0]]
+    for a in regions:
+        for b in regions:
             places.busy[a, b] = 0.0
     for s in range(n - 1):
-        for r in range(regions):
+        for r in regions:
             places.supply[r], places.demand[r] = places.share[s, r], places.share[s + 1, r]
-        if not transport(bank, places.supply, places.demand, places.flow[s]):
+        if not transport(bank, regions, places.supply, places.demand, places.flow[s]):
             return False
-        for a in range(regions):
-            for b in range(regions):
+        for a in regions:
+            for b in regions:
                 places.busy[a, b] += places.flow[s, a, b]
                 places.busy[b, a] += places.flow[s, a, b]
     if shared:
         for s in range(n):
-            for r in range(regions):
+            for r in regions:
                 places.leaving[s, r] = 0.0
         for s in range(n - 1):
-            for a in range(regions):
-                for b in range(regions):
+            for a in regions:
+                for b in regions:
                     part = places.flow[s, a, b]
                     if a == b and part > 0:
                         places.near[s, a] = near_part(hosts, s, s + 1, a, places.workers)
@@ -223,10 +244,10 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
     shared : bool
         Whether any node serves several of the n stages.
     """
-    regions = bank.activation_wire.shape[0]
+    regions = places.region[: places.regions[0]]
     down, up, fullest, mean = 0.0, 0.0, 0.0, 0.0
-    for a in range(regions):
-        for b in range(regions):
+    for a in regions:
+        for b in regions:
             part = places.flow[s, a, b]
             if part <= 0:
                 continue
@@ -245,11 +266,11 @@ def boundary_s(bank: Bank, places: Places, hosts: Hosts, n: int, s: int, shared:
 def find_trips(places: Places, n: int) -> None:
     """Fill in how long micro-batches are away from each of n stages, given what `boundary_s` says of all: on the way
     with the slowest workers and messages, and in the mean."""
-    regions = places.trip.shape[1]
+    regions = places.region[: places.regions[0]]
     for s in range(n - 1, -1, -1):
-        for a in range(regions):
+        for a in regions:
             longest, total, sent = 0.0, 0.0, 0.0
-            for b in range(regions if s + 1 < n else 0):
+            for b in regions[: len(regions) if s + 1 < n else 0]:
                 part = places.flow[s, a, b]
                 if part > 0:
                     longest = max(longest, places.message[s, a, b] + places.slowest[s + 1, b] + places.trip[s + 1, b])
@@ -264,14 +285,14 @@ def cards_s(bank: Bank, places: Places, hosts: Hosts, n: int, shared: bool) -> f
 
     The crowd of stages that share nodes is that of `find_crowds`.
     """
-    regions, longest = bank.activation_wire.shape[0], 0.0
+    regions, longest = places.region[: places.regions[0]], 0.0
     for s in range(n):
-        for r in range(regions):
+        for r in regions:
             n_bytes = 0.0
             for q in (s, s - 1):  # to the next stage, and back to the one before
                 if q < 0 or q > n - 2:
                     continue
-                for other in range(regions):
+                for other in regions:
                     part = places.flow[q, r, other] if q == s else places.flow[q, other, r]
                     if shared and other == r:
                         part *= 1 - places.near[q, r]

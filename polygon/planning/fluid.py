@@ -35,6 +35,7 @@ from polygon.planning.flow import (
     cards_s,
     find_flows,
     find_places,
+    find_regions,
     find_trips,
     lock_shares,
     places_for,
@@ -237,6 +238,7 @@ def fluid_step_s(
     layers = bank.parameters.shape[1] - 1
     if n == 0 or n > layers:
         return np.inf, NO_STAGE
+    find_regions(bank, stages, n, work.places)
     stages.seconds[:n] = 1.0  # where devices are does not depend on it
     find_hosts(bank, stages, n, work.places.nodes, work.hosts)
     merge_kinds(bank, stages, n, work.hosts.member_most)
@@ -493,9 +495,9 @@ def _pipeline_s(
             work.waits[s] = 2 * longest
             makespan, slowest = makespan * (1 + 2 * longest / slowest), slowest + 2 * longest
             waited, message, sent = message, 0.0, 0.0
-            for a in range(places.rates.shape[1]):
+            for a in places.region[: places.regions[0]]:
                 places.slowest[s, a] += 2 * longest
-                for b in range(places.rates.shape[1]):
+                for b in places.region[: places.regions[0]]:
                     places.message[s, a, b] = 0.0
         work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
         longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
@@ -569,9 +571,9 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
     """
     stages, of = work.stages, work.reduction
     nodes = work.places.nodes
-    regions = nodes.shape[1]
-    for a in range(regions):
-        for b in range(regions):
+    regions = work.places.region[: work.places.regions[0]]
+    for a in regions:
+        for b in regions:
             together = 0.0
             for s in range(n):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
@@ -596,7 +598,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
         if m > 1 or stages.counts[s, 0] * bank.cp > 1:
             lent, packs = 0, False
-            for a in range(regions):
+            for a in regions:
                 if nodes[s, a] == 0:
                     continue
                 lent += 1
@@ -743,8 +745,9 @@ def _norm_s(bank: Bank, work: FluidWork, n: int, options: np.ndarray) -> float:
     if everywhere:
         return 0.0
     longest = 0.0
-    for a in range(used.shape[0]):
-        for b in range(used.shape[0]):
+    regions = work.places.region[: work.places.regions[0]]
+    for a in regions:
+        for b in regions:
             pa, pb = bank.stands[a], bank.stands[b]
             if a != b and used[a, a] > 0 and used[b, b] > 0 and bank.links.bytes_per_s[pa, pb] > 0:
                 longest = max(longest, bank.links.latency_s[pa, pb])
@@ -796,13 +799,13 @@ def _with_reductions(
         update = max(update, of.update[s])
         early += backward + work.message[s]
     if shared:
-        hosts = work.hosts
-        free = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.sent_bytes, of.begin, of.tail)
-        step = pairs_free_s(bank, hosts, n, nodes, of.sent_bytes, of.begin, of.tail, max(step, free))
+        hosts, regions = work.hosts, work.places.region[: work.places.regions[0]]
+        free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, of.begin, of.tail)
+        step = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.begin, of.tail, max(step, free))
         if local_steps > 1:
-            free = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.zeros, of.begin, of.tail)
+            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, of.begin, of.tail)
             local_step = max(local_step, free)
-            outer = pairs_free_s(bank, hosts, n, nodes, of.sent_bytes, of.zeros, of.zeros, outer)
+            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.zeros, of.zeros, outer)
     if norm > 0:
         step, local_step = step + norm + update, local_step + update
     local_step += outer / local_steps

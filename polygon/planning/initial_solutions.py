@@ -18,6 +18,10 @@ WINDOWS = (2, 3, 4, 6, 8)
 """Regions near each other that share a pipeline."""
 MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 """Regions around which windows are opened, windows in which everything is tried, and the best that are kept."""
+MOST_WALKED = 150
+"""Regions of all walks together, but for two walks in any case."""
+FIRST_ALONE, MOST_ALONE = 4, 60
+"""Regions in which everything is tried alone, and the best of these by which the others are tried."""
 
 
 def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
@@ -38,18 +42,18 @@ def far_apart(decoder: Decoder) -> np.ndarray:
 
 
 def region_walks(decoder: Decoder) -> list[list[int]]:
-    """Orders of the regions in which neighbours are close: a nearest-neighbour walk from every region."""
+    """Orders of the regions in which neighbours are close: nearest-neighbour walks, one from every region of few."""
     cost = far_apart(decoder)
     n = len(cost)
     walks = []
-    for first in range(n):
+    for first in range(min(n, max(2, MOST_WALKED // n))):
         walk, left = [first], set(range(n)) - {first}
         while left:
             here = walk[-1]
             walk.append(min(sorted(left), key=lambda r: cost[here, r]))
             left.remove(walk[-1])
         walks.append(walk)
-    return walks[: min(n, 12)]
+    return walks
 
 
 def simple_starts(decoder: Decoder, stages: int, micro_batch_size: int) -> Iterator[np.ndarray]:
@@ -168,10 +172,10 @@ def spread_region(
     x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
     first = 0
     for p in pools:
-        fitting = [(t, c) for c, (pool, t) in enumerate(decoder.classes) if pool == p and t <= tp]
-        if not fitting:
+        fitting = decoder.widest_class(p, tp)
+        if fitting is None:
             continue
-        t, c = max(fitting)
+        c, t = fitting
         count = decoder.problem.cluster.pools[p].devices // t
         if width is not None:
             count = min(count, width * stages)
@@ -329,9 +333,7 @@ def window_starts(
         found.sort(key=lambda entry: entry[0])
         likely = {how for _, _, how in found[:MOST_LIKELY]} if number >= FIRST_WINDOWS else None
         for tp in sorted({t for _, t in decoder.classes}):
-            column = {
-                p: max((t, c) for c, (q, t) in enumerate(decoder.classes) if q == p and t <= tp)[1] for p in chain
-            }
+            column = {p: widest[0] for p in chain if (widest := decoder.widest_class(p, tp))}
             for x in _whole_regions(chain, column, decoder, rates, rows):
                 stages = int(x.any(axis=1).sum())
                 for size in sizes:
@@ -409,19 +411,27 @@ def _regions_alone(
     rate_of = {p: rates[c] for c, (p, t) in enumerate(decoder.classes) if t == 1}
     power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
     found: list[tuple[float, Allocation, int, int, int]] = []
+
+    def likely() -> set[tuple[int, int, int]]:
+        """Stages, degrees and micro-batch sizes of the best so far."""
+        best = sorted(found, key=lambda entry: entry[0])[:MOST_ALONE]
+        return {(stages, tp, x.micro_batch_size) for _, x, _, stages, tp in best}
+
     for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
-        # After the first few regions only what was among the best there is tried.
-        likely = {(s, t, b) for _, x, _, s, t in sorted(found, key=lambda e: e[0])[:60] for b in (x.micro_batch_size,)}
-        subsets = [(regions[r], None), *(([p], w) for p in regions[r] for w in (None, 1, 2, 4, 8, 16, 32))]
-        for members, width in subsets:
-            for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for p, t in decoder.classes if p in members})):
-                if width is not None and width * stages * tp >= pools[members[0]].devices:
-                    continue
-                x = spread_region(decoder, members, stages, tp, rows, width) if stages <= rows else None
-                if x is not None:
-                    for size in sizes:
-                        if (i >= 4 and (stages, tp, size) not in likely) or seconds_left() <= 0:
-                            continue
+        subsets = [regions[r], *([p] for p in regions[r])]
+        # After the first few regions, and of few workers for each stage, only what was among the best is tried.
+        tried = None if i < FIRST_ALONE else likely()
+        for width in (None, 1, 2, 4, 8, 16, 32):
+            tried = likely() if tried is None and width is not None else tried
+            for members, stages in itertools.product(subsets[0 if width is None else 1 :], STAGE_COUNTS):
+                for tp in sorted({t for p in members for _, t in decoder.columns[p]}) if stages <= rows else ():
+                    if width is not None and width * stages * tp >= pools[members[0]].devices:
+                        continue
+                    how = [size for size in sizes if tried is None or (stages, tp, size) in tried]
+                    x = spread_region(decoder, members, stages, tp, rows, width) if how else None
+                    if x is None or seconds_left() <= 0:
+                        continue
+                    for size in how:
                         allocation = Allocation(workers=x, micro_batch_size=size)
                         value = value_of(allocation)
                         if not math.isfinite(value):

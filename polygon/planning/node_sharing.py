@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.reduction import pairs_at_once, part_of_pair, turns_between
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner
 from polygon.planning.device_assignment import Dealing, deal, dealing_for, dealt_as
@@ -51,6 +52,8 @@ class Hosts(NamedTuple):
     """(entries,) the next of the same stage and region."""
     above: np.ndarray
     """(entries,) that of the next stage on the same node."""
+    turns: np.ndarray
+    """(rows,) in which the regions of a stage exchange sums."""
     end_s: np.ndarray
     tail_s: np.ndarray
     """(entries,) of the card looked at: when those that have used it end, and what the one of them with most to do has
@@ -82,6 +85,7 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         busiest=np.zeros((rows, regions)),
         following=np.zeros(entries, dtype=np.int64),
         above=np.zeros(entries, dtype=np.int64),
+        turns=np.ones(rows, dtype=np.int64),
         end_s=np.zeros(entries),
         tail_s=np.zeros(entries),
     )
@@ -253,6 +257,7 @@ def cards_free_s(
     bank: Bank,
     hosts: Hosts,
     n: int,
+    regions: np.ndarray,
     nodes: np.ndarray,
     n_bytes: np.ndarray,
     sent_bytes: np.ndarray,
@@ -263,6 +268,8 @@ def cards_free_s(
 
     Parameters
     ----------
+    regions : ndarray of int64
+        Those in which the stages are.
     nodes : ndarray, shape (rows, regions)
         As `find_hosts` fills it.
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
@@ -273,10 +280,10 @@ def cards_free_s(
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):
-        for r in range(nodes.shape[1]):
+        for r in regions:
             count, e = nodes[s, r], hosts.first[s, r]
             away = 0.0
-            for b in range(nodes.shape[1] if e != NONE else 0):
+            for b in regions[: len(regions) if e != NONE else 0]:
                 away += sent_bytes[s] * bank.gradient_ratio[r, b] / count if b != r and nodes[s, b] > 0 else 0.0
             while e != NONE:
                 above = hosts.above[e]
@@ -301,6 +308,7 @@ def pairs_free_s(
     bank: Bank,
     hosts: Hosts,
     n: int,
+    regions: np.ndarray,
     nodes: np.ndarray,
     sent_bytes: np.ndarray,
     begin_s: np.ndarray,
@@ -313,13 +321,14 @@ def pairs_free_s(
     ----------
     sent_bytes : ndarray, shape (rows,)
         What a region sends to another one, before packing.
-    nodes, begin_s, tail_s : ndarray
+    regions, nodes, begin_s, tail_s : ndarray
         As for `cards_free_s`.
     """
-    regions = hosts.first.shape[1]
     latest = least_s
-    for a in range(regions):
-        for b in range(regions):
+    for s in range(n):
+        hosts.turns[s] = turns_between(nodes[s], bank.links.sum_turns)
+    for a in regions:
+        for b in regions:
             rate = bank.links.bytes_per_s[bank.stands[a], bank.stands[b]]
             if a == b or rate <= 0:
                 continue
@@ -327,7 +336,8 @@ def pairs_free_s(
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    end = max(end, begin_s[s]) + sent_bytes[s] / max(nodes[s, a], nodes[s, b]) * s_per_byte
+                    pairs = pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s])
+                    end = max(end, begin_s[s]) + sent_bytes[s] / pairs * s_per_byte
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
@@ -352,7 +362,7 @@ def _pair_free_s(
     tail_s: np.ndarray,
 ) -> float:
     """When the node pairs that stage s uses from region a to b with others are free, and their users done, stages s
-    and above."""
+    and above. Of the pairs those are looked at that meet in the first turn: in others it is much the same."""
     latest = 0.0
     e, other, i, k = hosts.first[s, a], hosts.first[s, b], 0, 0
     while e != NONE and other != NONE:
@@ -380,9 +390,7 @@ def _part_of_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int, node:
     i, k = _place(hosts, s, a, node), _place(hosts, s, b, mate)
     if i < 0 or k < 0:
         return 0.0
-    here, there = nodes[s, a], nodes[s, b]
-    common = min((i + 1) * there, (k + 1) * here) - max(i * there, k * here)
-    return float(max(common, 0) / (here * there))
+    return float(part_of_pair(i, nodes[s, a], k, nodes[s, b], hosts.turns[s]))
 
 
 @inner

@@ -307,7 +307,7 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         packs_inside=gradients.inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,
-        links=links.arrays(problem.runtime.bucket_bytes),
+        links=links.arrays(problem.runtime),
         overlap=overlap_of(problem.runtime, batch),
         copies_s=np.array([copies_s(1.0, tables, p) for p, _ in classes]),
         micro_batches=batch.global_batch // micro_batch_size,

@@ -45,13 +45,18 @@ MOST_OF_LENGTH = 1_000
 MOST_SEQUENCES = 3_000
 """Sequences of device types that are looked at, shortest first."""
 
+MOST_IN_ALL = 1_000
+"""Starts that are valued in all context- and expert-parallel degrees."""
+MOST_CLOSED = 200
+"""Of the starts, the best of which the closed ones are looked at."""
+
 MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 12
 """Halvings of a race, and moves of every racer in its first lap: fewer where there are fewer evaluations."""
 RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
 RACE = 0.3
 """Part of the evaluations that the race before the genetic search takes at most."""
-MOST_CELLS = 1_200_000
+MOST_CELLS = 3_000_000
 """Relaxed evaluations of a search times classes of workers, at most."""
 LATE = 30
 """Moves for which walks of the second race may be worse."""
@@ -411,12 +416,13 @@ def _begin_once(
 ) -> tuple[_Begun, Candidates]:
     """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
     of = (decoder.problem, decoder.objective, groups, *known)
-    found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, effort.fluid_evaluations)
+    most_rows = effort.fluid_evaluations // 3 if len(decoder.problem.cluster.pools) == 1 else 0
+    found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, most_rows)
     if found is None:
         candidates = Candidates(decoder, most_stages(decoder.problem))
-        found = _begin(decoder, candidates, groups, known, effort, clock), candidates
+        found = _begin(decoder, candidates, groups, known, most_rows, clock), candidates
         if not found[0].interrupted and math.isinf(effort.time_limit_s):
-            decoder.tables.begun.put(found, of, effort.fluid_evaluations)
+            decoder.tables.begun.put(found, of, most_rows)
     return found[0], found[1].copy()
 
 
@@ -425,20 +431,32 @@ def _begin(
     candidates: Candidates,
     groups: Groups | None,
     known: Sequence[Allocation],
-    effort: Effort,
+    most_rows: int,
     clock: _Clock,
 ) -> _Begun:
-    """Value the simple starts by the fluid objective, and the best uniform splits exactly, in half of the time."""
+    """Value the simple starts by the fluid objective, and the best of so many uniform splits exactly, in half of the
+    time."""
     interrupted = False
     ranked: list[tuple[float, int]] = []
     uniform: list[_Draft] = []
     starts = list(known)
     rows = candidates.space.groups
-    value_of_start = lambda x: candidates.evaluate_degrees(x)[0]  # noqa: E731
+    degrees, valued = candidates.degrees, itertools.count(1)
+
+    def value_of_start(x: Allocation) -> float:
+        """In the best of all degrees, and once so many are valued in those of the best so far."""
+        nonlocal degrees
+        if next(valued) == MOST_IN_ALL and len(degrees) > 1:
+            degrees = tuple(dict.fromkeys((y.cp, y.ep) for y in likely())) or degrees
+        return candidates.evaluate_degrees(x, degrees)[0]
+
+    def likely() -> list[Allocation]:
+        """The best so far."""
+        return candidates.elite[:12]
 
     def likely_sizes() -> tuple[int, ...]:
         """Micro-batch sizes of the best so far, ascending; all while there is none."""
-        return tuple(sorted({x.micro_batch_size for x in candidates.elite[:12]})) or candidates.sizes
+        return tuple(sorted({x.micro_batch_size for x in likely()})) or candidates.sizes
 
     try:
         starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
@@ -455,16 +473,18 @@ def _begin(
 
         def rank(first: int) -> None:
             for i, x in enumerate(starts[first:], first):
-                value, starts[i] = candidates.evaluate_degrees(x)
+                own = candidates.degrees if i < len(known) else degrees
+                value, starts[i] = candidates.evaluate_degrees(x, own)
                 ranked.append((value, i))
                 if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
                     break
 
         rank(0)
         plain = len(starts)
-        starts += closed_starts(decoder, [starts[i] for value, i in sorted(ranked) if math.isfinite(value)])
+        starts += closed_starts(
+            decoder, [starts[i] for value, i in sorted(ranked)[:MOST_CLOSED] if math.isfinite(value)]
+        )
         rank(plain)
-        most_rows = effort.fluid_evaluations // 3
         uniform = uniform_starts(decoder, rows, most_rows=most_rows, seconds_left=lambda: clock.left_s(0.5))[:2]
     except KeyboardInterrupt:
         interrupted = True

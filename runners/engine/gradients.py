@@ -93,6 +93,8 @@ class Bucket:
         """Whether the gradients of all of this rank's micro-batches of the step are there."""
         self.chunk = 0
         """Which of a worker's stages the parameters are in."""
+        self._buffer_bytes: dict[torch.dtype, int] = {}
+        """`buffer_bytes`, once asked for."""
 
     def weights_of(self, start: int, stop: int) -> torch.Tensor:
         """A held stretch of the weights."""
@@ -138,9 +140,12 @@ class Bucket:
 
     def buffer_bytes(self, dtype: torch.dtype) -> int:
         """Of its sum while it is under way."""
-        if self.group is None or not self.may_ask:
-            return self.size * dtype.itemsize
-        return self.group.buffer_bytes(self.size, dtype, self.shapes)
+        if dtype not in self._buffer_bytes:
+            known = self.size * dtype.itemsize
+            if self.group is not None and self.may_ask:
+                known = self.group.buffer_bytes(self.size, dtype, self.shapes)
+            self._buffer_bytes[dtype] = known
+        return self._buffer_bytes[dtype]
 
     def ask(self, dtype: torch.dtype) -> None:
         """Ask for them."""

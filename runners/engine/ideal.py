@@ -194,12 +194,10 @@ class IdealRun:
         if len(firsts) == 1:
             return list(ready_s)
         n_bytes = packed_bytes(elements, self.problem.batch.gradient_bytes, group.codec)
-        # Between two regions as many pairs of ranks work as the one with more leaders has.
-        hosts = {ranks[0]: len(set(leaders)) for ranks, leaders in zip(group.regions, group.leaders, strict=True)}
         found = []
-        for a, own_s in zip(firsts, ready_s, strict=True):
+        for place, (a, own_s) in enumerate(zip(firsts, ready_s, strict=True)):
             others = [(*self._way(b, a), t) for b, t in zip(firsts, ready_s, strict=True) if b != a]
-            pairs = [max(hosts[a], hosts[b]) for b in firsts if b != a]
+            pairs = [group.pairs_at_once[place, other] for other in range(len(firsts)) if other != place]
             way_s = n_bytes / sum(count * rate for count, (_, rate, _) in zip(pairs, others, strict=True))
             key = (group.name, a)
             self._busy_s[key] = max(self._busy_s[key], min(t for *_, t in others)) + way_s

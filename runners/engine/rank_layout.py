@@ -10,7 +10,7 @@ from polygon_comm.reduction import Members, members_of
 from polygon_comm.shaped import LinkShape
 
 from polygon.domain.plan import COMPRESSIONS, Plan, Problem, Worker
-from polygon.domain.runtime import POLYGON
+from polygon.domain.runtime import POLYGON, turns_of_sum
 from polygon.domain.schedule import Action
 
 STEPS_IN_FLIGHT = 2
@@ -304,7 +304,8 @@ class Layout:
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches
         groups: dict[str, Members] = {}
         for name, members in ranks.items():
-            groups[name] = members_of(name, members, self.place_of, self.node_of, self._codec(members), first_tag)
+            codec = self._codec(members)
+            groups[name] = members_of(name, members, self.place_of, self.node_of, codec, first_tag, _turns)
             first_tag += groups[name].tags
         groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=first_tag)
         return groups
@@ -371,3 +372,9 @@ class Layout:
         mates = {mate for stage in self.stages_of(rank) for mate in self.expert_ranks(rank, stage)}
         mates |= set(self.worker_ranks(rank))
         return sorted((near | set(self.streams(rank)) | mates | {0}) - {rank})
+
+
+def _turns(leaders: Sequence[int]) -> int:
+    """In how many turns regions with so many leaders each exchange sums, as they are priced."""
+    _, *others = sorted(leaders, reverse=True)
+    return turns_of_sum(len(leaders), max(others, default=0), sum(leaders), POLYGON.sum_turns)

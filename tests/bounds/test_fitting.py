@@ -66,7 +66,7 @@ def test_no_shard_group_scatters_at_less_than_the_least(shards, per_node, n_byte
     )
     tables = CostTables(problem)
     kinds, links = Kinds.of(tables), tables.links
-    arrays = links.arrays(problem.runtime.bucket_bytes)
+    arrays = links.arrays(problem.runtime)
     for of in kinds.classes:
         held = problem.cluster.pools[of.pool].devices_per_node // of.tp
         near = min(per_node, held, shards)

@@ -12,7 +12,7 @@ from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
-from polygon.cost.reduction import passes_of_card
+from polygon.cost.reduction import pairs_at_once, passes_of_card
 from polygon.cost.shared_links import node_pairs
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
@@ -25,10 +25,11 @@ def contribution(rank, step):
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
+def sum_on_rank(rank, port, region_of, codec, streams, node_of=None, turns=1):
     """Sums of several steps as this rank gets them, and the bytes it sent."""
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
-    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), node_of, codec)
+    regions = dict(enumerate(region_of))
+    members = members_of("test", regions, regions, node_of, codec, turns=lambda _: turns)
     peers = {b if a == rank else a: streams for a, b in members.leader_pairs() if rank in (a, b)}
     wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
     group = SumGroup(members, wires)
@@ -48,33 +49,33 @@ def sum_on_rank(rank, port, region_of, codec, streams, node_of=None):
 
 
 @pytest.mark.parametrize(
-    ("region_of", "codec", "streams", "node_of"),
+    ("region_of", "codec", "streams", "node_of", "turns"),
     [
-        ((0,), "none", 1, None),
-        ((0, 0, 0), "int8", 1, None),
-        ((0, 1), "none", 3, None),
-        ((0, 0, 1), "int8", 1, None),
-        ((1, 0, 2, 0, 1), "none", 1, None),
-        ((1, 0, 2, 0, 1), "bf16", 2, None),
-        ((0, 1, 2, 3), "int4", 1, None),
-        ((0, 1, 2), "topk", 1, None),
-        ((0, 1, 2), "powersgd", 1, None),
-        ((0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 2, 3)),
-        ((0, 0, 0, 1, 1, 2, 2), "int8", 1, (0, 0, 1, 2, 3, 4, 5)),
-        ((0, 0, 0, 0, 1), "none", 1, None),
-        ((0, 0, 1, 1), "none", 1, (0, 1, 2, 3)),
-        ((0, 0, 0, 0, 1, 1), "int8", 1, (0, 1, 2, 3, 4, 5)),
-        ((0, 0, 0, 1, 1), "int8", 2, (0, 1, 2, 3, 4)),
-        ((0, 0, 0, 1, 1, 2), "none", 1, (0, 1, 2, 3, 4, 5)),
-        ((0, 0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 1, 2, 2)),
-        ((0, 1, 0, 0, 0, 1, 2), "int8", 2, (0, 3, 1, 0, 0, 4, 5)),
-        ((0, 0, 0, 1), "powersgd", 1, (0, 0, 1, 2)),
+        ((0,), "none", 1, None, 1),
+        ((0, 0, 0), "int8", 1, None, 1),
+        ((0, 1), "none", 3, None, 1),
+        ((0, 0, 1), "int8", 1, None, 1),
+        ((1, 0, 2, 0, 1), "none", 1, None, 1),
+        ((1, 0, 2, 0, 1), "bf16", 2, None, 1),
+        ((0, 1, 2, 3), "int4", 1, None, 1),
+        ((0, 1, 2), "topk", 1, None, 1),
+        ((0, 1, 2), "powersgd", 1, None, 1),
+        ((0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 2, 3), 1),
+        ((0, 0, 0, 1, 1, 2, 2), "int8", 1, (0, 0, 1, 2, 3, 4, 5), 1),
+        ((0, 0, 0, 0, 1), "none", 1, None, 1),
+        ((0, 0, 1, 1), "none", 1, (0, 1, 2, 3), 2),
+        ((0, 0, 0, 0, 1, 1), "int8", 1, (0, 1, 2, 3, 4, 5), 1),
+        ((0, 0, 0, 1, 1), "int8", 2, (0, 1, 2, 3, 4), 2),
+        ((0, 0, 0, 1, 1, 2), "none", 1, (0, 1, 2, 3, 4, 5), 3),
+        ((0, 0, 0, 0, 1, 1), "none", 1, (0, 0, 1, 1, 2, 2), 1),
+        ((0, 1, 0, 0, 0, 1, 2), "int8", 2, (0, 3, 1, 0, 0, 4, 5), 1),
+        ((0, 0, 0, 1), "powersgd", 1, (0, 0, 1, 2), 1),
     ],
 )
-def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
+def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of, turns):
     """Equal bit by bit on all; the true sum without packing; packed, what is missing never grows with the steps."""
     ranks = len(region_of)
-    results = run_ranks(sum_on_rank, ranks, region_of, codec, streams, node_of)
+    results = run_ranks(sum_on_rank, ranks, region_of, codec, streams, node_of, turns)
     sums = torch.tensor(results[0][0])
     for rank in range(1, ranks):
         assert results[rank][0] == results[0][0]
@@ -94,39 +95,47 @@ def test_all_members_hold_the_same_sum(region_of, codec, streams, node_of):
     assert results[0][2] < {"bf16": 0.6, "powersgd": 0.4}.get(codec, 0.35) * unpacked * (ranks - 1)
 
 
+@pytest.mark.parametrize("turns", [1, 5])
 @pytest.mark.parametrize("counts", [(1, 1), (3, 2), (1, 5), (4, 4), (2, 3, 4), (6, 1, 4, 2)])
-def test_every_node_leads_an_equal_part(counts):
-    """Of an uneven number of nodes each has its part of the vector, to an element a lane, in one lane after another; no
-    pair of nodes has more of it than one of the region with more nodes, and no lane is empty."""
+def test_every_node_leads_an_equal_part(counts, turns):
+    """Of an uneven number of nodes each has its part of the vector, to an element a lane, in one lane after another of
+    a turn; no pair of nodes has more of it than one of the region with more nodes, and no lane is empty. In as many
+    turns as one of two regions has nodes, or more, hardly any pair has more than any other."""
     region_of = dict(enumerate(region for region, count in enumerate(counts) for _ in range(count)))
-    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of})
+    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of}, turns=lambda _: turns)
     parts = [part.numel() for part in members.parts(torch.zeros(ELEMENTS))]
     assert sum(parts) == ELEMENTS and min(parts) > 0
     for region, count in enumerate(counts):
-        assert list(members.leaders[region]) == sorted(members.leaders[region])
+        assert turns > 1 or list(members.leaders[region]) == sorted(members.leaders[region])
         for rank in members.regions[region]:
             led = sum(n for n, leader in zip(parts, members.leaders[region], strict=True) if leader == rank)
-            assert abs(led - ELEMENTS / count) < 1
+            assert abs(led - ELEMENTS / count) < turns * len(counts)
     for a, b in members.leader_pairs():
         of = [members.leaders[region_of[rank]] for rank in (a, b)]
         shared = sum(n for n, *lane in zip(parts, *of, strict=True) if lane == [a, b])
-        assert shared < ELEMENTS / max(counts[region_of[a]], counts[region_of[b]]) + 1
+        here, there = counts[region_of[a]], counts[region_of[b]]
+        assert shared < ELEMENTS / max(here, there) + turns
+        most = pairs_at_once(here, there, turns)
+        assert shared < ELEMENTS / most + 2 * turns
+        assert members.pairs_at_once[region_of[a], region_of[b]] == pytest.approx(most)
+        assert turns == 1 or most > 0.85 * here * there
     assert members.parts(torch.zeros(5))[0].numel() == 5  # a small vector is not cut
 
 
+@pytest.mark.parametrize("turns", [1, 2, 7])
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 5), (3, 2), (4, 6)])
-def test_pairs_of_nodes_exchange_what_they_are_priced_for(senders, receivers):
+def test_pairs_of_nodes_exchange_what_they_are_priced_for(senders, receivers, turns):
     """Who leads what together is what `polygon.cost.shared_links` says that they send one another."""
     region_of = dict(enumerate([0] * senders + [1] * receivers))
-    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of})
+    members = members_of("test", region_of, region_of, {rank: rank for rank in region_of}, turns=lambda _: turns)
     elements = 60 * ELEMENTS
     led = defaultdict(int)
     for part, *pair in zip(members.parts(torch.zeros(elements)), *members.leaders, strict=True):
         led[tuple(pair)] += part.numel() / elements
-    i, k, part = node_pairs(senders, receivers, every=False)
+    i, k, part = node_pairs(senders, receivers, turns, every=False)
     priced = {(a, b + senders): share for a, b, share in zip(i.tolist(), k.tolist(), part.tolist(), strict=True)}
     assert led == pytest.approx(priced, abs=1e-5)
-    assert members.leader_pairs() == sorted(priced)
+    assert sorted(members.leader_pairs()) == sorted(priced)
 
 
 class CountedGroup:

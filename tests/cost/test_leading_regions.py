@@ -207,9 +207,9 @@ def test_gathering_gets_ahead_while_a_sum_is_on_its_way(part, seen):
 
 @pytest.mark.parametrize(("hosts", "many"), [(1, 4), (4, 1), (2, 3)])
 def test_each_host_has_its_part_of_the_way(hosts, many):
-    """Between regions of k and l hosts max(k, l) pairs share what they exchange; a card has 1 / k of it."""
+    """Between regions of k and l hosts k l pairs share what they exchange; a card has 1 / k of it."""
     link, wide = 1e7, Link(latency_s=0.0, bytes_per_s=1e12)
-    for card, took in ((1e12, 1 / max(hosts, many)), (1e6 / CARD_EFFICIENCY, 10 / min(hosts, many))):
+    for card, took in ((1e12, 1 / (hosts * many)), (1e6 / CARD_EFFICIENCY, 10 / min(hosts, many))):
         cluster = cluster_of(
             [[("t4", n, 1)] for n in (hosts, many)],
             latency_s=0.0,

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polygon.cost.reduction import pairs_at_once, turns_between
 from polygon.cost.shared_links import last_end_s, node_pairs
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem, Stage, Worker
+from polygon.domain.runtime import MOST_LANES, TURNS
 from polygon.domain.schedule import stage_spans
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -97,17 +99,39 @@ def test_regions_that_meet_share_too():
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (1, 5), (3, 2), (4, 4), (6, 9)])
-@pytest.mark.parametrize("every", [False, True])
-def test_nodes_of_two_regions_have_equal_parts_of_what_they_exchange(senders, receivers, every):
-    """Each of the one region, each of the other; in order, no more pairs than that takes."""
-    i, k, part = node_pairs(senders, receivers, every=every)
+@pytest.mark.parametrize(("turns", "every"), [(1, False), (5, False), (1, True)])
+def test_nodes_of_two_regions_have_equal_parts_of_what_they_exchange(senders, receivers, turns, every):
+    """Each of the one region, each of the other; in one turn in order, no more pairs than that takes."""
+    i, k, part = node_pairs(senders, receivers, turns, every=every)
     table = np.zeros((senders, receivers))
     table[i, k] = part
     assert (part > 0).all()
     assert table.sum(axis=1) == pytest.approx(np.full(senders, 1 / senders))
     assert table.sum(axis=0) == pytest.approx(np.full(receivers, 1 / receivers))
-    assert len(i) == (senders * receivers if every else senders + receivers - math.gcd(senders, receivers))
-    assert every or part.max() == pytest.approx(1 / max(senders, receivers))
+    if every or turns == 1:
+        assert len(i) == (senders * receivers if every else senders + receivers - math.gcd(senders, receivers))
+    assert every or part.max() == pytest.approx(1 / pairs_at_once(senders, receivers, turns))
+
+
+@given(senders=st.integers(1, 40), receivers=st.integers(1, 40), turns=st.sampled_from((1, *TURNS)))
+def test_as_many_pairs_of_nodes_share_a_sum_as_turns_let_meet(senders, receivers, turns):
+    """No more than there are, nor than the nodes of the larger region have in all turns; in one turn so many. In as
+    many turns as a region has nodes every pair has the same."""
+    pairs, many = pairs_at_once(senders, receivers, turns), max(senders, receivers)
+    assert many * (1 - 1e-9) <= pairs <= min(senders * receivers, turns * many) * (1 + 1e-9)
+    assert pairs_at_once(senders, receivers, 1) == pytest.approx(many)
+    assert pairs_at_once(turns, receivers, turns) == pytest.approx(turns * receivers)
+
+
+@given(nodes=st.lists(st.integers(0, 60), min_size=1, max_size=8), most=st.integers(1, 7))
+def test_regions_take_as_many_turns_as_help(nodes, most):
+    """One where nobody would meet more, or lanes would be too many; else no fewer than regions, so that none turn
+    alike, and no more than it takes to have as many as asked for, or as the second largest region has nodes."""
+    turns = turns_between(np.array(nodes), most)
+    regions, second = sum(n > 0 for n in nodes), sorted([0, *nodes])[-2]
+    enough = min(t for t in TURNS if t >= max(regions, min(second, most)))
+    fits = [t for t in TURNS if regions <= t <= enough and t * sum(nodes) <= MOST_LANES]
+    assert turns == (max(fits, default=1) if min(second, most) > 1 else 1)
 
 
 @given(

@@ -324,7 +324,7 @@ def test_copies_send_their_parts_from_all_nodes_at_once(nodes, n_bytes):
     """Two shard groups on so many nodes each sum as two on one node do with so many times less; one has no copy."""
     cluster = cluster_of([[("a100-40gb", 16, 8), ("a100-40gb", 16, 8)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
-    arrays = CostTables(problem).links.arrays(25e6)
+    arrays = CostTables(problem).links.arrays(problem.runtime)
 
     def copies(n, count, nodes):
         ones = np.ones(count, dtype=np.int64)

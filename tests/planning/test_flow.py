@@ -60,7 +60,7 @@ def places_of(stages=2, regions=2, *, nodes=1, workers=1, rates=1.0):
 def sent(bank, supply, demand):
     """The flow from supplies to demands, None where a link is missing."""
     out = np.full((len(supply), len(supply)), 7.0)
-    there = flow.transport(bank, np.array(supply), np.array(demand), out)
+    there = flow.transport(bank, np.arange(len(supply)), np.array(supply), np.array(demand), out)
     return out.tolist() if there else None
 
 

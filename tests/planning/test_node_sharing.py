@@ -24,9 +24,9 @@ GROUPS = [[("a100-40gb", 2, 4)], [("a100-40gb", 1, 4), ("t4", 2, 2)], [("v100-16
 def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
-    nodes = work.places.nodes
-    cards = cards_free_s(bank, hosts, n, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
-    return cards, pairs_free_s(bank, hosts, n, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
+    regions, nodes = np.arange(3), work.places.nodes
+    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     begin_s[:n] = np.sort(rng.uniform(0, 2, n))[::-1]
     found = free_s(decoder.bank(x.setting), work, n, begin_s, np.zeros_like(begin_s))
     n_bytes = work.reduction.card_bytes[:n]
-    busy = busy_on_shared(plan, place, decoder.tables.links, times.reductions, n_bytes)
+    turns = decoder.problem.runtime.sum_turns
+    busy = busy_on_shared(plan, place, decoder.tables.links, times.reductions, n_bytes, turns)
     for mine_s, busy_s in zip(found, busy, strict=True):
         exact_s = last_end_s(begin_s[:n], busy_s).max()
         if np.isfinite(exact_s):

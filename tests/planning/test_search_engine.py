@@ -368,7 +368,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
     candidates = Counted(decoder, 4)
     effort = Effort(fluid_evaluations=evaluations, patience=evaluations)
     clock = engine._Clock(math.inf)
-    begun = engine._begin(decoder, candidates, None, [], effort, clock)
+    begun = engine._begin(decoder, candidates, None, [], 0, clock)
     taken, _ = engine._explore(candidates, np.random.default_rng(0), effort, begun, clock, None)
     half = evaluations // 2 if evaluations >= 100 else 0
     assert taken == evaluations
@@ -402,7 +402,7 @@ def test_searches_that_begin_alike_begin_once(monkeypatch):
     ended(0, limited, time_limit_s=60.0)
     ended(0, limited, time_limit_s=60.0)
     ended(0, tables, fluid_evaluations=FAST.fluid_evaluations + 1)
-    assert len(begun) == 6
+    assert len(begun) == 5
 
 
 def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch):
