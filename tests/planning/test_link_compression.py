@@ -296,10 +296,14 @@ def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
     assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
 
 
-@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e7, "int8"), (1e13, "none")])
-def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, mode):
-    """Over a thin link a quarter of the bytes; where a link takes next to nothing packing itself would take longer."""
-    tables = CostTables(problem_of(PAIR, bytes_per_s=bytes_per_s))
+@pytest.mark.parametrize(
+    ("bytes_per_s", "card", "mode"), [(1e7, 1e13, "int8"), (1e13, 1e13, "none"), (1e13, 1e8, "int8")]
+)
+def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, card, mode):
+    """Over a thin link, or a thin card before a wide one, a quarter of the bytes; where a link takes next to nothing
+    packing itself would take longer."""
+    cluster = cluster_of(PAIR, bytes_per_s=bytes_per_s, between=Link(latency_s=1e-5, bytes_per_s=card))
+    tables = CostTables(replace(problem_of(PAIR), cluster=cluster))
     assert gradient_mode(tables, ("none", "int8")) == mode
 
 
