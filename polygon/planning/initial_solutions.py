@@ -18,6 +18,8 @@ WINDOWS = (2, 3, 4, 6, 8)
 """Regions near each other that share a pipeline."""
 MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 """Regions around which windows are opened, windows in which everything is tried, and the best that are kept."""
+FAR = 2.0
+"""Times the best start so far from which on devices with little memory are left out."""
 MOST_WALKED = 150
 """Regions of all walks together, but for two walks in any case."""
 FIRST_ALONE, MOST_ALONE = 4, 60
@@ -245,9 +247,9 @@ def replicated_starts(
 ) -> list[Allocation]:
     """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
 
-    All numbers of stages, degrees and few widths are valued, of all devices and of those with so much memory or more:
-    where a region's small ones cannot hold a stage, its others may. From the best of each of three numbers of stages
-    regions are left out, one after another, where that does not make the step longer.
+    All numbers of stages, degrees and few widths are valued, of all devices, and where these cannot hold the stages, or
+    are far from the best, of those with more memory alone. From the best of each of three numbers of stages regions are
+    left out, one after another, where that does not make the step longer.
 
     Parameters
     ----------
@@ -260,23 +262,27 @@ def replicated_starts(
     memory = {p: float(decoder.tables.limit_bytes[p]) for p in decoder.columns}
     levels = sorted(set(memory.values()))
     best: dict[int, tuple[float, Allocation]] = {}
-    tried = set[bytes]()
-    for stages, tp, least in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes}), levels):
-        large: dict[int, list[int]] = {}
-        for p in decoder.columns:
-            if memory[p] >= least:
-                large.setdefault(int(decoder.tables.links.region[p]), []).append(p)
-        for width in (1, 2, 4, 8) if stages <= rows else ():
-            parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in large.values()]
-            workers = sum(part for part in parts if part is not None)
-            if isinstance(workers, int) or workers.tobytes() in tried or seconds_left() <= 0:
+    for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes})):
+        for least in levels if stages <= rows else ():
+            large: dict[int, list[int]] = {}
+            for p in decoder.columns:
+                if memory[p] >= least:
+                    large.setdefault(int(decoder.tables.links.region[p]), []).append(p)
+            before, own = None, math.inf
+            for width in (1, 2, 4, 8):
+                parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in large.values()]
+                workers = sum(part for part in parts if part is not None)
+                if isinstance(workers, int) or (workers == before).all() or seconds_left() <= 0:
+                    break
+                before = workers
+                for size in sizes:
+                    x = Allocation(workers=workers, micro_batch_size=size)
+                    value = value_of(x)
+                    own = min(own, value)
+                    if value < best.get(stages, (math.inf, x))[0]:
+                        best[stages] = value, x
+            if own <= FAR * min((value for value, _ in best.values()), default=0.0):
                 break
-            tried.add(workers.tobytes())
-            for size in sizes:
-                x = Allocation(workers=workers, micro_batch_size=size)
-                value = value_of(x)
-                if value < best.get(stages, (math.inf, x))[0]:
-                    best[stages] = value, x
     result = []
     for value, x in sorted(best.values(), key=lambda entry: entry[0])[:3]:
         for region in sorted(set(region_of.tolist())):
