@@ -40,9 +40,7 @@ def test_the_searches_with_and_without_a_budget_share_the_time(monkeypatch):
 def test_progress_along_a_front_names_what_is_searched_in_both_languages():
     """Shares of time and money as per cent, not the exponents by which they are mixed."""
     told: list[Message] = []
-    problem = Problem(
-        cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128)
-    )
+    problem = Problem(cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128))
     effort = Effort(fluid_evaluations=20, exact_evaluations=2, patience=10)
     find_front(problem, 0, effort=effort, tell=lambda phase, part, best: told.append(phase))
     english = {say(message).split(", ")[0] for message in told}
