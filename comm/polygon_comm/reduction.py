@@ -435,6 +435,20 @@ class SumGroup:
         """Whether leaders send one another all that a lane has, whatever its size."""
         return len(self.members.regions) == 2 or self.members.codec == "powersgd"
 
+    def buffer_bytes(self, elements: int, dtype: torch.dtype, shapes: Sequence[Sequence[int]] = ()) -> int:
+        """Bytes that the sum of a vector of so many elements needs on this rank while it is under way, beside the
+        vector: what this rank packs and hears of the lanes that it leads, and of what is added up in the region."""
+        places, mine = len(self.members.regions), self._leaders
+        n_bytes = 0 if self._near is None and self._node is None else elements * dtype.itemsize
+        if places > 1:
+            codec = make_codec(self.members.codec, shapes)
+            for lane, part in enumerate(self.members.parts(torch.empty(elements, dtype=dtype, device="meta"))):
+                if mine[lane] == self._wires.rank:
+                    payload = codec.payload_bytes(part.numel(), dtype)
+                    # Whole versions; or parts that leave and come and sums that come, and the one that leaves.
+                    n_bytes += payload * places if self._direct else payload * (3 * places - 2) // places
+        return n_bytes
+
     def expect(self, elements: int, dtype: torch.dtype, key: str, shapes: Sequence[Sequence[int]] = ()) -> None:
         """Say what the next sum will be, before its vector is there: the other leaders can then send theirs.
 

@@ -258,9 +258,9 @@ def estimate(
 
 
 def _terms(times: StepTimes, last: int) -> dict[str, float]:
-    """Split the step, as the worker that ends last sees it, into terms that add up."""
+    """Split the step, as the worker that ends last sees it or who it waits for, into terms that add up."""
     schedule = times.schedule
-    stage = int(times.place.stage[last])
+    stage = _awaited(times, int(times.place.stage[last]))
     # The reduction waits for the slowest of those that sum together, not for who ends last: it is that one's pipeline
     # that is split. Where regions lead by turns nobody waits beyond its own.
     peers = times.place.stage == stage
@@ -289,6 +289,18 @@ def _terms(times: StepTimes, last: int) -> dict[str, float]:
         "reduction": step_s - update - end,
         "update": update,
     }
+
+
+def _awaited(times: StepTimes, stage: int) -> int:
+    """The stage whose sums a stage waits for before it updates (`polygon.cost.finish.done_s`): else its wait for that
+    one's pipeline would be called a reduction."""
+    reduced_s = times.reduced_s.copy()
+    ends = [0, len(reduced_s) - 1]
+    if times.tied_s > 0:
+        later = ends[int(reduced_s[ends].argmax())]
+        reduced_s[later] += times.tied_s
+        stage = later if stage in ends else stage
+    return int(reduced_s.argmax()) if times.norm_s > 0 else stage
 
 
 def _worker_estimates(

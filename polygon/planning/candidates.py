@@ -98,6 +98,14 @@ class Candidates(SearchProblem[Allocation]):
         """Allocations met: the best of every structure, then the second best, and so on."""
         return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: entry[3])]
 
+    @property
+    def of_lengths(self) -> list[Allocation]:
+        """The best of every number of stages met, best first: the fluid value misjudges long pipelines most."""
+        found: dict[int, Allocation] = {}
+        for _, _, x, _ in self._ranked():
+            found.setdefault(len(x.stages), x)
+        return list(found.values())
+
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
         """Values, numbers, allocations and places in their structure of the good ones met, best first.
 

@@ -325,10 +325,13 @@ class Decoder:
         more = [steps for steps in may.local_steps if steps > 1]
         if not more or not can_take_local_steps(self.problem, plan):
             return plan
-        alone = replace(plan, links=without_inside(plan.links))
+        alone = replace(plan, links=without_inside(plan.links), local_steps=more[-1])
+        if self._over_memory(alone).any():  # what is under way takes the room of the outer optimizer
+            paced = Pacing(alone, self.tables).best()
+            if paced is None:
+                return plan
+            alone = paced[0]
         options = [plan, *(replace(alone, local_steps=steps) for steps in more)]
-        if self._over_memory(options[-1]).any():
-            return plan
         values = [self.plan_value(option) for option in options]
         limit = min(values) * (NEARLY if min(values) > 0 else 1.0)
         return next(option for option, value in zip(options, values, strict=True) if value <= limit)

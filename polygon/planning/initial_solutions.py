@@ -245,8 +245,9 @@ def replicated_starts(
 ) -> list[Allocation]:
     """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
 
-    All numbers of stages, degrees and few widths are valued; from the best of each of three numbers of stages regions
-    are left out, one after another, where that does not make the step longer.
+    All numbers of stages, degrees and few widths are valued, of all devices and of those with so much memory or more:
+    where a region's small ones cannot hold a stage, its others may. From the best of each of three numbers of stages
+    regions are left out, one after another, where that does not make the step longer.
 
     Parameters
     ----------
@@ -255,20 +256,22 @@ def replicated_starts(
     value_of, seconds_left : callable
         As for `grown_starts`.
     """
-    regions: dict[int, list[int]] = {}
-    for p, _ in decoder.classes:
-        if p not in regions.setdefault(decoder.tables.links.region[p], []):
-            regions[decoder.tables.links.region[p]].append(p)
     region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
+    memory = {p: float(decoder.tables.limit_bytes[p]) for p in decoder.columns}
+    levels = sorted(set(memory.values()))
     best: dict[int, tuple[float, Allocation]] = {}
-    for stages, tp in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes})):
-        before = None
+    tried = set[bytes]()
+    for stages, tp, least in itertools.product(STAGE_COUNTS, sorted({t for _, t in decoder.classes}), levels):
+        large: dict[int, list[int]] = {}
+        for p in decoder.columns:
+            if memory[p] >= least:
+                large.setdefault(int(decoder.tables.links.region[p]), []).append(p)
         for width in (1, 2, 4, 8) if stages <= rows else ():
-            parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in regions.values()]
+            parts = [spread_region(decoder, m, stages, tp, rows, width, alike=True) for m in large.values()]
             workers = sum(part for part in parts if part is not None)
-            if isinstance(workers, int) or (before is not None and (workers == before).all()) or seconds_left() <= 0:
+            if isinstance(workers, int) or workers.tobytes() in tried or seconds_left() <= 0:
                 break
-            before = workers
+            tried.add(workers.tobytes())
             for size in sizes:
                 x = Allocation(workers=workers, micro_batch_size=size)
                 value = value_of(x)
@@ -276,7 +279,7 @@ def replicated_starts(
                     best[stages] = value, x
     result = []
     for value, x in sorted(best.values(), key=lambda entry: entry[0])[:3]:
-        for region in regions:
+        for region in sorted(set(region_of.tolist())):
             fewer = replace(x, workers=np.where(region_of == region, 0, x.workers))
             if fewer.workers.any() and fewer.workers.sum() < x.workers.sum() and seconds_left() > 0:
                 less = value_of(fewer)

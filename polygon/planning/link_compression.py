@@ -42,11 +42,14 @@ def _memory_bytes_per_s(problem: Problem) -> np.ndarray:
 def link_seconds(
     tables: CostTables, n_values: float, element_bytes: int, mode: str, *, feedback: bool = False
 ) -> np.ndarray:
-    """Seconds of packing, sending (latency left out) and unpacking between regions, and between nodes of one on the
-    diagonal; inf without a link."""
+    """Seconds of packing, sending (latency left out) and unpacking between regions, at best their nodes' cards, and
+    between nodes of one on the diagonal; inf without a link."""
     problem = tables.problem
     memory = _memory_bytes_per_s(problem)
     rate = np.minimum(problem.cluster.bytes_per_s, tables.links.capacity_bytes_per_s)
+    card = np.zeros(len(rate))
+    np.maximum.at(card, tables.links.region, tables.links.card_bytes_per_s)
+    rate = np.minimum(rate, np.minimum.outer(card, card))
     for r in range(len(rate)):
         rate[r, r] = min((tables.links.bytes_per_s[pair] for pair in _pairs_inside(problem, r)), default=0.0)
     pack, unpack = codec_s(n_values, element_bytes, mode, 1.0, feedback=feedback)

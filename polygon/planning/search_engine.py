@@ -292,11 +292,12 @@ def find_plan(
         return ended(None, math.inf, (), reason=_why_not(decoder, begun.tried))
     exact = ExactCandidates(decoder, candidates.space.groups)
     count = 6 if interrupted else effort.exact_evaluations
+    likely = _in_turn(candidates.elite, simple, candidates.of_lengths)[: max(1, count // 3)]
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,
         _limit(count, count, max(0.2, clock.left_s())),
-        start=[*known, *(x for _, _, x in begun.uniform), *_in_turn(candidates.elite, simple)[: max(1, count // 3)]],
+        start=[*known, *(x for _, _, x in begun.uniform), *likely],
         callback=_told(tell, Message("phase.exact"), effort.exact_evaluations),
     )
     evaluations += result.evaluations
@@ -596,13 +597,13 @@ def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
     return of_one
 
 
-def _in_turn(found: list[Allocation], simple: list[Allocation]) -> list[Allocation]:
-    """One of what the fluid search has found, one of the simple starts, and so on.
+def _in_turn(*lists: list[Allocation]) -> list[Allocation]:
+    """One of each list after the other: of what the fluid search has found, of the simple starts, and so on.
 
-    The longer the fluid objective is searched, the more of the best are what it misjudges, unlike simple ones.
+    The longer the fluid objective is searched, the more of the best are what it misjudges, unlike others.
     """
-    pairs = itertools.zip_longest(found, simple)
-    return list({id(x): x for pair in pairs for x in pair if x is not None}.values())
+    rows = itertools.zip_longest(*lists)
+    return list({id(x): x for row in rows for x in row if x is not None}.values())
 
 
 def _runners_up(exact: ExactCandidates, chosen: Allocation, value: float) -> list[Allocation]:

@@ -122,9 +122,10 @@ def merge_kinds(bank: Bank, stages: Stages, n: int, on_node: np.ndarray) -> None
         take_turn(stages, s)
         k = 0
         for i in range(stages.members[s]):
-            kind = bank.kind[stages.classes[s, i]]
-            count = stages.counts[s, i]
-            shards, near = count * bank.cp, on_node[s, i] * bank.cp
+            c, count = stages.classes[s, i], stages.counts[s, i]
+            kind = bank.kind[c]
+            # Parts of a sequence may need several nodes.
+            shards, near = count * bank.cp, min(on_node[s, i] * bank.cp, max(1, bank.devices_per_node[c] // bank.tp[c]))
             at = 0
             while at < k and stages.kinds[s, at] != kind:
                 at += 1

@@ -93,6 +93,8 @@ class Bucket:
         """Whether the gradients of all of this rank's micro-batches of the step are there."""
         self.chunk = 0
         """Which of a worker's stages the parameters are in."""
+        self._buffer_bytes: dict[torch.dtype, int] = {}
+        """`buffer_bytes`, once asked for."""
 
     def weights_of(self, start: int, stop: int) -> torch.Tensor:
         """A held stretch of the weights."""
@@ -135,6 +137,15 @@ class Bucket:
     def may_ask(self) -> bool:
         """Whether others can be asked for their part of the sum before this rank's is there."""
         return self.group is not None and not self.whole and not isinstance(self.group, ServerGroup)
+
+    def buffer_bytes(self, dtype: torch.dtype) -> int:
+        """Of its sum while it is under way."""
+        if dtype not in self._buffer_bytes:
+            known = self.size * dtype.itemsize
+            if self.group is not None and self.may_ask:
+                known = self.group.buffer_bytes(self.size, dtype, self.shapes)
+            self._buffer_bytes[dtype] = known
+        return self._buffer_bytes[dtype]
 
     def ask(self, dtype: torch.dtype) -> None:
         """Ask for them."""
@@ -273,7 +284,7 @@ class Reducer:
             self._next += 1
 
     def _add(self, bucket: Bucket) -> None:
-        self.line.add(lambda: self._begin(bucket), bucket.size * bucket.vector.element_size())
+        self.line.add(lambda: self._begin(bucket), bucket.buffer_bytes(self.dtype))
 
     def _begin(self, bucket: Bucket) -> Pending:
         with self._log.interval("reduce", f"begin {bucket.name}"):
@@ -301,7 +312,7 @@ class Reducer:
         """Expect the next sums: without that, each pays a latency for asking before it pays one for the answer."""
         while self._to_expect:
             bucket, ahead = self._to_expect[0], len(self._expected)
-            n_bytes = sum(other.vector.nbytes for other in (*self._expected, bucket))
+            n_bytes = sum(other.buffer_bytes(self.dtype) for other in (*self._expected, bucket))
             if ahead >= SUMS_UNDER_WAY and (n_bytes > BYTES_UNDER_WAY or ahead >= MOST_UNDER_WAY):
                 return
             self._expected.append(self._to_expect.popleft())

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 import pytest
 import torch
 from polygon_comm.accelerator import Accelerator
+from polygon_comm.compression import make_codec
 from polygon_comm.line import SUMS_UNDER_WAY
 from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
@@ -222,14 +223,15 @@ def test_sums_under_way_at_the_same_time_do_not_mix():
 
 
 class CountedWires(Wires):
-    """Counts the receives that are posted."""
+    """Counts the receives that are posted, and their bytes."""
 
-    posted = 0
+    posted = posted_bytes = 0
 
-    def post_receive(self, *args):
+    def post_receive(self, peer, tag, n_bytes):
         """As its base."""
         self.posted += 1
-        return super().post_receive(*args)
+        self.posted_bytes += n_bytes
+        return super().post_receive(peer, tag, n_bytes)
 
 
 def posted_on_rank(rank, port, ranks, codec):
@@ -254,3 +256,28 @@ def test_what_was_announced_is_not_asked_for_again(ranks, codec, rounds):
     """The receives of an announced sum are those that were posted then: no others, and none is left over."""
     once = rounds * (ranks - 1)
     assert run_ranks(posted_on_rank, ranks, ranks, codec) == [[once, once, 2 * once]] * ranks
+
+
+def buffers_on_rank(rank, port, region_of, codec):
+    """Bytes that a sum is said to need on a rank, that it hears, and that its vector has once packed."""
+    store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
+    members = members_of("test", range(len(region_of)), dict(enumerate(region_of)), None, codec)
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    wires = CountedWires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
+    group, vector, shapes = SumGroup(members, wires), contribution(rank, 0), [(ELEMENTS // 50, 50)]
+    group.sum_(vector, "gradient", shapes)
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(len(region_of))])
+    packed = make_codec(codec, shapes).payload_bytes(ELEMENTS, vector.dtype)
+    return group.buffer_bytes(ELEMENTS, vector.dtype, shapes), wires.posted_bytes, packed, bool(peers)
+
+
+@pytest.mark.parametrize(
+    ("region_of", "codec"),
+    [((0, 1), "none"), ((0, 1, 2), "int8"), ((0, 1, 2), "powersgd"), ((0, 1, 2, 3), "none"), ((0, 0, 1), "int8")],
+)
+def test_buffers_of_a_sum_are_what_a_leader_hears_and_sends(region_of, codec):
+    """And a vector of the region's others where there are any; who leads nothing has that alone."""
+    for rank, (needs, heard, packed, leads) in enumerate(run_ranks(buffers_on_rank, len(region_of), region_of, codec)):
+        near = 4 * ELEMENTS * (region_of.count(region_of[rank]) > 1)
+        assert needs == pytest.approx(near + leads * (heard + packed), rel=0.05)

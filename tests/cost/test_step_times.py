@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polygon.cost.estimate import estimate
 from polygon.cost.network import gather_s, group_of
 from polygon.cost.reduction import copies_s
 from polygon.cost.step_times import seen_s, step_times, waiting_s
@@ -77,6 +78,19 @@ def test_the_norm_is_waited_for_where_nobody_has_the_whole_gradient():
         assert times.norm_s == LATENCY_S
         before_s = times.reduced_s.max() + LATENCY_S
         assert times.step_s == pytest.approx(before_s + times.update_s.max())
+
+
+def test_waiting_for_another_stages_pipeline_is_no_reduction():
+    """Two stages of a worker each: the later one ends its backward first, and updates longest, after the norm. The
+    first is what all wait for, and of its sums there are none."""
+    problem = far_problem(2)
+    layers, plan = problem.model.layers, in_two(replicas(problem), problem)
+    first, second = plan.stages
+    plan = replace(plan, stages=(replace(first, last_layer=2), replace(second, first_layer=2, last_layer=layers)))
+    times, terms = step_times(plan, CostTables(problem)), estimate(problem, plan).terms
+    assert times.done_s.argmax() == 1 and times.ends_s[0] > times.ends_s[1] + LATENCY_S
+    assert terms["reduction"] == pytest.approx(LATENCY_S)
+    assert sum(terms.values()) == pytest.approx(times.step_s)
 
 
 def test_nodes_that_pack_inside_a_region_divide_by_themselves():

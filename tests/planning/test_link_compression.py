@@ -31,6 +31,7 @@ from polygon.planning.link_compression import (
     link_seconds,
 )
 from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.warmup_depths import Pacing
 from polygon.planning.what_ifs import sensitivities, usual_changes
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
@@ -182,6 +183,21 @@ def test_local_steps_save_the_link_and_cost_memory():
     assert extra == pytest.approx(8 * MODEL.parameters)
 
 
+def test_local_steps_get_the_room_of_the_outer_optimizer():
+    """A pipeline in each of two regions, whose micro-batches under way fill the memory: with local steps fewer are."""
+    cluster = cluster_of([[("t4", 2, 1)]] * 2, latency_s=0.1, bytes_per_s=2e7)
+    model = small_gpt(blocks=16, hidden_size=2304, head_dim=64, ffn_size=9216)
+    limits = Constraints(local_steps=(1, 64))
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024), constraints=limits)
+    plan = Decoder(problem).decode(Allocation(workers=np.ones((2, 2), dtype=np.int64), micro_batch_size=1))
+    assert plan.local_steps == 64
+    assert violations(problem, plan) == []
+    tables = CostTables(problem)
+    plain = replace(plan, local_steps=1, spans=tuple((64,) * stage.width for stage in plan.stages))
+    filled = Pacing(plain, tables).best()[0]
+    assert sum(map(sum, filled.spans)) > sum(map(sum, plan.spans))
+
+
 @settings(max_examples=cases(20), deadline=None)
 @given(steps=st.integers(2, 500), bytes_per_s=st.sampled_from([1e7, 1e8, 1e9]))
 def test_a_step_is_its_own_work_and_its_part_of_the_meeting(steps, bytes_per_s):
@@ -280,10 +296,14 @@ def test_regions_that_send_to_others_may_pack_their_own_sums_as_well():
     assert [(use.source, use.target) for use in found.links[len(between) :]] == pairs
 
 
-@pytest.mark.parametrize(("bytes_per_s", "mode"), [(1e7, "int8"), (1e13, "none")])
-def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, mode):
-    """Over a thin link a quarter of the bytes; where a link takes next to nothing packing itself would take longer."""
-    tables = CostTables(problem_of(PAIR, bytes_per_s=bytes_per_s))
+@pytest.mark.parametrize(
+    ("bytes_per_s", "card", "mode"), [(1e7, 1e13, "int8"), (1e13, 1e13, "none"), (1e13, 1e8, "int8")]
+)
+def test_gradients_are_packed_as_is_quickest_for_a_block_s(bytes_per_s, card, mode):
+    """Over a thin link, or a thin card before a wide one, a quarter of the bytes; where a link takes next to nothing
+    packing itself would take longer."""
+    cluster = cluster_of(PAIR, bytes_per_s=bytes_per_s, between=Link(latency_s=1e-5, bytes_per_s=card))
+    tables = CostTables(replace(problem_of(PAIR), cluster=cluster))
     assert gradient_mode(tables, ("none", "int8")) == mode
 
 

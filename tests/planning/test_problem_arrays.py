@@ -45,9 +45,9 @@ def test_optimizer_speed_is_that_of_each_class_own_pool():
 
 
 @numba.njit
-def _states_bytes(bank, stages, s, i, zero, first, last):
+def _states_bytes(bank, stages, c, zero, shards, first, last):
     """Kernels within kernels cannot be called from Python."""
-    return states_bytes(bank, stages, s, i, zero, first, last)
+    return states_bytes(bank, stages, c, zero, shards, first, last)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
@@ -59,12 +59,11 @@ def test_states_of_a_stage_are_those_of_the_exact_price(optimizer):
     bank = build_bank(tables, classes, Setting(2), allowed(problem))
     layers = tables.memory(1, 2, "none").layers
     stages = stages_for(1, len(classes))
-    stages.kind_shards[0, 0] = 2
     for first, last in ((0, 6), (0, 2), (2, 4), (3, 6)):
         for zero in range(4):
             parts = breakdown(
                 *stage_rows(layers, first, last), in_flight=0, zero=zero, shards=2, batch=problem.batch,
                 gradient_copies=gradient_copies(problem.batch, problem.runtime, zero),
             )  # fmt: skip
-            found = _states_bytes(bank, stages, 0, 0, zero, first, last)
+            found = _states_bytes(bank, stages, 0, zero, 2, first, last)
             assert found == pytest.approx(parts.weights + parts.gradients + parts.optimizer)

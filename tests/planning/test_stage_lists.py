@@ -41,7 +41,7 @@ def bank():
 def test_workers_alike_are_one_kind_wherever_they_are(bank, data):
     """As many of each kind as of its classes; the least and the most that a pool has; rows of nobody are left out.
 
-    Of what classes have on one node, the least.
+    Of what classes have on one node, the least, and no more than a node has groups of tensor-parallel devices.
     """
     shape = 3, len(bank.pool)
     x = np.array(data.draw(st.lists(st.integers(0, 2), min_size=3 * shape[1], max_size=3 * shape[1]))).reshape(shape)
@@ -53,7 +53,8 @@ def test_workers_alike_are_one_kind_wherever_they_are(bank, data):
         counts, shards, near = Counter[int](), dict[int, list[int]](), dict[int, int]()
         for k, c in enumerate(np.flatnonzero(row)):
             counts[int(bank.kind[c])] += int(row[c])
-            near.setdefault(int(bank.kind[c]), int(on_node[s, k]))
+            most = max(1, int(bank.devices_per_node[c]) // int(bank.tp[c]))
+            near[int(bank.kind[c])] = min(near.get(int(bank.kind[c]), most), int(on_node[s, k]), most)
             shards.setdefault(int(bank.kind[c]), []).append(int(row[c]))
         kinds = stages.kinds[s, : stages.kind_members[s]].tolist()
         assert sorted(kinds) == sorted(counts)
