@@ -170,9 +170,9 @@ def _half(effort: Effort, time_limit_s: float) -> Effort:
 def _part(tell: Tell | None, objective: Objective, index: int, count: int) -> Tell | None:
     if tell is None:
         return None
-    told: Tell = tell
+    told, said = tell, objective.said or objective.name
     return lambda phase, part, best: told(
-        Message("phase.of_objective", objective=objective.name, phase=phase), (index + part) / count, best
+        Message("phase.of_objective", objective=said, phase=phase), (index + part) / count, best
     )
 
 

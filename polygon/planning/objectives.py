@@ -34,11 +34,14 @@ class Objective:
         Of a bill, lower is better.
     unit : str
         Of the value.
+    said : Message, optional
+        What people read of it; of those that the command line knows, `name` does.
     """
 
     name: str
     value: Callable[[Bill], float]
     unit: str
+    said: Message | None = None
 
 
 def mixture(time_weight: float) -> Objective:
@@ -50,7 +53,8 @@ def mixture(time_weight: float) -> Objective:
     def value(bill: Bill) -> float:
         return float(bill.step_s**time_weight * max(bill.usd, 1e-12) ** (1 - time_weight))
 
-    return Objective(name=f"time^{time_weight:g} money^{1 - time_weight:g}", value=value, unit="")
+    said = Message("objective.mixture", time_percent=100 * time_weight, money_percent=100 * (1 - time_weight))
+    return Objective(name=f"time^{time_weight:g} money^{1 - time_weight:g}", value=value, unit="", said=said)
 
 
 STEP_TIME = Objective(name="time", value=lambda bill: bill.step_s, unit="s")

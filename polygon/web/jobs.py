@@ -258,12 +258,15 @@ class Jobs:
 
 
 class JobProgress:
-    """Tells a job's progress to the store, ten times a second at most, and stops the job when asked to."""
+    """Tells a job's progress to the store, ten times a second at most, and stops the job when asked to.
+
+    What is told never goes back, though a phase may count its work anew: from it people are told what time is left.
+    """
 
     def __init__(self, store: Store, job: str, stop: threading.Event) -> None:
         self.stop = stop
         self._store, self._job = store, job
-        self._told_s = -1.0
+        self._told_s, self._most = -1.0, 0.0
 
     def tell(self, note: Message | str, part: float) -> None:
         """How far the job is, 0 to 1.
@@ -275,6 +278,7 @@ class JobProgress:
         """
         if self.stop.is_set():
             raise KeyboardInterrupt
+        self._most = max(self._most, part)
         if time.monotonic() - self._told_s > 0.1:
             self._told_s = time.monotonic()
-            self._store.tell(self._job, part, note)
+            self._store.tell(self._job, self._most, note)

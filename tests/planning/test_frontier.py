@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from polygon.domain.message import Message, say
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning import frontier
-from polygon.planning.frontier import _seed_of, find_within_limits
+from polygon.planning.frontier import _seed_of, find_front, find_within_limits
 from polygon.planning.search_engine import Effort
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -34,3 +35,15 @@ def test_the_searches_with_and_without_a_budget_share_the_time(monkeypatch):
     effort = Effort(time_limit_s=1000.0, fluid_evaluations=20, exact_evaluations=2, patience=10)
     assert find_within_limits(problem, 0, effort=effort).plan is None
     assert len(limits) == 2 and max(limits) <= 500.0
+
+
+def test_progress_along_a_front_names_what_is_searched_in_both_languages():
+    """Shares of time and money as per cent, not the exponents by which they are mixed."""
+    told: list[Message] = []
+    problem = Problem(cluster=cluster_of([[("t4", 1, 2)]]), model=small_gpt(), batch=Batch(global_batch=4, seq_len=128))
+    effort = Effort(fluid_evaluations=20, exact_evaluations=2, patience=10)
+    find_front(problem, 0, effort=effort, tell=lambda phase, part, best: told.append(phase))
+    english = {say(message).split(", ")[0] for message in told}
+    assert {"time", "money", "75 % time and 25 % money", "50 % time and 50 % money"} <= english
+    assert any(say(message, "zh").startswith("时间占 75 %、费用占 25 %，") for message in told)
+    assert not any("^" in say(message, language) for message in told for language in ("en", "zh"))

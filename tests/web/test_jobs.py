@@ -1,6 +1,7 @@
 """Jobs and their store: what a search says is kept as a message, and said in the language of who asks."""
 
 import sqlite3
+from threading import Event
 
 import pytest
 
@@ -8,7 +9,7 @@ pytest.importorskip("fastapi", reason="the web application's libraries are not i
 
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message, say
-from polygon.web.jobs import Jobs, problem_of
+from polygon.web.jobs import JobProgress, Jobs, problem_of
 from polygon.web.language import in_language
 from polygon.web.store import Store, StoredJob
 from tests.patience import eventually
@@ -76,3 +77,15 @@ def test_notes_and_errors_of_an_earlier_version_are_still_told(tmp_path):
         told = {job.id: (job.note, job.error) for job in store.jobs()}
         store.close()
         assert told == {"a": ("1.5 s", ""), "b": ("", 'plan: "x" is none')}
+
+
+def test_progress_never_goes_back(store, monkeypatch):
+    """A phase that counts its work anew does not take back what was told: from it the page says what time is left."""
+    now_s = iter(range(100))
+    monkeypatch.setattr("polygon.web.jobs.time.monotonic", lambda: float(next(now_s)))
+    job = store.add({"name": "a"}, state="running")
+    progress, told = JobProgress(store, job, Event()), []
+    for part in (0.0, 0.1, 0.05, 0.2, 0.0):
+        progress.tell("", part)
+        told.append(store.get(job).progress)
+    assert told == [0.0, 0.1, 0.1, 0.2, 0.2]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -340,7 +341,8 @@ def test_a_measured_value_is_marked_until_it_is_edited(fresh, tmp_path):
 
 
 def test_a_search_can_be_left_and_found_again(browser, tmp_path):
-    """It is in the address: after a reload its progress is there with Stop, and it outlives the server."""
+    """It is in the address: after a reload its progress is there with Stop, which says that it was heard, and it
+    outlives the server."""
     first = Server(tmp_path, "--port", str(free_port()))
     page = new_page(browser, first)
     page.goto(first.url)
@@ -354,7 +356,21 @@ def test_a_search_can_be_left_and_found_again(browser, tmp_path):
     page.locator("#status", has_text="cannot be reached").wait_for()
     second = Server(tmp_path, "--port", first.url.rpartition(":")[2])
     page.locator("#status", has_text="simulation").or_(page.locator("#status", has_text="search:")).wait_for()
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        """Keep back what asks to stop."""
+        if route.request.method == "DELETE":
+            held.append(route)
+        else:
+            route.fallback()
+
+    page.route("**/api/v1/jobs/*", hold)
     page.locator("#cancel").click()
+    expect(page.locator("#cancel")).to_have_text("Stopping …")
+    page.locator("#cancel").click(force=True)  # asked once is enough
+    [asked] = held
+    asked.continue_()
     page.locator("[data-card=step]").wait_for()
     assert "plan=" in page.url and "job=" not in page.url
     second.stop()

@@ -6,7 +6,7 @@ import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
 import { canRedo, canUndo, redo, undo } from "./draft";
-import { attempt, copyLink, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopSearch, tab, takePlans, tried, VIEWS } from "./state";
+import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takePlans, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { keep } from "./summary";
 import { Key as Shortcut } from "./ui";
@@ -17,7 +17,7 @@ interface Command { name: string; keys?: string; run: () => void }
 function commands(): Command[] {
   const plans = (jobs.value ?? []).filter((j: Data) => j.has_plan && !j.archived);
   return [
-    progress.value ? { name: t("cancel"), run: () => void stopSearch() } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
+    progress.value ? { name: t("cancel"), run: () => void stopJob(jobId.value) } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
     ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
     ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),

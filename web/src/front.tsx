@@ -2,12 +2,13 @@
 
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { call, get, post, type Data } from "./api";
+import { get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { draft, request } from "./draft";
 import { seconds, usd } from "./format";
 import { attempt, follow, loadJobs, openPlan, running, timeLeft, workNote } from "./state";
+import { StopJob } from "./stop";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
 
@@ -55,9 +56,8 @@ export function Front(): JSX.Element {
     openPlan(made.id);
   });
   const busy = data && running(data);
-  const stop = <button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${job}`)))}>{t("cancel")}</button>;
   return (
-    <Section title={t("front")} note={t("frontHint")} tools={busy ? stop : <button type="button" class="main" id="start-front" disabled={draft.value.cluster.regions.length === 0} onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
+    <Section title={t("front")} note={t("frontHint")} tools={busy ? <StopJob job={job} /> : <button type="button" class="main" id="start-front" disabled={draft.value.cluster.regions.length === 0} onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
       {error && <p class="error" role="alert">{error}</p>}
       {busy && <div class="row middle"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{workNote(data)}</span></div>}
       {!job ? <Empty>{t("frontNone")}</Empty> : !data ? <Skeleton lines={6} /> : data.points?.length ? <Points points={data.points} open={(i) => void open(i)} /> : busy ? <Skeleton lines={6} /> : <p class="error">{data.error}</p>}

@@ -6,7 +6,8 @@ import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, stopSearch, takePlans, trouble, view, workNote } from "./state";
+import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takePlans, trouble, view, workNote } from "./state";
+import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
 
@@ -77,7 +78,7 @@ function Plan(): JSX.Element {
   return (
     <div class="rail-foot" id="status">
       {p ? <>
-        <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><button type="button" id="cancel" onClick={() => void stopSearch()}>{t("cancel")}</button></div>
+        <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><StopJob id="cancel" job={jobId.value} /></div>
         <small class="soft">{workNote(p)}</small>
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>

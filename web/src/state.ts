@@ -304,8 +304,13 @@ async function followSearch(id: string): Promise<void> {
     if ((error as Error).name !== "AbortError") batch(() => { progress.value = null; jobId.value = ""; say(error); });
   }
 }
-export async function stopSearch(): Promise<void> {
-  await attempt(async () => void (await call("DELETE", `/jobs/${jobId.value}`)));
+/** The job that was asked to stop: a search of a large cluster takes seconds to come to where it can. */
+export const stopping = signal("");
+export async function stopJob(job: string): Promise<void> {
+  await attempt(async () => {
+    stopping.value = job;
+    await call("DELETE", `/jobs/${job}`).catch((error: unknown) => { stopping.value = ""; throw error; });
+  });
 }
 
 const FIRST = "aws-regions";
