@@ -290,18 +290,8 @@ def across_of(
     return across_s, far_s
 
 
-_turns_of_sum = kernel(turns_of_sum)
-
-
-@kernel
-def turns_between(nodes: np.ndarray, most: int) -> int:
-    """`turns_of_sum` of regions with so many nodes, shape (regions,); those without any have no part."""
-    regions, largest, second, total = 0, 0, 0, 0
-    for count in nodes:
-        largest, second = max(largest, count), max(second, min(largest, count))
-        regions += count > 0
-        total += count
-    return int(_turns_of_sum(regions, second, total, most))
+turns_between = kernel(turns_of_sum)
+"""`turns_of_sum` of an array, for kernels."""
 
 
 @kernel

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polygon.cost.reduction import part_of_pair, turns_between
+from polygon.cost.reduction import turns_between
 from polygon.cost.stage_reduction import ReductionCost, group_packing, places_of
 from polygon.cost.transfers import LinkTable, Placement
 from polygon.domain.plan import Plan
@@ -130,16 +130,23 @@ class Sharing:
 def node_pairs(senders: int, receivers: int, turns: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.
 
-    Each node leads an equal part, and shares with another what both lead (`part_of_pair`); nodes that are places by
-    themselves send to `every` one.
+    Each node leads an equal part, and shares with another what both lead in any of the turns (`part_of_pair`); nodes
+    that are places by themselves send to `every` one.
     """
-    i, k = np.divmod(np.arange(senders * receivers), receivers)
     if every:
+        i, k = np.divmod(np.arange(senders * receivers), receivers)
         return i, k, np.full(len(i), 1 / len(i))
-    of = zip(i.tolist(), k.tolist(), strict=True)
-    part = np.array([part_of_pair(a, senders, b, receivers, turns) for a, b in of])
-    some = part > 0
-    return i[some], k[some], part[some]
+    # In parts of a circle on which senders lead [i, i + 1) of `senders`, and receivers those of `receivers`, turned.
+    circle, turned = senders * receivers * turns, np.arange(turns)[:, None] * senders * receivers
+    begins = np.arange(receivers) * senders * turns + turned
+    own = np.broadcast_to(np.arange(senders) * receivers * turns, (turns, senders))
+    begin = np.sort(np.concatenate([own, begins % circle], axis=1), axis=1)
+    both = np.diff(begin, axis=1, append=circle)
+    pair = begin // (receivers * turns) * receivers + (begin - turned) % circle // (senders * turns)
+    pairs, where = np.unique(pair, return_inverse=True)
+    part = np.bincount(where.ravel(), weights=both.ravel()) / (circle * turns)
+    i, k = np.divmod(pairs[part > 0], receivers)
+    return i, k, part[part > 0]
 
 
 def last_end_s(begin_s: np.ndarray, busy_s: np.ndarray) -> np.ndarray:

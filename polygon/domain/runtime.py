@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from polygon.domain.errors import require, require_number
@@ -23,7 +23,7 @@ MOST_LANES = 1000
 numbers."""
 
 
-def turns_of_sum(regions: int, second: int, nodes: int, most: int) -> int:
+def turns_of_sum(nodes: Iterable[int], most: int) -> int:
     """In how many turns regions exchange sums, so that each node meets several of every other region.
 
     The vector is cut into as many equal parts as turns. In each of them every node of a region leads an equal stretch,
@@ -33,16 +33,20 @@ def turns_of_sum(regions: int, second: int, nodes: int, most: int) -> int:
 
     Parameters
     ----------
-    regions, nodes : int
-        That add up.
-    second : int
-        Nodes of the region that has most but one: more turns would let nobody meet more.
+    nodes : sequence of int
+        Of every region; those without any have no part. (Kernels call this with an array.)
     most : int
         `Runtime.sum_turns`.
     """
+    regions, largest, second, total = 0, 0, 0, 0
+    for count in nodes:
+        largest, second = max(largest, count), max(second, min(largest, count))
+        regions += count > 0
+        total += count
     turns = 1
     for prime in TURNS:
-        if prime >= regions and prime * nodes <= MOST_LANES and turns < min(second, most):
+        # More turns than the second largest region has nodes would let nobody meet more.
+        if prime >= regions and prime * total <= MOST_LANES and turns < min(second, most):
             turns = prime
     return turns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from polygon_comm.reduction import Members, members_of
 from polygon_comm.shaped import LinkShape
@@ -302,10 +302,11 @@ class Layout:
         if self.tied_apart:
             ranks |= {f"tied.{t}": lane for t, lane in enumerate(self.lanes([0, last]))}
         first_tag = len(MESSAGES) * STEPS_IN_FLIGHT * self.plan.chunks * self.plan.micro_batches
+        turns = partial(turns_of_sum, most=POLYGON.sum_turns)
         groups: dict[str, Members] = {}
         for name, members in ranks.items():
             codec = self._codec(members)
-            groups[name] = members_of(name, members, self.place_of, self.node_of, codec, first_tag, _turns)
+            groups[name] = members_of(name, members, self.place_of, self.node_of, codec, first_tag, turns)
             first_tag += groups[name].tags
         groups["all"] = members_of("all", range(self.plan.world_size), self.region_of, first_tag=first_tag)
         return groups
@@ -372,9 +373,3 @@ class Layout:
         mates = {mate for stage in self.stages_of(rank) for mate in self.expert_ranks(rank, stage)}
         mates |= set(self.worker_ranks(rank))
         return sorted((near | set(self.streams(rank)) | mates | {0}) - {rank})
-
-
-def _turns(leaders: Sequence[int]) -> int:
-    """In how many turns regions with so many leaders each exchange sums, as they are priced."""
-    _, *others = sorted(leaders, reverse=True)
-    return turns_of_sum(len(leaders), max(others, default=0), sum(leaders), POLYGON.sum_turns)
