@@ -9,7 +9,7 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Problem
+from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.warmup_depths import (
     AT_ONCE,
