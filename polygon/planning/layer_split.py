@@ -239,7 +239,7 @@ def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> t
     A ZeRO stage of -1 if nothing fits. `kind_seconds` receives the seconds per micro-batch of every kind of worker.
     """
     members, spread = stages.kind_members[s], 1
-    for i in range(members):
+    for i in range(0 if stages.unlike[s] else members):
         spread = max(spread, stages.kind_spread[s, i, 0])
     best, chosen = np.inf, (0, -1, 0)
     # Sharded optimizer states (ZeRO-1) cost nothing in a micro-batch, and a step sends less for them than without.
