@@ -3,6 +3,10 @@
 A micro-batch that is away for L seconds, while one is finished every P seconds, needs a window of L / P. Workers of
 unlike speed do not get their micro-batches quite evenly, so longer windows pay where memory holds them. Several paces
 are simulated, each cut down, worker by worker, to what its memory holds; the one with the shortest step is taken.
+
+Cutting takes from whoever memory is short for, and the stages behind keep what they wanted, or those before it have
+left the least. Where memory cuts, P itself is longer than work alone asks for, and a pace is tried whose spans are all
+shorter by one factor, the largest of which memory cuts none.
 """
 
 from __future__ import annotations
@@ -54,6 +58,12 @@ LOOKS = 2
 """Paces that are simulated before a plan is given up."""
 HURDLE = 1.1
 """Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
+
+
+STRETCHES = (1.0, 1.5)
+"""Times the longest spans in proportion that memory holds uncut: a few workers may be short where most are not."""
+HALVINGS = 7
+"""With which their factor is found."""
 
 
 CHANGES = (1.25, 0.8, 1.6, 0.6)
@@ -217,7 +227,7 @@ class Pacing:
         spans : ndarray of int64, shape (workers,)
         windows : ndarray of int64, shape (micro_batches, stages)
         """
-        return self._held(self._wanted(pace), pace.kept)
+        return self.held(self._wanted(pace), pace.kept)
 
     def _wanted(self, pace: StagePace) -> np.ndarray:
         """The spans of a pace before they are cut down, shape (workers,)."""
@@ -225,7 +235,7 @@ class Pacing:
         wanted[self.times.place.offset[-1] :] *= pace.last
         return wanted
 
-    def _held(self, wanted: np.ndarray, kept: float) -> tuple[np.ndarray, np.ndarray] | None:
+    def held(self, wanted: np.ndarray, kept: float = 0.0) -> tuple[np.ndarray, np.ndarray] | None:
         """See `windows`."""
         place, routes = self.times.place, self.plan.routes
         micro_batches, stages = routes.shape
@@ -237,6 +247,28 @@ class Pacing:
             find_limits(routes, self._order, place.offset, self._room, least, limits)
         held = cut_spans(routes, self._order, place.offset, self._room, limits, spans, windows)
         return (spans, windows) if held else None
+
+    def longest_in_proportion(self) -> np.ndarray | None:
+        """The longest spans in proportion to what work and messages take that memory holds uncut, shape (workers,).
+
+        None where it holds those for the time that work alone takes, or not even spans of one.
+        """
+        schedule, micro_batches = self.times.schedule, self.plan.micro_batches
+        busy_s = schedule.forward_s + schedule.backward_s
+        shares = np.maximum(np.bincount(schedule.routes.ravel(), minlength=len(busy_s)), 1)
+        whole = micro_batches * busy_s / (shares * busy_s).max() + self._away
+
+        def uncut(factor: float) -> bool:
+            cut = self.held(factor * whole)
+            return cut is not None and bool((cut[0] >= np.minimum(factor * whole - 1e-6, micro_batches)).all())
+
+        if uncut(1.0):
+            return None
+        least, most = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = 0.5 * (least + most)
+            least, most = (middle, most) if uncut(middle) else (least, middle)
+        return least * whole if least > 0 else None
 
     def timed(self, windows: np.ndarray) -> StepTimes:
         """The step under given windows."""
@@ -256,7 +288,7 @@ class Pacing:
         def better(wanted: np.ndarray, kept: float) -> bool:
             """Simulate what memory holds of these spans; whether that is the best."""
             nonlocal best
-            cut = self._held(wanted, kept)
+            cut = self.held(wanted, kept)
             if cut is None or cut[0].tobytes() in seen:
                 return False
             seen.add(cut[0].tobytes())
@@ -273,6 +305,9 @@ class Pacing:
         own = np.array([span for of in self.plan.spans for span in of], dtype=float)
         if len(own) == len(self._least) and own.min() < self.plan.micro_batches:
             better(own, 0.0)
+        fitting = self.longest_in_proportion()
+        for wanted in [stretch * fitting for stretch in STRETCHES] if fitting is not None else []:
+            better(wanted, 0.0)
         for pace in PACES:
             if not hopeless():
                 better(self._wanted(pace), pace.kept)
