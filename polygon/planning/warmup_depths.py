@@ -299,18 +299,20 @@ class Pacing:
             best = _Paced(step_s, wanted, kept, cut[0], times)
             return True
 
+        looks, paces = LOOKS, [(self._wanted(pace), pace.kept) for pace in PACES]
+        if (fitting := self.longest_in_proportion()) is not None:
+            paces[LOOKS:LOOKS] = [(stretch * fitting, 0.0) for stretch in STRETCHES]
+            looks += 1  # the first of them
+
         def hopeless() -> bool:
-            return best is not None and len(seen) >= LOOKS and best.step_s > hurdle_s
+            return best is not None and len(seen) >= looks and best.step_s > hurdle_s
 
         own = np.array([span for of in self.plan.spans for span in of], dtype=float)
         if len(own) == len(self._least) and own.min() < self.plan.micro_batches:
             better(own, 0.0)
-        fitting = self.longest_in_proportion()
-        for wanted in [stretch * fitting for stretch in STRETCHES] if fitting is not None else []:
-            better(wanted, 0.0)
-        for pace in PACES:
+        for wanted, kept in paces:
             if not hopeless():
-                better(self._wanted(pace), pace.kept)
+                better(wanted, kept)
         if best is None:
             better(self._wanted(AT_ONCE), AT_ONCE.kept)
         if best is None:
