@@ -9,7 +9,7 @@ from polygon.cost.estimate import worker_memory
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
-from polygon.domain.plan import Problem
+from polygon.domain.plan import Constraints, Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.warmup_depths import (
     AT_ONCE,
@@ -30,7 +30,12 @@ def pacing():
     """Two stages of fast and slow workers in two regions, whose memory holds a few micro-batches each."""
     cluster = cluster_of([[("a100-40gb", 2, 1), ("t4", 4, 1)], [("t4", 4, 1)]], latency_s=0.05, bytes_per_s=1e8)
     model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
-    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024))
+    problem = Problem(
+        cluster=cluster,
+        model=model,
+        batch=Batch(global_batch=64, seq_len=1024),
+        constraints=Constraints(compressions=("none",)),
+    )
     tables = CostTables(problem)
     decoder = Decoder(problem, tables=tables)
     workers = np.array([[1, 2, 2], [1, 2, 2]], dtype=np.int64)
