@@ -239,7 +239,7 @@ def estimate(
     bill = bill_of(problem, plan, step_s, moved + reduced)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
     sources, measured = _sources(plan, tables)
-    low_s, high_s = interval(step_s, _known(tables, plan, terms, step_s, measured))
+    low_s, high_s = interval(step_s, known_of(tables, plan, terms, step_s, measured))
     return Estimate(
         step_s=step_s,
         low_s=low_s,
@@ -381,7 +381,9 @@ def host_error(plan: Plan, tables: CostTables) -> float:
     return math.log1p(max(times.host_error for times in _layers_used(plan, tables)))
 
 
-def _known(tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None) -> Known:
+def known_of(
+    tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None = None
+) -> Known:
     """What the prediction of a plan rests on."""
     problem = tables.problem
     pools = problem.cluster.pools
