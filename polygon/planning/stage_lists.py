@@ -38,6 +38,10 @@ class Stages(NamedTuple):
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
     unlike: np.ndarray
     """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
+    owed_bytes: np.ndarray
+    """(rows,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
+    plain: np.ndarray
+    """(1,) whether no gradient is packed, as memory does not hold what that owes."""
     whole_ties: np.ndarray
     """(1,) whether ZeRO divides no weight that the first and the last stage both have."""
     turn: np.ndarray
@@ -70,6 +74,8 @@ def stages_for(rows: int, classes: int) -> Stages:
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
         unlike=np.zeros(rows, dtype=np.bool_),
+        owed_bytes=np.zeros(rows),
+        plain=np.zeros(1, dtype=np.bool_),
         whole_ties=np.zeros(1, dtype=np.bool_),
         turn=np.zeros(rows, dtype=np.int64),
         turns=np.zeros(1, dtype=np.int64),
