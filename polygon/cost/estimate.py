@@ -21,6 +21,7 @@ from polygon.cost.memory import (
     stage_rows,
 )
 from polygon.cost.money import bill_of, traffic_bytes
+from polygon.cost.stage_reduction import leading_nodes
 from polygon.cost.step_times import StepTimes, alike, step_times
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values
@@ -108,10 +109,11 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
     for s in range(plan.groups):
         # Workers that are cut alike and hold as many micro-batches peak alike: thousands of them are a few kinds.
         held = in_flight(plan, s, window) if plan.chunks == 1 else interleaved_in_flight(plan, s)
-        kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s])
+        leaders = leading_nodes(plan, place, s, tables.links)
+        kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s], leaders)
         of_kind = [
-            group_memory(plan, tables, s, tp=tp, in_flight=units / plan.chunks, shards=shards)
-            for tp, units, shards in kinds
+            group_memory(plan, tables, s, tp=tp, in_flight=units / plan.chunks, shards=shards, leaders=nodes)
+            for tp, units, shards, nodes in kinds
         ]
         result += [of_kind[k] for k in kind]
     # A worker's chunks are on the same devices: each of its stages has the peak of all.
@@ -121,11 +123,18 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
 
 
 def group_memory(
-    plan: Plan, tables: CostTables, group: int, *, tp: int, in_flight: float, shards: int
+    plan: Plan, tables: CostTables, group: int, *, tp: int, in_flight: float, shards: int, leaders: int = 0
 ) -> MemoryBreakdown:
-    """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight."""
+    """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight.
+
+    `leaders` is one of `leading_nodes`: the first worker of each node leads, and all of them are taken for it.
+    """
     rows, zero = group_rows(plan, tables, group, tp), plan.stages[group].zero
     peak = memory_of(rows, zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
+    if leaders:
+        unlike = len({worker.tp for worker in plan.stages[group].workers}) > 1
+        owed = tables.problem.batch.gradient_bytes * (tp if unlike else 1) / leaders  # whole tensors, cut unlike
+        peak = replace(peak, gradients=peak.gradients + float(rows[0]) * owed)
     less = _tied_end(plan, tables, group, shards)
     if less == (zero, shards):
         return peak
@@ -239,7 +248,7 @@ def estimate(
     bill = bill_of(problem, plan, step_s, moved + reduced)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
     sources, measured = _sources(plan, tables)
-    low_s, high_s = interval(step_s, _known(tables, plan, terms, step_s, measured))
+    low_s, high_s = interval(step_s, known_of(tables, plan, terms, step_s, measured))
     return Estimate(
         step_s=step_s,
         low_s=low_s,
@@ -381,7 +390,9 @@ def host_error(plan: Plan, tables: CostTables) -> float:
     return math.log1p(max(times.host_error for times in _layers_used(plan, tables)))
 
 
-def _known(tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None) -> Known:
+def known_of(
+    tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None = None
+) -> Known:
     """What the prediction of a plan rests on."""
     problem = tables.problem
     pools = problem.cluster.pools

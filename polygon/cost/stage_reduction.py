@@ -294,6 +294,24 @@ def group_packing(plan: Plan, regions: np.ndarray) -> str:
     return max(names, key=COMPRESSIONS.index, default="none")
 
 
+def leading_nodes(plan: Plan, place: Placement, stage: int, links: LinkTable) -> np.ndarray:
+    """Over how many nodes the stretches of a stage's gradient that are packed are shared out, for each of its workers.
+
+    Who leads one keeps what packing has dropped of it until the next step (error feedback), as many bytes as of the
+    gradient itself. 0 where nothing is packed; shape (width,).
+    """
+    mine = place.region[place.members(stage)]
+    known = place.derived.get(("standing", stage))
+    _, places = known or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    mode = group_packing(plan, places.regions) if places.total > 1 and plan.reduction == "all-reduce" else "none"
+    if mode == "none":
+        return np.zeros(len(mine), dtype=np.int64)
+    if mode == "powersgd":  # one node leads all
+        return np.ones(len(mine), dtype=np.int64)
+    found: np.ndarray = places.nodes[np.searchsorted(places.regions, mine)]
+    return found
+
+
 def packing_s(
     n_values: float,
     batch: Batch,

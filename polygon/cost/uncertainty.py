@@ -72,24 +72,25 @@ def group_of_run(model: Model, plan: Plan, devices: Iterable[Device]) -> str:
     return max(names, key=lambda name: (compute_error(name), name))
 
 
-def compute_error(group: str, runtime: str = "") -> float:
+def compute_error(group: str, runtime: str = "", table: Mapping[str, Any] | None = None) -> float:
     """90 % quantile of |ln(measured / predicted)| of a group's runs by a runtime, else by any; without runs, the worst
-    of all groups'."""
-    known = errors()["groups"]
+    of all groups'. By another table (`quantiles`) than the catalogue's, if there is one."""
+    table = errors() if table is None else table
     for name in (f"{group}/{runtime}", group):
-        if name in known:
-            return float(known[name]["error"])
-    return float(errors()["unknown"])
+        if name in table["groups"]:
+            return float(table["groups"][name]["error"])
+    return float(table["unknown"])
 
 
-def log_half_width(known: Known) -> float:
-    """Half of the 90 % interval over the logarithm of the step."""
+def log_half_width(known: Known, table: Mapping[str, Any] | None = None) -> float:
+    """Half of the 90 % interval over the logarithm of the step; `table` as of `compute_error`."""
+    table = errors() if table is None else table
     share = max(0.0, 1 - known.near - known.far)
     if known.measured is None:
         # Measured on whole steps, their links included, beyond what the host explains (`beyond_host`).
-        compute = compute_error(known.group, known.runtime)
+        compute = compute_error(known.group, known.runtime, table)
         links = 0.0 if known.far == 0 else known.far * LINKS["far"]
-        program = 0.0 if f"{known.group}/{known.runtime}" in errors()["groups"] else known.program
+        program = 0.0 if f"{known.group}/{known.runtime}" in table["groups"] else known.program
         return math.hypot(compute * (share + known.near), links, program, known.host)
     # Errors of independent causes: their squares add up.
     return math.hypot(known.measured * share, known.near * LINKS["near"], known.far * LINKS["far"], known.program)

@@ -157,6 +157,8 @@ def _shared_out(problem: Problem, stage: Stage, s: int) -> list[Violation]:
         found.append(Violation("plan.ep_apart", stage=s, ep=stage.ep))
     if stage.ep > 1 and not experts:
         found.append(Violation("plan.no_experts", stage=s, ep=stage.ep))
+    if stage.zero and len({tp for _, tp in alike}) > 1:
+        found.append(Violation("plan.zero_degrees", stage=s, zero=stage.zero, degrees=sorted({tp for _, tp in alike})))
     if stage.shards < 0 or (stage.shards and members % stage.shards):
         found.append(Violation("plan.shards", stage=s, shards=stage.shards, members=members))
     return found

@@ -265,9 +265,10 @@ class Decoder:
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
         def fitting(candidate: Plan) -> Plan | None:
-            # Where nodes send one another packed gradients ZeRO divides inside them alone, which takes more memory.
-            divides = candidate.packed_inside and any(stage.zero for stage in candidate.stages)
-            if not divides or not self._over_memory(candidate).any():
+            # Packing owes what it drops, and where nodes send one another packed gradients ZeRO divides inside them
+            # alone: both take memory.
+            packs = candidate.links != plan.links and any(use.weight_gradients != "none" for use in candidate.links)
+            if not packs or not self._over_memory(candidate).any():
                 return candidate
             paced = Pacing(candidate, self.tables).best() if candidate.chunks == 1 else None
             return None if paced is None else paced[0]
@@ -317,9 +318,13 @@ class Decoder:
             other = Pacing(replace(draft, links=packed), self.tables).best(hurdle_s)
             if other is not None and (paced is None or other[1].step_s < paced[1].step_s):
                 paced = other
-        if paced is None and (alike := self._dividing_ends_alike(draft)) is not None:
-            paced = Pacing(alike, self.tables).best()
+        # What packing owes takes memory, too.
+        plain = replace(draft, links=tuple(replace(use, weight_gradients="none") for use in draft.links))
+        for other_draft in (plain, self._dividing_ends_alike(plain)) if paced is None else ():
+            if paced is None and other_draft is not None:
+                paced = Pacing(other_draft, self.tables).best()
         if paced is None:
+            draft = plain
             shortest = tuple((1,) * stage.width for stage in draft.stages)
             return Infeasible(reason=self.over_memory(replace(draft, spans=shortest)) or REASONS[NO_MEMORY])
         return self._with_local_steps(paced[0], may)

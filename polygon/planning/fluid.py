@@ -60,7 +60,7 @@ from polygon.planning.node_sharing import (
     pairs_free_s,
 )
 from polygon.planning.problem_arrays import ZERO, Bank
-from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for
+from polygon.planning.stage_lists import Stages, gather_stages, merge_kinds, stages_for, take_turn
 
 FITS, NO_MEMORY, NO_LINK, NO_STAGE, TOO_FEW_MICRO_BATCHES = 0, 1, 2, 3, 4
 REASONS = {
@@ -251,8 +251,16 @@ def fluid_step_s(
                 return np.inf, NO_STAGE  # experts are spread over devices of one pool and degree
         if _width(stages, s) > bank.micro_batches:
             return np.inf, TOO_FEW_MICRO_BATCHES
-    _hold_windows(bank, stages, n)
-    makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
+    owes, makespan = _find_owed(bank, work, n), np.inf
+    for _ in range(2 if owes else 1):
+        if makespan == np.inf:
+            _hold_windows(bank, stages, n)
+            makespan = split_layers(bank, stages, n, work.trial, bounds, options, 0.0, np.inf, work.no_cap)
+        if makespan == np.inf and owes:
+            stages.plain[0] = True
+            for s in range(n):
+                stages.owed_bytes[s] = 0.0
+                take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
     value = _value_s(bank, work, x, n, bounds, options, stages_out)
@@ -297,6 +305,23 @@ def fluid_step_s(
             soonest = goal
     _copy(n, old_bounds, old_options, old_out, bounds, options, stages_out)
     return (value if cut == BEST or value < uncapped else np.inf), FITS
+
+
+@inner
+def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
+    """Fill `owed_bytes` of n stages: of the region with the fewest nodes, where a stage is in several; whether any
+    owes."""
+    stages, nodes, owes = work.stages, work.places.nodes, False
+    stages.plain[0] = False
+    for s in range(n):
+        regions, fewest = 0, 0
+        for r in work.places.region[: work.places.regions[0]]:
+            if nodes[s, r] > 0:
+                regions += 1
+                fewest = nodes[s, r] if regions == 1 else min(fewest, nodes[s, r])
+        stages.owed_bytes[s] = bank.owed_bytes / fewest if regions > 1 else 0.0
+        owes = owes or stages.owed_bytes[s] > 0
+    return owes
 
 
 @inner
@@ -629,20 +654,22 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
 def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, options: np.ndarray) -> None:
     """Fill `packs`: regions whose nodes may send one another packed gradients, as `link_compression.settled` has them.
 
-    ZeRO then divides inside nodes: it must find several workers on each, and they must hold that much. Regions that add
-    up together pack together.
+    ZeRO then divides inside nodes, and each keeps what packing owes of all its gradients: workers must hold that much.
+    Regions that add up together pack together.
     """
     stages, nodes, packs = work.stages, work.places.nodes, work.packs
     regions, changed = nodes.shape[1], False
     for a in range(regions):
-        packs[a] = bank.packs_inside[a]
+        packs[a] = bank.packs_inside[a] and not stages.plain[0]
     for s in range(n):
-        plain = False
-        for i in range(stages.members[s] if options[ZERO, s] > 0 else 0):
+        plain, owed = False, stages.owed_bytes[s]
+        stages.owed_bytes[s] = bank.owed_bytes
+        for i in range(stages.members[s]):
             a = bank.region[stages.classes[s, i]]
             if packs[a] and nodes[s, a] > 1 and not plain:
                 k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
                 plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
+        stages.owed_bytes[s] = owed
         for a in range(regions if plain else 0):
             changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
@@ -692,7 +719,7 @@ def _sum_s(
         work.ring_nodes,
         work.near,
         work.degrees,
-        n_bytes * bank.packed_ratio,
+        n_bytes * (1.0 if work.stages.plain[0] else bank.packed_ratio),
         work.pair_share,
         apart,
         bank.links,
@@ -728,7 +755,7 @@ def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
             here = nodes[s, r] if apart[r] else 1
             lanes = nodes[s, r] // here if places == 0 else min(lanes, nodes[s, r] // here)
             places += here
-    if places == 1:
+    if places == 1 or stages.plain[0]:
         return 0.0
     pack_s, unpack_s, slices = 0.0, 0.0, work.degrees[0]
     for i in range(stages.members[s]):

@@ -107,10 +107,13 @@ def _outside(bank: Bank, c: int, first: int, last: int) -> float:
 
 
 @inner
-def states_bytes(bank: Bank, stages: Stages, c: int, zero: int, shards: int, first: int, last: int) -> float:
-    """Weights, gradients and optimizer of layers [first, last) on a device of a class, divided by so many `shards`."""
+def states_bytes(bank: Bank, stages: Stages, s: int, c: int, zero: int, shards: int, first: int, last: int) -> float:
+    """Weights, gradients and optimizer of layers [first, last) on a device of a class in stage s, divided by so many
+    `shards`, and what packing owes there."""
     shards = shards if zero else 1
-    held = held_parameters(bank, bank.parameters, c, first, last) * (bank.held_bytes[zero] + stages.outer_bytes[0])
+    owed = stages.owed_bytes[s] * (bank.tp[c] if stages.unlike[s] else 1)
+    held = held_parameters(bank, bank.parameters, c, first, last)
+    held *= bank.held_bytes[zero] + stages.outer_bytes[0] + owed
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
@@ -144,7 +147,7 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
     for i in range(stages.kind_members[s]):
         c, held = stages.kinds[s, i], stages.held[s, i]
         shards = stages.kind_shards[s, i]
-        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, c, zero, shards, first, last)
+        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, c, zero, shards, first, last)
         plain = bank.activation_bytes[c, 0]
         sent = _sent_bytes(bank, last)
         whole = (plain[last] - plain[first] + sent) * held
@@ -239,7 +242,7 @@ def stage_option(bank: Bank, stages: Stages, s: int, first: int, last: int) -> t
     A ZeRO stage of -1 if nothing fits. `kind_seconds` receives the seconds per micro-batch of every kind of worker.
     """
     members, spread = stages.kind_members[s], 1
-    for i in range(members):
+    for i in range(0 if stages.unlike[s] else members):
         spread = max(spread, stages.kind_spread[s, i, 0])
     best, chosen = np.inf, (0, -1, 0)
     # Sharded optimizer states (ZeRO-1) cost nothing in a micro-batch, and a step sends less for them than without.
@@ -505,7 +508,7 @@ def held_most(
     c = stages.kinds[s, i]
     sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
     each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
-    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, c, zero, shards, first, last)
+    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, c, zero, shards, first, last)
     transient = max(
         _transient_bytes(bank, c, recompute, zero, shards, first, last),
         _transient_bytes(bank, c, 0, zero, shards, first, last),

@@ -99,6 +99,8 @@ class Bank(NamedTuple):
     """The same of any link over which they are packed."""
     gradient_codec_s: np.ndarray
     """(2, c) seconds per value to pack (with error feedback) and to unpack them on a device."""
+    owed_bytes: float
+    """Per gradient that a leader packs, of what packing has dropped of it (`leading_nodes`); 0: none is packed."""
     packs_inside: np.ndarray
     """(d,) whether nodes of a region may send one another packed gradients (`link_compression.pays_inside`)."""
     local_steps: int
@@ -215,6 +217,8 @@ class _Gradients(NamedTuple):
     """(2, classes) seconds per value to pack and to unpack it."""
     inside: np.ndarray
     """(regions,) whether the nodes of a region gain by it."""
+    packs: bool
+    """Whether they are at all."""
 
 
 def _gradients(tables: CostTables, classes: Classes, may: Allowed) -> _Gradients:
@@ -233,6 +237,7 @@ def _gradients(tables: CostTables, classes: Classes, may: Allowed) -> _Gradients
         ratio=np.where(far | np.diag(inside), ratio, 1.0),
         codec_s=np.array([codec_s(1.0, batch.gradient_bytes, mode, rate, feedback=True) for rate in rates]).T.copy(),
         inside=inside,
+        packs=mode != "none",
     )
 
 
@@ -304,6 +309,7 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         gradient_ratio=gradients.ratio,
         packed_ratio=gradients.packed_ratio,
         gradient_codec_s=gradients.codec_s,
+        owed_bytes=float(batch.gradient_bytes) if gradients.packs else 0.0,
         packs_inside=gradients.inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,

@@ -36,6 +36,12 @@ class Stages(NamedTuple):
     """Micro-batches in flight on a worker of a kind."""
     outer_bytes: np.ndarray
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
+    unlike: np.ndarray
+    """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
+    owed_bytes: np.ndarray
+    """(rows,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
+    plain: np.ndarray
+    """(1,) whether no gradient is packed, as memory does not hold what that owes."""
     whole_ties: np.ndarray
     """(1,) whether ZeRO divides no weight that the first and the last stage both have."""
     turn: np.ndarray
@@ -67,6 +73,9 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
         outer_bytes=np.zeros(1),
+        unlike=np.zeros(rows, dtype=np.bool_),
+        owed_bytes=np.zeros(rows),
+        plain=np.zeros(1, dtype=np.bool_),
         whole_ties=np.zeros(1, dtype=np.bool_),
         turn=np.zeros(rows, dtype=np.int64),
         turns=np.zeros(1, dtype=np.int64),
@@ -120,10 +129,11 @@ def merge_kinds(bank: Bank, stages: Stages, n: int, on_node: np.ndarray) -> None
     """
     for s in range(n):
         take_turn(stages, s)
-        k = 0
+        k, stages.unlike[s] = 0, False
         for i in range(stages.members[s]):
             c, count = stages.classes[s, i], stages.counts[s, i]
             kind = bank.kind[c]
+            stages.unlike[s] = stages.unlike[s] or bank.tp[c] != bank.tp[stages.classes[s, 0]]
             # Parts of a sequence may need several nodes.
             shards, near = count * bank.cp, min(on_node[s, i] * bank.cp, max(1, bank.devices_per_node[c] // bank.tp[c]))
             at = 0

@@ -10,7 +10,8 @@ Tell = Callable[[Message, float, float], None]
 """Phase, part of everything that is done (0 to 1), best value so far. May raise KeyboardInterrupt: the search then ends
 with the best so far."""
 
-STARTS, MEMETIC, EXACT, POLISH = (Message(f"phase.{name}") for name in ("starts", "memetic", "exact", "polish"))
+STARTS, MEMETIC = Message("phase.starts"), Message("phase.memetic")
+EXACT, POLISH = Message("phase.exact"), Message("phase.polish")
 ENDS = {STARTS.kind: 0.25, MEMETIC.kind: 0.5, EXACT.kind: 0.7, POLISH.kind: 1.0}
 """Part of a search that is done at the end of a phase, about what takes its time on clusters of all sizes."""
 

@@ -3,6 +3,10 @@
 A micro-batch that is away for L seconds, while one is finished every P seconds, needs a window of L / P. Workers of
 unlike speed do not get their micro-batches quite evenly, so longer windows pay where memory holds them. Several paces
 are simulated, each cut down, worker by worker, to what its memory holds; the one with the shortest step is taken.
+
+Cutting takes from whoever memory is short for, and the stages behind keep what they wanted, or those before it have
+left the least. Where memory cuts, P itself is longer than work alone asks for, and a pace is tried whose spans are all
+shorter by one factor, the largest of which memory cuts none.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import numpy as np
 
 from polygon.cost.estimate import group_memory
 from polygon.cost.simulation import backward_order
+from polygon.cost.stage_reduction import leading_nodes
 from polygon.cost.step_times import StepTimes, alike, unpaced_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
@@ -56,6 +61,12 @@ HURDLE = 1.1
 """Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
 
 
+STRETCHES = (1.0, 1.5)
+"""Times the longest spans in proportion that memory holds uncut: a few workers may be short where most are not."""
+HALVINGS = 7
+"""With which their factor is found."""
+
+
 CHANGES = (1.25, 0.8, 1.6, 0.6)
 """Factors by which the spans of single stages are changed."""
 
@@ -90,10 +101,11 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
     result = np.empty(len(place.stage), dtype=np.int64)
     for s in range(len(plan.stages)):
         mine = place.members(s)
-        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s])
+        leaders = leading_nodes(plan, place, s, tables.links)
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s], leaders)
         room = np.empty(len(kinds), dtype=np.int64)
-        for k, (pool, tp, shards) in enumerate(kinds):
-            one = group_memory(plan, tables, s, tp=tp, in_flight=1.0, shards=shards)
+        for k, (pool, tp, shards, nodes) in enumerate(kinds):
+            one = group_memory(plan, tables, s, tp=tp, in_flight=1.0, shards=shards, leaders=nodes)
             free = float(tables.limit_bytes[pool]) - one.total_bytes
             more = math.floor(free / one.activations) if one.activations > 0 else plan.micro_batches
             room[k] = min(1 + more, plan.micro_batches) if free >= 0 else 0
@@ -217,7 +229,7 @@ class Pacing:
         spans : ndarray of int64, shape (workers,)
         windows : ndarray of int64, shape (micro_batches, stages)
         """
-        return self._held(self._wanted(pace), pace.kept)
+        return self.held(self._wanted(pace), pace.kept)
 
     def _wanted(self, pace: StagePace) -> np.ndarray:
         """The spans of a pace before they are cut down, shape (workers,)."""
@@ -225,7 +237,7 @@ class Pacing:
         wanted[self.times.place.offset[-1] :] *= pace.last
         return wanted
 
-    def _held(self, wanted: np.ndarray, kept: float) -> tuple[np.ndarray, np.ndarray] | None:
+    def held(self, wanted: np.ndarray, kept: float = 0.0) -> tuple[np.ndarray, np.ndarray] | None:
         """See `windows`."""
         place, routes = self.times.place, self.plan.routes
         micro_batches, stages = routes.shape
@@ -237,6 +249,28 @@ class Pacing:
             find_limits(routes, self._order, place.offset, self._room, least, limits)
         held = cut_spans(routes, self._order, place.offset, self._room, limits, spans, windows)
         return (spans, windows) if held else None
+
+    def longest_in_proportion(self) -> np.ndarray | None:
+        """The longest spans in proportion to what work and messages take that memory holds uncut, shape (workers,).
+
+        None where it holds those for the time that work alone takes, or not even spans of one.
+        """
+        schedule, micro_batches = self.times.schedule, self.plan.micro_batches
+        busy_s = schedule.forward_s + schedule.backward_s
+        shares = np.maximum(np.bincount(schedule.routes.ravel(), minlength=len(busy_s)), 1)
+        whole = micro_batches * busy_s / (shares * busy_s).max() + self._away
+
+        def uncut(factor: float) -> bool:
+            cut = self.held(factor * whole)
+            return cut is not None and bool((cut[0] >= np.minimum(factor * whole - 1e-6, micro_batches)).all())
+
+        if uncut(1.0):
+            return None
+        least, most = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = 0.5 * (least + most)
+            least, most = (middle, most) if uncut(middle) else (least, middle)
+        return least * whole if least > 0 else None
 
     def timed(self, windows: np.ndarray) -> StepTimes:
         """The step under given windows."""
@@ -256,7 +290,7 @@ class Pacing:
         def better(wanted: np.ndarray, kept: float) -> bool:
             """Simulate what memory holds of these spans; whether that is the best."""
             nonlocal best
-            cut = self._held(wanted, kept)
+            cut = self.held(wanted, kept)
             if cut is None or cut[0].tobytes() in seen:
                 return False
             seen.add(cut[0].tobytes())
@@ -267,15 +301,20 @@ class Pacing:
             best = _Paced(step_s, wanted, kept, cut[0], times)
             return True
 
+        looks, paces = LOOKS, [(self._wanted(pace), pace.kept) for pace in PACES]
+        if (fitting := self.longest_in_proportion()) is not None:
+            paces[LOOKS:LOOKS] = [(stretch * fitting, 0.0) for stretch in STRETCHES]
+            looks += 1  # the first of them
+
         def hopeless() -> bool:
-            return best is not None and len(seen) >= LOOKS and best.step_s > hurdle_s
+            return best is not None and len(seen) >= looks and best.step_s > hurdle_s
 
         own = np.array([span for of in self.plan.spans for span in of], dtype=float)
         if len(own) == len(self._least) and own.min() < self.plan.micro_batches:
             better(own, 0.0)
-        for pace in PACES:
+        for wanted, kept in paces:
             if not hopeless():
-                better(self._wanted(pace), pace.kept)
+                better(wanted, kept)
         if best is None:
             better(self._wanted(AT_ONCE), AT_ONCE.kept)
         if best is None:

@@ -281,3 +281,35 @@ def test_buffers_of_a_sum_are_what_a_leader_hears_and_sends(region_of, codec):
     for rank, (needs, heard, packed, leads) in enumerate(run_ranks(buffers_on_rank, len(region_of), region_of, codec)):
         near = 4 * ELEMENTS * (region_of.count(region_of[rank]) > 1)
         assert needs == pytest.approx(near + leads * (heard + packed), rel=0.05)
+
+
+def owed_on_rank(rank, port, region_of, codec, node_of):
+    """Numbers that packing keeps on this rank after a sum."""
+    store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
+    regions = dict(enumerate(region_of))
+    members = members_of("test", regions, regions, node_of, codec)
+    peers = {b if a == rank else a: 1 for a, b in members.leader_pairs() if rank in (a, b)}
+    wires = Wires(store, rank, peers, address="127.0.0.1", timeout_s=PATIENCE_S, accelerator=Accelerator())
+    group = SumGroup(members, wires)
+    group.sum_(contribution(rank, 0), "gradient", [(50, 60), (2000,)])
+    owed = [state["error"] for state in group.feedback().values() if state["error"] is not None]
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(len(region_of))])
+    return sum(error.numel() for error in owed)
+
+
+@pytest.mark.parametrize(
+    ("region_of", "codec", "node_of", "nodes"),
+    [
+        ((0, 1), "int8", None, (1, 1)),
+        ((0, 0, 1), "int8", (0, 1, 2), (2, 2, 1)),
+        ((0, 0, 1, 2), "int8", (0, 1, 2, 3), (2, 2, 1, 1)),
+        ((0, 0, 1), "powersgd", (0, 1, 2), (1, 0, 1)),
+        ((0, 1), "none", None, (0, 0)),
+    ],
+)
+def test_who_leads_keeps_what_packing_dropped_of_its_part_of_the_gradient(region_of, codec, node_of, nodes):
+    """As many numbers as of the gradient, shared out over the nodes of a region: what memory is priced by
+    (`polygon.cost.stage_reduction.leading_nodes`; of low-rank factors one node keeps all, others none)."""
+    held = run_ranks(owed_on_rank, len(region_of), region_of, codec, node_of)
+    assert held == [ELEMENTS / count if count else 0 for count in nodes]

@@ -92,6 +92,9 @@ def routed(worker: int) -> Plan:
 BROKEN = {
     "plan.layers": (plan_of(FRONT, replace(BACK, first_layer=3)), {}, {"stage": 1, "follows": 2}),
     "plan.zero": (front(zero=4), {}, {"stage": 0, "zero": 4}),
+    "plan.zero_degrees": (
+        front(zero=1, workers=(Worker(pool=0, devices=(4, 5)), *workers(1))), {}, {"zero": 1, "degrees": [1, 2]}
+    ),
     "plan.recompute": (front(recompute="some"), {}, {"stage": 0, "recompute": "some"}),
     "plan.recompute_blocks": (front(recompute_blocks=2), {}, {"stage": 0, "blocks": 2}),
     "plan.pool": (first(0, pool=2), {}, {"stage": 0, "worker": 0, "pool": 2}),

@@ -7,7 +7,7 @@ import numpy as np
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.checker import violations
-from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.fluid import FIRST
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -48,11 +48,15 @@ def test_the_relaxation_knows_where_a_tied_weight_stays_whole():
     assert decoder.fluid_s(x)[0] == np.inf
 
 
-def test_a_draft_that_memory_does_not_hold_says_where_and_what_it_lacks():
-    """One end on four pairs of V100, the other on eight T4: a T4 lacks bytes even of one micro-batch at a time."""
+def test_a_draft_that_packing_leaves_no_memory_is_one_that_packs_nothing():
+    """One end on four pairs of V100, the other on eight T4: what packing owes of the gradients, and ZeRO inside nodes
+    alone, would leave a T4 without room for even one micro-batch, and it is said where and what it would lack."""
     decoder = Decoder(LARGE_VOCABULARY)
     x = allocation(decoder, ("v100-16gb", 4, 2), ("t4", 8, 1), micro_batch_size=2)
-    found = decoder.decode(x, relax=False, cuts=(FIRST,))
-    assert isinstance(found, Infeasible)
-    assert found.reason.kind == "reason.lacks_memory"
-    assert found.reason["device"] == "t4" and 0 < found.reason["lacking_bytes"] < 2**30
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    assert isinstance(plan, Plan) and violations(LARGE_VOCABULARY, plan) == []
+    assert {use.weight_gradients for use in plan.links} == {"none"} and decoder.over_memory(plan) is None
+    packed = replace(plan, links=tuple(replace(use, weight_gradients="int8") for use in plan.links))
+    reason = decoder.over_memory(packed)
+    assert reason.kind == "reason.lacks_memory"
+    assert reason["device"] == "t4" and 0 < reason["lacking_bytes"] < 2**31

@@ -47,7 +47,7 @@ def test_optimizer_speed_is_that_of_each_class_own_pool():
 @numba.njit
 def _states_bytes(bank, stages, c, zero, shards, first, last):
     """Kernels within kernels cannot be called from Python."""
-    return states_bytes(bank, stages, c, zero, shards, first, last)
+    return states_bytes(bank, stages, 0, c, zero, shards, first, last)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])

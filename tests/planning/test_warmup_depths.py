@@ -152,3 +152,24 @@ def test_other_spans_of_single_stages_are_never_worse_and_are_kept():
     assert Pacing(found, tables).best()[1].step_s <= steps_s[2] * (1 + 1e-12)
     # A plan that is given up gets none: its first paces alone.
     assert Pacing(wide, tables).best(0.5 * steps_s[2], tries=60)[1].step_s >= steps_s[0]
+
+
+def test_where_memory_is_short_spans_in_proportion_beat_those_that_are_cut():
+    """Six T4 in a chain over 0.1 s each hold some twelve micro-batches: every pace that is cut leaves somebody waiting,
+    all spans shorter by one factor do not. It is the largest that memory holds; with memory to spare there is none."""
+    cluster = cluster_of([[("t4", 1, 1)]] * 6, latency_s=0.1, bytes_per_s=1e9)
+    model = small_gpt(blocks=36, hidden_size=2048, head_dim=128, ffn_size=8192)
+    problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=128, seq_len=1024))
+    tables = CostTables(problem)
+    plan = Decoder(problem, tables=tables).decode(Allocation(workers=np.eye(6, dtype=int), micro_batch_size=1))
+    paced = Pacing(replace(plan, spans=((128,),) * 6), tables)
+    found, times = paced.best()
+    assert not over_memory(found, tables, times.place).any()
+    cut = [windows for windows in map(paced.windows, PACES) if windows is not None]
+    assert times.step_s < 0.97 * min(paced.timed(windows).step_s for _, windows in cut)
+    in_proportion = paced.longest_in_proportion()
+    longer = [paced.held(factor * in_proportion)[0] for factor in (1.0, 1.05)]
+    assert (longer[0] >= in_proportion).all() and (longer[1] < 1.05 * in_proportion).any()
+    roomy = replace(problem, model=replace(model, blocks=12))
+    plan = Decoder(roomy).decode(Allocation(workers=np.eye(6, dtype=int), micro_batch_size=1))
+    assert Pacing(plan, CostTables(roomy)).longest_in_proportion() is None
