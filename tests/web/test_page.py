@@ -377,6 +377,41 @@ def test_a_search_can_be_left_and_found_again(browser, tmp_path):
     page.context.close()
 
 
+def test_a_running_search_opens_in_another_browser(browser, tmp_path):
+    """Its address shows what is asked there, how far it is and Stop, not what lies in that browser; what was changed
+    there stays until somebody takes over the search's."""
+    server = Server(tmp_path)
+    mine, theirs = new_page(browser, server), new_page(browser, server)
+    mine.goto(server.url)
+    choose(mine, "gpt3-1.3b", "world-64")
+    fill(mine, "batch.global_batch", "48")
+    mine.locator("#fold-goal").click()
+    mine.get_by_label("Effort").select_option("long")
+    mine.locator("#calculate").click()
+    mine.locator("#cancel").wait_for()
+    theirs.goto(mine.url)
+    theirs.locator("#cancel").wait_for()
+    for fold in ("cluster", "model", "goal"):
+        expect(theirs.locator(f"#fold-{fold} small")).to_have_text(mine.locator(f"#fold-{fold} small").inner_text())
+    expect(theirs.locator("#what")).to_contain_text("gpt3-1.3b")
+    expect(theirs.locator("#status progress")).to_be_visible()
+    theirs.locator("#fold-model").click()
+    fill(theirs, "batch.global_batch", "96")
+    theirs.reload()
+    theirs.locator("#cancel").wait_for()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("96")
+    theirs.locator("#status").get_by_role("button", name="Take over").click()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("48")
+    theirs.locator("#undo").click()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("96")
+    theirs.locator("#cancel").click()
+    for page in (mine, theirs):
+        page.locator("[data-card=step]").wait_for()
+        assert "job=" not in page.url and page.faults == []
+        page.context.close()
+    server.stop()
+
+
 def test_constraints_and_objective_reach_the_planner(fresh, server):
     """What the rail says is what is asked; a fault is told; the plan remembers it for another browser."""
     choose(fresh, "gpt3-1.3b")

@@ -6,7 +6,7 @@ import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
 import { canRedo, canUndo, redo, undo } from "./draft";
-import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takePlans, tried, VIEWS } from "./state";
+import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takeAskedOf, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { keep } from "./summary";
 import { Key as Shortcut } from "./ui";
@@ -21,7 +21,7 @@ function commands(): Command[] {
     ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
     ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
-    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takePlans(planId.value)) }] : []),
+    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takeAskedOf(planId.value)) }] : []),
     ...(tried.value ? [{ name: t("keepVariant"), run: () => void keep() }, { name: t("reset"), run: () => setChanges({}) }] : []),
     ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },

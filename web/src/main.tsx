@@ -11,7 +11,7 @@ import { canRedo, canUndo, redo, undo } from "./draft";
 import { Drawer } from "./drawer";
 import { Overview } from "./overview";
 import { Rail } from "./rail";
-import { attempt, begin, catalogue, copyLink, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { attempt, begin, catalogue, copyLink, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence, Spoken } from "./summary";
 import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
@@ -73,7 +73,7 @@ function Top(): JSX.Element {
   return (
     <header class="top">
       <button type="button" class="brand" onClick={() => open("overview")}><svg width="20" height="20" viewBox="0 0 24 24" aria-hidden="true"><path d="M12 2 21.5 9 18 20H6L2.5 9ZM12 2 6 20M12 2l6 18M2.5 9h19" fill="none" stroke="currentColor" stroke-width="1.6" stroke-linejoin="round" /></svg>polygon</button>
-      <span class="what" id="what">{row.value?.name ?? ""}</span><span class="grow" />
+      <span class="what" id="what">{(row.value ?? progress.value)?.name ?? ""}</span><span class="grow" />
       <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} disabled={!canUndo.value} onClick={undo}>↶</button>
       <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} disabled={!canRedo.value} onClick={redo}>↷</button>
       <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<Shortcut keys="⌘K" /></button>

@@ -6,7 +6,7 @@ import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takePlans, trouble, view, workNote } from "./state";
+import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
@@ -80,13 +80,18 @@ function Plan(): JSX.Element {
       {p ? <>
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><StopJob id="cancel" job={jobId.value} /></div>
         <small class="soft">{workNote(p)}</small>
+        <Differs of={jobId.value} />
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
-        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takePlans(planId.value))}>{t("takePlans")}</button></small>}
+        {planId.value && <Differs of={planId.value} />}
       </>}
     </div>
   );
 }
+
+/** What is asked here is not what a plan or a search was asked for, which can be taken over. */
+const Differs = ({ of }: { of: string }): JSX.Element | null =>
+  changed.value ? <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takeAskedOf(of))}>{t("takePlans")}</button></small> : null;
 
 function Plans(): JSX.Element {
   const [filter, setFilter] = useState("");
@@ -123,7 +128,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
     if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
     else if (running(j)) go(() => (jobId.value = j.id));
     else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
-    else void attempt(async () => { await takePlans(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
+    else void attempt(async () => { await takeAskedOf(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
   };
   const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
   const submit = (e: Event): void => {

@@ -2,7 +2,7 @@
 
 import { batch, computed, effect, signal } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
-import { changed, isNew, request, start, take, takeAsked } from "./draft";
+import { changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { seconds } from "./format";
 import { t } from "./strings";
@@ -137,7 +137,7 @@ async function load(id: string): Promise<void> {
     if (tried.value) void reprice();
     await known;
     void limiting.catch(say);
-    if (!changed.value) take(await get(`/jobs/${id}/request`, gone), (await known).models.map((m: Data) => m.name));
+    if (!changed.value) await takeAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
     batch(() => {
@@ -172,9 +172,9 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
   }
 }
 /** Take over what a plan, or a search without one, was asked for. */
-export async function takePlans(id: string): Promise<void> {
-  const names = catalogue.value.models.map((m: Data) => m.name);
-  take(await get(`/jobs/${id}/request`), names);
+export async function takeAskedOf(id: string, gone?: AbortSignal): Promise<void> {
+  const names = (await known).models.map((m: Data) => m.name);
+  take(await get(`/jobs/${id}/request`, gone), names, id);
 }
 /** Why a search has no plan. */
 export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));
@@ -246,7 +246,7 @@ let following = new AbortController();
 export async function search(): Promise<void> {
   await attempt(async () => {
     const begun = await post("/jobs", request());
-    takeAsked();
+    takeAsked(begun.id);
     progress.value = begun;
     jobId.value = begun.id;
     await loadJobs();
@@ -289,6 +289,8 @@ async function followSearch(id: string): Promise<void> {
   const left = timeLeft();
   const tell = (it: Data): void => { progress.value = { ...it, left_s: left(it.progress) }; };
   try {
+    // Begun elsewhere: what is asked there is shown here, unless that would cost what was written here.
+    if (!isOfSearch(id) && !changed.value) await takeAskedOf(id, gone);
     const last = await follow(`/jobs/${id}`, gone, tell);
     batch(() => {
       progress.value = null;
@@ -324,7 +326,7 @@ export async function begin(): Promise<void> {
     if (!going && now !== location.hash) history.replaceState(null, "", now);
   });
   known = get("/catalogue");
-  const first = isNew && !planId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
+  const first = isNew && !planId.value && !jobId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
   effect(() => {
     const id = planId.value;
     if (id !== loaded) void load(id);
