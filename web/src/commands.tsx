@@ -1,7 +1,7 @@
 // The command palette: everything that the page can do, by a few letters of its name; and the keys for it.
 
 import type { JSX } from "preact";
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
@@ -41,31 +41,31 @@ export function keys(e: KeyboardEvent): void {
   if (act) { e.preventDefault(); act(); }
 }
 
-export function Palette(): JSX.Element | null {
+export function Palette(): JSX.Element {
   const [text, setText] = useState("");
   const [at, setAt] = useState(0);
   const dialog = useRef<HTMLDialogElement>(null);
   // Before the next key: what is typed at once after the keys that open it goes into it.
   useLayoutEffect(() => {
-    if (!asking.value) return;
+    if (!asking.value) return dialog.current?.close(); // what had the focus has it again
     setText("");
     setAt(0);
     dialog.current?.showModal();
   }, [asking.value]);
-  if (!asking.value) return null;
+  useEffect(() => dialog.current?.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" }), [at]);
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
-  const run = (c: Command | undefined): void => { asking.value = false; c?.run(); };
+  const found = !asking.value ? [] : commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
+  const run = (c: Command | undefined): void => { dialog.current?.close(); asking.value = false; c?.run(); };
   const key = (e: KeyboardEvent): void => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[e.key];
     if (to !== undefined) { e.preventDefault(); setAt((to + found.length) % Math.max(1, found.length)); }
     if (e.key === "Enter") { e.preventDefault(); run(found[at]); }
   };
   return (
-    <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>
+    <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>{asking.value && <>
       <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
-      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.slice(0, 14).map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
-      {found.length === 0 && <p class="empty">{t("nothingFound")}</p>}
-    </dialog>
+      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
+      {found.length === 0 && <p class="empty" role="status">{t("nothingFound")}</p>}
+    </>}</dialog>
   );
 }

@@ -2,6 +2,7 @@
 
 import { computed, effect, signal } from "@preact/signals";
 import type { Data } from "./api";
+import { keptSignal } from "./kept";
 
 export interface Draft {
   cluster: Data;
@@ -46,7 +47,7 @@ function kept(): Kept {
   return { draft: EMPTY, past: [], future: [], asked: "", job: "" };
 }
 const began = kept();
-export const isNew = began.draft.cluster.regions.length === 0 && !began.asked;
+export const isNew = began.draft.cluster.regions.length === 0 && !began.past.length && !began.asked;
 export const draft = signal<Draft>(began.draft);
 const past = signal<Draft[]>(began.past);
 const future = signal<Draft[]>(began.future);
@@ -78,11 +79,14 @@ function save(now: Kept): void {
 }
 addEventListener("pagehide", () => save(toKeep()));
 
+/** What was typed into the cluster's file and is not in the draft: its fault, once that is known. */
+export const unread = keptSignal<{ text: string; fault: string } | null>("file", null);
 let group = "";
 /** Change the draft; changes of one group (say letters typed into one field) are undone together. */
 export function edit(change: (next: Draft) => void, of = ""): void {
-  const next = structuredClone(draft.value);
+  const next = structuredClone(draft.value), { cluster } = next;
   change(next);
+  if (next.cluster !== cluster) unread.value = null; // another cluster, of which nobody typed anything
   if (JSON.stringify(next) === JSON.stringify(draft.value)) return;
   if (!of || of !== group) past.value = [...past.value, draft.value].slice(-MOST_STEPS);
   group = of;

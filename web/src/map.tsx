@@ -64,6 +64,7 @@ function points(places: Place[]): Point[] {
 
 // How many times a map of the world may be enlarged: for regions in one place, and for some that lie close together.
 const MOST_ONE = 3, MOST = 60;
+const PAN = 60; // pixels an arrow key
 // The cut of the map lies in the widest gap between regions, so that no pair is torn apart.
 function project(at: Point[], width: number, height: number): GeoProjection {
   const x = at.map((p) => p[0]).sort((a, b) => a - b);
@@ -141,6 +142,13 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     return beside.map(drawnAt).join("");
   }, [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
+  // Arrows move the map below what has the focus in it.
+  const pan = (e: KeyboardEvent): void => {
+    const [x, y] = { ArrowLeft: [1, 0], ArrowRight: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[e.key] ?? [0, 0];
+    if (!(x || y) || e.altKey || e.ctrlKey || e.metaKey) return;
+    e.preventDefault();
+    select(frame.current!).call(zooming.current.translateBy, (x * PAN) / view.k, (y * PAN) / view.k);
+  };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
   const move = (e: PointerEvent, name: string): void => {
@@ -152,7 +160,7 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     onMove(name, round(Math.max(-85, Math.min(85, found[1]))), round(((found[0] + 540) % 360) - 180));
   };
   return (
-    <div class="map" style={{ height: `${height}px` }}>
+    <div class="map" style={{ height: `${height}px` }} onKeyDown={pan}>
       <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
         {width > 0 && places.every(placed) && <path d={shape} fill={ink().land} />}
         {width > 0 && <><Ways seen={seen} where={where} projection={projection} />
@@ -248,7 +256,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
       aria-label={`${brief(p.name, 20)} ${said(p)}: ${p.used === undefined ? t("nDevices", { n: p.devices }) : t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
-      onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
+      onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); onSelect?.(p.name); } }}
       onPointerDown={(e) => { if (onDrag) { e.currentTarget.setPointerCapture(e.pointerId); } }}
       onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
       <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />

@@ -4,7 +4,10 @@ import { batch, computed, effect, signal } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
 import { changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
+import { readFile } from "./file";
+import { focusSoon } from "./focus";
 import { seconds } from "./format";
+import { keptSignal } from "./kept";
 import { t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
@@ -17,7 +20,7 @@ export const planId = signal("");
 export const beside = signal<string[]>([]);
 export const jobId = signal("");
 export const runName = signal("");
-export const tab = signal<Tab | "">(innerWidth > 1180 ? "limits" : "");
+export const tab = keptSignal<Tab | "">("drawer", innerWidth > 1180 ? "limits" : "");
 export const changes = signal<Record<string, unknown>>({});
 
 export const catalogue = signal<Data>(null);
@@ -50,7 +53,8 @@ export const lit = computed(() => {
   const way = (a: string, b: string): boolean => (link !== undefined ? link === `${a}\n${b}` : regions.has(a) || regions.has(b));
   return { regions, stages, way };
 });
-export const selected = signal("");
+/** The region in the editor. */
+export const selected = keptSignal("region", "");
 export const tried = computed(() => Object.keys(changes.value).length > 0);
 
 function address(): string {
@@ -242,10 +246,19 @@ export async function loadJobs(): Promise<void> {
   // What runs, here or in another window, says in the list how far it is.
   if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
+/** What a search is asked, with what was just typed into the file beside the fields.
+
+    @throws Error where that has a fault: what is asked would not be what stands there. */
+export async function requested(): Promise<Data> {
+  if (await readFile()) return request();
+  open("cluster");
+  focusSoon("yaml");
+  throw new Error(t("fileFirst"));
+}
 let following = new AbortController();
 export async function search(): Promise<void> {
   await attempt(async () => {
-    const begun = await post("/jobs", request());
+    const begun = await post("/jobs", await requested());
     takeAsked(begun.id);
     progress.value = begun;
     jobId.value = begun.id;
