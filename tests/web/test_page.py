@@ -63,8 +63,10 @@ def kept_page(browser, server):
 
 
 @pytest.fixture
-def page(kept_page):
-    """The page of all tests, with nothing open and nothing said of what came before."""
+def page(kept_page, server):
+    """The page of all tests, with nothing open, kept or said of what came before."""
+    kept_page.goto(f"{server.url}/api/v1/catalogue")
+    kept_page.evaluate("sessionStorage.clear()")
     kept_page.goto("about:blank")
     kept_page.set_viewport_size({"width": 1366, "height": 900})
     kept_page.faults.clear()

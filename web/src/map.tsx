@@ -3,19 +3,16 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { geoDistance, geoMercator, geoPath, type GeoProjection } from "d3-geo";
+import { geoDistance, geoMercator, type GeoProjection } from "d3-geo";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomTransform } from "d3-zoom";
-import { feature } from "topojson-client";
-import world from "world-atlas/land-110m.json";
+import land, { WIDTH } from "virtual:land";
 import type { Data } from "./api";
 import { ink, regionColor, useColor } from "./colors";
 import { brief, bytes, gbps, ms, percent } from "./format";
 import { lit, pointed, selected } from "./state";
 import { t } from "./strings";
 
-// eslint-disable-next-line @typescript-eslint/no-explicit-any
-const land = feature(world as any, (world as any).objects.land) as any;
 type Point = [number, number];
 
 export interface Place {
@@ -133,14 +130,6 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     const [x, y] = base.translate();
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
-  // A world narrower than the frame goes on beside itself.
-  const shape = useMemo(() => {
-    if (!width) return "";
-    const [x, y] = projection.translate(), round = 2 * Math.PI * projection.scale();
-    const beside = [x - round, x, x + round].filter((at) => at + round / 2 > 0 && at - round / 2 < width);
-    const drawnAt = (at: number): string => geoPath(geoMercator().rotate(projection.rotate()).scale(projection.scale()).translate([at, y]).clipExtent(projection.clipExtent()))(land) ?? "";
-    return beside.map(drawnAt).join("");
-  }, [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
   // Arrows move the map below what has the focus in it.
   const pan = (e: KeyboardEvent): void => {
@@ -162,7 +151,7 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   return (
     <div class="map" style={{ height: `${height}px` }} onKeyDown={pan}>
       <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
-        {width > 0 && places.every(placed) && <path d={shape} fill={ink().land} />}
+        {width > 0 && places.every(placed) && <Land projection={projection} width={width} />}
         {width > 0 && <><Ways seen={seen} where={where} projection={projection} />
         <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
           onSelect={onSelect} onDrag={onMove && move} /></>}
@@ -174,6 +163,17 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
         <button type="button" aria-label={t("zoomAll")} title={t("zoomAll")} onClick={() => { setWhole(true); home(); }}>⤢</button>
       </div>
     </div>
+  );
+}
+
+// A world narrower than the frame goes on beside itself, as does one that is turned.
+function Land({ projection, width }: { projection: GeoProjection; width: number }): JSX.Element {
+  const round = 2 * Math.PI * projection.scale(), [x, y] = projection.translate();
+  const zero = x + (projection.rotate()[0] / 360) * round; // longitude 0
+  const first = Math.ceil((-zero - round / 2) / round), last = Math.floor((width - zero + round / 2) / round);
+  return (
+    <g fill={ink().land} data-land>{Array.from({ length: last - first + 1 }, (_, i) => (
+      <path key={first + i} d={land} transform={`translate(${zero + (first + i) * round} ${y}) scale(${round / WIDTH})`} />))}</g>
   );
 }
 

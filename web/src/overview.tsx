@@ -2,6 +2,7 @@
 
 import { useComputed, useSignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
 import type { Data } from "./api";
 import { regionColor } from "./colors";
 import { WorldMap, UseScale, placed, type Place } from "./map";
@@ -27,6 +28,9 @@ export function used(v: Data): Data[] {
 
 export function Overview(): JSX.Element {
   const v = shown.value;
+  // The map at once, the rest in a task of its own: between them the browser draws and listens.
+  const [rest, draw] = useState(false);
+  useEffect(() => { const timer = setTimeout(() => draw(true)); return () => clearTimeout(timer); }, []);
   if (!v) return <Welcome />;
   const all = places(v);
   return (
@@ -35,8 +39,7 @@ export function Overview(): JSX.Element {
         <div class="section-head"><h2>{t("mapTitle")}</h2><span class="grow" />{!all.every(placed) && <span class="soft">{t("noPositions")}</span>}<UseScale /></div>
         <WorldMap places={all} links={used(v)} height={Math.round(Math.max(200, Math.min(380, innerHeight * 0.27)))} label={t("mapTitle")} onSelect={() => go(() => (view.value = "communication"))} />
       </section>
-      <Strip v={v} />
-      <Timeline />
+      {rest && <><Strip v={v} /><Timeline /></>}
     </div>
   );
 }

@@ -148,7 +148,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
     <li class={here ? "here" : undefined}>
       <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || j.name}>
         <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
-        <small><b>{note}</b> {moment(j.created_s, language.value === "zh" ? "zh-CN" : "en")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
+        <small><b>{note}</b> {moment(j.created_s, language.value === "zh")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
       <Menu label="⋯" name={t("actionsOf", { name: j.name || j.id })}>{(close) => <>
         <button type="button" onClick={() => { close(); setNaming({ name: j.name, tags: j.tags.join(", ") }); }}>{t("rename")}</button>
