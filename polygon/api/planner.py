@@ -34,7 +34,8 @@ from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
 from polygon.planning.objectives import objective_named
 from polygon.planning.robust import surest
-from polygon.planning.search_engine import Effort, Found, Tell
+from polygon.planning.search_engine import Effort, Found
+from polygon.planning.telling import Tell
 
 if TYPE_CHECKING:
     pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.cost.overlap import Overlap, gathered_s, seen_parts, summed_s
+from polygon.cost.overlap import Overlap, gathered_s, seen_parts, sums_end_s
 from polygon.jit.compilation import general
 
 
@@ -19,7 +19,10 @@ def reduction_spans_s(
     layers: np.ndarray,
     overlap: Overlap,
 ) -> np.ndarray:
-    """When every stage begins [0] and ends [1] to sum its gradients (`summed_s`), alone on its links: (2, stages).
+    """When every stage begins [0] and ends [1] to sum its gradients (`sums_end_s`), alone on its links: (2, stages).
+
+    A sum begins when the last of its members has a gradient to add, which need not be the one that ends last: a slow
+    worker's last backward is long.
 
     Parameters
     ----------
@@ -36,20 +39,21 @@ def reduction_spans_s(
     groups = stages // chunks
     spans = np.empty((2, stages))
     for group in range(groups):
-        # A sum begins when the last of its members has a gradient to add: the stage's slowest worker counts.
         first = offset[group]
         after = offset[group + 1] if group + 1 < stages else workers
-        last = first
-        for w in range(first, after):
-            if ends_s[w] > ends_s[last]:
-                last = w
-        count, whole, latency, backward = 0.0, 0.0, 0.0, 0.0
+        count, whole, latency = 0.0, 0.0, 0.0
         for s in range(group, stages, groups):
             count += layers[s]
             whole += whole_s[s]
             latency = max(latency, latency_s[s])  # messages of one chunk wait beside those of the others
-            backward += backward_s[offset[s] + last - first]
-        begin, end = summed_s(ends_s[last], backward, whole, latency, count, overlap)
+        hidden, _ = seen_parts(count, overlap)
+        begin, last = -np.inf, -np.inf
+        for w in range(first, after):
+            backward = 0.0
+            for s in range(group, stages, groups):
+                backward += backward_s[offset[s] + w - first]
+            begin, last = max(begin, ends_s[w] - hidden * backward), max(last, ends_s[w])
+        end = sums_end_s(begin, last, whole, latency, count, overlap)
         for s in range(group, stages, groups):
             spans[0, s], spans[1, s] = begin, end
     return spans
@@ -142,19 +146,17 @@ def led_s(
     """
     n = len(regions)
     hidden, _ = seen_parts(layers, overlap)
-    slowest, update = np.full(n, -1), np.zeros(n)
+    begin, end, update = np.full(n, -np.inf), np.full(n, -np.inf), np.zeros(n)
     of = np.searchsorted(regions, region)
     for w in range(len(ends_s)):
         r = of[w]
         update[r] = max(update[r], update_s[w])
-        if slowest[r] < 0 or ends_s[w] > ends_s[slowest[r]]:
-            slowest[r] = w
+        begin[r], end[r] = max(begin[r], ends_s[w] - hidden * backward_s[w]), max(end[r], ends_s[w])
     steps = np.empty((n, n))
     for a in range(n):
-        end, window = ends_s[slowest[a]], hidden * backward_s[slowest[a]]
         for b in range(n):
-            summed = max(end + last_s[b, a], end - window + whole_s[b, a])
-            summed += overlap.contention * min(whole_s[b, a], window)
+            summed = max(end[a] + last_s[b, a], begin[a] + whole_s[b, a])
+            summed += overlap.contention * min(whole_s[b, a], end[a] - begin[a])
             steps[b, a] = summed + update[b] + more_s
     # Karp: with longest[k, b] the heaviest path of k steps to b, the largest mean over cycles is the largest over b of
     # the least over k < n of (longest[n, b] - longest[k, b]) / (n - k). All regions reach one another: any is a source.

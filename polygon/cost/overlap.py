@@ -79,17 +79,25 @@ def seen_parts(layers: float, overlap: Overlap) -> tuple[float, float]:
 def summed_s(
     end_s: float, backward_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
 ) -> tuple[float, float]:
-    """When the gradients of a stage begin and end to be summed beside the backward of the last micro-batch.
+    """When the gradients of a stage begin and end to be summed beside the backward of the last micro-batch, if it ends
+    on all workers alike: a runtime that sums layer by layer begins the (n - 1)-th part of it, of n layers, before."""
+    begin_s = end_s - seen_parts(layers, overlap)[0] * backward_s
+    return begin_s, sums_end_s(begin_s, end_s, whole_s, latency_s, layers, overlap)
 
-    With backward B of the last worker ending at e, R for all sums, L of it latency, and n layers: a runtime that sums
-    layer by layer begins at e - B (n - 1) / n and ends at max(e + L + (R - L) / n, begin + R), because the last layer's
-    gradient waits for all of backward; one that fills buckets hides `hidden_part` of B and is left with `last_bucket`
-    of R; what runs beside backward slows it (`contention`).
+
+@kernel
+def sums_end_s(
+    begin_s: float, end_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
+) -> float:
+    """When sums end that begin when every worker has a gradient to add, the last backward of all ending at e.
+
+    With R for all sums, L of it latency, and n layers: at max(e + L + (R - L) / n, begin + R) where the runtime sums
+    layer by layer, because the last layer's gradient waits for all of backward; one that fills buckets is left with
+    `last_bucket` of R; what runs beside backward slows it (`contention`).
     """
-    hidden, last = seen_parts(layers, overlap)
-    window_s = hidden * backward_s
-    end = max(end_s + latency_s + (whole_s - latency_s) * last, end_s - window_s + whole_s)
-    return end_s - window_s, end + overlap.contention * min(whole_s, window_s)
+    _, last = seen_parts(layers, overlap)
+    end = max(end_s + latency_s + (whole_s - latency_s) * last, begin_s + whole_s)
+    return end + overlap.contention * min(whole_s, end_s - begin_s)
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -272,10 +272,19 @@ class Candidates(SearchProblem[Allocation]):
 
 
 class ExactCandidates(Candidates):
-    """The same allocations, valued by the exact simulation of the decoded plan."""
+    """The same allocations, valued by the exact simulation of the decoded plan.
 
-    def __init__(self, decoder: Decoder, stages: int) -> None:
+    `met` hears of all values before there is another.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        stages: int,
+        met: Callable[[Mapping[Hashable, float]], None] = lambda values: None,
+    ) -> None:
         super().__init__(decoder, stages)
+        self._met = met
         self._values: dict[Hashable, float] = {}
         self._hurdle_s = math.inf
         self.bills: list[tuple[Bill, Allocation]] = []
@@ -298,6 +307,7 @@ class ExactCandidates(Candidates):
         """The objective, exactly; what was evaluated before is remembered."""
         key = self.key(x)
         if key not in self._values:
+            self._met(self._values)
             plan = self.decoder.decode(x, relax=False, hurdle_s=self._hurdle_s)
             self._values[key] = math.inf
             if isinstance(plan, Plan):

@@ -264,13 +264,20 @@ class Decoder:
         return min(options, key=self.plan_value)
 
     def _settled(self, plan: Plan, may: Allowed) -> Plan:
-        def value(candidate: Plan) -> float:
+        def fitting(candidate: Plan) -> Plan | None:
             # Where nodes send one another packed gradients ZeRO divides inside them alone, which takes more memory.
             divides = candidate.packed_inside and any(stage.zero for stage in candidate.stages)
-            return math.inf if divides and self._over_memory(candidate).any() else self.plan_value(candidate)
+            if not divides or not self._over_memory(candidate).any():
+                return candidate
+            paced = Pacing(candidate, self.tables).best() if candidate.chunks == 1 else None
+            return None if paced is None else paced[0]
+
+        def value(candidate: Plan) -> float:
+            fits = fitting(candidate)
+            return math.inf if fits is None else self.plan_value(fits)
 
         plan = settled(self.tables, plan, may, value)
-        return self._with_local_steps(replace(plan, local_steps=1), may)
+        return self._with_local_steps(replace(fitting(plan) or plan, local_steps=1), may)
 
     def _decode(
         self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], hurdle_s: float = math.inf
@@ -305,6 +312,11 @@ class Decoder:
         if isinstance(draft, Infeasible):
             return draft
         paced = Pacing(draft, self.tables).best(hurdle_s)
+        packed = self._links(list(draft.stages), allocation.micro_batch_size, may, everywhere=True)
+        if packed != draft.links:
+            other = Pacing(replace(draft, links=packed), self.tables).best(hurdle_s)
+            if other is not None and (paced is None or other[1].step_s < paced[1].step_s):
+                paced = other
         if paced is None and (alike := self._dividing_ends_alike(draft)) is not None:
             paced = Pacing(alike, self.tables).best()
         if paced is None:
@@ -437,17 +449,21 @@ class Decoder:
             pays_inside(self.tables, gradients),
         )
 
-    def _links(self, stages: list[Stage], micro_batch_size: int, may: Allowed) -> tuple[LinkUse, ...]:
-        """One entry for every ordered pair of regions between which the plan may send."""
+    def _links(
+        self, stages: list[Stage], micro_batch_size: int, may: Allowed, *, everywhere: bool = False
+    ) -> tuple[LinkUse, ...]:
+        """One entry for every ordered pair of regions between which the plan may send.
+
+        Nodes send one another packed gradients where that pays, no stage adds up with other regions and ZeRO, if any,
+        has something to divide by inside nodes; `everywhere`: where it pays.
+        """
         cluster = self.problem.cluster
         down, up, gradients, inside = self._packings(micro_batch_size, may)
         places = [{cluster.pools[w.pool].region for w in stage.workers} for stage in stages]
         regions = sorted(set[int]().union(*places))
-        # Nodes send one another packed gradients where that pays, no stage adds up with other regions and ZeRO, if any,
-        # has something to divide by inside nodes.
         summing = summing_inside(self.problem, stages) if inside.any() else []
         whole = [
-            len(of) == 1 and not (stage.zero and alone_on_nodes(self.problem, stage))
+            everywhere or (len(of) == 1 and not (stage.zero and alone_on_nodes(self.problem, stage)))
             for of, stage in zip(places, stages, strict=True)
         ]
         own = [r for r in summing if inside[r] and all(whole[s] for s, of in enumerate(places) if r in of)]

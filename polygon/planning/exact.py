@@ -24,7 +24,8 @@ from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
-from polygon.planning.search_engine import Effort, Found, Tell, find_plan, most_stages
+from polygon.planning.search_engine import Effort, Found, find_plan, most_stages
+from polygon.planning.telling import Tell, share
 from solvers.allocation import AllocationSpace
 from solvers.exhaustive import Exhaustive
 from solvers.stop import MaxEvaluations, TimeLimit
@@ -130,7 +131,7 @@ def find_optimum(
             f"method: found exhaustive for {count:.1e} allocations, expected at most {MOST_ALLOCATIONS:.0e} "
             f"(fewer devices, or fewer stages by constraints.most_stages)"
         )
-    first = first or find_plan(problem, rng, effort=effort, tell=tell, tables=decoder.tables)
+    first = first or find_plan(problem, rng, effort=effort, tell=share(tell, 0.0, 0.5), tables=decoder.tables)
     known = [_compact(x) for _, x in first.bills[:KNOWN]]
     result = Exhaustive().solve(
         everything,

@@ -128,11 +128,12 @@ class FluidWork(NamedTuple):
     most_bytes: np.ndarray
     """(rows,) inf, and gradient bytes that stages may have when layers are cut a third time."""
     passing: np.ndarray
+    quickest: np.ndarray
     waits: np.ndarray
     message: np.ndarray
     before: np.ndarray
-    """(rows,) seconds of a micro-batch: on a stage's slowest worker, what of them that waits for messages, on the
-    slowest way to the next stage, and in all stages before, there and back."""
+    """(rows,) seconds of a micro-batch: on a stage's slowest worker, on its quickest, what of them that waits for
+    messages, on the slowest way to the next stage, and in all stages before, there and back."""
     away_s: np.ndarray
     limits_s: np.ndarray
     """Without and with shares kept along the stages: (2, rows) seconds that a micro-batch is under way behind each
@@ -187,6 +188,7 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         no_cap=np.full(rows, np.inf),
         most_bytes=np.zeros(rows),
         passing=np.zeros(rows),
+        quickest=np.zeros(rows),
         waits=np.zeros(rows),
         message=np.zeros(rows),
         before=np.zeros(rows),
@@ -461,7 +463,7 @@ def _pipeline_s(
 ) -> float:
     """When stage 0 of n ends its last backward; inf where a link is missing.
 
-    Fills `passing`, `waits`, `message`, `before`, `away_s` and `limits_s`.
+    Fills `passing`, `quickest`, `waits`, `message`, `before`, `away_s` and `limits_s`.
 
     Parameters
     ----------
@@ -477,11 +479,12 @@ def _pipeline_s(
         return np.inf
     busy_s, links_s, longest_s, fullest_s, before_s, waited = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
-        slowest, width, rate = 0.0, 0.0, 0.0
+        slowest, quickest, width, rate = 0.0, np.inf, 0.0, 0.0
         makespan = kinds_makespan_s(bank, stages, s)
         for i in range(stages.kind_members[s]):
             if stages.kind_seconds[s, i] <= makespan * (1 + 1e-9):  # others get no micro-batch
                 slowest = max(slowest, stages.kind_seconds[s, i])
+                quickest = min(quickest, stages.kind_seconds[s, i])
                 width += stages.kind_counts[s, i]
                 rate += stages.kind_counts[s, i] / stages.kind_seconds[s, i]
         if locked:
@@ -500,6 +503,7 @@ def _pipeline_s(
                 for b in places.region[: places.regions[0]]:
                     places.message[s, a, b] = 0.0
         work.passing[s], work.message[s], away_s[s], work.before[s] = slowest, message, 2 * sent, before_s
+        work.quickest[s] = quickest
         longest_s, fullest_s = max(longest_s, makespan), max(fullest_s, fullest)
         busy_s = max(busy_s, before_s + makespan)
         before_s += min(slowest, width / rate + work.waits[s])
@@ -787,13 +791,15 @@ def _with_reductions(
         local_steps = 1
     step, early, local_step, outer, update = 0.0, 0.0, 0.0, 0.0, 0.0
     for s in range(n):
-        # Backward is about two thirds of passing a stage; layers are reduced while it runs.
+        # Backward is about two thirds of passing a stage; layers are reduced while it runs on all workers, so for no
+        # longer than on the quickest.
         backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
+        window = work.quickest[s] * 2 / 3
         of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
-        of.begin[s], whole = summed_s(end - early, backward, of.whole[s], of.far[s], depth, bank.overlap)
+        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.far[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
-        inside = summed_s(end - early, backward, of.inside[s], 0.0, depth, bank.overlap)[1]
+        inside = summed_s(end - early, window, of.inside[s], 0.0, depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tail[s])
         outer = max(outer, of.whole[s])
         update = max(update, of.update[s])

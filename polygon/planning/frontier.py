@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -34,7 +35,8 @@ from polygon.planning.objectives import (
     value_of,
     without_cost_limits,
 )
-from polygon.planning.search_engine import Effort, Found, Tell, find_in_rounds, find_plan, of_round
+from polygon.planning.search_engine import Effort, Found, find_in_rounds, find_plan
+from polygon.planning.telling import Tell, of_round, share
 
 T = TypeVar("T")
 
@@ -106,7 +108,7 @@ def collect(
                 np.random.default_rng([seed, i] if i else seed),
                 groups=groups,
                 effort=own,
-                tell=_part(tell, objective, i, len(objectives)),
+                tell=share(tell, i / len(objectives), (i + 1) / len(objectives), partial(_of_objective, objective)),
                 tables=tables,
                 objective=objective,
                 known=known,
@@ -167,13 +169,8 @@ def _half(effort: Effort, time_limit_s: float) -> Effort:
     )
 
 
-def _part(tell: Tell | None, objective: Objective, index: int, count: int) -> Tell | None:
-    if tell is None:
-        return None
-    told, said = tell, objective.said or objective.name
-    return lambda phase, part, best: told(
-        Message("phase.of_objective", objective=said, phase=phase), (index + part) / count, best
-    )
+def _of_objective(objective: Objective, phase: Message) -> Message:
+    return Message("phase.of_objective", objective=objective.said or objective.name, phase=phase)
 
 
 def find_front(

@@ -21,7 +21,8 @@ from polygon.grid3d.splits import GridOptions, all_splits
 from polygon.planning.checker import violations
 from polygon.planning.decode import useful_streams
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of, without_cost_limits
-from polygon.planning.search_engine import Found, Tell
+from polygon.planning.search_engine import Found
+from polygon.planning.telling import EXACT, Tell
 
 PLANNABLE = GridOptions(micro_batch_size=None, zero=(0, 1, 2, 3), recompute=("none", "selective", "full"))
 """What a plan can express: data, tensor and pipeline parallelism, every memory option."""
@@ -94,7 +95,7 @@ def find_grid_plan(
         splits,
         jobs=jobs,
         backend=backend,
-        progress=lambda done: told(Message("phase.every_configuration"), done / len(splits), math.inf),
+        progress=lambda done: told(Message("phase.every_configuration"), 0.5 * done / len(splits), math.inf),
     )
     if keep is not None:
         keep(result)
@@ -118,7 +119,7 @@ def find_grid_plan(
             reasons.append(Message("reason.over_limits", over=over_limits(problem, bill)))
         elif best is None or value < best[0]:
             best = value, plan
-        told(Message("phase.exact"), tried / tries, best[0] if best else math.inf)
+        told(EXACT, 0.5 + 0.5 * tried / tries, best[0] if best else math.inf)
     seconds = time.perf_counter() - start
     if best is None:
         devices = problem.cluster.devices

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,17 +211,18 @@ def grown_starts(
         if p not in regions.setdefault(pools[p].region, []):
             regions[pools[p].region].append(p)
     alone = _regions_alone(decoder, regions, rows, value_of, seconds_left)
-    alone.sort(key=lambda entry: entry[0])
+    alone.sort(key=lambda entry: entry.value)
     speed: dict[int, float] = {}
-    for value, _, region, *_ in alone:
-        speed.setdefault(region, value)
+    for entry in alone:
+        speed.setdefault(entry.region, entry.value)
     order = sorted(speed, key=lambda r: speed[r])
-    result = [x for _, x, *_ in alone[:24]]
+    result = [entry.allocation(decoder, rows) for entry in alone[:24]]
     grown: set[tuple[int, int, int]] = set()
-    for value, x, region, stages, tp in alone:
-        if (stages, tp, x.micro_batch_size) in grown or len(grown) >= 10 or seconds_left() <= 0:
+    for entry in alone:
+        if entry.how in grown or len(grown) >= 10 or seconds_left() <= 0:
             continue
-        grown.add((stages, tp, x.micro_batch_size))
+        grown.add(entry.how)
+        value, x, region, stages = entry.value, entry.allocation(decoder, rows), entry.region, entry.how[0]
         for other in order:
             if other == region or seconds_left() <= 0:
                 continue
@@ -406,25 +408,42 @@ def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
                 yield members
 
 
+class _Alone(NamedTuple):
+    """A region alone: a large cluster has so many ways that their allocations would be gigabytes."""
+
+    value: float
+    region: int
+    members: list[int]
+    width: int | None
+    how: tuple[int, int, int]
+    """Stages, degree and micro-batch size."""
+
+    def allocation(self, decoder: Decoder, rows: int) -> Allocation:
+        """As it was valued."""
+        stages, tp, size = self.how
+        workers = spread_region(decoder, self.members, stages, tp, rows, self.width)
+        assert workers is not None
+        return Allocation(workers=workers, micro_batch_size=size)
+
+
 def _regions_alone(
     decoder: Decoder,
     regions: dict[int, list[int]],
     rows: int,
     value_of: Callable[[Allocation], float],
     seconds_left: Callable[[], float],
-) -> list[tuple[float, Allocation, int, int, int]]:
-    """Value, allocation, region, stages and degree of every region alone, those with most compute first."""
+) -> list[_Alone]:
+    """Every region alone, those with most compute first, in all ways that fit."""
     pools = decoder.problem.cluster.pools
     sizes = decoder.tables.micro_batch_sizes
     rates = block_rates(decoder, sizes[0])
     rate_of = {p: rates[c] for c, (p, t) in enumerate(decoder.classes) if t == 1}
     power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
-    found: list[tuple[float, Allocation, int, int, int]] = []
+    found: list[_Alone] = []
 
     def likely() -> set[tuple[int, int, int]]:
         """Stages, degrees and micro-batch sizes of the best so far."""
-        best = sorted(found, key=lambda entry: entry[0])[:MOST_ALONE]
-        return {(stages, tp, x.micro_batch_size) for _, x, _, stages, tp in best}
+        return {entry.how for entry in sorted(found, key=lambda entry: entry.value)[:MOST_ALONE]}
 
     for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
         subsets = [regions[r], *([p] for p in regions[r])]
@@ -441,9 +460,8 @@ def _regions_alone(
                     if x is None or seconds_left() <= 0:
                         continue
                     for size in how:
-                        allocation = Allocation(workers=x, micro_batch_size=size)
-                        value = value_of(allocation)
+                        value = value_of(Allocation(workers=x, micro_batch_size=size))
                         if not math.isfinite(value):
                             break  # larger micro-batches are fewer and hold more: they do not fit either
-                        found.append((value, allocation, r, stages, tp))
+                        found.append(_Alone(value, r, members, width, (stages, tp, size)))
     return found

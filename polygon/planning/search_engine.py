@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,7 @@ from polygon.planning.initial_solutions import (
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
+from polygon.planning.telling import EXACT, MEMETIC, POLISH, STARTS, Tell, of_round, phase_of, share
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
@@ -45,6 +46,8 @@ MOST_OF_LENGTH = 1_000
 MOST_SEQUENCES = 3_000
 """Sequences of device types that are looked at, shortest first."""
 
+TOLD = 50
+"""Starts, one in so many of which is told."""
 MOST_IN_ALL = 1_000
 """Starts that are valued in all context- and expert-parallel degrees."""
 MOST_CLOSED = 200
@@ -111,10 +114,6 @@ class Found:
     """What every allocation costs that was simulated exactly; the chosen one first."""
     proved: bool = False
     """Whether no allocation of devices to stages decodes to a better plan (`polygon.planning.exact`)."""
-
-
-Tell = Callable[[Message, float, float], None]
-"""Phase, part of it done (0 to 1), best step so far [s]."""
 
 
 def most_stages(problem: Problem) -> int:
@@ -258,26 +257,25 @@ def find_plan(
     if gentler := _gentler(problem):
         half = replace(effort, time_limit_s=effort.time_limit_s / 2)
         before = find_plan(
-            gentler, rng, groups=groups, effort=half, tell=tell, objective=objective, known=known,
+            gentler, rng, groups=groups, effort=half, tell=share(tell, 0.0, 0.5), objective=objective, known=known,
             tables=tables and tables.with_other_links(gentler),
         )  # fmt: skip
         if before.interrupted:
             return before
         gentle, effort = [x for _, x in before.bills[:1]], half
-        known = [*known, *gentle]
+        known, tell = [*known, *gentle], share(tell, 0.5, 1.0)
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     decoder.warm_up()
     clock = _Clock(effort.time_limit_s)
-    begun, candidates = _begin_once(decoder, groups, known, effort, clock)
+    begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell)
     # A large cluster takes long to evaluate: of it fewer allocations are.
     most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
     effort = replace(effort, fluid_evaluations=most)
     simple = candidates.elite
 
-    memetic = _told(tell, Message("phase.memetic"), effort.fluid_evaluations)
-    met, interrupted = _explore(candidates, rng, effort, begun, clock, memetic)
+    met, interrupted = _explore(candidates, rng, effort, begun, clock, tell)
     evaluations = met + begun.looked_at
 
     def ended(
@@ -290,15 +288,20 @@ def find_plan(
 
     if not candidates.elite and not begun.uniform:
         return ended(None, math.inf, (), reason=_why_not(decoder, begun.tried))
-    exact = ExactCandidates(decoder, candidates.space.groups)
     count = 6 if interrupted else effort.exact_evaluations
+    told = phase_of(None if interrupted else tell, EXACT)
+
+    def met_exactly(values: Mapping[Hashable, float]) -> None:
+        if (best := min(values.values(), default=math.inf)) < math.inf:  # who interrupts gets a plan
+            told(len(values) / count, best)
+
+    exact = ExactCandidates(decoder, candidates.space.groups, met=met_exactly)
     likely = _in_turn(candidates.elite, simple, candidates.of_lengths)[: max(1, count // 3)]
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,
         _limit(count, count, max(0.2, clock.left_s())),
         start=[*known, *(x for _, _, x in begun.uniform), *likely],
-        callback=_told(tell, Message("phase.exact"), effort.exact_evaluations),
     )
     evaluations += result.evaluations
     draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
@@ -306,10 +309,7 @@ def find_plan(
         return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
     if not interrupted:
-        try:
-            draft = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
-        except KeyboardInterrupt:
-            interrupted = True
+        draft, interrupted = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
     value, plan, chosen = draft
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]
@@ -319,20 +319,13 @@ def find_plan(
     return ended(replace(plan, solver="memetic"), value, bills)
 
 
-def _told(tell: Tell | None, phase: Message, total: int) -> Callable[[Progress, object], None] | None:
-    """What a solver calls as it goes on, where somebody wants to hear how far a phase is."""
-    if tell is None:
-        return None
-    return lambda progress, _: tell(phase, min(1.0, progress.evaluations / total), progress.value)
-
-
 def _explore(
     candidates: Candidates,
     rng: np.random.Generator,
     effort: Effort,
     begun: _Begun,
     clock: _Clock,
-    callback: Callable[[Progress, object], None] | None,
+    tell: Tell | None,
 ) -> tuple[int, bool]:
     """Search on the fluid objective from the starts: `candidates` keeps what is good; evaluations, and whether broken.
 
@@ -346,6 +339,11 @@ def _explore(
     walks, fewest, _ = _race(half, LATE)
     late = half if fewest else 0
     memetic = _memetic(effort.fluid_evaluations - late, effort.patience)
+    told = phase_of(tell, MEMETIC)
+
+    def callback(progress: Progress, _: object) -> None:
+        told((made + progress.evaluations) / effort.fluid_evaluations, progress.value)
+
     for solver, count, patience in (*memetic, (walks, late, late)):
         if count == 0:
             continue
@@ -413,7 +411,12 @@ class _Begun:
 
 
 def _begin_once(
-    decoder: Decoder, groups: Groups | None, known: Sequence[Allocation], effort: Effort, clock: _Clock
+    decoder: Decoder,
+    groups: Groups | None,
+    known: Sequence[Allocation],
+    effort: Effort,
+    clock: _Clock,
+    tell: Tell | None,
 ) -> tuple[_Begun, Candidates]:
     """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
     of = (decoder.problem, decoder.objective, groups, *known)
@@ -421,7 +424,7 @@ def _begin_once(
     found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, most_rows)
     if found is None:
         candidates = Candidates(decoder, most_stages(decoder.problem))
-        found = _begin(decoder, candidates, groups, known, most_rows, clock), candidates
+        found = _begin(decoder, candidates, groups, known, most_rows, clock, tell), candidates
         if not found[0].interrupted and math.isinf(effort.time_limit_s):
             decoder.tables.begun.put(found, of, most_rows)
     return found[0], found[1].copy()
@@ -434,6 +437,7 @@ def _begin(
     known: Sequence[Allocation],
     most_rows: int,
     clock: _Clock,
+    tell: Tell | None = None,
 ) -> _Begun:
     """Value the simple starts by the fluid objective, and the best of so many uniform splits exactly, in half of the
     time."""
@@ -442,14 +446,24 @@ def _begin(
     uniform: list[_Draft] = []
     starts = list(known)
     rows = candidates.space.groups
-    degrees, valued = candidates.degrees, itertools.count(1)
+    degrees, valued, best = candidates.degrees, 0, math.inf
+    told = phase_of(tell, STARTS)
 
     def value_of_start(x: Allocation) -> float:
         """In the best of all degrees, and once so many are valued in those of the best so far."""
         nonlocal degrees
-        if next(valued) == MOST_IN_ALL and len(degrees) > 1:
+        if valued == MOST_IN_ALL and len(degrees) > 1:
             degrees = tuple(dict.fromkeys((y.cp, y.ep) for y in likely())) or degrees
-        return candidates.evaluate_degrees(x, degrees)[0]
+        return value_in(x, degrees)[0]
+
+    def value_in(x: Allocation, degrees: Sequence[tuple[int, int]]) -> tuple[float, Allocation]:
+        """In the best of some degrees, and tell of it."""
+        nonlocal valued, best
+        found = candidates.evaluate_degrees(x, degrees)
+        valued, best = valued + 1, min(best, found[0])
+        if valued % TOLD == 0:
+            told(valued / (valued + MOST_IN_ALL), best)  # nobody knows how many there will be
+        return found
 
     def likely() -> list[Allocation]:
         """The best so far."""
@@ -475,7 +489,7 @@ def _begin(
         def rank(first: int) -> None:
             for i, x in enumerate(starts[first:], first):
                 own = candidates.degrees if i < len(known) else degrees
-                value, starts[i] = candidates.evaluate_degrees(x, own)
+                value, starts[i] = value_in(x, own)
                 ranked.append((value, i))
                 if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
                     break
@@ -517,32 +531,53 @@ def _polish(
     effort: Effort,
     clock: _Clock,
     tell: Tell | None,
-) -> _Draft:
+) -> tuple[_Draft, bool]:
     """Small changes of the best plan and of those that are nearly as good: they can turn the order of allocations, and
-    of the two cuts of an allocation's layers. `tell` may interrupt it."""
-    value, plan, chosen = draft
-    several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
-    drafts: list[tuple[Plan | Infeasible, Allocation]] = [(plan, chosen)]
-    if several:
-        near = [entry for entry in uniform if entry[0] <= (1 + RUNNER_UP) * value]
-        drafts += [(split, x) for _, split, x in near if x is not chosen]
-    cut_anew = [chosen, *(_runners_up(exact, chosen, value) if several else ())]
-    drafts += [(decoder.decode(x, cuts=(cut,)), x) for x in cut_anew for cut in (FIRST, SECOND, THIRD)]
+    of the two cuts of an allocation's layers. The best, and whether it was interrupted before all were tried."""
+    best, done, total, told = draft, 0, TRIALS, phase_of(tell, POLISH)
 
     def expired() -> bool:
-        if tell:
-            tell(Message("phase.exact"), 1.0, value)
+        told(done / total, best[0])
         return clock.left_s() <= 0
 
-    def better(plan: Plan, evaluations: int) -> tuple[float, Plan]:
-        changed = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
-        return decoder.plan_value(changed), changed
+    def change(plan: Plan, x: Allocation, evaluations: int) -> None:
+        nonlocal best
+        of, value = (decoder.problem, decoder.objective), decoder.plan_value(plan)
+        changed: Plan | None = decoder.tables.polished.get(of, value, evaluations)
+        if changed is None:
+            changed = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
+            if clock.left_s() > 0:
+                decoder.tables.polished.put(changed, of, value, evaluations)
+        best = min(best, (decoder.plan_value(changed), changed, x), key=lambda entry: entry[0])
 
-    # The cuts are often the same.
-    distinct = {decoder.plan_value(plan): (plan, x) for plan, x in drafts if isinstance(plan, Plan)}
-    tried = [(*better(plan, effort.polish_evaluations // TRIALS), x) for plan, x in distinct.values()]
-    _, plan, chosen = min(tried, key=lambda entry: entry[0])
-    return *better(plan, effort.polish_evaluations), chosen
+    try:
+        # The cuts are often the same.
+        distinct = {decoder.plan_value(plan): (plan, x) for plan, x in _drafts(decoder, exact, draft, uniform, effort)}
+        total += len(distinct)
+        for done, (plan, x) in enumerate(distinct.values(), 1):  # noqa: B007 (`expired` tells of it)
+            change(plan, x, effort.polish_evaluations // TRIALS)
+        change(best[1], best[2], effort.polish_evaluations)
+    except KeyboardInterrupt:
+        return best, True
+    return best, False
+
+
+def _drafts(
+    decoder: Decoder, exact: ExactCandidates, draft: _Draft, uniform: Sequence[_Draft], effort: Effort
+) -> Iterator[tuple[Plan, Allocation]]:
+    """What is polished: the best plan, and of efforts that simulate many also those that are nearly as good; each cut
+    in all ways."""
+    value, plan, chosen = draft
+    several = effort.exact_evaluations >= FEWEST_FOR_SEVERAL
+    yield plan, chosen
+    if several:
+        near = [entry for entry in uniform if entry[0] <= (1 + RUNNER_UP) * value]
+        yield from ((split, x) for _, split, x in near if x is not chosen)
+    for x in (chosen, *(_runners_up(exact, chosen, value) if several else ())):
+        for cut in (FIRST, SECOND, THIRD):
+            found = decoder.decode(x, cuts=(cut,))
+            if isinstance(found, Plan):
+                yield found, x
 
 
 def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: Effort, tell: Tell | None) -> Found:
@@ -581,20 +616,6 @@ def find_in_rounds(search: Callable[[int, Effort, Tell | None], Found], effort: 
         interrupted=met[-1].interrupted,
         bills=(*best.bills, *(pair for found in met if found is not best for pair in found.bills)),
     )
-
-
-def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
-    """What tells of one of several rounds."""
-    if tell is None or rounds == 1:
-        return tell
-    told: Tell = tell
-
-    def of_one(phase: Message, part: float, best: float) -> None:
-        if phase.kind in ("phase.memetic", "phase.exact"):
-            part = 0.5 * (part + (phase.kind == "phase.exact"))
-        told(Message("phase.round", round=index + 1, phase=phase), (index + part) / rounds, best)
-
-    return of_one
 
 
 def _in_turn(*lists: list[Allocation]) -> list[Allocation]:

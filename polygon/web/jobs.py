@@ -171,13 +171,7 @@ class Jobs:
 
         def tell(phase: Message, part: float, best: float) -> None:
             value = seconds(best) if objective == "time" else f"{best:.4g}"
-            # A plain search has two halves; a series of searches counts its own.
-            whole = (
-                part
-                if phase.kind in ("phase.of_objective", "phase.round")
-                else 0.5 * (part + (phase.kind == "phase.exact"))
-            )
-            progress.tell(Message("phase.best", phase=phase, best=value), whole)
+            progress.tell(Message("phase.best", phase=phase, best=value), part)
 
         result = planner.Problem.of(problem_of(request["problem"])).search(
             objective=objective,

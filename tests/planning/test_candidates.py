@@ -16,6 +16,7 @@ from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandid
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates
+from polygon.planning.link_compression import without_inside
 from polygon.planning.objectives import MONEY
 from polygon.planning.problem_arrays import Setting
 from tests.linked_regions import cluster_of, small_gpt
@@ -206,13 +207,33 @@ def test_a_stage_is_split_into_halves_or_by_classes(decoder):
 
 
 def test_exact_candidates_are_valued_before_their_packings_are_settled():
-    """One stage in two regions: what nodes and regions send is settled by simulation in the search's draft alone."""
+    """What regions send is settled by simulation in the search's draft alone; whether nodes of a region send one
+    another packed gradients, which counts for more, is tried in every draft: in one stage of both regions too."""
     cluster = cluster_of([[("t4", 2, 2)], [("a100-40gb", 1, 4)]], latency_s=1e-3, bytes_per_s=1e8)
     decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
-    row = [{(0, 2): 2, (1, 1): 2}.get(of, 0) for of in decoder.classes]
-    x = Allocation(workers=np.array([row]), micro_batch_size=1)
-    draft, settled = (decoder.plan_value(decoder.decode(x, relax=relax)) for relax in (False, True))
-    assert ExactCandidates(decoder, 1).evaluate(x) == draft > 1.02 * settled
+    for rows in ([{(0, 2): 2, (1, 1): 2}], [{(0, 1): 4, (1, 1): 2}, {(1, 1): 2}]):
+        workers = np.array([[row.get(of, 0) for of in decoder.classes] for row in rows])
+        x = Allocation(workers=workers, micro_batch_size=1)
+        draft, settled = (decoder.decode(x, relax=relax) for relax in (False, True))
+        assert draft.links != settled.links and draft.packed_inside == settled.packed_inside == {0}
+        value, least = decoder.plan_value(draft), decoder.plan_value(settled)
+        assert ExactCandidates(decoder, len(rows)).evaluate(x) == value >= least
+    assert 1.01 * least > value > least
+
+
+def test_nodes_pack_gradients_where_zero_has_nothing_to_divide_by_then():
+    """Cards alone on their nodes: packing needs more memory, and is worth shorter spans; settled plans are no worse."""
+    cluster = cluster_of([[("v100-16gb", 8, 1)]], latency_s=1e-3, bytes_per_s=1e8)
+    model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=256, seq_len=1024)))
+    workers = np.array([[row.get(of, 0) for of in decoder.classes] for row in [{(0, 1): 4}, {(0, 1): 4}]])
+    x = Allocation(workers=workers, micro_batch_size=1)
+    draft, settled = (decoder.decode(x, relax=relax) for relax in (False, True))
+    for plan in (draft, settled):
+        assert any(stage.zero for stage in plan.stages) and plan.packed_inside == {0}
+        assert violations(decoder.problem, plan) == []
+    plain = replace(draft, links=without_inside(draft.links))
+    assert decoder.plan_value(settled) <= decoder.plan_value(draft) < 0.9 * decoder.plan_value(plain)
 
 
 def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):

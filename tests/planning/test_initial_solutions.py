@@ -43,12 +43,13 @@ def test_regions_are_alike_and_the_best_is_no_worse_than_all_of_them(decoder):
 def test_every_region_is_tried_alone(decoder):
     """In one and in more stages, each with the value of its allocation, those with most devices first."""
     found = _regions_alone(decoder, {r: [r] for r in range(4)}, 4, decoder.value, lambda: math.inf)
-    assert list(dict.fromkeys(region for _, _, region, _, _ in found)) == [2, 1, 0, 3]
-    for value, x, region, stages, tp in found:
-        assert value == decoder.value(x) < math.inf
-        assert set(np.flatnonzero(x.workers.any(axis=0)).tolist()) == {region}
-        assert (int(x.workers.any(axis=1).sum()), tp) == (stages, 1)
-    assert {stages for *_, stages, _ in found} >= {1, 2, 3}
+    assert list(dict.fromkeys(entry.region for entry in found)) == [2, 1, 0, 3]
+    for entry in found:
+        x, (stages, tp, size) = entry.allocation(decoder, 4), entry.how
+        assert entry.value == decoder.value(x) < math.inf
+        assert set(np.flatnonzero(x.workers.any(axis=0)).tolist()) == {entry.region}
+        assert (int(x.workers.any(axis=1).sum()), tp, size) == (stages, 1, x.micro_batch_size)
+    assert {entry.how[0] for entry in found} >= {1, 2, 3}
 
 
 def two_cities(decoder):

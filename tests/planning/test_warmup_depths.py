@@ -25,17 +25,21 @@ from tests.linked_regions import cluster_of, small_gpt
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 
-@pytest.fixture(scope="module")
-def pacing():
-    """Two stages of fast and slow workers in two regions, whose memory holds a few micro-batches each."""
+def paced(workers):
+    """Such workers of fast and slow devices in two regions, whose memory holds a few micro-batches each."""
     cluster = cluster_of([[("a100-40gb", 2, 1), ("t4", 4, 1)], [("t4", 4, 1)]], latency_s=0.05, bytes_per_s=1e8)
     model = small_gpt(blocks=16, hidden_size=2048, head_dim=128, ffn_size=8192)
     problem = Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024))
     tables = CostTables(problem)
     decoder = Decoder(problem, tables=tables)
-    workers = np.array([[1, 2, 2], [1, 2, 2]], dtype=np.int64)
-    plan = decoder.decode(Allocation(workers=workers, micro_batch_size=1), relax=False)
+    plan = decoder.decode(Allocation(workers=np.array(workers), micro_batch_size=1), relax=False)
     return Pacing(plan, tables), plan, tables
+
+
+@pytest.fixture(scope="module")
+def pacing():
+    """Two stages of fast and slow workers each."""
+    return paced([[1, 2, 2], [1, 2, 2]])
 
 
 def over_memory(plan, tables, place):
@@ -134,9 +138,9 @@ def test_later_stages_leave_room_for_earlier_ones():
     assert not cut_spans(routes, order, offset, room, np.full_like(routes, 99), spans, windows), "the last takes all"
 
 
-def test_other_spans_of_single_stages_are_never_worse_and_are_kept(pacing):
+def test_other_spans_of_single_stages_are_never_worse_and_are_kept():
     """With changes the step is shorter here, memory holds them, and a plan that has such spans does not lose them."""
-    _, plan, tables = pacing
+    _, plan, tables = paced([[2, 0, 0], [0, 4, 4]])
     wide = replace(plan, spans=tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
     steps_s, found = [], wide
     for tries in (0, 3, 60):

@@ -1,0 +1,39 @@
+"""What a search tells of itself as it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from polygon.domain.message import Message
+
+Tell = Callable[[Message, float, float], None]
+"""Phase, part of everything that is done (0 to 1), best value so far. May raise KeyboardInterrupt: the search then ends
+with the best so far."""
+
+STARTS, MEMETIC, EXACT, POLISH = (Message(f"phase.{name}") for name in ("starts", "memetic", "exact", "polish"))
+ENDS = {STARTS.kind: 0.25, MEMETIC.kind: 0.5, EXACT.kind: 0.7, POLISH.kind: 1.0}
+"""Part of a search that is done at the end of a phase, about what takes its time on clusters of all sizes."""
+
+
+def share(tell: Tell | None, first: float, last: float, of: Callable[[Message], Message] | None = None) -> Tell | None:
+    """What tells of a part of something larger, from `first` to `last` of it, and says `of` which part it is."""
+    if tell is None:
+        return None
+    told: Tell = tell
+    return lambda phase, part, best: told(of(phase) if of else phase, first + part * (last - first), best)
+
+
+def phase_of(tell: Tell | None, phase: Message) -> Callable[[float, float], None]:
+    """What tells of one phase of a search: the part of it that is done, and the best value so far."""
+    first = max((end for end in ENDS.values() if end < ENDS[phase.kind]), default=0.0)
+    told = share(tell, first, ENDS[phase.kind])
+    return lambda part, best: told(phase, min(1.0, part), best) if told else None
+
+
+def of_round(tell: Tell | None, index: int, rounds: int) -> Tell | None:
+    """What tells of one of several rounds."""
+    if rounds == 1:
+        return tell
+    return share(
+        tell, index / rounds, (index + 1) / rounds, lambda phase: Message("phase.round", round=index + 1, phase=phase)
+    )
