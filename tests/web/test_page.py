@@ -63,8 +63,10 @@ def kept_page(browser, server):
 
 
 @pytest.fixture
-def page(kept_page):
-    """The page of all tests, with nothing open and nothing said of what came before."""
+def page(kept_page, server):
+    """The page of all tests, with nothing open, kept or said of what came before."""
+    kept_page.goto(f"{server.url}/api/v1/catalogue")
+    kept_page.evaluate("sessionStorage.clear()")
     kept_page.goto("about:blank")
     kept_page.set_viewport_size({"width": 1366, "height": 900})
     kept_page.faults.clear()
@@ -133,6 +135,47 @@ def test_every_view_is_accessible_and_asks_nobody_outside(page, server, wide_pla
         assert [(view, name) for name in said if not any(letter.isalnum() for letter in name)] == []
     page.emulate_media(color_scheme="light", reduced_motion="reduce")
     assert page.outside == [] and page.faults == []
+
+
+def test_what_opens_over_the_page_is_accessible(page, server, wide_plan):
+    """axe finds nothing in the palette, menus, a plan that is named, the drawer's tabs, and what says that a file or a
+    field is wrong."""
+    visit(page, server, wide_plan)
+    page.evaluate(AXE)
+
+    def violations() -> list[Any]:
+        """What axe finds."""
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found]
+
+    for words in ("", "nothing is called so"):
+        page.keyboard.press("Control+k")
+        page.locator(".palette input").fill(words)
+        assert violations() == []
+        page.keyboard.press("Escape")
+    for menu in ("#plans-menu", "#timeline-menu", "#plan-list li.here .menu > button"):
+        page.locator(menu).click()
+        assert violations() == []
+    page.get_by_role("button", name="Name and tags").click()
+    assert violations() == []
+    page.locator(".naming").get_by_role("button", name="Close").click()
+    for name in ("whatif", "whynot", "assumed"):
+        page.locator(f"#drawer-{name}").click()
+        assert violations() == []
+    for fold in ("cluster", "model", "goal"):
+        page.locator(f"#fold-{fold}").click()
+    page.locator("summary", has_text="Constraints").click()
+    assert violations() == []
+    page.locator("#tab-cluster").click()
+    expect(page.locator("#yaml")).to_have_value(re.compile("regions:"))
+    page.locator("#yaml").fill("regions: [")
+    page.locator("#yaml-error").wait_for()
+    fill(page, "cluster.regions[0].nodes[0].count", "0")
+    page.locator("#cluster-error").wait_for()
+    page.locator("#calculate").click()
+    page.locator("#trouble").wait_for()
+    assert violations() == []
+    page.locator("#yaml-back").click()
 
 
 IN_ITS_LIST = """id => {
@@ -241,6 +284,134 @@ def test_nothing_of_a_draft_is_lost(fresh, server):
     fresh.locator("#tab-cluster[aria-selected=true]").wait_for()
 
 
+FIELDS = """() => {
+  const held = (e) => (e.type === "checkbox" ? e.checked : e.value);
+  const fields = [...document.querySelectorAll("input:not([type=file]), select, textarea:not(#yaml)")];
+  const chosen = document.querySelectorAll("[aria-selected=true], [aria-pressed=true], [aria-expanded=true]");
+  const seen = [...chosen].filter((e) => e.checkVisibility()).map((e) => e.textContent);
+  return [location.hash, fields.map((e) => [e.dataset.path ?? e.dataset.change ?? e.id, held(e)]), seen];
+}"""
+
+
+def test_a_reload_at_every_step_of_a_session_loses_nothing(fresh, server):
+    """A cluster by hand, work and limits, a plan, what-ifs, a variant with a name half-typed, a comparison, hosts:
+    after each step a reload shows every field as it was, in the same pane with the same folds, tabs and choices."""
+    page = fresh
+
+    def step(do: Any) -> None:
+        """Do one thing, and find everything again after a reload."""
+        do()
+        page.wait_for_load_state("networkidle")
+        expect(page.locator("#view .skeleton, .waiting, [aria-busy=true]")).to_have_count(0)
+        before = page.evaluate(FIELDS)
+        page.reload()
+        page.wait_for_load_state("networkidle")
+        expect(page.locator("#view .skeleton, .waiting")).to_have_count(0)
+        page.wait_for_function(
+            f"before => JSON.stringify(({FIELDS})()) === before",
+            arg=json.dumps(before, separators=(",", ":"), ensure_ascii=False),
+        )
+
+    def by_hand() -> None:
+        """Begin with nothing."""
+        page.locator("#fold-cluster").click()
+        page.locator("#by-hand").click()
+
+    def region(name: str) -> None:
+        """Add one of the known places."""
+        page.locator("[data-path=place]").select_option(name)
+        page.locator("[role=tab][aria-selected=true]", has_text=name.lower()).wait_for()
+
+    def planned_anew() -> None:
+        """Have the plan made, and wait for all that is said of it."""
+        page.locator("#calculate").click()
+        page.locator("[data-card=step]").wait_for()
+
+    def named() -> None:
+        """Begin to give the plan a name."""
+        page.locator("#plan-list li.here .menu > button").click()
+        page.get_by_role("button", name="Name and tags").click()
+        page.locator(".naming [name=name]").fill("half a na")
+
+    for do in (
+        by_hand,
+        lambda: region("Frankfurt"),
+        lambda: page.locator("[data-path='cluster.regions[0].nodes[0].device']").select_option("h100-sxm"),
+        lambda: region("Tokyo"),
+        lambda: fill(page, "cluster.regions[1].intra_region.bandwidth_gbps", "200"),
+        lambda: fill(page, "cluster.latency_ms[1][0]", "130"),
+        lambda: page.get_by_label("both ways: tokyo").click(),
+        lambda: fill(page, "cluster.bandwidth_gbps[0][1]", "4"),
+        lambda: fill(page, "cluster.name", "by my hand"),
+        lambda: page.locator("#fold-model").click(),
+        lambda: page.locator("[data-path=model]").select_option("opt-350m"),
+        lambda: fill(page, "batch.global_batch", "16"),
+        lambda: page.locator("[data-path='batch.optimizer']").select_option("muon"),
+        lambda: page.locator("#fold-goal").click(),
+        lambda: page.get_by_label("Objective").select_option("money"),
+        lambda: page.locator("summary", has_text="Constraints").click(),
+        lambda: fill(page, "constraints.most_stages", "2"),
+        lambda: fill(page, "seed", "7"),
+        planned_anew,
+        lambda: page.locator("#drawer-whatif").click(),
+        lambda: slide(page, "bandwidth_factor", "4"),
+        lambda: page.locator("[data-change=algorithm]").select_option("ring"),
+        lambda: page.locator("[data-change=device]").select_option("h100-sxm"),
+        lambda: page.locator("#keep").click(),
+        named,
+        lambda: page.locator(".naming .main").click(),
+        lambda: page.locator("#tab-compare").click(),
+        lambda: page.get_by_label("Add a plan").select_option(index=1),
+        lambda: page.locator("#tab-deploy").click(),
+        lambda: page.locator("#target-torchrun").click(),
+        lambda: fill(page, "deploy-name", "mine"),
+        lambda: page.locator("#deploy-hosts").fill("gpu-1\ngpu-2"),
+        lambda: page.locator("#drawer-assumed").click(),
+    ):
+        step(do)
+    # A target that cannot say the plan is an answer.
+    assert [fault for fault in page.faults if "422" not in fault] == []
+
+
+def test_back_goes_through_all_views(page, server, wide_plan):
+    """One after another, and forward again; what was opened in between, too."""
+    visit(page, server, wide_plan)
+    for view in VIEWS[1:]:
+        page.locator(f"#tab-{view}").click()
+        page.locator(f"#tab-{view}[aria-selected=true]").wait_for()
+    for way, views in ((page.go_back, VIEWS[-2::-1]), (page.go_forward, VIEWS[1:])):
+        for view in views:
+            way()
+            expect(page.locator(f"#tab-{view}")).to_have_attribute("aria-selected", "true")
+            assert f"plan={wide_plan}" in page.url and f"view={view}" in page.url
+
+
+def test_two_tabs_go_their_own_ways(browser, server):
+    """Each has a draft, a history and a plan of its own, after a reload, too; a new one begins with what was edited
+    last."""
+    one = new_page(browser, server)
+    one.goto(server.url)
+    one.locator("#fold-model").click()
+    batch = "[data-path='batch.global_batch']"
+    one.locator(batch).fill("48")
+    one.wait_for_function("() => localStorage.getItem('polygon-draft')?.includes('48')")
+    two = one.context.new_page()
+    two.goto(server.url)
+    two.locator("#fold-model").click()
+    expect(two.locator(batch)).to_have_value("48")
+    expect(two.locator("#undo")).to_have_attribute("aria-disabled", "true")
+    two.locator(batch).fill("96")
+    one.locator("#tab-cluster").click()
+    for page, own in ((one, "48"), (two, "96")):
+        page.reload()
+        expect(page.locator(batch)).to_have_value(own)
+    expect(two.locator("#tab-overview")).to_have_attribute("aria-selected", "true")
+    one.locator("#undo").click()
+    expect(one.locator(batch)).to_have_value("512")
+    expect(two.locator(batch)).to_have_value("96")
+    one.context.close()
+
+
 def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     """A value in the file appears in its field and the other way; a fault is said and changes nothing."""
     fresh.locator("#tab-cluster").click()
@@ -261,6 +432,47 @@ def test_the_file_beside_the_fields_works_both_ways(fresh, server):
     count.fill("0")
     fresh.locator("[data-path='cluster.regions[0].nodes[0].count'][aria-invalid=true]").wait_for()
     expect(fresh.locator("#cluster-error")).to_contain_text("count: found 0")
+
+
+def test_what_is_typed_into_the_file_is_asked_or_said_to_be_wrong(fresh):
+    """Half-typed it is kept over a look at another pane and a reload, and no search goes without it; a search at once
+    after the last letter has it."""
+    fresh.locator("#tab-cluster").click()
+    file = fresh.locator("#yaml")
+    expect(file).to_have_value(re.compile("regions:"))
+    whole = file.input_value()
+    first = re.search(r"count: (\d+)", whole)[0]
+    file.fill(whole.replace(first, "count: [", 1))
+    fault = fresh.locator("#yaml-error")
+    fault.wait_for()
+    expect(file).to_have_attribute("aria-invalid", "true")
+    half = file.input_value()
+    fresh.locator("#tab-overview").click()
+    fresh.locator("#tab-cluster").click()
+    expect(file).to_have_value(half)
+    fresh.reload()
+    expect(file).to_have_value(half)
+    expect(fault).to_be_visible()
+    fresh.locator("#tab-overview").click()
+    fresh.locator("#calculate").click()
+    fresh.locator("#trouble", has_text="was not taken over").wait_for()
+    expect(file).to_be_focused()
+    expect(fresh.locator("#cancel")).to_have_count(0)
+    count = fresh.locator("[data-path='cluster.regions[0].nodes[0].count']")
+    count.fill("3")
+    expect(file).to_have_value(half)
+    fresh.locator("#yaml-back").click()
+    expect(fault).to_have_count(0)
+    expect(file).to_be_focused()
+    expect(file).to_have_value(re.compile("count: 3"))
+    now = file.input_value()
+    with fresh.expect_request(re.compile("/jobs$")) as asked:
+        file.fill(now.replace("count: 3", "count: 4", 1))
+        file.press("Control+Enter")
+    assert asked.value.post_data_json["problem"]["cluster"]["regions"][0]["nodes"][0]["count"] == 4
+    expect(count).to_have_value("4")
+    fresh.locator("#undo").click()
+    expect(count).to_have_value("3")
 
 
 def test_the_file_is_there_before_the_server_answers(fresh, server):
@@ -375,6 +587,41 @@ def test_a_search_can_be_left_and_found_again(browser, tmp_path):
     assert "plan=" in page.url and "job=" not in page.url
     second.stop()
     page.context.close()
+
+
+def test_a_running_search_opens_in_another_browser(browser, tmp_path):
+    """Its address shows what is asked there, how far it is and Stop, not what lies in that browser; what was changed
+    there stays until somebody takes over the search's."""
+    server = Server(tmp_path)
+    mine, theirs = new_page(browser, server), new_page(browser, server)
+    mine.goto(server.url)
+    choose(mine, "gpt3-1.3b", "world-64")
+    fill(mine, "batch.global_batch", "48")
+    mine.locator("#fold-goal").click()
+    mine.get_by_label("Effort").select_option("long")
+    mine.locator("#calculate").click()
+    mine.locator("#cancel").wait_for()
+    theirs.goto(mine.url)
+    theirs.locator("#cancel").wait_for()
+    for fold in ("cluster", "model", "goal"):
+        expect(theirs.locator(f"#fold-{fold} small")).to_have_text(mine.locator(f"#fold-{fold} small").inner_text())
+    expect(theirs.locator("#what")).to_contain_text("gpt3-1.3b")
+    expect(theirs.locator("#status progress")).to_be_visible()
+    theirs.locator("#fold-model").click()
+    fill(theirs, "batch.global_batch", "96")
+    theirs.reload()
+    theirs.locator("#cancel").wait_for()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("96")
+    theirs.locator("#status").get_by_role("button", name="Take over").click()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("48")
+    theirs.locator("#undo").click()
+    expect(theirs.locator("[data-path='batch.global_batch']")).to_have_value("96")
+    theirs.locator("#cancel").click()
+    for page in (mine, theirs):
+        page.locator("[data-card=step]").wait_for()
+        assert "job=" not in page.url and page.faults == []
+        page.context.close()
+    server.stop()
 
 
 def test_constraints_and_objective_reach_the_planner(fresh, server):
@@ -651,6 +898,24 @@ def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, wide_pla
     other.context.close()
 
 
+def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):
+    """While something is only tried, files are of the plan and the page says so; of the variant they hold what was
+    changed."""
+    visit(page, server, wide_plan, "deploy", '&what={"activations":"bf16"}')
+    page.locator("#target-torchrun").click()
+    page.locator("#view", has_text="without what you try").wait_for()
+    page.locator("#keep").click()
+    page.locator("#keep").wait_for(state="detached")
+    fill(page, "deploy-name", "of-a-variant")
+    page.locator("#deploy").click()
+    page.locator("#deploy-result .good").wait_for()
+    written = json.loads((server.folder / "deployments" / "of-a-variant" / "plan.json").read_text("utf-8"))
+    kept = server.request("GET", f"/api/v1/plans/{re.search('plan=([^&]+)', page.url)[1]}")[2]
+    before = server.request("GET", f"/api/v1/plans/{wide_plan}")[2]
+    assert written["stages"] == kept["stages"] and written["links"] == kept["links"] != before["links"]
+    assert {link["activations"] for link in written["links"]} == {"bf16"}
+
+
 def test_the_limit_is_named_and_the_rest_follows(page, server, plan_id):
     """Sentence and drawer say what the API says: the first limit, worst first; planning anew follows."""
     visit(page, server, plan_id)
@@ -745,6 +1010,42 @@ def test_a_front_opens_its_plans(fresh, server):
     expect(fresh.locator("[data-card=step] b")).to_have_text(step)
 
 
+def test_a_point_of_the_front_opens_its_plan(browser, server):
+    """A click on the chart, as on the row of the table below it."""
+    page = new_page(browser, server)
+    page.goto(server.url)
+    page.locator("#calculate:enabled").wait_for()
+    choose(page, "opt-350m")
+    fill(page, "batch.global_batch", "16")
+    page.locator("#tab-front").click()
+    page.locator("#start-front").click()
+    page.locator("#start-front", has_text="again").wait_for()
+    step = page.locator("#view tbody tr").first.locator("td").first.inner_text()
+    chart_data(page, "front")
+    first = "window.polygonCharts.get('front').convertToPixel('grid', {})"
+    at = page.evaluate(first.replace("{}", "window.polygonCharts.get('front').getOption().series[0].data[0]"))
+    page.locator("[data-chart=front]").click(position={"x": at[0], "y": at[1]})
+    expect(page.locator("[data-card=step] b")).to_have_text(step)
+    assert "plan=" in page.url
+    page.context.close()
+
+
+def test_logs_that_are_opened_stand_beside_the_plan(page, server, plan_id, tmp_path):
+    """JSON lines of a rank, chosen in the page: median step beside the prediction, loss and step time as charts."""
+    log = tmp_path / "rank-0.jsonl"
+    log.write_text(run_lines(9))
+    visit(page, server, plan_id, "runs")
+    page.locator("#open-run").set_input_files(log)
+    page.locator("#run-sentence").wait_for()
+    name = re.search("run=([^&]+)", page.url)[1]
+    said = server.request("GET", f"/api/v1/runs/{name}")[2]
+    assert said["plan"] == plan_id and said["step_s"] > 0
+    numbers = [float(x) for x in re.findall(r"[\d.]+", page.locator("#run-sentence").inner_text())]
+    assert any(x == pytest.approx(said["step_s"], rel=0.01) for x in numbers)
+    assert [point[1] for point in chart_data(page, "run-loss")[0]] == [point[2] for point in said["points"]]
+    assert len(said["points"]) == 9
+
+
 def test_plans_are_named_put_away_and_deleted(page, server):
     """The menu of a plan; the list follows; the archive keeps what is put away."""
     made = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
@@ -837,7 +1138,132 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.type("compare")
     page.keyboard.press("Enter")
     page.locator("#tab-compare[aria-selected=true]").wait_for()
-    page.locator("dialog").wait_for(state="detached")
+    page.locator("dialog").wait_for(state="hidden")
+
+
+FOCUSED = """() => {
+  const e = document.activeElement, box = e.getBoundingClientRect();
+  const named = e.ariaLabel || [...(e.labels ?? [])].map((l) => l.textContent).join(" ") || e.textContent;
+  const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  const covered = !e.contains(hit) && hit?.closest(".top, .rail-foot, .notice") != null && !hit.contains(e);
+  const seen = box.bottom > 0 && box.top < innerHeight && box.width > 0;
+  window.stops = [...(window.stops ?? []), e];
+  const again = window.stops.indexOf(e) < window.stops.length - 1;
+  return { body: e === document.body, named: named.trim(), seen, covered, again, text: e.outerHTML.slice(0, 80) };
+}"""
+
+
+@pytest.mark.parametrize(("size", "view"), [("desktop", "overview"), ("desktop", "cluster"), ("phone", "overview")])
+def test_the_tab_key_comes_to_everything_once(browser, server, wide_plan, size, view):
+    """From the link that skips to the content to the end, in the order of the page: each stop has a name, is on the
+    screen and below no bar; all buttons and fields that are seen are among them, tabs of a list by their chosen one."""
+    page = new_page(browser, server, size)
+    visit(page, server, wide_plan, view)
+    stops = []
+    while True:
+        page.keyboard.press("Tab")
+        stop = page.evaluate(FOCUSED)
+        if stop["body"]:
+            break
+        stops.append(stop)
+        assert stop["named"] and stop["seen"] and not stop["covered"] and not stop["again"], stop
+    assert stops[0]["named"] == "Skip to content"
+    missed = """() => [...document.querySelectorAll("button, input, select, textarea, summary")]
+      .filter((e) => e.checkVisibility() && e.tabIndex >= 0 && !window.stops.includes(e)).map((e) => e.outerHTML)"""
+    assert page.evaluate(missed) == []
+    page.context.close()
+
+
+def test_the_focus_is_never_lost(browser, server):
+    """What had it may go away: closed, renamed, put away, in another language; it comes to what is nearest."""
+    plan = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
+    page = new_page(browser, server)
+    visit(page, server, plan)
+    keys = page.keyboard
+    page.locator("#theme").focus()
+    for command in ("", "light"):
+        keys.press("Control+k")
+        keys.type(command)
+        expect(page.locator(".palette input")).to_be_focused()
+        keys.press("Enter" if command else "Escape")
+        expect(page.locator("#theme")).to_be_focused()
+    page.locator("#language").focus()
+    for _ in range(2):
+        keys.press("Enter")
+        expect(page.locator("#language")).to_be_focused()
+    page.get_by_label("Close").focus()
+    keys.press("Enter")
+    expect(page.locator("#open-drawer")).to_be_focused()
+    keys.press("Enter")
+    expect(page.locator("#drawer-limits")).to_be_focused()
+    keys.press("Escape")
+    expect(page.locator("#open-drawer")).to_be_focused()
+    page.locator("#timeline-menu").focus()
+    keys.press("Enter")
+    expect(page.locator("#sends")).to_be_visible()
+    keys.press("Tab")
+    expect(page.locator("#sends")).to_be_focused()
+    keys.press("Escape")
+    expect(page.locator("#timeline-menu")).to_be_focused()
+    keys.press("Enter")
+    keys.press("Shift+Tab")
+    expect(page.locator("#sends")).to_have_count(0)
+    here = page.locator("#plan-list li.here")
+    menu = here.locator(".menu > button")
+    menu.focus()
+    keys.press("Enter")
+    keys.press("Tab")
+    keys.press("Enter")
+    expect(page.locator(".naming [name=name]")).to_be_focused()
+    keys.press("Escape")
+    expect(here.locator(".plan")).to_be_focused()
+    menu.focus()
+    keys.press("Enter")
+    here.get_by_role("button", name="Archive").focus()
+    keys.press("Enter")
+    here.wait_for(state="detached")
+    assert page.evaluate("document.activeElement.closest('.plans') !== null")
+    keys.press("3")
+    expect(page.locator("#view")).to_contain_text("Stage")
+    page.goto(f"{server.url}/#plan=nowhere")
+    page.locator("#trouble button").focus()
+    keys.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    page.context.close()
+
+
+def test_arrows_in_a_list_that_acts_only_open_it(fresh):
+    """A cluster is not taken, nor a region added, by the first key on the way to another."""
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#by-hand").click()
+    fresh.locator("[data-path=place]").focus()
+    fresh.keyboard.press("ArrowDown")
+    fresh.keyboard.press("ArrowDown")
+    assert fresh.locator("[id^=region-tab-]").count() == 0
+    fresh.keyboard.press("Enter")
+    fresh.locator("[id^=region-tab-]").first.wait_for()
+    assert fresh.locator("[id^=region-tab-]").count() == 1
+
+
+def test_the_keyboard_moves_map_and_stages(page, server, wide_plan):
+    """Arrows pan the map under its regions, Space opens one's links; arrows walk the stages, which are one stop."""
+    visit(page, server, wide_plan)
+    spot = page.locator(".region[data-region=tokyo]")
+    before = spot.locator("circle").first.bounding_box()
+    spot.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowUp")
+    after = spot.locator("circle").first.bounding_box()
+    assert after["x"] > before["x"] + 20 and after["y"] > before["y"] + 20
+    page.locator("[data-stage='0']").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("[data-stage='1']")).to_be_focused()
+    expect(page.locator(".strip > li[tabindex='0']")).to_have_count(1)
+    page.keyboard.press("End")
+    expect(page.locator(".strip > li").last).to_be_focused()
+    spot.focus()
+    page.keyboard.press(" ")
+    page.locator("#tab-communication[aria-selected=true]").wait_for()
 
 
 def test_chinese_and_the_theme(browser, server, plan_id):

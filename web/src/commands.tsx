@@ -1,12 +1,12 @@
 // The command palette: everything that the page can do, by a few letters of its name; and the keys for it.
 
 import type { JSX } from "preact";
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
 import { canRedo, canUndo, redo, undo } from "./draft";
-import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takePlans, tried, VIEWS } from "./state";
+import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takeAskedOf, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { keep } from "./summary";
 import { Key as Shortcut } from "./ui";
@@ -21,7 +21,7 @@ function commands(): Command[] {
     ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
     ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
-    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takePlans(planId.value)) }] : []),
+    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takeAskedOf(planId.value)) }] : []),
     ...(tried.value ? [{ name: t("keepVariant"), run: () => void keep() }, { name: t("reset"), run: () => setChanges({}) }] : []),
     ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
@@ -41,31 +41,31 @@ export function keys(e: KeyboardEvent): void {
   if (act) { e.preventDefault(); act(); }
 }
 
-export function Palette(): JSX.Element | null {
+export function Palette(): JSX.Element {
   const [text, setText] = useState("");
   const [at, setAt] = useState(0);
   const dialog = useRef<HTMLDialogElement>(null);
   // Before the next key: what is typed at once after the keys that open it goes into it.
   useLayoutEffect(() => {
-    if (!asking.value) return;
+    if (!asking.value) return dialog.current?.close(); // what had the focus has it again
     setText("");
     setAt(0);
     dialog.current?.showModal();
   }, [asking.value]);
-  if (!asking.value) return null;
+  useEffect(() => dialog.current?.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" }), [at]);
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
-  const run = (c: Command | undefined): void => { asking.value = false; c?.run(); };
+  const found = !asking.value ? [] : commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
+  const run = (c: Command | undefined): void => { dialog.current?.close(); asking.value = false; c?.run(); };
   const key = (e: KeyboardEvent): void => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[e.key];
     if (to !== undefined) { e.preventDefault(); setAt((to + found.length) % Math.max(1, found.length)); }
     if (e.key === "Enter") { e.preventDefault(); run(found[at]); }
   };
   return (
-    <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>
+    <dialog ref={dialog} class="palette" aria-label={t("palette")} onClose={() => (asking.value = false)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>{asking.value && <>
       <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
-      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.slice(0, 14).map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
-      {found.length === 0 && <p class="empty">{t("nothingFound")}</p>}
-    </dialog>
+      <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
+      {found.length === 0 && <p class="empty" role="status">{t("nothingFound")}</p>}
+    </>}</dialog>
   );
 }

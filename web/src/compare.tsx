@@ -19,7 +19,7 @@ export function Compare(): JSX.Element {
   const others = (jobs.value ?? []).filter((j: Data) => j.has_plan && j.id !== planId.value && !ids.includes(j.id));
   return (
     <>
-      <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${j.name || j.id} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
+      <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice acts hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${j.name || j.id} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
         {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(all) => {
           const list = all.filter((x) => ids.includes(x.id)); // while another is loaded, those that stay
           return list.length ? <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} /> : <Skeleton lines={8} />;

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { blob, copy, download, get, post, type Data } from "./api";
 import { seconds, signed } from "./format";
+import { useKept } from "./kept";
 import { StopRun, State, steps, Tail, useRun } from "./runs";
 import { attempt, go, notice, planId, row, runName, savePlan, shown, tried, view } from "./state";
 import { t } from "./strings";
@@ -13,7 +14,7 @@ const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Meg
 const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
 
 export function Deploy(): JSX.Element {
-  const [target, setTarget] = useState("deepspeed");
+  const [target, setTarget] = useKept("target", "deepspeed");
   const answer = useAnswer((stop) => get(`/plans/${planId.value}/exports/${target}`, stop), `${planId.value} ${target}`);
   return (
     <>
@@ -50,8 +51,8 @@ function Export({ data }: { data: Data }): JSX.Element {
 }
 
 function Write({ target }: { target: string }): JSX.Element {
-  const [name, setName] = useState(`${slug(shown.value.model)}-${target}`);
-  const [hosts, setHosts] = useState("");
+  const [name, setName] = useKept(`deployment ${planId.value} ${target}`, `${slug(shown.value.model)}-${target}`);
+  const [hosts, setHosts] = useKept(`hosts ${planId.value}`, "");
   const [result, setResult] = useState<Data>(null);
   const [error, setError] = useState("");
   const written = useAnswer((stop) => get("/deployments", stop), result);
@@ -85,8 +86,8 @@ function Write({ target }: { target: string }): JSX.Element {
 
 // A rehearsal on the server's machine, where its owner lets it; else the commands for another one.
 function Rehearse(): JSX.Element {
-  const [count, setCount] = useState("20");
-  const [ranks, setRanks] = useState("4");
+  const [count, setCount] = useKept("rehearsed-steps", "20");
+  const [ranks, setRanks] = useKept("rehearsed-ranks", "4");
   const [started, setStarted] = useState("");
   const [error, setError] = useState("");
   const list = useAnswer((stop) => get("/runs", stop), `${planId.value} ${started}`);

@@ -2,6 +2,7 @@
 
 import { computed, effect, signal } from "@preact/signals";
 import type { Data } from "./api";
+import { keptSignal } from "./kept";
 
 export interface Draft {
   cluster: Data;
@@ -22,6 +23,8 @@ interface Kept {
   past: Draft[];
   future: Draft[];
   asked: string;
+  /** The search whose request the draft is or was, as this tab knows. */
+  job: string;
 }
 
 const KEY = "polygon-draft";
@@ -36,27 +39,31 @@ function kept(): Kept {
   for (const store of [sessionStorage, localStorage]) {
     try {
       const found = JSON.parse(store.getItem(KEY) ?? "null");
-      if (found?.draft?.cluster?.regions) return found;
+      if (found?.draft?.cluster?.regions) return { ...found, job: store === sessionStorage ? (found.job ?? "") : "" };
     } catch {
       store.removeItem(KEY);
     }
   }
-  return { draft: EMPTY, past: [], future: [], asked: "" };
+  return { draft: EMPTY, past: [], future: [], asked: "", job: "" };
 }
 const began = kept();
-export const isNew = began.draft.cluster.regions.length === 0 && !began.asked;
+export const isNew = began.draft.cluster.regions.length === 0 && !began.past.length && !began.asked;
 export const draft = signal<Draft>(began.draft);
 const past = signal<Draft[]>(began.past);
 const future = signal<Draft[]>(began.future);
 /** The draft as the open plan was asked for, as text; empty: no plan was. */
 export const asked = signal(began.asked);
+let job = began.job;
+/** Whether a search was asked for from this draft, or the draft taken from it. */
+export const isOfSearch = (id: string): boolean => id === job;
 export const changed = computed(() => asked.value !== "" && JSON.stringify(draft.value) !== asked.value);
 export const canUndo = computed(() => past.value.length > 0);
 export const canRedo = computed(() => future.value.length > 0);
 
 let saving = 0;
+const toKeep = (): Kept => ({ draft: draft.value, past: past.value, future: future.value, asked: asked.value, job });
 effect(() => {
-  const now: Kept = { draft: draft.value, past: past.value, future: future.value, asked: asked.value };
+  const now = toKeep();
   clearTimeout(saving);
   saving = window.setTimeout(() => save(now), 150);
 });
@@ -70,14 +77,16 @@ function save(now: Kept): void {
     else console.warn("draft not kept", error);
   }
 }
-addEventListener("pagehide", () =>
-  save({ draft: draft.value, past: past.value, future: future.value, asked: asked.value }));
+addEventListener("pagehide", () => save(toKeep()));
 
+/** What was typed into the cluster's file and is not in the draft: its fault, once that is known. */
+export const unread = keptSignal<{ text: string; fault: string } | null>("file", null);
 let group = "";
 /** Change the draft; changes of one group (say letters typed into one field) are undone together. */
 export function edit(change: (next: Draft) => void, of = ""): void {
-  const next = structuredClone(draft.value);
+  const next = structuredClone(draft.value), { cluster } = next;
   change(next);
+  if (next.cluster !== cluster) unread.value = null; // another cluster, of which nobody typed anything
   if (JSON.stringify(next) === JSON.stringify(draft.value)) return;
   if (!of || of !== group) past.value = [...past.value, draft.value].slice(-MOST_STEPS);
   group = of;
@@ -111,8 +120,8 @@ function lean(constraints: Data): Data {
 export function start(cluster: Data): void {
   draft.value = { ...EMPTY, cluster };
 }
-/** Take over what a plan was asked for, as the server says it. */
-export function take(request: Data, names: string[]): void {
+/** Take over what a plan or a search was asked for, as the server says it. */
+export function take(request: Data, names: string[], id: string): void {
   const { cluster, model, batch, constraints, runtime } = request.problem;
   const known = names.includes(model?.name ?? model);
   const next: Draft = {
@@ -121,11 +130,13 @@ export function take(request: Data, names: string[]): void {
   };
   if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
   else edit((it) => Object.assign(it, next));
+  takeAsked(id);
+}
+/** The draft is what a search is asked for. */
+export function takeAsked(id: string): void {
+  job = id;
   asked.value = JSON.stringify(draft.value);
 }
-export const takeAsked = (): void => {
-  asked.value = JSON.stringify(draft.value);
-};
 
 /** What of a cluster can be measured, by names that outlive other edits (as the server's). */
 function measurable(cluster: Data): Record<string, unknown> {

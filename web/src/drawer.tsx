@@ -7,6 +7,7 @@ import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
 import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
+import { focusSoon } from "./focus";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton, walks } from "./ui";
 import { WhatIf } from "./whatif";
@@ -16,14 +17,15 @@ const TABS: [Tab, Key][] = [["limits", "tabLimits"], ["whatif", "whatif"], ["why
 export function Drawer(): JSX.Element | null {
   if (!tab.value || !shown.value || view.value === "cluster") return null;
   const now = tab.value;
+  const close = (): void => { tab.value = ""; focusSoon("open-drawer"); };
   const walk = walks(TABS.findIndex(([name]) => name === now), TABS.length, (to) => { tab.value = TABS[to][0]; });
   return (
-    <aside class="drawer" aria-label={t("drawer")}>
+    <aside class="drawer" aria-label={t("drawer")} onKeyDown={(e) => { if (e.key === "Escape") close(); }}>
       <div class="drawer-head"><div role="tablist" aria-label={t("drawer")} onKeyDown={walk}>{TABS.map(([name, key]) => (
         <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
-        <button type="button" class="small" aria-label={t("close")} onClick={() => (tab.value = "")}>×</button></div>
+        <button type="button" class="small" aria-label={t("close")} onClick={close}>×</button></div>
       <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
-        {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
+        {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf key={planId.value} /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
       </div>
     </aside>
   );

@@ -7,8 +7,9 @@ import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasure
 import { mark, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
-import { attempt, catalogue, notice, selected } from "./state";
+import { attempt, catalogue, notice, requested, selected } from "./state";
 import { t } from "./strings";
+import { useKept } from "./kept";
 import { Choice, Empty, Field, Menu, number, Section, Upload, walks } from "./ui";
 import { draftPlaces } from "./welcome";
 import { readCluster } from "./rail";
@@ -72,7 +73,7 @@ export function Editor(): JSX.Element {
               guessAgain(d, r);
             }, `move ${name}`)} />
           <div class="row adding">
-            <Choice label={t("place")} path="place" value="" hidden options={[["", t("addPlace")], ...(catalogue.value?.regions ?? []).map((r: Data): [string, string] => [r.name, r.name])]}
+            <Choice acts label={t("place")} path="place" value="" hidden options={[["", t("addPlace")], ...(catalogue.value?.regions ?? []).map((r: Data): [string, string] => [r.name, r.name])]}
               set={(name) => { const r = catalogue.value.regions.find((x: Data) => x.name === name); if (r) addRegion(r.name.toLowerCase(), r.latitude, r.longitude); }} />
             <button type="button" id="add-region" onClick={() => addRegion(`region-${cluster.regions.length + 1}`)}>{t("addRegion")}</button>
             <span class="soft">{t("dragHint")}</span>
@@ -85,7 +86,7 @@ export function Editor(): JSX.Element {
           {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
-            {cluster.regions.length > 1 && <Links r={at} full={resolved.full} />}
+            {cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
           </div>
           <Devices />
         </>}
@@ -105,9 +106,12 @@ function Tools(): JSX.Element {
   const name = draft.value.cluster.name ?? "cluster";
   const none = draft.value.cluster.regions.length === 0;
   // Of the fields as they are now: the file beside them follows a moment later, and not where they are wrong.
-  const cluster = async (): Promise<void> => download(`${name}.yaml`, (await post("/clusters", { cluster: trimmed(draft.value.cluster) })).yaml, "application/yaml");
+  const cluster = async (): Promise<void> => {
+    const { problem: asked } = await requested();
+    download(`${name}.yaml`, (await post("/clusters", { cluster: trimmed(asked.cluster) })).yaml, "application/yaml");
+  };
   const problem = async (): Promise<void> => {
-    const { problem: asked } = request();
+    const { problem: asked } = await requested();
     download(`${name}-problem.json`, JSON.stringify({ format: "polygon-problem", version: 1, ...asked }, null, 1), "application/json");
   };
   return (
@@ -115,7 +119,7 @@ function Tools(): JSX.Element {
       <Upload label={t("upload")} id="import-cluster" take={(text, file) => { close(); void readCluster(text, file); }} />
       <Upload label={t("openMeasured")} id="import-measured" take={(text, file) => { close(); void readMeasured(text, file); }} />
       <button type="button" id="export-yaml" disabled={none} onClick={() => { close(); void attempt(cluster); }}>{t("exportCluster")}</button>
-      <button type="button" disabled={none} onClick={() => { close(); void problem(); }}>{t("exportProblem")}</button>
+      <button type="button" disabled={none} onClick={() => { close(); void attempt(problem); }}>{t("exportProblem")}</button>
     </>}</Menu>
   );
 }
@@ -253,7 +257,7 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
 function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const c = draft.value.cluster, n = c.regions.length;
   const same = (j: number): boolean => MATRICES.every((key) => (c[key]?.[r]?.[j] ?? null) === (c[key]?.[j]?.[r] ?? null));
-  const [split, setSplit] = useState<number[]>([]);
+  const [split, setSplit] = useKept<number[]>(`ways ${c.regions.map((it: Data) => it.name)} ${r}`, []);
   const put = (key: string, i: number, j: number, text: string, both: boolean): void => onCluster((it) => {
     it[key] ??= Array.from({ length: n }, () => Array.from({ length: n }, () => null));
     const value = text.trim() === "" ? null : number(text);

@@ -1,12 +1,11 @@
 // The validator says where a value is wrong; its field is shown, marked and focused.
 
-import { signal } from "@preact/signals";
+import { keptSignal } from "./kept";
 
 /** Which parts of the rail are open, by their names. */
-export const folds = signal<Record<string, boolean>>(JSON.parse(sessionStorage.getItem("polygon-folds") ?? "{}"));
+export const folds = keptSignal<Record<string, boolean>>("folds", {});
 export function fold(id: string, open: boolean): void {
   folds.value = { ...folds.value, [id]: open };
-  sessionStorage.setItem("polygon-folds", JSON.stringify(folds.value));
 }
 
 const FOLD_OF: Record<string, string> = { batch: "model", model: "model", runtime: "model", constraints: "goal", seed: "goal", objective: "goal", effort: "goal" };

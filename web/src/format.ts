@@ -53,15 +53,12 @@ export function signed(value: number, show: (v: number) => string): string {
   const text = show(Math.abs(value));
   return value === 0 || text.startsWith("<") ? text : (value < 0 ? "−" : "+") + text;
 }
-const clocks = new Map<string, Intl.DateTimeFormat>();
-// When something was made: the time of today, the day before that.
-export function moment(made_s: number, language: string): string {
-  const at = new Date(made_s * 1e3);
-  const today = at.toDateString() === new Date().toDateString();
-  const key = `${language} ${today}`;
-  const clock = clocks.get(key) ?? new Intl.DateTimeFormat(language, today ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
-  clocks.set(key, clock);
-  return clock.format(at);
+// When something was made: the time of today, the day before that. The browser's own formats take 10 ms to be there.
+export function moment(made_s: number, chinese: boolean): string {
+  const at = new Date(made_s * 1e3), date = at.toDateString();
+  const time = [at.getHours(), at.getMinutes()].map((part) => String(part).padStart(2, "0")).join(":");
+  if (date === new Date().toDateString()) return time;
+  return chinese ? `${at.getMonth() + 1}月${at.getDate()}日 ${time}` : `${at.getDate()} ${date.slice(4, 7)} ${time}`;
 }
 
 // A rate or another number with its SI prefix: 400 Gbit/s, 1.6 Tbit/s.

@@ -5,9 +5,9 @@ import { useEffect, useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
-import { draft, request } from "./draft";
+import { draft } from "./draft";
 import { seconds, usd } from "./format";
-import { attempt, follow, loadJobs, openPlan, running, timeLeft, workNote } from "./state";
+import { attempt, follow, loadJobs, openPlan, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
@@ -43,7 +43,7 @@ export function Front(): JSX.Element {
     return () => stop.abort();
   }, [job]);
   const start = (): Promise<void> => attempt(async () => {
-    const asked = request();
+    const asked = await requested();
     const begun = await post("/fronts", { ...asked, name: `${t("front")} · ${asked.name}`.slice(0, 120) });
     sessionStorage.setItem(KEY, begun.id);
     setData(begun);

@@ -9,9 +9,10 @@ import { toggleTheme } from "./colors";
 import { asking, keys, Palette } from "./commands";
 import { canRedo, canUndo, redo, undo } from "./draft";
 import { Drawer } from "./drawer";
+import { focusSoon, keepFocus } from "./focus";
 import { Overview } from "./overview";
 import { Rail } from "./rail";
-import { attempt, begin, catalogue, copyLink, notice, open, planId, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { attempt, begin, catalogue, copyLink, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence, Spoken } from "./summary";
 import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
@@ -39,7 +40,7 @@ function App(): JSX.Element {
         {view.value === "cluster" ? <h1 class="hidden">{t("editCluster")}</h1> : <div class="head"><Sentence /><Banner /><Figures /></div>}
         <Views />
         {trouble.value && <p class="trouble" role="alert" id="trouble"><span>{trouble.value}</span><button type="button" class="small" aria-label={t("close")} onClick={() => (trouble.value = "")}>×</button></p>}
-        <div id="view" role="tabpanel" aria-labelledby={`tab-${view.value}`}><Suspense fallback={<Skeleton lines={8} />}><Pane key={`${view.value} ${planId.value}`} /></Suspense></div>
+        <div id="view" role="tabpanel" tabIndex={-1} aria-labelledby={`tab-${view.value}`}><Suspense fallback={<Skeleton lines={8} />}><Pane key={`${view.value} ${planId.value}`} /></Suspense></div>
       </main>
       <Drawer />
       <Palette />
@@ -65,7 +66,7 @@ function Views(): JSX.Element {
   return (
     <nav class="views" aria-label={t("views")}><div role="tablist" aria-label={t("views")} onKeyDown={walks(VIEWS.indexOf(view.value), VIEWS.length, (to) => open(VIEWS[to]))}>{VIEWS.map((name) => (
       <button type="button" role="tab" key={name} id={`tab-${name}`} aria-controls="view" aria-selected={name === view.value} tabIndex={name === view.value ? 0 : -1} onClick={() => open(name)}>{t(`view_${name}` as Key)}</button>))}</div>
-      {shown.value && view.value !== "cluster" && !tab.value && <button type="button" class="small" id="open-drawer" onClick={() => (tab.value = "limits")}>{t("drawer")}</button>}</nav>
+      {shown.value && view.value !== "cluster" && !tab.value && <button type="button" class="small" id="open-drawer" onClick={() => { tab.value = "limits"; focusSoon("drawer-limits"); }}>{t("drawer")}</button>}</nav>
   );
 }
 
@@ -73,9 +74,9 @@ function Top(): JSX.Element {
   return (
     <header class="top">
       <button type="button" class="brand" onClick={() => open("overview")}><svg width="20" height="20" viewBox="0 0 24 24" aria-hidden="true"><path d="M12 2 21.5 9 18 20H6L2.5 9ZM12 2 6 20M12 2l6 18M2.5 9h19" fill="none" stroke="currentColor" stroke-width="1.6" stroke-linejoin="round" /></svg>polygon</button>
-      <span class="what" id="what">{row.value?.name ?? ""}</span><span class="grow" />
-      <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} disabled={!canUndo.value} onClick={undo}>↶</button>
-      <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} disabled={!canRedo.value} onClick={redo}>↷</button>
+      <span class="what" id="what">{(row.value ?? progress.value)?.name ?? ""}</span><span class="grow" />
+      <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} aria-disabled={!canUndo.value} onClick={undo}>↶</button>
+      <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} aria-disabled={!canRedo.value} onClick={redo}>↷</button>
       <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<Shortcut keys="⌘K" /></button>
       {planId.value && <button type="button" id="share-top" onClick={() => void attempt(copyLink)}>{t("share_")}</button>}
       <button type="button" id="theme" aria-label={t("theme")} title={t("theme")} onClick={toggleTheme}>◐</button>
@@ -111,4 +112,6 @@ onToken(() => new Promise((resolve) => {
 
 setLanguage(language.value);
 void attempt(begin); // what is asked of the server is under way while the page is drawn
-render(<App />, document.getElementById("app")!);
+const app = document.getElementById("app")!;
+render(<App />, app);
+keepFocus(app);

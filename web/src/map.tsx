@@ -3,19 +3,16 @@
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { geoDistance, geoMercator, geoPath, type GeoProjection } from "d3-geo";
+import { geoDistance, geoMercator, type GeoProjection } from "d3-geo";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomTransform } from "d3-zoom";
-import { feature } from "topojson-client";
-import world from "world-atlas/land-110m.json";
+import land, { WIDTH } from "virtual:land";
 import type { Data } from "./api";
 import { ink, regionColor, useColor } from "./colors";
 import { brief, bytes, gbps, ms, percent } from "./format";
 import { lit, pointed, selected } from "./state";
 import { t } from "./strings";
 
-// eslint-disable-next-line @typescript-eslint/no-explicit-any
-const land = feature(world as any, (world as any).objects.land) as any;
 type Point = [number, number];
 
 export interface Place {
@@ -64,6 +61,7 @@ function points(places: Place[]): Point[] {
 
 // How many times a map of the world may be enlarged: for regions in one place, and for some that lie close together.
 const MOST_ONE = 3, MOST = 60;
+const PAN = 60; // pixels an arrow key
 // The cut of the map lies in the widest gap between regions, so that no pair is torn apart.
 function project(at: Point[], width: number, height: number): GeoProjection {
   const x = at.map((p) => p[0]).sort((a, b) => a - b);
@@ -132,15 +130,14 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     const [x, y] = base.translate();
     return moved.translate([x * view.k + view.x, y * view.k + view.y]).clipExtent([[-20, -20], [width + 20, height + 20]]);
   }, [base, view, width, height]);
-  // A world narrower than the frame goes on beside itself.
-  const shape = useMemo(() => {
-    if (!width) return "";
-    const [x, y] = projection.translate(), round = 2 * Math.PI * projection.scale();
-    const beside = [x - round, x, x + round].filter((at) => at + round / 2 > 0 && at - round / 2 < width);
-    const drawnAt = (at: number): string => geoPath(geoMercator().rotate(projection.rotate()).scale(projection.scale()).translate([at, y]).clipExtent(projection.clipExtent()))(land) ?? "";
-    return beside.map(drawnAt).join("");
-  }, [projection]);
   const by = (factor: number): void => { select(frame.current!).call(zooming.current.scaleBy, factor); };
+  // Arrows move the map below what has the focus in it.
+  const pan = (e: KeyboardEvent): void => {
+    const [x, y] = { ArrowLeft: [1, 0], ArrowRight: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[e.key] ?? [0, 0];
+    if (!(x || y) || e.altKey || e.ctrlKey || e.metaKey) return;
+    e.preventDefault();
+    select(frame.current!).call(zooming.current.translateBy, (x * PAN) / view.k, (y * PAN) / view.k);
+  };
   const where = new Map(places.map((p, i) => [p.name, at[i]]));
   const seen = ways(links).filter((w) => w.bytes[0] + w.bytes[1] > 0 && where.has(w.a) && where.has(w.b));
   const move = (e: PointerEvent, name: string): void => {
@@ -152,9 +149,9 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
     onMove(name, round(Math.max(-85, Math.min(85, found[1]))), round(((found[0] + 540) % 360) - 180));
   };
   return (
-    <div class="map" style={{ height: `${height}px` }}>
+    <div class="map" style={{ height: `${height}px` }} onKeyDown={pan}>
       <svg ref={frame} width="100%" height={height} role="group" aria-label={label} data-chart="map" style={{ background: places.every(placed) ? ink().sea : undefined }}>
-        {width > 0 && places.every(placed) && <path d={shape} fill={ink().land} />}
+        {width > 0 && places.every(placed) && <Land projection={projection} width={width} />}
         {width > 0 && <><Ways seen={seen} where={where} projection={projection} />
         <Regions places={places} at={at} projection={projection} width={width} height={height} seen={seen}
           onSelect={onSelect} onDrag={onMove && move} /></>}
@@ -166,6 +163,17 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
         <button type="button" aria-label={t("zoomAll")} title={t("zoomAll")} onClick={() => { setWhole(true); home(); }}>⤢</button>
       </div>
     </div>
+  );
+}
+
+// A world narrower than the frame goes on beside itself, as does one that is turned.
+function Land({ projection, width }: { projection: GeoProjection; width: number }): JSX.Element {
+  const round = 2 * Math.PI * projection.scale(), [x, y] = projection.translate();
+  const zero = x + (projection.rotate()[0] / 360) * round; // longitude 0
+  const first = Math.ceil((-zero - round / 2) / round), last = Math.floor((width - zero + round / 2) / round);
+  return (
+    <g fill={ink().land} data-land>{Array.from({ length: last - first + 1 }, (_, i) => (
+      <path key={first + i} d={land} transform={`translate(${zero + (first + i) * round} ${y}) scale(${round / WIDTH})`} />))}</g>
   );
 }
 
@@ -248,7 +256,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
       aria-label={`${brief(p.name, 20)} ${said(p)}: ${p.used === undefined ? t("nDevices", { n: p.devices }) : t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
-      onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter") onSelect?.(p.name); }}
+      onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); onSelect?.(p.name); } }}
       onPointerDown={(e) => { if (onDrag) { e.currentTarget.setPointerCapture(e.pointerId); } }}
       onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
       <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />

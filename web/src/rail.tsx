@@ -6,7 +6,8 @@ import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
-import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takePlans, trouble, view, workNote } from "./state";
+import { useKept } from "./kept";
+import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
@@ -41,7 +42,7 @@ function ClusterSummary(): JSX.Element {
   return (
     <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
       tools={<button type="button" class="small" id="edit-cluster" aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
-      <Choice label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
+      <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void attempt(async () => { const cluster = await get(`/instances/${name}`); edit((d) => { d.cluster = cluster; d.constraints = {}; }); })} />
       <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
         <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
@@ -80,17 +81,22 @@ function Plan(): JSX.Element {
       {p ? <>
         <div class="row"><progress max={1} value={p.state === "queued" ? undefined : p.progress} aria-label={t("working")} /><StopJob id="cancel" job={jobId.value} /></div>
         <small class="soft">{workNote(p)}</small>
+        <Differs of={jobId.value} />
       </> : <>
         <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
-        {changed.value && planId.value && <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takePlans(planId.value))}>{t("takePlans")}</button></small>}
+        {planId.value && <Differs of={planId.value} />}
       </>}
     </div>
   );
 }
 
+/** What is asked here is not what a plan or a search was asked for, which can be taken over. */
+const Differs = ({ of }: { of: string }): JSX.Element | null =>
+  changed.value ? <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takeAskedOf(of))}>{t("takePlans")}</button></small> : null;
+
 function Plans(): JSX.Element {
-  const [filter, setFilter] = useState("");
-  const [old, setOld] = useState(false);
+  const [filter, setFilter] = useKept("filter", "");
+  const [old, setOld] = useKept("archive", false);
   // On a narrow screen the plan itself comes before the others.
   const [closed, setClosed] = useState(planId.value !== "");
   const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
@@ -117,36 +123,35 @@ const label = (id: string, said: Data): Promise<void> => attempt(async () => {
   await loadJobs();
 });
 function PlanRow({ j }: { j: Data }): JSX.Element {
-  const [naming, setNaming] = useState(false);
+  const [naming, setNaming] = useKept<{ name: string; tags: string } | null>(`naming ${j.id}`, null);
   const here = j.id === planId.value;
   const openIt = (): void => {
     if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
     else if (running(j)) go(() => (jobId.value = j.id));
     else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
-    else void attempt(async () => { await takePlans(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
+    else void attempt(async () => { await takeAskedOf(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
   };
   const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
   const submit = (e: Event): void => {
     e.preventDefault();
-    const form = new FormData(e.target as HTMLFormElement);
-    setNaming(false);
-    const tags = String(form.get("tags")).split(",").map((x) => x.trim()).filter(Boolean);
-    void label(j.id, { name: String(form.get("name")), tags });
+    const { name, tags } = naming!;
+    setNaming(null);
+    void label(j.id, { name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) });
   };
   if (naming)
     return (
-      <li class="naming"><form onSubmit={submit} onKeyDown={(e) => { if (e.key === "Escape") setNaming(false); }}>
-        <label class="field"><span>{t("name")}</span><input name="name" defaultValue={j.name} maxLength={120} /></label><label class="field"><span>{t("tags")}</span><input name="tags" defaultValue={j.tags.join(", ")} /></label>
-        <div class="row"><button class="main">{t("ok")}</button><button type="button" onClick={() => setNaming(false)}>{t("close")}</button></div></form></li>
+      <li class="naming"><form onSubmit={submit} onKeyDown={(e) => { if (e.key === "Escape") setNaming(null); }}>
+        <label class="field"><span>{t("name")}</span><input name="name" value={naming.name} maxLength={120} onInput={(e) => setNaming({ ...naming, name: e.currentTarget.value })} /></label><label class="field"><span>{t("tags")}</span><input name="tags" value={naming.tags} onInput={(e) => setNaming({ ...naming, tags: e.currentTarget.value })} /></label>
+        <div class="row"><button class="main">{t("ok")}</button><button type="button" onClick={() => setNaming(null)}>{t("close")}</button></div></form></li>
     );
   return (
     <li class={here ? "here" : undefined}>
       <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || j.name}>
         <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
-        <small><b>{note}</b> {moment(j.created_s, language.value === "zh" ? "zh-CN" : "en")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
+        <small><b>{note}</b> {moment(j.created_s, language.value === "zh")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
       <Menu label="⋯" name={t("actionsOf", { name: j.name || j.id })}>{(close) => <>
-        <button type="button" onClick={() => { close(); setNaming(true); }}>{t("rename")}</button>
+        <button type="button" onClick={() => { close(); setNaming({ name: j.name, tags: j.tags.join(", ") }); }}>{t("rename")}</button>
         {j.has_plan && planId.value && !here && <button type="button" onClick={() => { close(); go(() => { beside.value = [...beside.value.filter((x) => x !== j.id), j.id].slice(-3); view.value = "compare"; }); }}>{t("compareWith")}</button>}
         <button type="button" onClick={() => { close(); void label(j.id, { archived: !j.archived }); }}>{t(j.archived ? "unarchive" : "archive")}</button>
         <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name: j.name || j.id }))) void attempt(async () => { await call("DELETE", `/plans/${j.id}`); if (here) go(() => (planId.value = "")); await loadJobs(); }); }}>{t("delete")}</button>

@@ -2,9 +2,12 @@
 
 import { batch, computed, effect, signal } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
-import { changed, isNew, request, start, take, takeAsked } from "./draft";
+import { changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
+import { readFile } from "./file";
+import { focusSoon } from "./focus";
 import { seconds } from "./format";
+import { keptSignal } from "./kept";
 import { t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
@@ -17,7 +20,7 @@ export const planId = signal("");
 export const beside = signal<string[]>([]);
 export const jobId = signal("");
 export const runName = signal("");
-export const tab = signal<Tab | "">(innerWidth > 1180 ? "limits" : "");
+export const tab = keptSignal<Tab | "">("drawer", innerWidth > 1180 ? "limits" : "");
 export const changes = signal<Record<string, unknown>>({});
 
 export const catalogue = signal<Data>(null);
@@ -50,7 +53,8 @@ export const lit = computed(() => {
   const way = (a: string, b: string): boolean => (link !== undefined ? link === `${a}\n${b}` : regions.has(a) || regions.has(b));
   return { regions, stages, way };
 });
-export const selected = signal("");
+/** The region in the editor. */
+export const selected = keptSignal("region", "");
 export const tried = computed(() => Object.keys(changes.value).length > 0);
 
 function address(): string {
@@ -137,7 +141,7 @@ async function load(id: string): Promise<void> {
     if (tried.value) void reprice();
     await known;
     void limiting.catch(say);
-    if (!changed.value) take(await get(`/jobs/${id}/request`, gone), (await known).models.map((m: Data) => m.name));
+    if (!changed.value) await takeAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
     batch(() => {
@@ -172,9 +176,9 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
   }
 }
 /** Take over what a plan, or a search without one, was asked for. */
-export async function takePlans(id: string): Promise<void> {
-  const names = catalogue.value.models.map((m: Data) => m.name);
-  take(await get(`/jobs/${id}/request`), names);
+export async function takeAskedOf(id: string, gone?: AbortSignal): Promise<void> {
+  const names = (await known).models.map((m: Data) => m.name);
+  take(await get(`/jobs/${id}/request`, gone), names, id);
 }
 /** Why a search has no plan. */
 export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));
@@ -242,11 +246,20 @@ export async function loadJobs(): Promise<void> {
   // What runs, here or in another window, says in the list how far it is.
   if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
+/** What a search is asked, with what was just typed into the file beside the fields.
+
+    @throws Error where that has a fault: what is asked would not be what stands there. */
+export async function requested(): Promise<Data> {
+  if (await readFile()) return request();
+  open("cluster");
+  focusSoon("yaml");
+  throw new Error(t("fileFirst"));
+}
 let following = new AbortController();
 export async function search(): Promise<void> {
   await attempt(async () => {
-    const begun = await post("/jobs", request());
-    takeAsked();
+    const begun = await post("/jobs", await requested());
+    takeAsked(begun.id);
     progress.value = begun;
     jobId.value = begun.id;
     await loadJobs();
@@ -289,6 +302,8 @@ async function followSearch(id: string): Promise<void> {
   const left = timeLeft();
   const tell = (it: Data): void => { progress.value = { ...it, left_s: left(it.progress) }; };
   try {
+    // Begun elsewhere: what is asked there is shown here, unless that would cost what was written here.
+    if (!isOfSearch(id) && !changed.value) await takeAskedOf(id, gone);
     const last = await follow(`/jobs/${id}`, gone, tell);
     batch(() => {
       progress.value = null;
@@ -324,7 +339,7 @@ export async function begin(): Promise<void> {
     if (!going && now !== location.hash) history.replaceState(null, "", now);
   });
   known = get("/catalogue");
-  const first = isNew && !planId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
+  const first = isNew && !planId.value && !jobId.value ? get(`/instances/${FIRST}`).catch(() => null) : null;
   effect(() => {
     const id = planId.value;
     if (id !== loaded) void load(id);

@@ -98,9 +98,10 @@ export const Field = ({ label, path, value, set, unit, placeholder, mark, mode =
     </span>
   </label>
 );
-export const Choice = ({ label, path, value, options, set, hidden }: { label: string; path: string; value: string; options: [string, string][]; set: (value: string) => void; hidden?: boolean }): JSX.Element => (
+/** What `acts` does something as soon as it is chosen: its list opens by any key, as arrows in a closed one would choose. */
+export const Choice = ({ label, path, value, options, set, hidden, acts }: { label: string; path: string; value: string; options: [string, string][]; set: (value: string) => void; hidden?: boolean; acts?: boolean }): JSX.Element => (
   <label class="field"><span class={hidden ? "hidden" : undefined}>{label}</span>
-    <select value={value} data-path={path} onChange={(e) => set(e.currentTarget.value)}>{options.map(([key, text]) => <option key={key} value={key} selected={key === value}>{text}</option>)}</select>
+    <select value={value} data-path={path} onKeyDown={acts ? opens : undefined} onChange={(e) => set(e.currentTarget.value)}>{options.map(([key, text]) => <option key={key} value={key} selected={key === value}>{text}</option>)}</select>
   </label>
 );
 export function Chips({ label, path, options, chosen, set }: { label: string; path: string; options: string[]; chosen: string[]; set: (chosen: string[]) => void }): JSX.Element {
@@ -110,6 +111,11 @@ export function Chips({ label, path, options, chosen, set }: { label: string; pa
       <label key={option}><input type="checkbox" checked={chosen.includes(option)} onChange={(e) => change(option, e.currentTarget.checked)} /><span>{option}</span></label>
     ))}</div></fieldset>
   );
+}
+function opens(e: KeyboardEvent): void {
+  if (e.ctrlKey || e.metaKey || e.altKey || !(e.key.startsWith("Arrow") || e.key.length === 1)) return;
+  e.preventDefault();
+  (e.currentTarget as HTMLSelectElement).showPicker?.();
 }
 interface UploadProps { label: string; id: string }
 /** A button that opens a file, or several (`many`, by their names). */
@@ -133,7 +139,7 @@ export function Menu({ label, id, name, children }: { label: Child; id?: string;
     return () => removeEventListener("pointerdown", away);
   }, []);
   return (
-    <div class="menu" ref={place} onKeyDown={(e) => { if (e.key === "Escape") { set(false); (place.current?.firstElementChild as HTMLElement).focus(); } }}>
+    <div class="menu" ref={place} onFocusOut={(e) => { if (e.relatedTarget && !place.current?.contains(e.relatedTarget as Node)) set(false); }} onKeyDown={(e) => { if (e.key === "Escape") { set(false); (place.current?.firstElementChild as HTMLElement).focus(); } }}>
       <button type="button" id={id} aria-label={name} title={name} aria-expanded={open} onClick={() => set(!open)}>{label}</button>
       {open && <div class="menu-list">{children(() => set(false))}</div>}
     </div>

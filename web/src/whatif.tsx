@@ -1,10 +1,10 @@
 // What if: controls that price the open plan again at once; the sentence and the figures above show what comes out.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
 import type { Data } from "./api";
 import { digits, gib, seconds } from "./format";
-import { changes, planned, setChanges, shown, tried, tryOut } from "./state";
+import { useKept } from "./kept";
+import { changes, planId, planned, setChanges, shown, tried, tryOut } from "./state";
 import { comesOut } from "./summary";
 import { maybe, t, type Key } from "./strings";
 
@@ -26,8 +26,8 @@ function Select({ label, name, options, now, take }: { label: Key; name: string;
 
 export function WhatIf(): JSX.Element {
   const c = changes.value, p = planned.value;
-  const [link, setLink] = useState("");
-  const [type, setType] = useState("");
+  const [link, setLink] = useKept(`link ${planId.value}`, "");
+  const [type, setType] = useKept(`type ${planId.value}`, "");
   const n = (name: string, fallback: number): number => (c[name] === undefined ? fallback : Number(c[name]));
   const slide = (label: Key, name: string, values: number[], off: number, text: (v: number) => string): JSX.Element =>
     <Slider label={label} name={name} values={values} now={n(name, off)} text={text} take={(v) => tryOut(name, v === off ? undefined : v)} />;
