@@ -19,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL = "polygon-train"
+MADE = {"virtual:land": "world-atlas"}
+"""Modules that `web/vite.config.ts` makes, and the package of which they hold something."""
 IMPORTED = re.compile(r"""(?:from|import\()\s*["'](@[^/"']+/[^/"']+|[^./"'][^/"']*)""")
 
 
@@ -39,7 +41,7 @@ def bundled(sources: Iterable[str], lock: Mapping[str, Any]) -> list[dict[str, A
     """
     packages = lock["packages"]
     found: set[str] = set()
-    wanted = {name for text in sources for name in IMPORTED.findall(text)}
+    wanted = {MADE.get(name, name) for text in sources for name in IMPORTED.findall(text)}
     while missing := wanted - found:
         name = min(missing)
         if f"node_modules/{name}" not in packages:

@@ -15,9 +15,16 @@ SOURCES = [path.read_text("utf-8") for path in (ROOT / "web/src").glob("*.ts*")]
 def test_what_the_page_imports_is_listed_and_what_builds_it_is_not():
     """By name, with what each needs: echarts draws by zrender; vite and types leave nothing in the page."""
     found = {part["name"]: part for part in bundled(SOURCES, LOCK)}
-    assert {"preact", "@preact/signals", "@preact/signals-core", "echarts", "zrender", "d3-geo", "d3-array"} <= set(
-        found
-    )
+    assert {
+        "preact",
+        "@preact/signals",
+        "@preact/signals-core",
+        "echarts",
+        "zrender",
+        "d3-geo",
+        "d3-array",
+        "world-atlas",
+    } <= set(found)
     assert not {"vite", "typescript", "axe-core", "rolldown"} & set(found)
     assert found["@preact/signals"]["purl"].startswith("pkg:npm/%40preact/signals@")
     locked = LOCK["packages"]["node_modules/echarts"]
