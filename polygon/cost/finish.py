@@ -46,14 +46,14 @@ def reduction_spans_s(
             count += layers[s]
             whole += whole_s[s]
             latency = max(latency, latency_s[s])  # messages of one chunk wait beside those of the others
-        hidden, _ = seen_parts(count, overlap)
-        begin, last = -np.inf, -np.inf
+        hidden, last = seen_parts(count, overlap)
+        begin, ended = -np.inf, -np.inf
         for w in range(first, after):
             backward = 0.0
             for s in range(group, stages, groups):
                 backward += backward_s[offset[s] + w - first]
-            begin, last = max(begin, ends_s[w] - hidden * backward), max(last, ends_s[w])
-        end = sums_end_s(begin, last, whole, latency, count, overlap)
+            begin, ended = max(begin, ends_s[w] - hidden * backward), max(ended, ends_s[w])
+        end = sums_end_s(begin, ended, whole, latency + (whole - latency) * last, overlap.contention)
         for s in range(group, stages, groups):
             spans[0, s], spans[1, s] = begin, end
     return spans
@@ -155,8 +155,7 @@ def led_s(
     steps = np.empty((n, n))
     for a in range(n):
         for b in range(n):
-            summed = max(end[a] + last_s[b, a], begin[a] + whole_s[b, a])
-            summed += overlap.contention * min(whole_s[b, a], end[a] - begin[a])
+            summed = sums_end_s(begin[a], end[a], whole_s[b, a], last_s[b, a], overlap.contention)
             steps[b, a] = summed + update[b] + more_s
     # Karp: with longest[k, b] the heaviest path of k steps to b, the largest mean over cycles is the largest over b of
     # the least over k < n of (longest[n, b] - longest[k, b]) / (n - k). All regions reach one another: any is a source.

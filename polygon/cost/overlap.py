@@ -81,23 +81,19 @@ def summed_s(
 ) -> tuple[float, float]:
     """When the gradients of a stage begin and end to be summed beside the backward of the last micro-batch, if it ends
     on all workers alike: a runtime that sums layer by layer begins the (n - 1)-th part of it, of n layers, before."""
-    begin_s = end_s - seen_parts(layers, overlap)[0] * backward_s
-    return begin_s, sums_end_s(begin_s, end_s, whole_s, latency_s, layers, overlap)
+    hidden, last = seen_parts(layers, overlap)
+    begin_s, last_s = end_s - hidden * backward_s, latency_s + (whole_s - latency_s) * last
+    return begin_s, sums_end_s(begin_s, end_s, whole_s, last_s, overlap.contention)
 
 
 @kernel
-def sums_end_s(
-    begin_s: float, end_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
-) -> float:
-    """When sums end that begin when every worker has a gradient to add, the last backward of all ending at e.
+def sums_end_s(begin_s: float, end_s: float, whole_s: float, last_s: float, contention: float) -> float:
+    """When sums end that begin when every worker has a gradient to add, the last backward of all ending at `end_s`.
 
-    With R for all sums, L of it latency, and n layers: at max(e + L + (R - L) / n, begin + R) where the runtime sums
-    layer by layer, because the last layer's gradient waits for all of backward; one that fills buckets is left with
-    `last_bucket` of R; what runs beside backward slows it (`contention`).
+    What comes last waits for all of backward: of `whole_s` for all sums it takes `last_s`, latency and the last layer's
+    part or the last bucket's (`seen_parts`). What runs beside backward slows it (`contention`).
     """
-    _, last = seen_parts(layers, overlap)
-    end = max(end_s + latency_s + (whole_s - latency_s) * last, begin_s + whole_s)
-    return end + overlap.contention * min(whole_s, end_s - begin_s)
+    return max(end_s + last_s, begin_s + whole_s) + contention * min(whole_s, end_s - begin_s)
 
 
 @kernel

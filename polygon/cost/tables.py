@@ -125,7 +125,8 @@ class CostTables:
         self.begun = Kept[Any](1)
         """Where searches begin (`polygon.planning.search_engine`)."""
         self.polished = Kept[Any](KEPT_PLANS)
-        """What small changes make of a plan, by problem, objective, value and number of changes."""
+        """What small changes make of a plan, by problem, objective, value and number of changes: a value, the plan and
+        its allocation."""
         self.fluid_values = Kept[dict[bytes, float]](KEPT_PLANS)
         """What allocations are worth by the relaxation, by problem and objective (`polygon.planning.decode`)."""
         self._places = Kept[Placement](KEPT_PLANS)

@@ -277,8 +277,8 @@ class Decoder:
             fits = fitting(candidate)
             return math.inf if fits is None else self.plan_value(fits)
 
-        plan = settled(self.tables, plan, may, value)
-        return self._with_local_steps(replace(fitting(plan) or plan, local_steps=1), may)
+        found = settled(self.tables, plan, may, value)
+        return self._with_local_steps(replace(fitting(found) or found, local_steps=1), may)
 
     def _decode(
         self, allocation: Allocation, may: Allowed, cuts: tuple[int, ...], hurdle_s: float = math.inf

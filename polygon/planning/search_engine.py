@@ -543,12 +543,13 @@ def _polish(
     def change(plan: Plan, x: Allocation, evaluations: int) -> None:
         nonlocal best
         of, value = (decoder.problem, decoder.objective), decoder.plan_value(plan)
-        changed: Plan | None = decoder.tables.polished.get(of, value, evaluations)
+        changed: _Draft | None = decoder.tables.polished.get(of, value, evaluations)
         if changed is None:
-            changed = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
+            found = polished(plan, decoder.tables, decoder.plan_value, evaluations=evaluations, expired=expired)
+            changed = decoder.plan_value(found), found, x
             if clock.left_s() > 0:
                 decoder.tables.polished.put(changed, of, value, evaluations)
-        best = min(best, (decoder.plan_value(changed), changed, x), key=lambda entry: entry[0])
+        best = min(best, changed, key=lambda entry: entry[0])
 
     try:
         # The cuts are often the same.

@@ -18,7 +18,9 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates
 from polygon.planning.link_compression import without_inside
 from polygon.planning.objectives import MONEY
+from polygon.planning.polish import with_wide_spans
 from polygon.planning.problem_arrays import Setting
+from polygon.planning.warmup_depths import Pacing
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -234,6 +236,20 @@ def test_nodes_pack_gradients_where_zero_has_nothing_to_divide_by_then():
         assert violations(decoder.problem, plan) == []
     plain = replace(draft, links=without_inside(draft.links))
     assert decoder.plan_value(settled) <= decoder.plan_value(draft) < 0.9 * decoder.plan_value(plain)
+
+
+def test_packing_that_memory_is_short_for_gets_other_spans():
+    """Settling a plan whose spans fill memory packs inside the region, and shortens them: memory holds what comes out."""
+    cluster = cluster_of([[("v100-16gb", 8, 1)]], latency_s=1e-3, bytes_per_s=1e8)
+    model = small_gpt(blocks=20, hidden_size=2048, head_dim=128, ffn_size=8192)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))
+    workers = np.array([[row.get(of, 0) for of in decoder.classes] for row in [{(0, 1): 4}, {(0, 1): 4}]])
+    draft = decoder.decode(Allocation(workers=workers, micro_batch_size=1), relax=False)
+    plain, _ = Pacing(with_wide_spans(replace(draft, links=without_inside(draft.links))), decoder.tables).best()
+    settled = decoder.settled(plain)
+    assert settled.packed_inside == {0} and settled.spans != plain.spans
+    assert violations(decoder.problem, settled) == []
+    assert decoder.plan_value(settled) < 0.9 * decoder.plan_value(plain)
 
 
 def test_neighbours_are_allocations_that_differ_in_one_thing(decoder):
