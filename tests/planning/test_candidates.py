@@ -239,7 +239,7 @@ def test_nodes_pack_gradients_where_zero_has_nothing_to_divide_by_then():
 
 
 def test_packing_that_memory_is_short_for_gets_other_spans():
-    """Settling a plan whose spans fill memory packs inside the region, and shortens them: memory holds what comes out."""
+    """Settling a plan whose spans fill memory packs inside the region and shortens them: memory holds the plan."""
     cluster = cluster_of([[("v100-16gb", 8, 1)]], latency_s=1e-3, bytes_per_s=1e8)
     model = small_gpt(blocks=20, hidden_size=2048, head_dim=128, ffn_size=8192)
     decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))

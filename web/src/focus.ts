@@ -14,7 +14,8 @@ function nearest(): HTMLElement | null {
     const { element } = places[i];
     if (element.hasAttribute("tabindex")) return element;
     const beside = element.children[Math.min(places[i - 1].at, element.children.length - 1)];
-    const found = [beside, element].map((e) => (e?.matches(TABBABLE) ? e : e?.querySelector(TABBABLE))).find(Boolean);
+    const found = [beside, element].flatMap((e) => (e ? [e, ...e.querySelectorAll(TABBABLE)] : []))
+      .find((e) => e.matches(TABBABLE) && e.checkVisibility());
     if (found) return found as HTMLElement;
   }
   return null;
