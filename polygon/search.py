@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.messages.report import seconds
 
     talk = cli.Talk(quiet=args.quiet)
-    with cli.interrupted_by_signals() as asked:
-        result = _searched(args, problem, groups, talk)
+    with cli.interruptible() as asked:
+        result = _searched(args, problem, groups, talk, asked)
     plan = result.plan
     interrupted = result.status == "interrupted"
     if plan is None and interrupted:
@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     return asked.exit_code if interrupted else cli.EXIT_OK
 
 
-def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk) -> Result:
+def _searched(
+    args: argparse.Namespace, problem: Problem, groups: Groups | None, talk: cli.Talk, asked: cli.Asked
+) -> Result:
     """The search that the options ask for, with its progress."""
     from polygon.messages.report import seconds
 
@@ -111,6 +113,7 @@ def _searched(args: argparse.Namespace, problem: Problem, groups: Groups | None,
 
         def tell(phase: Message, part: float, best: float) -> None:
             show(part, f"{phase}: {seconds(best) if args.objective == 'time' else f'{best:.4g}'}")
+            asked.heed()
 
         found: Result = cli.posed(problem, args).search(
             objective=args.objective,

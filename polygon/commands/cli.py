@@ -465,6 +465,11 @@ class Asked:
         """As of a program that the signal ended; a KeyboardInterrupt that nobody sent counts as Ctrl-C."""
         return EXIT_BY_SIGNAL + (self._number or signal.SIGINT)
 
+    def heed(self) -> None:
+        """Interrupt here, if a signal has asked for it: in the middle of compiled code Python could not tell it on."""
+        if self._number is not None:
+            raise Interrupted(self._number)
+
     def note(self, number: int, frame: FrameType | None) -> None:
         """Answer the first signal by noting it, and a second by an interrupt."""
         self._number = number

@@ -51,13 +51,18 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.planning.objectives import over_limits
 
     talk = cli.Talk(quiet=args.quiet)
-    with talk.progress("searching", 1.0) as show, cli.interrupted_by_signals() as asked:
+    with talk.progress("searching", 1.0) as show, cli.interruptible() as asked:
+
+        def tell(phase: Message, part: float, best: float) -> None:
+            show(part, f"{phase}: {best:.4g}")
+            asked.heed()
+
         front = cli.posed(problem, args).front(
             seed=args.seed,
             with_energy=args.energy,
             groups=groups,
             time_limit_s=args.time_limit,
-            progress=lambda phase, part, best: show(part, f"{phase}: {best:.4g}"),
+            progress=tell,
         )
     if front.interrupted and not front.plans:
         return cli.interrupted(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
 from polygon.domain.errors import InputError
 from polygon.planning import frontier, search_engine
+from polygon.planning.telling import STARTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,8 +82,11 @@ def test_first_interrupt_is_an_answer_and_the_second_ends(number):
     before = signal.getsignal(number)
     with cli.interruptible() as interrupted:
         assert not interrupted()
+        interrupted.heed()
         signal.raise_signal(number)
         assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.heed()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) == before
@@ -157,8 +162,9 @@ def test_work_that_is_interrupted_keeps_its_best_and_tells_by_its_exit_code(
 def test_work_that_is_interrupted_with_nothing_to_keep_writes_nothing(number, command, lab, monkeypatch, capsys):
     """One line, the same exit codes, and a file of an earlier run stays as it is."""
 
-    def interrupt(*args, **fields):
+    def interrupt(*args, tell=None, **fields):
         signal.raise_signal(number)
+        tell(STARTS, 0.0, math.inf)  # searches are ended where they tell, others are by now
 
     monkeypatch.setattr(search_engine, "find_groups", interrupt)
     monkeypatch.setattr(frontier, "find_plan", interrupt)
