@@ -17,8 +17,6 @@ from polygon.web.sliders import Changes
 from tests.exported_plans import planned
 from tests.patience import PATIENCE_S, eventually
 
-LOOP = asyncio.new_event_loop()
-
 
 def text():
     """The plan that is asked about, as a file."""
@@ -27,19 +25,21 @@ def text():
 
 @pytest.fixture(scope="module")
 def pricing():
-    own = Pricing(lambda _: (text(), {}))
-    running = threading.Thread(target=LOOP.run_forever)
+    # A process that shares out tests with others may come back to this module: the loop is made anew.
+    own, loop = Pricing(lambda _: (text(), {})), asyncio.new_event_loop()
+    own.loop = loop
+    running = threading.Thread(target=loop.run_forever)
     running.start()
     yield own
-    asyncio.run_coroutine_threadsafe(own.close(), LOOP).result(PATIENCE_S)
-    LOOP.call_soon_threadsafe(LOOP.stop)
+    asyncio.run_coroutine_threadsafe(own.close(), loop).result(PATIENCE_S)
+    loop.call_soon_threadsafe(loop.stop)
     running.join(PATIENCE_S)
-    LOOP.close()
+    loop.close()
 
 
 def asked(pricing, what="view", changes="{}", tell=None, **arguments):
     question = Question(job="a", what=what, changes=changes, arguments=tuple(arguments.items()))
-    return orjson.loads(asyncio.run_coroutine_threadsafe(pricing.ask(question, tell), LOOP).result(PATIENCE_S))
+    return orjson.loads(asyncio.run_coroutine_threadsafe(pricing.ask(question, tell), pricing.loop).result(PATIENCE_S))
 
 
 def test_answers_are_those_of_this_process(pricing):
@@ -87,9 +87,9 @@ def test_more_processes_share_what_is_quick(pricing):
     pricing._most = 2
     step_s = asked(pricing, bound=False)["estimate"]["step_s"]
     for _ in range(3):
-        LOOP.call_soon_threadsafe(pricing.grow)
+        pricing.loop.call_soon_threadsafe(pricing.grow)
     assert eventually(lambda: pricing.processes == 2)
-    LOOP.call_soon_threadsafe(pricing.grow)
+    pricing.loop.call_soon_threadsafe(pricing.grow)
     assert asked(pricing, bound=False)["estimate"]["step_s"] == step_s and pricing.processes == 2
     first, other = pricing._workers
     os.kill(first.process.pid, signal.SIGSTOP)
