@@ -1128,6 +1128,7 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("End")
     expect(page.locator("#tab-runs")).to_be_focused()
     page.keyboard.press("2")
+    expect(page.locator("#region-tab-1")).to_have_text("ohio")  # of the plan, which takes the place of the example
     page.locator("#region-tab-0").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#region-tab-1")).to_be_focused()
