@@ -25,7 +25,7 @@ from polygon.bounds.stage_tiers import (
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.memory import state_bytes
-from polygon.cost.reduction import least_part
+from polygon.cost.reduction import collective_s, least_part, lent_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Problem
@@ -66,11 +66,11 @@ class LeastTraffic:
         layers = problem.model.layers
         spread = max(Executions(tables, of, 1).spreads[-1] for of in kinds.classes)
         values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters)
-        tied = problem.model.head_weight_parameters() if problem.model.tied_embeddings else 0
-        self.tied_s = 0.0
-        if tied and problem.model.family != "vit":
+        tied = float(problem.model.tied_values)
+        if problem.runtime.tied_once:  # what is left is each stage's own
+            values[0, 1:layers] -= tied
+        else:
             values[1:, layers] += tied
-            self.tied_s = self._between_nodes_s(float(tied))
         self.gradient_bytes = values * batch.gradient_bytes
         wire_bytes = self._gradient_wire_bytes(values)
         self.packed = float(self._gradient_wire_bytes(np.array([1e9]))[0]) / (1e9 * batch.gradient_bytes)
@@ -84,6 +84,10 @@ class LeastTraffic:
         # Where micro-batches scatter gradients, nodes of a region sum what those inside of nodes have scattered.
         scattered = links.hop._replace(latency_s=0.0, part=1.0)
         steps = [(fewest, more - 1) for fewest, more in pairwise((*NODES, MANY_NODES)) if fewest <= links.nodes.max()]
+        self.tied_s = 0.0
+        if tied and layers > 1:
+            once = problem.runtime.tied_once
+            self.tied_s = self._together_s(tied, links.hop, steps) if once else self._between_nodes_s(tied)
         self._sums_s = [
             (
                 most,
@@ -115,8 +119,29 @@ class LeastTraffic:
         matrix = matrix_values(problem.model)
         return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
+    def _together_s(self, n_values: float, hop: Hop, steps: Iterable[tuple[int, int]]) -> float:
+        """Least seconds of one sum of tied embeddings over two workers or more: on a node, on nodes of a region, or in
+        several regions (`polygon.cost.stage_reduction.tied_reduction`); of a sum over several, any is taken alone."""
+        tables, batch = self.tables, self.tables.problem.batch
+        links, n_bytes = tables.links.arrays(tables.problem.runtime), n_values * batch.gradient_bytes
+        wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), batch.gradient_bytes)[0])
+        inside_s = [float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0])] if hop.bytes_per_s > 0 else []
+        if wire < n_bytes:  # packed parts of nodes, each over its card
+            inside_s.append(wire / hop.card_bytes_per_s)
+        for pool in tables.problem.cluster.pools:
+            p, most = pool.index, pool.devices_per_node if self.kinds.of_pool[pool.index] >= 0 else 1
+            if most > 1 and links.collective[p, 4] == 0:
+                inside_s.append(lent_s(n_bytes, 2, links.node_latency_s[p], links.node_bytes_per_s[p], 1.0))
+            for members in range(2, most + 1 if links.collective[p, 4] > 0 else 2):
+                part = n_bytes / (most // members)  # each device of a worker has a part
+                inside_s.append(collective_s(part, members, members, p, 0.0, np.inf, 2, links))
+        sums, sizes = self.sets_of_regions, (np.floor([n_bytes]), np.floor([wire]))
+        across_s = [sums.seconds(*sizes, hop, *step).min(initial=np.inf) / self.local_steps for step in steps]
+        least = min([*inside_s, *across_s], default=np.inf)
+        return float(least) if np.isfinite(least) else 0.0
+
     def _between_nodes_s(self, n_values: float) -> float:
-        """Least seconds to exchange the gradient of tied embeddings, as `estimate.tied_embedding_s` prices it."""
+        """Least seconds in which two workers exchange the gradient of tied embeddings."""
         cluster = self.tables.problem.cluster
         used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
         regions = np.bincount([pool.region for pool in used], minlength=len(cluster.regions))

@@ -23,7 +23,15 @@ from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
 from polygon.cost.stage_reduction import stage_reduction
-from polygon.cost.step_times import held_parameters, received_s, seen_s, stage_seconds, tied_embedding_s, waiting_s
+from polygon.cost.step_times import (
+    held_parameters,
+    received_s,
+    seen_s,
+    stage_seconds,
+    tied_embedding,
+    tied_parameters,
+    waiting_s,
+)
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
 from polygon.domain.errors import require
@@ -190,7 +198,7 @@ class Lanes:
                 sent_s=sent_s,
                 latency_s=latency_s,
                 waits_s=waits_s,
-                tied_s=tied_embedding_s(plan, self.tables),
+                tied_s=tied_embedding(plan, self.tables).total_s,
                 layers=np.array([stage.last_layer - stage.first_layer for stage in plan.stages], dtype=float),
                 stages=np.arange(len(plan.stages)),
             )
@@ -255,8 +263,9 @@ class Lanes:
             sent.append(sum(passing_s(part)[2] for part in parts))
             rows.append(self._once(("rows", together, *how), partial(group_rows, plan, tables, group, config.tp)))
             held = self._once(("held", together, *how[:3]), partial(self._held, plan, group))
+            summed = config.tp * held - tied_parameters(plan, tables, group)
             key = (
-                held,
+                summed,
                 config.tp,
                 config.cp,
                 near[group],
@@ -265,9 +274,7 @@ class Lanes:
                 config.shards,
             )
             nodes = int(first.place.nodes[group][1][0])
-            cost = self._once(
-                ("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, config.tp * held)
-            )
+            cost = self._once(("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, summed))
             sums[:, group] = cost.total_s, cost.latency_s, cost.gather_s
             # Under ZeRO a device's optimizer works on its own part.
             own = held / (shards if config.zero else 1)

@@ -7,7 +7,7 @@ after each H-th update all three once more, for the outer gradient (`ReductionCo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -152,14 +152,14 @@ def stage_reduction(
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
     """
-    if plan.stages[stage].width == 1 and place.cp[stage] == 1:
+    if (plan.stages[stage].width == 1 and place.cp[stage] == 1) or n_values <= 0:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     known = place.derived.get(("standing", stage))
     (pools, nodes, members), places = known or place.derived.setdefault(
         ("standing", stage), _standing(place, stage, links)
     )
     held = Held(pools, nodes, members, place.degrees[stage], n_values)
-    crossing = _crossing(plan, places, n_values, batch, model)
+    crossing = _crossing(group_packing(plan, places.regions), places, n_values, batch, matrix_values(model))
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
     _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
@@ -187,7 +187,8 @@ def stage_reduction(
     if plan.reduction == "central-server" and len(places.regions) == 1 and workers > 1 and nccl:
         # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
         region_s *= workers / (workers - 1)
-    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, held.degrees, places.total, links)
+    tp = place.tp[place.members(stage)]
+    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, tp, places.total, links)
     ways = None
     if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
         # What ZeRO leaves for the step's end of the sums inside regions.
@@ -205,6 +206,62 @@ def stage_reduction(
         wire_bytes=crossing.wire_bytes,
         ways=ways,
     )
+
+
+def tied_reduction(
+    plan: Plan, batch: Batch, links: LinkTable, place: Placement, runtime: Runtime, model: Model
+) -> ReductionCost:
+    """Cost of summing the gradient of a weight that first and last stage both hold, once over the workers of both.
+
+    One vector: no part of it is under way while another one comes. What ZeRO scatters of it before the update and
+    gathers after it counts as the sum that both make together.
+    """
+    n_values, ends = float(model.tied_values), (0, len(plan.stages) - 1)
+    known = place.derived.get("tied")
+    (pools, nodes, members, degrees, tp), places = known or place.derived.setdefault(
+        "tied", _standing_together(place, ends, links)
+    )
+    mode = group_packing(plan, places.regions)
+    crossing = _crossing(mode, places, n_values, batch, n_values)
+    node_s, region_s, across_s, latency_s = levels_s(
+        n_values * batch.gradient_bytes,
+        len(pools),
+        pools,
+        nodes,
+        members,
+        degrees,
+        crossing.wire_bytes,
+        np.zeros((len(places.apart), len(places.apart))),  # when it crosses, other sums have
+        places.apart,
+        links.arrays(runtime),
+        crossing.whole,
+        1.0,
+        levels_room(len(pools), len(pools)),
+    )
+    return ReductionCost(
+        node_s=node_s,
+        region_s=region_s,
+        across_s=across_s + packing_s(crossing.values, batch, mode, pools, tp, places.total, links),
+        latency_s=latency_s,
+        across_bytes=_across_bytes(places, crossing.wire_bytes),
+        wire_bytes=crossing.wire_bytes,
+    )
+
+
+def _standing_together(
+    place: Placement, stages: Sequence[int], links: LinkTable
+) -> tuple[tuple[np.ndarray, ...], Places]:
+    """As `_standing`, of the workers of several stages; degrees as in `Placement.degrees`, and of every worker."""
+    mine = np.concatenate([np.arange(len(place.stage))[place.members(s)] for s in stages])
+    _, first, where = np.unique(place.node[mine], return_index=True, return_inverse=True)
+    on_node = np.bincount(where, weights=place.cp[place.stage[mine]]).astype(np.int64)
+    pools, of, nodes = np.unique(place.pool[mine][first], return_inverse=True, return_counts=True)
+    most, degrees = np.zeros(len(pools), dtype=np.int64), np.full(len(pools), np.iinfo(np.int64).max)
+    np.maximum.at(most, of, on_node)
+    np.minimum.at(degrees, of[where], place.tp[mine])
+    near = np.minimum(most, np.maximum(1, links.collective[pools, 0].astype(np.int64) // degrees))
+    places = places_of(place.packed_inside, links.region[pools], nodes, len(links.cluster.regions))
+    return (pools, nodes * most // near, near, degrees, place.tp[mine]), places
 
 
 def _standing(
@@ -231,9 +288,8 @@ class Crossing(NamedTuple):
         return self.mode == "powersgd"
 
 
-def _crossing(plan: Plan, places: Places, n_values: float, batch: Batch, model: Model) -> Crossing:
-    mode = group_packing(plan, places.regions)
-    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix_values(model))
+def _crossing(mode: str, places: Places, n_values: float, batch: Batch, matrix: float) -> Crossing:
+    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix)
     if mode != "powersgd":
         return Crossing(mode, wire, n_values / int(places.nodes.min()))
     # Factors of whole matrices: one node of each place sends them whole to every other place.
@@ -317,7 +373,7 @@ def packing_s(
     batch: Batch,
     mode: str,
     pools: np.ndarray,
-    degrees: np.ndarray,
+    tp: np.ndarray,
     places: int,
     links: LinkTable,
 ) -> float:
@@ -331,7 +387,7 @@ def packing_s(
         return 0.0
     slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
     pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
-    slices = int(degrees[0]) if (degrees == degrees[0]).all() else 1
+    slices = int(tp[0]) if (tp == tp[0]).all() else 1
     return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
 
 

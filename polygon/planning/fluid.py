@@ -51,7 +51,9 @@ from polygon.planning.layer_split import (
     whole_makespan_s,
 )
 from polygon.planning.node_sharing import (
+    NONE,
     Hosts,
+    beside,
     cards_free_s,
     common_nodes,
     find_hosts,
@@ -95,7 +97,8 @@ class Reductions(NamedTuple):
     regions."""
     update: np.ndarray
     tied: np.ndarray
-    """Seconds of the update, and before it of the exchange of tied embeddings."""
+    tied_inside: np.ndarray
+    """Seconds of the update, and before it of the sum of tied embeddings; of that inside regions."""
     n_bytes: np.ndarray
     card_bytes: np.ndarray
     """Gradient bytes of a worker, and of these what nodes of a region sum at the end of a step."""
@@ -145,7 +148,8 @@ class FluidWork(NamedTuple):
     ring_nodes: np.ndarray
     """(classes,) of one stage, as `pools`, `degrees`, `members` and `nodes` of `levels_s`."""
     pair_share: np.ndarray
-    """(regions, regions), as in `levels_s`."""
+    alone: np.ndarray
+    """(regions, regions), as in `levels_s`, and zeros for what shares no pair."""
     packs: np.ndarray
     apart: np.ndarray
     """(regions,) whether nodes of a region send one another packed gradients, and none that does: as in `levels_s`."""
@@ -155,13 +159,15 @@ class FluidWork(NamedTuple):
 @gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
+    whole, inside, far, update, tied, tied_inside, n_bytes, card_bytes, sent_bytes = np.zeros((9, rows))
+    begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
         inside=inside,
         far=far,
         update=update,
         tied=tied,
+        tied_inside=tied_inside,
         n_bytes=n_bytes,
         card_bytes=card_bytes,
         sent_bytes=sent_bytes,
@@ -200,6 +206,7 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         near=np.zeros(classes, dtype=np.int64),
         ring_nodes=np.zeros(classes, dtype=np.int64),
         pair_share=np.zeros((regions, regions)),
+        alone=np.zeros((regions, regions)),
         packs=np.zeros(regions, dtype=np.bool_),
         apart=np.zeros(regions, dtype=np.bool_),
         levels=levels_room(classes, regions),
@@ -609,9 +616,9 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                     together += 1.0
             work.pair_share[a, b] = together
     _find_packing(bank, work, n, bounds, options)
-    tied = 0.0
+    tied, tied_inside = 0.0, 0.0
     if bank.tied_values > 0 and n > 1:
-        tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
+        tied, tied_inside = _tied_s(bank, work, n - 1)
     for s in range(n):
         m = stages.members[s]
         of.n_bytes[s], update = 0.0, 0.0
@@ -622,10 +629,10 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             shards = count * bank.cp if options[ZERO, s] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
         of.update[s] = update
-        of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
+        of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
-        if m > 1 or stages.counts[s, 0] * bank.cp > 1:
+        if of.n_bytes[s] > 0 and (m > 1 or stages.counts[s, 0] * bank.cp > 1):
             lent, packs = 0, False
             for a in regions:
                 if nodes[s, a] == 0:
@@ -822,13 +829,14 @@ def _with_reductions(
         # longer than on the quickest.
         backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
         window = work.quickest[s] * 2 / 3
-        of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
+        update_s = of.update[s] if norm == 0 else 0.0
+        of.tail[s] = of.tied[s] + update_s
         of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.far[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
         inside = summed_s(end - early, window, of.inside[s], 0.0, depth, bank.overlap)[1]
-        local_step = max(local_step, inside + of.tail[s])
-        outer = max(outer, of.whole[s])
+        local_step = max(local_step, inside + of.tied_inside[s] + update_s)
+        outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
         update = max(update, of.update[s])
         early += backward + work.message[s]
     if shared:
@@ -848,9 +856,86 @@ def _with_reductions(
 
 
 @inner
-def _tied_s(bank: Bank, stages: Stages, hosts: Hosts, last: int, packs: np.ndarray) -> float:
-    """Seconds to exchange the gradient of tied embeddings between first and last stage, inside a node if they share
-    one, else over their best link."""
+def _tied_s(bank: Bank, work: FluidWork, last: int) -> tuple[float, float]:
+    """Seconds to sum the gradient of tied embeddings over first and last stage, and of these inside regions, as
+    `polygon.cost.step_times.tied_embedding` prices it."""
+    if not bank.tied_once:
+        seconds = _tied_pair_s(bank, work, last)
+        return seconds, seconds
+    plain, inside = _tied_sum_s(bank, work, last, work.apart)
+    for r in work.places.region[: work.places.regions[0]]:
+        if work.packs[r]:  # where nodes send one another packed gradients, if that is sooner
+            packed, packed_inside = _tied_sum_s(bank, work, last, work.packs)
+            return (packed, packed_inside) if packed < plain else (plain, inside)
+    return plain, inside
+
+
+@inner
+def _tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tuple[float, float]:
+    """`_tied_s` in one sum over both stages, with places as `apart` has them (of `levels_s`)."""
+    stages, hosts, rings = work.stages, work.hosts, 0
+    places, lanes = 0, 0
+    for r in work.places.region[: work.places.regions[0]]:
+        begin, nodes = rings, 0
+        for s in (0, last):
+            e = hosts.first[s, r]
+            while e != NONE:
+                other = beside(hosts, e, last - s)
+                if s == 0 or other == NONE:  # a node of both counts once
+                    here = hosts.workers[e] + (hosts.workers[other] if other != NONE else 0)
+                    k = begin
+                    while k < rings and work.pools[k] != hosts.pool[e]:
+                        k += 1
+                    if k == rings:
+                        work.pools[k], work.near[k], work.ring_nodes[k], work.degrees[k] = hosts.pool[e], 0, 0, 0
+                        rings += 1
+                    work.near[k] = max(work.near[k], here * bank.cp)
+                    work.ring_nodes[k] += 1
+                    nodes += 1
+                e = hosts.following[e]
+        if nodes > 0:
+            mine = nodes if apart[r] else 1
+            lanes = nodes // mine if places == 0 else min(lanes, nodes // mine)
+            places += mine
+    pack_s, unpack_s, slices = 0.0, 0.0, bank.tp[stages.classes[0, 0]]
+    for s in (0, last):
+        for i in range(stages.members[s]):
+            c, k = stages.classes[s, i], 0
+            while work.pools[k] != bank.pool[c]:
+                k += 1
+            work.degrees[k] = bank.tp[c] if work.degrees[k] == 0 else min(work.degrees[k], bank.tp[c])
+            pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
+            slices = slices if bank.tp[c] == slices else 1
+    for k in range(rings):
+        held = work.near[k]
+        work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
+        work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
+    n_bytes = bank.tied_values * bank.gradient_bytes
+    node_s, region_s, across_s, _ = levels_s(
+        n_bytes,
+        rings,
+        work.pools,
+        work.ring_nodes,
+        work.near,
+        work.degrees,
+        n_bytes * (1.0 if stages.plain[0] else bank.packed_ratio),
+        work.alone,
+        apart,
+        bank.links,
+        False,
+        1.0,
+        work.levels,
+    )
+    if places > 1 and not stages.plain[0]:
+        across_s += bank.tied_values / lanes / slices * (pack_s + unpackings(places, False) * unpack_s)
+    return node_s + region_s + across_s, node_s + region_s
+
+
+@inner
+def _tied_pair_s(bank: Bank, work: FluidWork, last: int) -> float:
+    """`_tied_s` where a worker of each stage exchanges what its stage has summed: inside a node if they share one, else
+    over their best link."""
+    stages, hosts, packs = work.stages, work.hosts, work.packs
     best, together, least = np.inf, False, bank.tp[stages.classes[0, 0]]
     for r in range(packs.shape[0]):
         together = together or common_nodes(hosts, 0, last, r) > 0
@@ -869,7 +954,8 @@ def _tied_s(bank: Bank, stages: Stages, hosts: Hosts, last: int, packs: np.ndarr
             rate = bank.links.bytes_per_s[p, bank.pool[b]]
             if rate > 0:
                 apart = bank.region[a] != bank.region[b] or packs[bank.region[a]]
-                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if apart else 1.0
+                packed = apart and not stages.plain[0]
+                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if packed else 1.0
                 seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
                 best = min(best, bank.links.latency_s[p, bank.pool[b]] + seconds)
     return best

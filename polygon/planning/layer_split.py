@@ -91,8 +91,12 @@ def held_parameters(bank: Bank, values: np.ndarray, c: int, first: int, last: in
 
 @inner
 def gradient_bytes(bank: Bank, c: int, first: int, last: int) -> float:
-    """Of layers [first, last) on a class, those of all devices that divide a layer together."""
-    return float(held_parameters(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
+    """Of layers [first, last) on a class, those of all devices that divide a layer together; without a tied weight that
+    two stages sum apart from all others."""
+    held = held_parameters(bank, bank.parameters, c, first, last) * bank.tp[c]
+    if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1):
+        held -= bank.tied_values
+    return float(held * bank.gradient_bytes)
 
 
 @inner

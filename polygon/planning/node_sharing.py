@@ -176,7 +176,7 @@ def _enter(hosts: Hosts, node: int, s: int, entry: int) -> int:
 
 
 @inner
-def _beside(hosts: Hosts, e: int, t: int) -> int:
+def beside(hosts: Hosts, e: int, t: int) -> int:
     """The entry of stage t on the node of entry e, -1 if it is not there."""
     other = hosts.lowest[hosts.node[e]]
     while other != NONE and hosts.stage[other] != t:
@@ -189,7 +189,7 @@ def common_nodes(hosts: Hosts, s: int, t: int, region: int) -> int:
     """On how many nodes of a region both stages are."""
     count, e = 0, hosts.first[s, region]
     while e != NONE:
-        if _beside(hosts, e, t) != NONE:
+        if beside(hosts, e, t) != NONE:
             count += 1
         e = hosts.following[e]
     return count
@@ -214,7 +214,7 @@ def near_part(hosts: Hosts, s: int, t: int, region: int, workers: np.ndarray) ->
     """
     part, e = 0.0, hosts.first[s, region]
     while e != NONE:
-        other = _beside(hosts, e, t)
+        other = beside(hosts, e, t)
         if other != NONE:
             part += hosts.workers[e] / workers[s, region] * hosts.workers[other] / workers[t, region]
         e = hosts.following[e]

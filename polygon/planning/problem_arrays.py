@@ -114,6 +114,8 @@ class Bank(NamedTuple):
     micro_batches: int
     tied_values: float
     """Parameters of tied embeddings; 0 if they are not."""
+    tied_once: bool
+    """As in `Runtime`."""
 
 
 def splits_sequence(problem: Problem, tp: int, cp: int = 1) -> bool:
@@ -317,9 +319,6 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         overlap=overlap_of(problem.runtime, batch),
         copies_s=np.array([copies_s(1.0, tables, p) for p, _ in classes]),
         micro_batches=batch.global_batch // micro_batch_size,
-        tied_values=float(
-            problem.model.head_weight_parameters()
-            if problem.model.tied_embeddings and problem.model.family != "vit"
-            else 0
-        ),
+        tied_values=float(problem.model.tied_values),
+        tied_once=bool(problem.runtime.tied_once),
     )

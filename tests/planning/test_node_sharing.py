@@ -49,12 +49,15 @@ def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     n = int(x.workers.any(axis=1).sum())
     if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
         return  # it has no plan, or one without some of the workers
+    decoder.fluid_s(x)
+    work = decoder._work(len(x.workers))
+    if n > 1:
+        assert work.reduction.tied[0] == pytest.approx(decoder.step_times(plan).tied_s)
     places = [{decoder.problem.cluster.pools[worker.pool].region for worker in stage.workers} for stage in plan.stages]
     if any(of & plan.packed_inside and len(of) > 1 for of in places):
         # Every node that packs is then one of the places between which node pairs are shared: the kernel knows regions.
         plan = replace(plan, links=without_inside(plan.links))
-    decoder.fluid_s(x)
-    work, times = decoder._work(len(x.workers)), decoder.step_times(plan)
+    times = decoder.step_times(plan)
     place = times.place
     for s in range(n):
         mine = np.unique(np.stack([place.region[place.members(s)], place.node[place.members(s)]]), axis=1)
