@@ -57,6 +57,7 @@ from polygon.planning.node_sharing import (
     cards_free_s,
     common_nodes,
     find_hosts,
+    find_sums,
     hosts_for,
     least_on_node,
     pairs_free_s,
@@ -101,9 +102,9 @@ class Reductions(NamedTuple):
     """Seconds of the update, and before it of the sum of tied embeddings; of that inside regions."""
     n_bytes: np.ndarray
     card_bytes: np.ndarray
-    """Gradient bytes of a worker, and of these what nodes of a region sum at the end of a step."""
-    sent_bytes: np.ndarray
-    """As in `pairs_free_s`."""
+    wire_bytes: np.ndarray
+    """Gradient bytes of a worker, of these what nodes of a region sum at the end of a step, and what of them goes from
+    place to place."""
     begin: np.ndarray
     tail: np.ndarray
     zeros: np.ndarray
@@ -153,13 +154,16 @@ class FluidWork(NamedTuple):
     packs: np.ndarray
     apart: np.ndarray
     """(regions,) whether nodes of a region send one another packed gradients, and none that does: as in `levels_s`."""
+    packed: np.ndarray
+    plain: np.ndarray
+    """(rows, regions) whether those of a stage do, and none that does."""
     levels: LevelsRoom
 
 
 @gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, tied_inside, n_bytes, card_bytes, sent_bytes = np.zeros((9, rows))
+    whole, inside, far, update, tied, tied_inside, n_bytes, card_bytes, wire_bytes = np.zeros((9, rows))
     begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
@@ -170,7 +174,7 @@ def reductions_for(rows: int) -> Reductions:
         tied_inside=tied_inside,
         n_bytes=n_bytes,
         card_bytes=card_bytes,
-        sent_bytes=sent_bytes,
+        wire_bytes=wire_bytes,
         begin=begin,
         tail=tail,
         zeros=zeros,
@@ -209,6 +213,8 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         alone=np.zeros((regions, regions)),
         packs=np.zeros(regions, dtype=np.bool_),
         apart=np.zeros(regions, dtype=np.bool_),
+        packed=np.zeros((rows, regions), dtype=np.bool_),
+        plain=np.zeros((rows, regions), dtype=np.bool_),
         levels=levels_room(classes, regions),
     )
 
@@ -632,12 +638,12 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
         of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
+        of.wire_bytes[s] = of.n_bytes[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
+        for a in regions:
+            work.packed[s, a] = False
         if of.n_bytes[s] > 0 and (m > 1 or stages.counts[s, 0] * bank.cp > 1):
-            lent, packs = 0, False
+            packs = False
             for a in regions:
-                if nodes[s, a] == 0:
-                    continue
-                lent += 1
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
             _, last = seen_parts(float(bounds[s + 1] - bounds[s]), bank.overlap)
             inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], last, work.apart)
@@ -647,11 +653,12 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                 )
                 if packed_s + packed_across_s < inside_s + across_s:
                     inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
-                    of.far[s], of.card_bytes[s] = far_s, of.n_bytes[s] * bank.packed_ratio
+                    of.far[s] = far_s
+                    for a in regions:
+                        work.packed[s, a] = work.packs[a]
             if gather_s > 0:
                 of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
             of.whole[s], of.inside[s] = inside_s + across_s, inside_s
-            of.sent_bytes[s] = 2 / lent * of.n_bytes[s]
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
     return _norm_s(bank, work, n, options)
@@ -841,12 +848,16 @@ def _with_reductions(
         early += backward + work.message[s]
     if shared:
         hosts, regions = work.hosts, work.places.region[: work.places.regions[0]]
-        free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, of.begin, of.tail)
-        step = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.begin, of.tail, max(step, free))
+        find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
+        free = cards_free_s(
+            bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, of.begin, of.tail
+        )
+        step = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.begin, of.tail, max(step, free))
         if local_steps > 1:
-            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, of.begin, of.tail)
+            find_sums(hosts, n, nodes, work.plain, bank.links.sum_turns)
+            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, work.plain, of.begin, of.tail)
             local_step = max(local_step, free)
-            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.zeros, of.zeros, outer)
+            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.zeros, of.zeros, outer)
     if norm > 0:
         step, local_step = step + norm + update, local_step + update
     local_step += outer / local_steps
@@ -860,18 +871,18 @@ def _tied_s(bank: Bank, work: FluidWork, last: int) -> tuple[float, float]:
     """Seconds to sum the gradient of tied embeddings over first and last stage, and of these inside regions, as
     `polygon.cost.step_times.tied_embedding` prices it."""
     if not bank.tied_once:
-        seconds = _tied_pair_s(bank, work, last)
+        seconds = tied_pair_s(bank, work, last)
         return seconds, seconds
-    plain, inside = _tied_sum_s(bank, work, last, work.apart)
+    plain, inside = tied_sum_s(bank, work, last, work.apart)
     for r in work.places.region[: work.places.regions[0]]:
         if work.packs[r]:  # where nodes send one another packed gradients, if that is sooner
-            packed, packed_inside = _tied_sum_s(bank, work, last, work.packs)
+            packed, packed_inside = tied_sum_s(bank, work, last, work.packs)
             return (packed, packed_inside) if packed < plain else (plain, inside)
     return plain, inside
 
 
 @inner
-def _tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tuple[float, float]:
+def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tuple[float, float]:
     """`_tied_s` in one sum over both stages, with places as `apart` has them (of `levels_s`)."""
     stages, hosts, rings = work.stages, work.hosts, 0
     places, lanes = 0, 0
@@ -932,7 +943,7 @@ def _tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tu
 
 
 @inner
-def _tied_pair_s(bank: Bank, work: FluidWork, last: int) -> float:
+def tied_pair_s(bank: Bank, work: FluidWork, last: int) -> float:
     """`_tied_s` where a worker of each stage exchanges what its stage has summed: inside a node if they share one, else
     over their best link."""
     stages, hosts, packs = work.stages, work.hosts, work.packs

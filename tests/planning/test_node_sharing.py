@@ -1,7 +1,5 @@
 """The search knows of the nodes that stages share what the exact estimate knows of the decoded plan."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,11 +10,11 @@ from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.stage_reduction import stage_devices
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem
+from polygon.domain.runtime import Runtime
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.fluid import FITS
-from polygon.planning.link_compression import without_inside
-from polygon.planning.node_sharing import cards_free_s, pairs_free_s
+from polygon.planning.fluid import FIRST, FITS, fluid_step_s, tied_pair_s, tied_sum_s
+from polygon.planning.node_sharing import cards_free_s, find_sums, pairs_free_s
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
 
@@ -28,8 +26,21 @@ def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
     regions, nodes = np.arange(3), work.places.nodes
-    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
-    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
+    find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
+    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, begin_s, tail_s, 0.0)
+
+
+@njit
+def tied_s_of(bank, work, last, apart):
+    """Seconds of the sum of tied embeddings."""
+    return tied_sum_s(bank, work, last, apart)[0]
+
+
+@njit
+def tied_pair_s_of(bank, work):
+    """The same of two stages, between a worker of each."""
+    return tied_pair_s(bank, work, 1)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +55,20 @@ def decoder():
 def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     """Nodes by stage and region are those of the plan; whoever shares links ends as `last_end_s` has it."""
     rng = np.random.default_rng(seed)
-    x = Candidates(decoder, 4).random(rng)
-    plan = decoder.decode(x, relax=False)
+    x = decoder.legal(Candidates(decoder, 4).random(rng))
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
     n = int(x.workers.any(axis=1).sum())
     if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
         return  # it has no plan, or one without some of the workers
-    decoder.fluid_s(x)
-    work = decoder._work(len(x.workers))
+    work, rows = decoder._work(len(x.workers)), len(x.workers)
+    room = np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)
+    assert fluid_step_s(decoder.bank(x.setting), x.workers, *room, work, FIRST)[1] == FITS
+    # A plan packs inside a region for all stages or none, the relaxation for those that it makes shorter.
+    work.packed[:] = apart = np.isin(np.arange(3), list(plan.packed_inside))
     if n > 1:
-        assert work.reduction.tied[0] == pytest.approx(decoder.step_times(plan).tied_s)
-    places = [{decoder.problem.cluster.pools[worker.pool].region for worker in stage.workers} for stage in plan.stages]
-    if any(of & plan.packed_inside and len(of) > 1 for of in places):
-        # Every node that packs is then one of the places between which node pairs are shared: the kernel knows regions.
-        plan = replace(plan, links=without_inside(plan.links))
+        tied_s = tied_s_of(decoder.bank(x.setting), work, n - 1, apart)
+        assert tied_s == pytest.approx(decoder.step_times(plan).tied_s)
+        assert work.reduction.tied[0] <= tied_s * (1 + 1e-9)
     times = decoder.step_times(plan)
     place = times.place
     for s in range(n):
@@ -83,12 +95,30 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     work, bank = decoder._work(2), decoder.bank(x.setting)
     zeros = np.zeros(2)
     cards_s, pairs_s = free_s(bank, work, 2, zeros, zeros)
-    sent_bytes = work.reduction.sent_bytes[:2].sum() * bank.gradient_ratio[0, 2]
+    sent_bytes = work.reduction.wire_bytes[:2].sum()  # as much each way as there is, between two
     assert cards_s == pytest.approx(sent_bytes / bank.links.card_bytes_per_s[[0, 3]].min())
     rate = bank.links.bytes_per_s[0, 3] / bank.gradient_ratio[0, 2]
     assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
     late = np.array([5.0, 0.0])
     assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
+
+
+def test_nothing_is_packed_of_a_tied_weight_where_memory_holds_no_debt():
+    """Of programs that exchange it between two workers: int8 over the way between regions, or all of it."""
+    runtime = Runtime(tied_once=False)
+    batch, limits = Batch(global_batch=32, seq_len=512), Constraints(compressions=("int8",))
+    decoder = Decoder(
+        Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits, runtime=runtime)
+    )
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    workers[0, decoder.classes.index((0, 1))] = workers[1, decoder.classes.index((3, 1))] = 1
+    x = Allocation(workers=workers, micro_batch_size=1)
+    assert decoder.fluid_s(x)[1] == FITS
+    work, bank = decoder._work(2), decoder.bank(x.setting)
+    plain_s = 32000 * 1024 * decoder.problem.batch.gradient_bytes / bank.links.bytes_per_s[0, 3]
+    for plain, ratio in ((False, bank.packed_ratio), (True, 1.0)):
+        work.stages.plain[0] = plain
+        assert tied_pair_s_of(bank, work) == pytest.approx(bank.links.latency_s[0, 3] + plain_s * ratio)
 
 
 def test_workers_that_fill_a_node_go_on_with_the_next(decoder):
