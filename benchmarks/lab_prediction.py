@@ -180,6 +180,14 @@ NETWORKS = (
         processors=True,
     ),
     Network(
+        name="cards of two links, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 50}),
+        card_mbit_per_s=100,
+        processors=True,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -453,6 +461,10 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
         chain = list(pairwise(cut))
         one_each = [[d] for d in everyone]
         plans["pipeline of devices"] = plan_of(cluster, chain, one_each, size=1, compression="none", spans=2)
+        both = [everyone[:-1], everyone[-1:]]
+        plans["first stage in all regions"] = plan_of(
+            cluster, [(0, layers - 1), (layers - 1, layers)], both, size=1, compression="none", spans=2
+        )
     if problem.cluster.pools[0].devices_per_node > 1:
         cut = np.linspace(0, layers, len(by_region[0]) + 1).round().astype(int).tolist()
         of_place = [list(devices) for devices in zip(*by_region, strict=True)]

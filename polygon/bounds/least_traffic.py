@@ -72,6 +72,9 @@ class LeastTraffic:
         else:
             values[1:, layers] += tied
         self.gradient_bytes = values * batch.gradient_bytes
+        self.part_of_any = 0.0
+        """`part_at_end` of whatever stages on the same devices."""
+        self.part_at_end = self._parts_at_end(values, tied if problem.runtime.tied_once else 0.0)
         wire_bytes = self._gradient_wire_bytes(values)
         self.packed = float(self._gradient_wire_bytes(np.array([1e9]))[0]) / (1e9 * batch.gradient_bytes)
         """Least bytes of a packed gradient over plain ones."""
@@ -96,6 +99,24 @@ class LeastTraffic:
             )
             for fewest, most in steps
         ]
+
+    def _parts_at_end(self, values: np.ndarray, tied: float) -> np.ndarray:
+        """Least part of the gradients of layers [a, b) that comes last (`polygon.cost.step_times.part_at_end`): most
+        values have workers with all experts, and norms on each of most devices."""
+        tables, layers = self.tables, values.shape[0]
+        degree = max(of.tp for of in self.kinds.classes)
+        most = differences(tables.memory(degree, tables.micro_batch_sizes[0], "none").parameters) * degree
+        if tied:
+            most[0, 1:layers] -= tied
+        else:
+            most[1:, layers] += tables.problem.model.tied_values
+        least = np.repeat(values[np.arange(layers), np.arange(1, layers + 1)][:, None], layers + 1, axis=1)
+        least[0, 1:] = values[0, np.minimum(2, np.arange(1, layers + 1))]
+        least[0, layers] += tied * (layers > 2)
+        held = np.maximum(np.maximum(most, values), 1.0)
+        self.part_of_any = float(least[np.triu_indices(layers, 1, layers + 1)].min() / held.max())
+        found: np.ndarray = np.clip(least / held, 0.0, 1.0)
+        return found
 
     def _links_between_regions(self) -> Links:
         links, cluster = self.tables.links, self.tables.problem.cluster
@@ -136,7 +157,7 @@ class LeastTraffic:
                 part = n_bytes / (most // members)  # each device of a worker has a part
                 inside_s.append(collective_s(part, members, members, p, 0.0, np.inf, 2, links))
         sums, sizes = self.sets_of_regions, (np.floor([n_bytes]), np.floor([wire]))
-        across_s = [sums.seconds(*sizes, hop, *step).min(initial=np.inf) / self.local_steps for step in steps]
+        across_s = [sums.seconds(*sizes, hop, *step)[0].min(initial=np.inf) / self.local_steps for step in steps]
         least = min([*inside_s, *across_s], default=np.inf)
         return float(least) if np.isfinite(least) else 0.0
 
@@ -292,7 +313,7 @@ class LeastTraffic:
                 (tiers[1], scattered_s, all_of_it, free),
             ):
                 for some in groups_by_capacity(held, max(3, MOST_SPREADS // len(self._sums_s))):
-                    found.append(self._tier(sums_s[some], held[some], scatter_free[some], some, hidden_s, last))
+                    found.append(self._tier(sums_s[:, some], held[some], scatter_free[some], some, hidden_s, last))
         return tiers
 
     def _tier(
@@ -306,14 +327,14 @@ class LeastTraffic:
     ) -> Across:
         """The least of some sets, each part by itself."""
         far_s = self.sets_of_regions.latency_s[some, None]
-        whole = sums_s.min(axis=0)[self._span_of]
-        near = np.maximum(sums_s - far_s, 0.0).min(axis=0)[self._span_of]
+        near, rest = np.maximum(sums_s - far_s, 0.0).min(axis=1)[:, self._span_of]
+        whole = sums_s[1].min(axis=0)[self._span_of]
         return Across(
             capacity=float(capacity.max()),
             free=float(free.max()),
             whole_s=whole,
             exposed_s=np.maximum(float(far_s.min()) + near * last, whole - hidden_s),
-            near_s=np.maximum(near * last, near - hidden_s),
+            near_s=np.maximum(near * last, rest - hidden_s),
         )
 
     def message_s(self, micro_batch_size: int) -> float:

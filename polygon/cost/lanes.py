@@ -25,6 +25,7 @@ from polygon.cost.simulation import backward_order, routed_ends_s
 from polygon.cost.stage_reduction import stage_reduction
 from polygon.cost.step_times import (
     held_parameters,
+    part_at_end,
     received_s,
     seen_s,
     stage_seconds,
@@ -264,8 +265,10 @@ class Lanes:
             rows.append(self._once(("rows", together, *how), partial(group_rows, plan, tables, group, config.tp)))
             held = self._once(("held", together, *how[:3]), partial(self._held, plan, group))
             summed = config.tp * held - tied_parameters(plan, tables, group)
+            part = part_at_end(plan, tables, group)
             key = (
                 summed,
+                part,
                 config.tp,
                 config.cp,
                 near[group],
@@ -274,8 +277,8 @@ class Lanes:
                 config.shards,
             )
             nodes = int(first.place.nodes[group][1][0])
-            cost = self._once(("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, summed))
-            sums[:, group] = cost.total_s, cost.latency_s, cost.gather_s
+            cost = self._once(("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, summed, part))
+            sums[:, group] = cost.streamed_s, cost.last_s, cost.gather_s
             # Under ZeRO a device's optimizer works on its own part.
             own = held / (shards if config.zero else 1)
             updates[group] = self._once(("update", own), partial(tables.update_s, 0, own))
@@ -302,10 +305,11 @@ class Lanes:
         tp = plan.stages[group].workers[0].tp
         return sum(held_parameters(plan, self.tables, s, tp) for s in range(group, len(plan.stages), plan.groups))
 
-    def _sums(self, plan: Plan, first: Round, group: int, values: float) -> Any:
+    def _sums(self, plan: Plan, first: Round, group: int, values: float, part: float) -> Any:
         problem, one = self.tables.problem, np.ones((1, 1))
         return stage_reduction(
-            plan, group, values, problem.batch, self.tables.links, first.place, one, problem.runtime, problem.model
+            *(plan, group, values, problem.batch, self.tables.links, first.place, one, problem.runtime, problem.model),
+            part,
         )
 
     def _step(
@@ -350,9 +354,9 @@ class Lanes:
         """When the stages of a lane that takes so many micro-batches are done, and when their last actions end."""
         forward_s, backward_s = how.forward_s + first.waits_s[0], how.backward_s + first.waits_s[1]
         ends_s = self._ends_s(first, config, count, forward_s, backward_s)
-        whole_s, latency_s, gather_s = how.sums_s
+        whole_s, last_s, gather_s = how.sums_s
         spans_s = reduction_spans_s(
-            ends_s, backward_s, first.stages, config.chunks, whole_s, latency_s, first.layers, self.overlap
+            ends_s, backward_s, first.stages, config.chunks, whole_s, last_s, first.layers, self.overlap
         )
         done = done_s(
             spans_s[1],

@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from polygon.cost.overlap import overlap_of, seen_parts
-from polygon.cost.reduction import LevelsRoom, levels_room, levels_s, passes_of_card, unpackings, ways_s
+from polygon.cost.reduction import (
+    LevelsRoom,
+    levels_room,
+    levels_s,
+    passes_of_card,
+    streamed_s,
+    unpackings,
+    ways_s,
+)
 from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
 from polygon.cost.zero_sums import Held, with_zero
 from polygon.domain.model import Batch, Model
@@ -53,6 +61,10 @@ class ReductionCost:
     across_s: float
     latency_s: float = 0.0
     """Part of `across_s` that is latency: however little is reduced, it takes no less."""
+    card_s: float = 0.0
+    """Seconds in which cards that sums inside regions keep busy pass what leaves these."""
+    last: float = 1.0
+    """Part of the gradient that comes last, beside no backward."""
     across_bytes: tuple[tuple[int, int, float], ...] = ()
     """Rows (source region, target region, bytes), per step."""
     wire_bytes: float = 0.0
@@ -66,8 +78,18 @@ class ReductionCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the three levels one after another, in every step."""
+        """Seconds of one gradient on the three levels one after another, in every step."""
         return self.node_s + self.region_s + self.across_s
+
+    @property
+    def streamed_s(self) -> float:
+        """Seconds of all layers, which pass the levels one behind the other."""
+        return streamed_s(self.node_s, self.region_s, self.across_s, self.latency_s, self.card_s, self.last)
+
+    @property
+    def last_s(self) -> float:
+        """Seconds of what comes last: it waits for no other, and has every level before it."""
+        return self.latency_s + (self.total_s - self.latency_s) * self.last
 
     def with_local_steps(self, steps: int) -> ReductionCost:
         """The cost where regions meet every `steps` steps instead of in each."""
@@ -77,8 +99,9 @@ class ReductionCost:
             self,
             across_s=0.0,
             latency_s=0.0,
+            card_s=0.0,
             across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
-            outer_s=self.total_s / steps,
+            outer_s=self.streamed_s / steps,
             ways=None,
         )
 
@@ -142,6 +165,7 @@ def stage_reduction(
     pair_share: np.ndarray,
     runtime: Runtime,
     model: Model,
+    part: float,
 ) -> ReductionCost:
     """Cost of one reduction of a stage's gradients, and of gathering the weights that ZeRO has divided.
 
@@ -151,6 +175,8 @@ def stage_reduction(
         Weight gradients that one worker holds (all its tensor-parallel ranks together).
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
+    part : float
+        Of the gradient, what a runtime that sums layer by layer has last (`seen_parts`).
     """
     if (plan.stages[stage].width == 1 and place.cp[stage] == 1) or n_values <= 0:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
@@ -162,8 +188,8 @@ def stage_reduction(
     crossing = _crossing(group_packing(plan, places.regions), places, n_values, batch, matrix_values(model))
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
-    _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
-    node_s, region_s, across_s, latency_s = levels_s(
+    _, last = seen_parts(len(range(*plan.stages[stage].layers)), part, overlap_of(runtime, batch))
+    node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
         pools,
@@ -201,6 +227,8 @@ def stage_reduction(
         region_s=region_s,
         across_s=across_s + codec_s,
         latency_s=latency_s,
+        card_s=card_s,
+        last=last,
         gather_s=gather_s,
         across_bytes=_across_bytes(places, crossing.wire_bytes),
         wire_bytes=crossing.wire_bytes,
@@ -223,7 +251,7 @@ def tied_reduction(
     )
     mode = group_packing(plan, places.regions)
     crossing = _crossing(mode, places, n_values, batch, n_values)
-    node_s, region_s, across_s, latency_s = levels_s(
+    node_s, region_s, across_s, latency_s, _ = levels_s(
         n_values * batch.gradient_bytes,
         len(pools),
         pools,

@@ -35,7 +35,7 @@ class StepTimes:
     ends_s: np.ndarray
     reductions: tuple[ReductionCost, ...]
     sums: np.ndarray
-    """Seconds of every stage's reduction, its part that is latency, of gathering weights, and with local steps of the
+    """Seconds of every stage's reduction, of what comes last of it, of gathering weights, and with local steps of the
     exchange between regions: shape (4, stages)."""
     tied: ReductionCost
     """Of the gradient of tied embeddings, where it is summed by itself."""
@@ -63,14 +63,14 @@ class StepTimes:
     @cached_property
     def reduction_spans_s(self) -> np.ndarray:
         """When every stage begins [0] and ends [1] to sum its gradients, alone on its links: (2, stages)."""
-        whole_s, latency_s = self.sums[:2]
+        whole_s, last_s = self.sums[:2]
         return reduction_spans_s(
             self.ends_s,
             self.window * self.schedule.backward_s,
             self.place.offset,
             self.chunks,
             whole_s,
-            latency_s,
+            last_s,
             np.array(self.layers, dtype=float),
             self.overlaps,
         )
@@ -151,7 +151,7 @@ class StepTimes:
 
 def sums_of(reductions: Sequence[ReductionCost]) -> np.ndarray:
     """`StepTimes.sums` of the reductions of all stages, shape (4, stages) [s]."""
-    return np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy()
+    return np.array([(c.streamed_s, c.last_s, c.gather_s, c.outer_s) for c in reductions]).T.copy()
 
 
 def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -283,6 +283,21 @@ def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> floa
     return count
 
 
+def part_at_end(plan: Plan, tables: CostTables, group: int) -> float:
+    """Part of the gradients that stages on one group of workers sum that comes last: the first layer's, and with an
+    embedding, whose backward takes no time, that of the layer before which it is."""
+    stage, tied = plan.stages[group], tied_parameters(plan, tables, group)
+    tp = stage.workers[0].tp
+    memory = tables.memory(
+        tp, plan.micro_batch_size, stage.recompute, stage.workers[0].cp, stage.ep, stage.sequence_parallel
+    )
+    first = stage.first_layer
+    after = min(first + (2 if first == 0 else 1), stage.last_layer)
+    least = tp * float(memory.parameters[after] - memory.parameters[first]) - (tied if first == 0 else 0.0)
+    held = sum(held_parameters(plan, tables, part, tp) for part in range(group, len(plan.stages), plan.groups))
+    return max(0.0, least) / (tp * held - tied) if tp * held > tied else 1.0
+
+
 def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
     """How many stages have workers in both regions of every pair, shape (regions, regions)."""
     present = np.zeros((len(plan.stages), regions), dtype=np.int64)
@@ -370,12 +385,13 @@ class GroupTerms:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupWork:
     """The part of `GroupTerms` that links between regions do not change; `n_values` are the gradients that a worker
-    holds, all its tensor-parallel ranks together."""
+    holds, all its tensor-parallel ranks together, and `part` is of `part_at_end`."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     first_s: float
     n_values: float
+    part: float
     update_s: np.ndarray
 
 
@@ -507,6 +523,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
             traffic.shared,
             problem.runtime,
             problem.model,
+            work.part,
         ),
         n_bytes=float(work.n_values * problem.batch.gradient_bytes),
         update_s=work.update_s,
@@ -544,6 +561,7 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
         first_s=first_s,
         # Norms are whole on every tensor-parallel rank: a worker of more ranks holds more of them.
         n_values=max(tp * count for tp, count in held.items()) - tied_parameters(plan, tables, group),
+        part=part_at_end(plan, tables, group),
         update_s=each[kind],
     )
     tables.group_work.put(made, objects, *values)

@@ -22,7 +22,7 @@ from polygon.jit.compilation import general
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
-from polygon.planning.layer_split import gradient_bytes, passing_s, whole_makespan_s
+from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
 from polygon.planning.stage_lists import Stages
@@ -162,7 +162,7 @@ def reduction_floor_s(
     alone = np.ones(used, dtype=np.int64)
     wire = n_bytes * ratio
     room.turns[1] = 1  # with fewer nodes than these, turns may be others
-    _, _, across_s, far_s = levels_s(
+    _, _, across_s, far_s, _ = levels_s(
         n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
     )
     room.turns[1] = 0
@@ -277,11 +277,14 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
                 bank, limits, classes[s], counts[s], k, values, limits.gradient_ratio, work.levels
             )
         hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
-        reduced = far + (inside + across - far) / (b - a)
+        part = 1.0
+        for i in range(k):
+            part = min(part, part_at_end(bank, classes[s, i], a, b))
+        reduced = far + (inside + across - far) * part
         if options[ZERO, s] < 2:  # else backward has traffic of its own and may hide all the rest
-            reduced = max(reduced, inside + across - hidden)
+            reduced = max(reduced, max(inside, across) - hidden)
         if across > 0 and limits.local_steps > 1:
-            reduced = min(reduced, (inside + across) / limits.local_steps)
+            reduced = min(reduced, max(inside, across) / limits.local_steps)
         if everywhere and across > 0:  # regions lead by turns, and nobody waits for the longest way in every step
             reduced = 0.0
         whole = whole_makespan_s(counts[s], seconds[s], k, bank.micro_batches) * (1 - SLACK)

@@ -25,7 +25,7 @@ import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, seen_parts, summed_s
-from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
+from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, streamed_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
@@ -46,6 +46,7 @@ from polygon.planning.layer_split import (
     held_parameters,
     in_flight_estimate,
     kinds_makespan_s,
+    part_at_end,
     split_layers,
     split_layers_under_way,
     whole_makespan_s,
@@ -92,10 +93,10 @@ class Reductions(NamedTuple):
     """What every stage has to do when its backward ends: arrays of shape (rows,)."""
 
     whole: np.ndarray
+    last: np.ndarray
     inside: np.ndarray
-    far: np.ndarray
-    """Seconds to reduce without waiting for other stages, those of them inside regions, and the latency between
-    regions."""
+    inside_last: np.ndarray
+    """Seconds to reduce without waiting for other stages and of what comes last of it, and those inside regions."""
     update: np.ndarray
     tied: np.ndarray
     tied_inside: np.ndarray
@@ -163,12 +164,13 @@ class FluidWork(NamedTuple):
 @gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, tied_inside, n_bytes, card_bytes, wire_bytes = np.zeros((9, rows))
+    whole, last, inside, inside_last, update, tied, tied_inside, n_bytes, card_bytes, wire_bytes = np.zeros((10, rows))
     begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
+        last=last,
         inside=inside,
-        far=far,
+        inside_last=inside_last,
         update=update,
         tied=tied,
         tied_inside=tied_inside,
@@ -636,7 +638,7 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             update = max(update, here / shards * bank.update_s_per_parameter[c])
         of.update[s] = update
         of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
-        of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
+        of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = 0.0, 0.0, 0.0, 0.0
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
         of.wire_bytes[s] = of.n_bytes[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
         for a in regions:
@@ -645,20 +647,21 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             packs = False
             for a in regions:
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
-            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), bank.overlap)
-            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], last, work.apart)
+            part = part_at_end(bank, stages.classes[s, 0], bounds[s], bounds[s + 1])
+            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), part, bank.overlap)
+            gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
-                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
-                    bank, work, s, options[ZERO, s], last, work.packs
-                )
-                if packed_s + packed_across_s < inside_s + across_s:
-                    inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
-                    of.far[s] = far_s
+                whole, ended = of.whole[s], of.last[s]
+                inside, inside_ended = of.inside[s], of.inside_last[s]
+                packed_gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.packs)
+                if of.whole[s] < whole:
+                    gather_s = packed_gather_s
                     for a in regions:
                         work.packed[s, a] = work.packs[a]
+                else:
+                    of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = whole, ended, inside, inside_ended
             if gather_s > 0:
                 of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
-            of.whole[s], of.inside[s] = inside_s + across_s, inside_s
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
     return _norm_s(bank, work, n, options)
@@ -720,13 +723,11 @@ def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
 
 
 @inner
-def _sum_s(
-    bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray
-) -> tuple[float, float, float, float]:
-    """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
-    the latency; `last` and `apart` as in `levels_s`."""
+def _find_sum(bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray) -> float:
+    """Fill `whole`, `last`, `inside` and `inside_last` of a stage; seconds to gather weights inside places. `last` and
+    `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
-    node_s, region_s, across_s, far_s = levels_s(
+    node_s, region_s, across_s, far_s, card_s = levels_s(
         n_bytes,
         rings,
         work.pools,
@@ -742,13 +743,17 @@ def _sum_s(
         work.levels,
     )
     across_s += _packing_s(bank, work, s, apart)
-    inside_s, gather_s = node_s + region_s, 0.0
+    gather_s, part, of = 0.0, _summed_part(bank, zero), work.reduction
     if zero > 0:  # half of it scatters gradients, and half gathers updated weights
         if zero < 3:
-            gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
-        inside_s *= _summed_part(bank, zero)
-        inside_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
-    return inside_s, gather_s, across_s, far_s
+            gather_s = 0.5 * (node_s + region_s) * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
+        node_s, region_s = part * node_s, part * region_s
+        region_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
+    of.whole[s] = streamed_s(node_s, region_s, across_s, far_s, card_s, last)
+    of.last[s] = far_s + (node_s + region_s + across_s - far_s) * last
+    of.inside[s] = streamed_s(node_s, region_s, 0.0, 0.0, 0.0, last)
+    of.inside_last[s] = (node_s + region_s) * last
+    return gather_s
 
 
 @inner
@@ -838,10 +843,10 @@ def _with_reductions(
         window = work.quickest[s] * 2 / 3
         update_s = of.update[s] if norm == 0 else 0.0
         of.tail[s] = of.tied[s] + update_s
-        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.far[s], depth, bank.overlap)
+        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.last[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
-        inside = summed_s(end - early, window, of.inside[s], 0.0, depth, bank.overlap)[1]
+        inside = summed_s(end - early, window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
         local_step = max(local_step, inside + of.tied_inside[s] + update_s)
         outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
         update = max(update, of.update[s])
@@ -922,7 +927,7 @@ def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tup
         work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
         work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
     n_bytes = bank.tied_values * bank.gradient_bytes
-    node_s, region_s, across_s, _ = levels_s(
+    node_s, region_s, across_s, _, _ = levels_s(
         n_bytes,
         rings,
         work.pools,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.cost.overlap import gathered_s, summed_s, visible_s
+from polygon.cost.overlap import gathered_s, seen_parts, summed_s, visible_s
 from polygon.cost.reduction import collective_s
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.problem_arrays import Bank
@@ -97,6 +97,16 @@ def gradient_bytes(bank: Bank, c: int, first: int, last: int) -> float:
     if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1):
         held -= bank.tied_values
     return float(held * bank.gradient_bytes)
+
+
+@inner
+def part_at_end(bank: Bank, c: int, first: int, last: int) -> float:
+    """As `polygon.cost.step_times.part_at_end`, of layers [first, last) on a class."""
+    after = min(first + (2 if first == 0 else 1), last)
+    least, whole = bank.parameters[c, after] - bank.parameters[c, first], gradient_bytes(bank, c, first, last)
+    if bank.tied_once and first == 0 and last < bank.parameters.shape[1] - 1:
+        least -= bank.tied_values / bank.tp[c]
+    return max(0.0, float(least * bank.tp[c] * bank.gradient_bytes)) / whole if whole > 0 else 1.0
 
 
 @inner
@@ -235,7 +245,9 @@ def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: floa
     if zero < 2 or not of.scatters:
         scatter = collective_s(held * of.gradient_bytes, shards, near, p, latency_s, rate, 1, bank.links)
     gather = collective_s(held * of.weight_bytes, shards, near, p, latency_s, rate, 1, bank.links)
-    summed = summed_s(0.0, seconds * 2 / 3, scatter, 0.0, float(last - first), of)[1]
+    layers = float(last - first)
+    last_s = scatter * seen_parts(layers, part_at_end(bank, c, first, last), of)[1]
+    summed = summed_s(0.0, seconds * 2 / 3, scatter, last_s, layers, of)[1]
     return summed + gathered_s(gather, seconds / 3, of)
 
 

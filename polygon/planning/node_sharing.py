@@ -284,7 +284,7 @@ def _sent_bytes(hosts: Hosts, s: int, a: int, b: int, regions: np.ndarray, wire_
     total = 0
     for r in regions:
         total += hosts.places[s, r]
-    return 2 * wire_bytes * hosts.places[s, a] * hosts.places[s, b] / total
+    return float(2 * wire_bytes * hosts.places[s, a] * hosts.places[s, b] / total)
 
 
 @inner
@@ -391,7 +391,7 @@ def _every_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int) -> bool
 def _largest_part(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int) -> float:
     """Part of what stage s sends from region a to b that the node pair with most has."""
     if _every_pair(hosts, nodes, s, a, b):
-        return 1.0 / (nodes[s, a] * nodes[s, b])
+        return float(1.0 / (nodes[s, a] * nodes[s, b]))
     return 1.0 / pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s])
 
 
@@ -440,7 +440,7 @@ def _part_of_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int, node:
     if i < 0 or k < 0:
         return 0.0
     if _every_pair(hosts, nodes, s, a, b):
-        return 1.0 / (nodes[s, a] * nodes[s, b])
+        return float(1.0 / (nodes[s, a] * nodes[s, b]))
     return float(part_of_pair(i, nodes[s, a], k, nodes[s, b], hosts.turns[s]))
 
 

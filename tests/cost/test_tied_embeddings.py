@@ -7,7 +7,7 @@ import pytest
 
 from polygon.cost.money import traffic_bytes
 from polygon.cost.reduction import pairs_at_once
-from polygon.cost.step_times import step_times
+from polygon.cost.step_times import part_at_end, step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
@@ -92,3 +92,22 @@ def test_regions_that_hold_both_copies_meet_seldom():
     assert seldom.sums[3] == pytest.approx(np.array(met) + every.tied_s / 4)
     apart = plan_on(((0, 1), (2, 3)), local_steps=4)[2]
     assert apart.tied_s == pytest.approx(plan_on(((0, 1), (2, 3)))[2].tied_s)
+
+
+def test_an_embedding_comes_last_with_the_layer_before_which_it_is():
+    """Its backward takes no time. Of a model in one stage that is the shared weight and a block, of the first of two
+    stages, which sums that weight apart, what else it has there, and a block; of the last a block."""
+    block = 12 * 1024**2 + 13 * 1024
+    positions = 1024 * 1024
+    plan, problem, times = plan_on(((0, 1), (2, 3)))
+    tables = CostTables(problem)
+    assert part_at_end(plan, tables, 0) == pytest.approx((positions + block) / (positions + 3 * block), rel=1e-3)
+    assert part_at_end(plan, tables, 1) == pytest.approx(1 / 3, rel=1e-3)
+    assert [of.last for of in times.reductions] == [part_at_end(plan, tables, s) for s in (0, 1)]
+    stage = Stage(first_layer=0, last_layer=problem.model.layers, workers=plan.stages[0].workers)
+    alone = replace(plan, stages=(stage,), routes=plan.routes[:, :1], spans=stage_spans((stage,), (2,)))
+    whole = TIED + positions + 6 * block
+    assert part_at_end(alone, tables, 0) == pytest.approx((TIED + positions + block) / whole, rel=1e-3)
+    # What is left of the sums when backward has ended is that part.
+    cost = times.reductions[0]
+    assert cost.last_s == pytest.approx(cost.latency_s + (cost.total_s - cost.latency_s) * cost.last)
