@@ -18,7 +18,7 @@ import numpy as np
 from polygon.cost.compute import LayerTimes
 from polygon.cost.estimate import group_rows, memory_of
 from polygon.cost.finish import done_s, reduction_spans_s
-from polygon.cost.memory import MemoryBreakdown
+from polygon.cost.memory import MemoryBreakdown, under_way_bytes
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
@@ -422,7 +422,15 @@ class Lanes:
         else:
             units = [interleaved_units(config.pp, config.chunks, group) for group in range(config.pp)]
             held = np.minimum(count * config.chunks, np.array(units)) / config.chunks
-        return memory_of(tuple(how.rows), config.zero, self.tables, in_flight=held, shards=config.shard_width)
+        peak = memory_of(tuple(how.rows), config.zero, self.tables, in_flight=held, shards=config.shard_width)
+        problem = self.tables.problem
+        if problem.runtime.by_layer and problem.cluster.pools[0].device.is_cpu and config.dp * config.cp > 1:
+            # Of one region: a version of its others (`polygon.cost.stage_reduction.room_of_sums`).
+            each = problem.batch.gradient_bytes
+            held_rows = how.rows[:2].T.tolist()
+            more: Any = np.array([under_way_bytes(1.0, each * held, each * most) for held, most in held_rows])
+            peak = replace(peak, transient=peak.transient + more)
+        return peak
 
     def _terms(
         self,

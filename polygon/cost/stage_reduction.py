@@ -378,22 +378,58 @@ def group_packing(plan: Plan, regions: np.ndarray) -> str:
     return max(names, key=COMPRESSIONS.index, default="none")
 
 
-def leading_nodes(plan: Plan, place: Placement, stage: int, links: LinkTable) -> np.ndarray:
-    """Over how many nodes the stretches of a stage's gradient that are packed are shared out, for each of its workers.
+class SumsRoom(NamedTuple):
+    """Memory of a device for sums of what it has gradients of, as numbers per parameter of these."""
 
-    Who leads one keeps what packing has dropped of it until the next step (error feedback), as many bytes as of the
-    gradient itself. 0 where nothing is packed; shape (width,).
+    owed: float
+    """Of what packing has dropped, which who leads keeps until the next step (error feedback), of its stage's own."""
+    tied: float
+    """The same of a weight that first and last stage sum apart from all others."""
+    heard: float
+    """Bytes of buffers per byte of gradient that is under way, where the device's memory is that in which they lie."""
+
+
+NO_SUMS = SumsRoom(0.0, 0.0, 0.0)
+
+
+def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, runtime: Runtime) -> list[SumsRoom]:
+    """What each worker of a stage needs for its sums; the first worker of each node leads, and all are taken for it.
+
+    A leader packs as much of the gradient as falls to it where the nodes of a place share it out (of low-rank factors
+    one node leads all). While the sum of a layer is under way it holds what it sends and hears of its part: whole
+    versions of all places, or of three parts each but its own (`polygon_comm.reduction.SumGroup.buffer_bytes`); and
+    where others are in its region, a version of theirs.
     """
-    mine = place.region[place.members(stage)]
-    known = place.derived.get(("standing", stage))
-    _, places = known or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    mine, own = place.members(stage), place.derived.get(("standing", stage))
+    _, places = own or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    region, held = place.region[mine], np.zeros((3, len(place.region[mine])))
+    held[0], mode = _owed(plan, places, region, place.tp[mine], place.tp[mine])
+    ends = 0, len(plan.stages) - 1
+    if runtime.tied_once and ends[1] > 0 and stage in (0, ends[1] % plan.groups):
+        known = place.derived.get("tied")
+        standing, tied = known or place.derived.setdefault("tied", _standing_together(place, ends, links))
+        held[1], _ = _owed(plan, tied, region, place.tp[mine], standing[-1])
+    if runtime.by_layer and any(links.cluster.pools[p].device.is_cpu for p in np.unique(place.pool[mine]).tolist()):
+        count = places.total
+        heard = count if count == 2 or mode == "powersgd" else (3 * count - 2) / count
+        ratio = packed_bytes(1e6, 4, mode) / 4e6
+        leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
+        near = np.bincount(region)[region] * place.cp[stage] > 1
+        on_host = np.array([pool.device.is_cpu for pool in links.cluster.pools])[place.pool[mine]]
+        held[2] = on_host * (near + (heard * ratio / leaders if count > 1 else 0.0))
+    return [SumsRoom(*row) for row in held.T.tolist()]
+
+
+def _owed(
+    plan: Plan, places: Places, region: np.ndarray, tp: np.ndarray, degrees: np.ndarray
+) -> tuple[np.ndarray, str]:
+    """Numbers that a leader in each of the regions packs, per parameter on a device of a worker of `tp` of them, and
+    how: whole tensors where the degrees of all who sum differ."""
     mode = group_packing(plan, places.regions) if places.total > 1 and plan.reduction == "all-reduce" else "none"
     if mode == "none":
-        return np.zeros(len(mine), dtype=np.int64)
-    if mode == "powersgd":  # one node leads all
-        return np.ones(len(mine), dtype=np.int64)
-    found: np.ndarray = places.nodes[np.searchsorted(places.regions, mine)]
-    return found
+        return np.zeros(len(region)), mode
+    nodes = np.ones(len(region)) if mode == "powersgd" else places.nodes[np.searchsorted(places.regions, region)]
+    return (tp if len(np.unique(degrees)) > 1 else 1) / nodes, mode
 
 
 def packing_s(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from polygon.domain.plan import Plan
 from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,8 +161,14 @@ def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     if len(rows) == 1:
         return rows, np.zeros(1, dtype=np.int64)
+    which, different = numbered(rows)
+    return different, which
+
+
+def numbered(rows: Sequence[Row]) -> tuple[np.ndarray, list[Row]]:
+    """For every place the number of its row, and the different rows."""
     number = {row: k for k, row in enumerate(dict.fromkeys(rows))}
-    return list(number), np.array([number[row] for row in rows])
+    return np.array([number[row] for row in rows]), list(number)
 
 
 def stage_seconds(

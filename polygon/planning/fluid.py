@@ -274,7 +274,7 @@ def fluid_step_s(
         if makespan == np.inf and owes:
             stages.plain[0] = True
             for s in range(n):
-                stages.owed_bytes[s] = 0.0
+                stages.owed_bytes[s], stages.tied_owed_bytes[0] = 0.0, 0.0
                 take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
@@ -324,19 +324,36 @@ def fluid_step_s(
 
 @inner
 def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
-    """Fill `owed_bytes` of n stages: of the region with the fewest nodes, where a stage is in several; whether any
-    owes."""
+    """Fill `owed_bytes`, `tied_owed_bytes`, `near` and `heard` of n stages: of the region with the fewest nodes, where
+    a stage is in several; whether any owes."""
     stages, nodes, owes = work.stages, work.places.nodes, False
-    stages.plain[0] = False
+    stages.plain[0], stages.tied_owed_bytes[0] = False, 0.0
     for s in range(n):
-        regions, fewest = 0, 0
-        for r in work.places.region[: work.places.regions[0]]:
-            if nodes[s, r] > 0:
-                regions += 1
-                fewest = nodes[s, r] if regions == 1 else min(fewest, nodes[s, r])
+        regions, fewest = _fewest_nodes(work, nodes, s, s)
         stages.owed_bytes[s] = bank.owed_bytes / fewest if regions > 1 else 0.0
+        stages.near[s] = 1.0 if _width(stages, s) * bank.cp > regions else 0.0
+        whole = 2.0 if regions == 2 else (3 * regions - 2) / regions
+        stages.heard[s] = whole / fewest if regions > 1 else 0.0
         owes = owes or stages.owed_bytes[s] > 0
+    if bank.tied_once and bank.tied_values > 0 and n > 1:
+        regions, fewest = _fewest_nodes(work, nodes, 0, n - 1)
+        stages.tied_owed_bytes[0] = bank.owed_bytes / fewest if regions > 1 else 0.0
+        owes = owes or stages.tied_owed_bytes[0] > 0
     return owes
+
+
+@inner
+def _fewest_nodes(work: FluidWork, nodes: np.ndarray, s: int, t: int) -> tuple[int, int]:
+    """In how many regions one of two stages is, and how many of the nodes of the region where these are fewest."""
+    regions, fewest = 0, 0
+    for r in work.places.region[: work.places.regions[0]]:
+        count = nodes[s, r]
+        if t != s:
+            count += nodes[t, r] - common_nodes(work.hosts, s, t, r)
+        if count > 0:
+            regions += 1
+            fewest = count if regions == 1 else min(fewest, count)
+    return regions, fewest
 
 
 @inner
@@ -675,7 +692,8 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, optio
     Regions that add up together pack together.
     """
     stages, nodes, packs = work.stages, work.places.nodes, work.packs
-    regions, changed = nodes.shape[1], False
+    regions, changed, tied = nodes.shape[1], False, stages.tied_owed_bytes[0]
+    stages.tied_owed_bytes[0] = bank.owed_bytes
     for a in range(regions):
         packs[a] = bank.packs_inside[a] and not stages.plain[0]
     for s in range(n):
@@ -690,6 +708,7 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, optio
         for a in range(regions if plain else 0):
             changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
+    stages.tied_owed_bytes[0] = tied
     while changed:
         changed = False
         for s in range(n):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from polygon.cost.memory import under_way_bytes
 from polygon.cost.overlap import gathered_s, seen_parts, summed_s, visible_s
 from polygon.cost.reduction import collective_s
 from polygon.jit.compilation import inner, kernel
@@ -125,9 +126,17 @@ def states_bytes(bank: Bank, stages: Stages, s: int, c: int, zero: int, shards: 
     """Weights, gradients and optimizer of layers [first, last) on a device of a class in stage s, divided by so many
     `shards`, and what packing owes there."""
     shards = shards if zero else 1
-    owed = stages.owed_bytes[s] * (bank.tp[c] if stages.unlike[s] else 1)
-    held = held_parameters(bank, bank.parameters, c, first, last)
-    held *= bank.held_bytes[zero] + stages.outer_bytes[0] + owed
+    count = held_parameters(bank, bank.parameters, c, first, last)
+    tied = bank.tied[c] if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1) else 0.0
+    owed = (count - tied) * stages.owed_bytes[s] * (bank.tp[c] if stages.unlike[s] else 1)
+    owed += tied * stages.tied_owed_bytes[0] * (bank.tp[c] if stages.whole_ties[0] else 1)
+    held = count * (bank.held_bytes[zero] + stages.outer_bytes[0]) + owed
+    if bank.on_host[c]:
+        largest = 0.0
+        for layer in (first, min(first + 1, last - 1), last - 1):
+            largest = max(largest, bank.parameters[c, layer + 1] - bank.parameters[c, layer])
+        heard = stages.near[s] + stages.heard[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
+        held += under_way_bytes(heard, count * bank.gradient_bytes, largest * bank.gradient_bytes)
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):

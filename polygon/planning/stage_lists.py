@@ -39,7 +39,12 @@ class Stages(NamedTuple):
     unlike: np.ndarray
     """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
     owed_bytes: np.ndarray
-    """(rows,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
+    tied_owed_bytes: np.ndarray
+    """(rows,) and (1,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.room_of_sums`): of
+    what each stage sums, and of a weight that the first and the last sum apart."""
+    near: np.ndarray
+    heard: np.ndarray
+    """(rows,) buffers of sums as `SumsRoom.heard` has them: inside regions, and between them if nothing is packed."""
     plain: np.ndarray
     """(1,) whether no gradient is packed, as memory does not hold what that owes."""
     whole_ties: np.ndarray
@@ -75,6 +80,9 @@ def stages_for(rows: int, classes: int) -> Stages:
         outer_bytes=np.zeros(1),
         unlike=np.zeros(rows, dtype=np.bool_),
         owed_bytes=np.zeros(rows),
+        tied_owed_bytes=np.zeros(1),
+        near=np.zeros(rows),
+        heard=np.zeros(rows),
         plain=np.zeros(1, dtype=np.bool_),
         whole_ties=np.zeros(1, dtype=np.bool_),
         turn=np.zeros(rows, dtype=np.int64),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from polygon.cost.estimate import worker_memory
 from polygon.cost.money import traffic_bytes
 from polygon.cost.reduction import pairs_at_once
 from polygon.cost.step_times import part_at_end, step_times
@@ -111,3 +112,18 @@ def test_an_embedding_comes_last_with_the_layer_before_which_it_is():
     # What is left of the sums when backward has ended is that part.
     cost = times.reductions[0]
     assert cost.last_s == pytest.approx(cost.latency_s + (cost.total_s - cost.latency_s) * cost.last)
+
+
+@pytest.mark.parametrize(
+    ("ends", "owed"), [(((0,), (2,)), (1, 1)), (((0, 1), (2,)), (1 / 2, 1)), (((0,), (1,)), (0, 0))]
+)
+def test_who_leads_the_sum_of_a_packed_weight_keeps_what_it_drops(ends, owed):
+    """Stages of one region sum nothing of their own over others; what both sum of the weight that they share, leaders
+    keep as much of as they lead. In one region nothing is packed."""
+    memories = []
+    for mode in ("none", "int8"):
+        plan, problem, _ = plan_on(ends, mode=mode)
+        tables = CostTables(problem)
+        memories.append([of.gradients for of in worker_memory(plan, tables, tables.placement(plan))])
+    more = np.subtract(*memories[::-1])
+    assert more == pytest.approx(np.repeat(owed, [len(end) for end in ends]) * TIED * 4)
