@@ -274,7 +274,8 @@ def fluid_step_s(
         if makespan == np.inf and owes:
             stages.plain[0] = True
             for s in range(n):
-                stages.owed_bytes[s], stages.tied_owed_bytes[0] = 0.0, 0.0
+                for k in range(stages.kind_members[s]):
+                    stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
                 take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
@@ -324,36 +325,48 @@ def fluid_step_s(
 
 @inner
 def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
-    """Fill `owed_bytes`, `tied_owed_bytes`, `near` and `heard` of n stages: of the region with the fewest nodes, where
-    a stage is in several; whether any owes."""
-    stages, nodes, owes = work.stages, work.places.nodes, False
+    """Fill `owed_bytes`, `tied_owed_bytes`, `near` and `heard` of n stages in several regions each: of a kind's region
+    with the fewest nodes; whether any owes."""
+    stages, owes = work.stages, False
     stages.plain[0], stages.tied_owed_bytes[0] = False, 0.0
     for s in range(n):
-        regions, fewest = _fewest_nodes(work, nodes, s, s)
-        stages.owed_bytes[s] = bank.owed_bytes / fewest if regions > 1 else 0.0
+        for k in range(stages.kind_members[s]):
+            stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
+        regions, fewest = _fill_owed(bank, work, s, s, stages.owed_bytes)
+        owes = owes or (regions > 1 and bank.owed_bytes > 0)
         stages.near[s] = 1.0 if _width(stages, s) * bank.cp > regions else 0.0
         whole = 2.0 if regions == 2 else (3 * regions - 2) / regions
         stages.heard[s] = whole / fewest if regions > 1 else 0.0
-        owes = owes or stages.owed_bytes[s] > 0
     if bank.tied_once and bank.tied_values > 0 and n > 1:
-        regions, fewest = _fewest_nodes(work, nodes, 0, n - 1)
-        stages.tied_owed_bytes[0] = bank.owed_bytes / fewest if regions > 1 else 0.0
-        owes = owes or stages.tied_owed_bytes[0] > 0
+        regions, _ = _fill_owed(bank, work, 0, n - 1, stages.tied_owed_bytes)
+        _fill_owed(bank, work, n - 1, 0, stages.tied_owed_bytes)
+        owes = owes or (regions > 1 and bank.owed_bytes > 0)
     return owes
 
 
 @inner
-def _fewest_nodes(work: FluidWork, nodes: np.ndarray, s: int, t: int) -> tuple[int, int]:
-    """In how many regions one of two stages is, and how many of the nodes of the region where these are fewest."""
+def _fill_owed(bank: Bank, work: FluidWork, s: int, t: int, owed_bytes: np.ndarray) -> tuple[int, int]:
+    """Fill what the kinds of stage s owe of what it sums with stage t (or by itself); in how many regions that is, and
+    on how many nodes of the one where these are fewest."""
+    stages, nodes = work.stages, work.places.nodes
     regions, fewest = 0, 0
     for r in work.places.region[: work.places.regions[0]]:
-        count = nodes[s, r]
-        if t != s:
-            count += nodes[t, r] - common_nodes(work.hosts, s, t, r)
+        count = _nodes_of_both(work.hosts, nodes, s, t, r)
         if count > 0:
             regions += 1
             fewest = count if regions == 1 else min(fewest, count)
+    for i in range(stages.members[s] if regions > 1 else 0):
+        c = stages.classes[s, i]
+        k = _kind_at(bank, stages, s, c)
+        count = _nodes_of_both(work.hosts, nodes, s, t, bank.region[c])
+        owed_bytes[s, k] = max(owed_bytes[s, k], bank.owed_bytes / count)
     return regions, fewest
+
+
+@inner
+def _nodes_of_both(hosts: Hosts, nodes: np.ndarray, s: int, t: int, region: int) -> int:
+    """Nodes of a region on which any of two stages is."""
+    return int(nodes[s, region] if s == t else nodes[s, region] + nodes[t, region] - common_nodes(hosts, s, t, region))
 
 
 @inner
@@ -371,7 +384,7 @@ def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
     window = 0
     for s in range(n - 1, -1, -1):
         window = min(bank.micro_batches, window + _width(stages, s))
-        in_flight_estimate(bank, stages, s, float(window))
+        in_flight_estimate(bank, stages, s, n, float(window))
 
 
 @inner
@@ -692,23 +705,22 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, optio
     Regions that add up together pack together.
     """
     stages, nodes, packs = work.stages, work.places.nodes, work.packs
-    regions, changed, tied = nodes.shape[1], False, stages.tied_owed_bytes[0]
-    stages.tied_owed_bytes[0] = bank.owed_bytes
+    regions, changed = nodes.shape[1], False
     for a in range(regions):
         packs[a] = bank.packs_inside[a] and not stages.plain[0]
     for s in range(n):
-        plain, owed = False, stages.owed_bytes[s]
-        stages.owed_bytes[s] = bank.owed_bytes
+        plain = False
         for i in range(stages.members[s]):
             a = bank.region[stages.classes[s, i]]
             if packs[a] and nodes[s, a] > 1 and not plain:
                 k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
+                owed, tied = stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k]
+                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = bank.owed_bytes, bank.owed_bytes
                 plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
-        stages.owed_bytes[s] = owed
+                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = owed, tied
         for a in range(regions if plain else 0):
             changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
-    stages.tied_owed_bytes[0] = tied
     while changed:
         changed = False
         for s in range(n):

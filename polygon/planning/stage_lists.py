@@ -34,14 +34,14 @@ class Stages(NamedTuple):
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
+    owed_bytes: np.ndarray
+    """Per parameter held by a kind, of what packing owes (`polygon.cost.stage_reduction.room_of_sums`)."""
     outer_bytes: np.ndarray
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
     unlike: np.ndarray
     """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
-    owed_bytes: np.ndarray
     tied_owed_bytes: np.ndarray
-    """(rows,) and (1,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.room_of_sums`): of
-    what each stage sums, and of a weight that the first and the last sum apart."""
+    """(rows, classes) per parameter of a weight that the first and the last stage sum apart, what packing owes."""
     near: np.ndarray
     heard: np.ndarray
     """(rows,) buffers of sums as `SumsRoom.heard` has them: inside regions, and between them if nothing is packed."""
@@ -77,10 +77,10 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_spread=np.zeros((*shape, 2), dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
+        owed_bytes=np.zeros(shape),
         outer_bytes=np.zeros(1),
         unlike=np.zeros(rows, dtype=np.bool_),
-        owed_bytes=np.zeros(rows),
-        tied_owed_bytes=np.zeros(1),
+        tied_owed_bytes=np.zeros(shape),
         near=np.zeros(rows),
         heard=np.zeros(rows),
         plain=np.zeros(1, dtype=np.bool_),
