@@ -76,6 +76,17 @@ def test_three_regions_send_parts_and_the_sums_of_parts():
     assert traffic_bytes(problem, plan, times)[1] == pytest.approx(tied + first)
 
 
+def test_cards_that_a_regions_sums_use_pass_what_leaves_it_as_well():
+    """A stage on two nodes of a region and one of another: each of the two sends and hears half of what crosses."""
+    cost = plan_on(((0, 1, 2), (4,)))[2].reductions[0]
+    assert cost.card_s == pytest.approx(cost.wire_bytes / 2 / CARD, rel=0.15)
+    rest_s = cost.across_s - cost.latency_s
+    busiest_s = max(cost.region_s + cost.card_s, rest_s)
+    others_s = cost.region_s + rest_s - busiest_s
+    assert cost.streamed_s == pytest.approx(cost.latency_s + busiest_s + cost.last * others_s)
+    assert plan_on(((0, 2), (4,)))[2].reductions[0].card_s == 0  # no card has sums inside a region
+
+
 def test_packing_leaves_a_quarter_to_be_sent():
     """Two regions, int8 for fp32."""
     plain, packed = (plan_on(((0,), (2,)), mode=mode)[2].tied for mode in ("none", "int8"))

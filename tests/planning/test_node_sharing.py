@@ -1,5 +1,7 @@
 """The search knows of the nodes that stages share what the exact estimate knows of the decoded plan."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from numba import njit
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.stage_reduction import stage_devices
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Plan, Problem
+from polygon.domain.plan import Constraints, LinkUse, Plan, Problem
 from polygon.domain.runtime import Runtime
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
@@ -84,6 +86,53 @@ def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
         exact_s = last_end_s(begin_s[:n], busy_s).max()
         if np.isfinite(exact_s):
             assert mine_s == pytest.approx(exact_s)
+
+
+@settings(max_examples=cases(30), deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_sums_take_in_the_relaxation_what_they_do_in_the_plan(seed):
+    """All of a stage's, what comes last of them, and of a shared weight, where nothing is packed or divided."""
+    limits = Constraints(compressions=("none",))
+    batch = Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits))
+    x = decoder.legal(Candidates(decoder, 4).random(np.random.default_rng(seed)))
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
+        return
+    work, rows = decoder._work(len(x.workers)), len(x.workers)
+    room = np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)
+    assert fluid_step_s(decoder.bank(x.setting), x.workers, *room, work, FIRST)[1] == FITS
+    times, of = decoder.step_times(plan), work.reduction
+    for s, stage in enumerate(plan.stages):
+        if not stage.zero:
+            # Norms count once a device: with more of them a layer's part is another in the fourth digit.
+            assert of.whole[s] == pytest.approx(times.sums[0, s], rel=1e-3)
+            assert of.last[s] == pytest.approx(times.sums[1, s], rel=1e-3)
+    if len(plan.stages) > 1:
+        assert of.tied_inside[0] == pytest.approx(times.tied.node_s + times.tied.region_s)
+
+
+@pytest.mark.parametrize("inside", [(), (0,), (0, 1)])
+def test_nodes_that_pack_share_pairs_as_places_by_themselves(decoder, inside):
+    """Two stages on some of the same nodes, two of one region and three of another: where nodes of a region pack, every
+    node sends to every other, in no turns; the plan's pairs are busy as long."""
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    for pool, counts in ((0, (5, 3)), (1, (3, 1)), (2, (3, 1))):
+        workers[:, decoder.classes.index((pool, 1))] = counts
+    x = Allocation(workers=workers, micro_batch_size=1)
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    far = [use for use in plan.links if use.source != use.target]
+    near = [LinkUse(source=r, target=r, weight_gradients="int8") for r in inside]
+    plan = replace(plan, links=(*far, *near))
+    assert plan.packed_inside == set(inside)
+    decoder.fluid_s(x)
+    work, times, begin_s = decoder._work(2), decoder.step_times(plan), np.array([0.3, 0.0])
+    work.packed[:] = np.isin(np.arange(3), inside)
+    work.reduction.wire_bytes[:2] = [of.wire_bytes for of in times.reductions]
+    found = free_s(decoder.bank(x.setting), work, 2, begin_s, np.zeros(2))
+    turns, n_bytes = decoder.problem.runtime.sum_turns, work.reduction.card_bytes[:2]
+    busy = busy_on_shared(plan, times.place, decoder.tables.links, times.reductions, n_bytes, turns)
+    assert found == pytest.approx([last_end_s(begin_s, busy_s).max() for busy_s in busy])
 
 
 def test_two_stages_on_one_node_pair_take_turns(decoder):
