@@ -161,7 +161,7 @@ CASES = (
     Case(title="no hiding of tensor-parallel traffic", changes=((compute, "HIDING", 0.0),)),
     Case(title="no pipeline bubble", finish=without("pipeline")),
     Case(title="no sends between stages", changes=((step_times, "price_messages", free_messages),)),
-    Case(title="no exchange of tied embeddings", changes=((step_times, "tied_embedding_s", nothing),)),
+    Case(title="no exchange of tied embeddings", changes=((step_times, "tied_embedding", no_reduction),)),
     Case(
         title="no data-parallel traffic",
         changes=((step_times, "stage_reduction", no_reduction), (sharding, "collective_s", nothing)),

@@ -180,6 +180,14 @@ NETWORKS = (
         processors=True,
     ),
     Network(
+        name="cards of two links, emulated",
+        hosts=(("slow", "slow"), ("slow", "slow")),
+        latency_ms=symmetric(2, {(0, 1): 20}),
+        mbit_per_s=symmetric(2, {(0, 1): 50}),
+        card_mbit_per_s=100,
+        processors=True,
+    ),
+    Network(
         name="two hosts, real",
         hosts=(("cpu-core",), ("cpu-core",)),
         latency_ms=symmetric(2, {(0, 1): 20}),
@@ -350,16 +358,17 @@ def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -
     by_region: list[list[int]] = [[] for _ in cluster.regions]
     for pool in cluster.pools:
         by_region[pool.region] += range(pool.first_device, pool.first_device + pool.devices)
-    borders = np.linspace(0, MODEL.layers, len(by_region) + 1).round().astype(int).tolist()
+    layers = problem.model.layers
+    borders = np.linspace(0, layers, len(by_region) + 1).round().astype(int).tolist()
     way = partial(plan_of, cluster, size=1, global_batch=problem.batch.global_batch, by_speed=True)
     everyone = [[d for devices in by_region for d in devices]]
     if uneven:
-        borders, by_region, last = [0, MODEL.layers], everyone, "data parallel, plain"
+        borders, by_region, last = [0, layers], everyone, "data parallel, plain"
     else:
         last = "pipeline of regions, by speed"
     return {
         **({"polygon": chosen["polygon"]} if "polygon" in chosen else {}),
-        "data parallel, by speed": way([(0, MODEL.layers)], everyone, compression="int8", spans=1),
+        "data parallel, by speed": way([(0, layers)], everyone, compression="int8", spans=1),
         last: way(list(pairwise(borders)), by_region, compression="none", spans=1 if uneven else 2),
     }
 
@@ -442,43 +451,47 @@ def plans_for(problem: Problem, tables: CostTables) -> dict[str, Plan]:
     for pool in cluster.pools:
         by_region[pool.region] += range(pool.first_device, pool.first_device + pool.devices)
     everyone = [d for devices in by_region for d in devices]
-    stages = len(by_region)
-    borders = np.linspace(0, MODEL.layers, stages + 1).round().astype(int).tolist()
+    stages, layers = len(by_region), problem.model.layers
+    borders = np.linspace(0, layers, stages + 1).round().astype(int).tolist()
     across = list(pairwise(borders))
     plans["pipeline of regions, 1F1B"] = plan_of(cluster, across, by_region, size=2, compression="none", spans=1)
     plans["pipeline of regions, int8"] = plan_of(cluster, across, by_region, size=1, compression="int8", spans=2)
     if len(everyone) > 2:
-        cut = np.linspace(0, MODEL.layers, len(everyone) + 1).round().astype(int).tolist()
+        cut = np.linspace(0, layers, len(everyone) + 1).round().astype(int).tolist()
         chain = list(pairwise(cut))
         one_each = [[d] for d in everyone]
         plans["pipeline of devices"] = plan_of(cluster, chain, one_each, size=1, compression="none", spans=2)
+        both = [everyone[:-1], everyone[-1:]]
+        plans["first stage in all regions"] = plan_of(
+            cluster, [(0, layers - 1), (layers - 1, layers)], both, size=1, compression="none", spans=2
+        )
     if problem.cluster.pools[0].devices_per_node > 1:
-        cut = np.linspace(0, MODEL.layers, len(by_region[0]) + 1).round().astype(int).tolist()
+        cut = np.linspace(0, layers, len(by_region[0]) + 1).round().astype(int).tolist()
         of_place = [list(devices) for devices in zip(*by_region, strict=True)]
         plans["a pipeline in every region"] = plan_of(
             cluster, list(pairwise(cut)), of_place, size=1, compression="none", spans=2
         )
     per_host, hosts = cluster.pools[0].devices_per_node, cluster.pools[0].nodes
     if per_host > 1 and hosts > 1:
-        cut = np.linspace(0, MODEL.layers, per_host + 1).round().astype(int).tolist()
+        cut = np.linspace(0, layers, per_host + 1).round().astype(int).tolist()
         plans["a pipeline in every host"] = plan_of(
             cluster, list(pairwise(cut)), [everyone[d::per_host] for d in range(per_host)], size=1, compression="none",
             spans=2,
         )  # fmt: skip
     for name, packing in {"data parallel": "none", "data parallel, int8": "int8"}.items():
         if packing == "none" or problem.cluster.pools[0].device.architecture == "cpu":
-            plans[name] = plan_of(cluster, [(0, MODEL.layers)], [everyone], size=1, compression=packing, spans=1)
+            plans[name] = plan_of(cluster, [(0, layers)], [everyone], size=1, compression=packing, spans=1)
     return plans
 
 
-def profiled(pause_s: float) -> KindProfile:
-    """Layer times of the model on this machine, measured now, with a pause before every pass."""
+def profiled(model: Model, pause_s: float) -> KindProfile:
+    """Layer times of a model on this machine, measured now, with a pause before every pass."""
     from runners.profile_layers import main as profile_layers
 
     with tempfile.TemporaryDirectory() as folder:
-        model, out = Path(folder) / "model.json", Path(folder) / "profile.json"
-        write_json(model, model_data(MODEL))
-        words = [str(model), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4"]
+        path, out = Path(folder) / "model.json", Path(folder) / "profile.json"
+        write_json(path, model_data(model))
+        words = [str(path), "--precision", "fp32", "--micro-batch-sizes", "1,2,4,8", "--seconds", "0.4"]
         words += ["--pause", str(pause_s)]
         words += ["-o", str(out)]
         with contextlib.redirect_stderr(Path(os.devnull).open("w")):
@@ -510,11 +523,12 @@ def run_network(network: Network, args: argparse.Namespace, *, drawn: bool = Fal
     """Measure and predict every plan on one network."""
     cluster = cluster_of(network)
     rows: list[dict[str, Any]] = []
-    profiles = {waits: [profiled(PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
+    model = replace(MODEL, vocab_size=args.vocabulary)
+    profiles = {waits: [profiled(model, PAUSE_S * waits)] if network.real else [] for waits in (False, True)}
     with Lab(lab_network(cluster)) as lab:
         # The slowest of five takes some as well; where sums are what is looked at, they are to be much of a step.
         batch = replace(BATCH, global_batch=12 if args.uneven else 24) if drawn else BATCH
-        problem = Problem(cluster=measured_cluster(cluster, lab), model=MODEL, batch=batch)
+        problem = Problem(cluster=measured_cluster(cluster, lab), model=model, batch=batch)
         tables = {waits: CostTables(problem, found) for waits, found in profiles.items()}
         of = partial(drawn_plans, uneven=args.uneven > 0) if drawn else plans_for
         for name, plan in of(problem, tables[False]).items():
@@ -596,6 +610,10 @@ def main() -> None:
     parser = make_parser(__doc__ or "", STEPS)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
     parser.add_argument("--uneven", type=int, default=0, metavar="N", help="N drawn networks of many hosts beside few")
+    parser.add_argument(
+        "--vocabulary", type=int, default=MODEL.vocab_size, metavar="N",
+        help="of the model: with a large one the sum of its tied embedding is seen (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--sums", metavar="PLAN", help="what the stages of a plan exchange between regions instead")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the drawn networks (default: 0)")
     parser.add_argument(

@@ -57,5 +57,5 @@ def cluster_of(
         latency_s=np.array(np.broadcast_to(latency_s, (n, n)), dtype=float),
         bytes_per_s=np.array(np.broadcast_to(bytes_per_s, (n, n)), dtype=float),
         capacity_bytes_per_s=np.full((n, n), capacity),
-        catalogue={name: catalogue.device(name) for name in TYPES},
+        catalogue={name: catalogue.device(name) for name in {*TYPES, *(of[0] for members in groups for of in members)}},
     )

@@ -25,7 +25,7 @@ from polygon.bounds.stage_tiers import (
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.memory import state_bytes
-from polygon.cost.reduction import least_part
+from polygon.cost.reduction import collective_s, least_part, lent_s
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Problem
@@ -66,12 +66,15 @@ class LeastTraffic:
         layers = problem.model.layers
         spread = max(Executions(tables, of, 1).spreads[-1] for of in kinds.classes)
         values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters)
-        tied = problem.model.head_weight_parameters() if problem.model.tied_embeddings else 0
-        self.tied_s = 0.0
-        if tied and problem.model.family != "vit":
+        tied = float(problem.model.tied_values)
+        if problem.runtime.tied_once:  # what is left is each stage's own
+            values[0, 1:layers] -= tied
+        else:
             values[1:, layers] += tied
-            self.tied_s = self._between_nodes_s(float(tied))
         self.gradient_bytes = values * batch.gradient_bytes
+        self.part_of_any = 0.0
+        """`part_at_end` of whatever stages on the same devices."""
+        self.part_at_end = self._parts_at_end(values, tied if problem.runtime.tied_once else 0.0)
         wire_bytes = self._gradient_wire_bytes(values)
         self.packed = float(self._gradient_wire_bytes(np.array([1e9]))[0]) / (1e9 * batch.gradient_bytes)
         """Least bytes of a packed gradient over plain ones."""
@@ -84,6 +87,10 @@ class LeastTraffic:
         # Where micro-batches scatter gradients, nodes of a region sum what those inside of nodes have scattered.
         scattered = links.hop._replace(latency_s=0.0, part=1.0)
         steps = [(fewest, more - 1) for fewest, more in pairwise((*NODES, MANY_NODES)) if fewest <= links.nodes.max()]
+        self.tied_s = 0.0
+        if tied and layers > 1:
+            once = problem.runtime.tied_once
+            self.tied_s = self._together_s(tied, links.hop, steps) if once else self._between_nodes_s(tied)
         self._sums_s = [
             (
                 most,
@@ -92,6 +99,24 @@ class LeastTraffic:
             )
             for fewest, most in steps
         ]
+
+    def _parts_at_end(self, values: np.ndarray, tied: float) -> np.ndarray:
+        """Least part of the gradients of layers [a, b) that comes last (`polygon.cost.step_times.part_at_end`): most
+        values have workers with all experts, and norms on each of most devices."""
+        tables, layers = self.tables, values.shape[0]
+        degree = max(of.tp for of in self.kinds.classes)
+        most = differences(tables.memory(degree, tables.micro_batch_sizes[0], "none").parameters) * degree
+        if tied:
+            most[0, 1:layers] -= tied
+        else:
+            most[1:, layers] += tables.problem.model.tied_values
+        least = np.repeat(values[np.arange(layers), np.arange(1, layers + 1)][:, None], layers + 1, axis=1)
+        least[0, 1:] = values[0, np.minimum(2, np.arange(1, layers + 1))]
+        least[0, layers] += tied * (layers > 2)
+        held = np.maximum(np.maximum(most, values), 1.0)
+        self.part_of_any = float(least[np.triu_indices(layers, 1, layers + 1)].min() / held.max())
+        found: np.ndarray = np.clip(least / held, 0.0, 1.0)
+        return found
 
     def _links_between_regions(self) -> Links:
         links, cluster = self.tables.links, self.tables.problem.cluster
@@ -115,8 +140,29 @@ class LeastTraffic:
         matrix = matrix_values(problem.model)
         return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
+    def _together_s(self, n_values: float, hop: Hop, steps: Iterable[tuple[int, int]]) -> float:
+        """Least seconds of one sum of tied embeddings over two workers or more: on a node, on nodes of a region, or in
+        several regions (`polygon.cost.stage_reduction.tied_reduction`); of a sum over several, any is taken alone."""
+        tables, batch = self.tables, self.tables.problem.batch
+        links, n_bytes = tables.links.arrays(tables.problem.runtime), n_values * batch.gradient_bytes
+        wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), batch.gradient_bytes)[0])
+        inside_s = [float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0])] if hop.bytes_per_s > 0 else []
+        if wire < n_bytes:  # packed parts of nodes, each over its card
+            inside_s.append(wire / hop.card_bytes_per_s)
+        for pool in tables.problem.cluster.pools:
+            p, most = pool.index, pool.devices_per_node if self.kinds.of_pool[pool.index] >= 0 else 1
+            if most > 1 and links.collective[p, 4] == 0:
+                inside_s.append(lent_s(n_bytes, 2, links.node_latency_s[p], links.node_bytes_per_s[p], 1.0))
+            for members in range(2, most + 1 if links.collective[p, 4] > 0 else 2):
+                part = n_bytes / (most // members)  # each device of a worker has a part
+                inside_s.append(collective_s(part, members, members, p, 0.0, np.inf, 2, links))
+        sums, sizes = self.sets_of_regions, (np.floor([n_bytes]), np.floor([wire]))
+        across_s = [sums.seconds(*sizes, hop, *step)[0].min(initial=np.inf) / self.local_steps for step in steps]
+        least = min([*inside_s, *across_s], default=np.inf)
+        return float(least) if np.isfinite(least) else 0.0
+
     def _between_nodes_s(self, n_values: float) -> float:
-        """Least seconds to exchange the gradient of tied embeddings, as `estimate.tied_embedding_s` prices it."""
+        """Least seconds in which two workers exchange the gradient of tied embeddings."""
         cluster = self.tables.problem.cluster
         used = [pool for pool in cluster.pools if self.kinds.of_pool[pool.index] >= 0]
         regions = np.bincount([pool.region for pool in used], minlength=len(cluster.regions))
@@ -267,7 +313,7 @@ class LeastTraffic:
                 (tiers[1], scattered_s, all_of_it, free),
             ):
                 for some in groups_by_capacity(held, max(3, MOST_SPREADS // len(self._sums_s))):
-                    found.append(self._tier(sums_s[some], held[some], scatter_free[some], some, hidden_s, last))
+                    found.append(self._tier(sums_s[:, some], held[some], scatter_free[some], some, hidden_s, last))
         return tiers
 
     def _tier(
@@ -281,14 +327,14 @@ class LeastTraffic:
     ) -> Across:
         """The least of some sets, each part by itself."""
         far_s = self.sets_of_regions.latency_s[some, None]
-        whole = sums_s.min(axis=0)[self._span_of]
-        near = np.maximum(sums_s - far_s, 0.0).min(axis=0)[self._span_of]
+        near, rest = np.maximum(sums_s - far_s, 0.0).min(axis=1)[:, self._span_of]
+        whole = sums_s[1].min(axis=0)[self._span_of]
         return Across(
             capacity=float(capacity.max()),
             free=float(free.max()),
             whole_s=whole,
             exposed_s=np.maximum(float(far_s.min()) + near * last, whole - hidden_s),
-            near_s=np.maximum(near * last, near - hidden_s),
+            near_s=np.maximum(near * last, rest - hidden_s),
         )
 
     def message_s(self, micro_batch_size: int) -> float:

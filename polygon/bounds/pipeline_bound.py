@@ -73,7 +73,8 @@ class PipelineBound:
             count = layers + more
             part = np.maximum((count - 1) / count, hidden_part(runtime))
             hidden_s = (backward_s + more_s) * part
-            last = 1 / count if runtime.by_layer else np.minimum(1 / count, runtime.last_bucket)
+            last = np.full_like(count, traffic.part_of_any) if more else traffic.part_at_end
+            last = last if runtime.by_layer else np.minimum(last, runtime.last_bucket)
             if not more:
                 self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
             inside_s = np.maximum(whole_s * last, whole_s - hidden_s)

@@ -133,7 +133,9 @@ class SummingSets:
 
         Returns
         -------
-        ndarray, shape (sets, sizes)
+        ndarray, shape (2, sets, sizes)
+            Of one gradient, which passes region and links one after the other, and of the longer of both, which is all
+            that many gradients take that follow one another.
         """
         sent = 2 * wire_bytes[None, :] / self.count[:, None]
         # Every region sends its part to all the others, and all nodes that send for it share in that.
@@ -153,7 +155,7 @@ class SummingSets:
 
         between_s = np.maximum(pairs_s(sent), self.near_s[:, None] + busy_s)
         inside_s = hop.sum_s(n_bytes, fewest)
-        best: np.ndarray = inside_s + between_s
+        best: np.ndarray = np.stack([inside_s + between_s, np.maximum(inside_s, between_s)])
         if (wire_bytes < n_bytes).any():
             # Then one node of each place sends by itself.
             places = np.minimum(self.nodes, np.minimum(most, self.nodes) * self.count)
@@ -162,7 +164,8 @@ class SummingSets:
             # The region with most nodes adds up inside, or is one of those whose nodes send one another parts.
             passes = 1 - 1 / (self.fewest + fewest - 1)[:, None]
             alone_s = np.maximum(apart_s, 2 * wire_bytes * passes / hop.card_bytes_per_s)
-            best = np.minimum(best, np.minimum(alone_s, inside_s + apart_s))
+            both_s = np.stack([inside_s + apart_s, np.maximum(inside_s, apart_s)])
+            best = np.minimum(best, np.minimum(alone_s, both_s))
         return best
 
 

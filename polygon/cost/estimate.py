@@ -19,10 +19,11 @@ from polygon.cost.memory import (
     passing_bytes,
     posted_bytes,
     stage_rows,
+    under_way_bytes,
 )
 from polygon.cost.money import bill_of, traffic_bytes
-from polygon.cost.stage_reduction import leading_nodes
-from polygon.cost.step_times import StepTimes, alike, step_times
+from polygon.cost.stage_reduction import NO_SUMS, SumsRoom, room_of_sums
+from polygon.cost.step_times import StepTimes, alike, numbered, step_times, tied_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, boundary_values
 from polygon.cost.uncertainty import Known, group_of_run, interval, program_error
@@ -109,11 +110,11 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
     for s in range(plan.groups):
         # Workers that are cut alike and hold as many micro-batches peak alike: thousands of them are a few kinds.
         held = in_flight(plan, s, window) if plan.chunks == 1 else interleaved_in_flight(plan, s)
-        leaders = leading_nodes(plan, place, s, tables.links)
-        kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s], leaders)
+        which, different = numbered(room_of_sums(plan, place, s, tables.links, tables.problem.runtime))
+        kinds, kind = alike(place.tp[place.members(s)], (held * plan.chunks).astype(np.int64), place.shards[s], which)
         of_kind = [
-            group_memory(plan, tables, s, tp=tp, in_flight=units / plan.chunks, shards=shards, leaders=nodes)
-            for tp, units, shards, nodes in kinds
+            group_memory(plan, tables, s, tp=tp, in_flight=units / plan.chunks, shards=shards, sums=different[k])
+            for tp, units, shards, k in kinds
         ]
         result += [of_kind[k] for k in kind]
     # A worker's chunks are on the same devices: each of its stages has the peak of all.
@@ -123,18 +124,23 @@ def worker_memory(plan: Plan, tables: CostTables, place: Placement) -> list[Memo
 
 
 def group_memory(
-    plan: Plan, tables: CostTables, group: int, *, tp: int, in_flight: float, shards: int, leaders: int = 0
+    plan: Plan,
+    tables: CostTables,
+    group: int,
+    *,
+    tp: int,
+    in_flight: float,
+    shards: int,
+    sums: SumsRoom = NO_SUMS,
 ) -> MemoryBreakdown:
-    """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight.
-
-    `leaders` is one of `leading_nodes`: the first worker of each node leads, and all of them are taken for it.
-    """
+    """Peak bytes of one device of a worker that holds all stages of a group, so many micro-batches in flight."""
     rows, zero = group_rows(plan, tables, group, tp), plan.stages[group].zero
     peak = memory_of(rows, zero, tables, in_flight=in_flight, shards=shards, steps=plan.local_steps)
-    if leaders:
-        unlike = len({worker.tp for worker in plan.stages[group].workers}) > 1
-        owed = tables.problem.batch.gradient_bytes * (tp if unlike else 1) / leaders  # whole tensors, cut unlike
-        peak = replace(peak, gradients=peak.gradients + float(rows[0]) * owed)
+    if any(sums):
+        each, tied = tables.problem.batch.gradient_bytes, tied_parameters(plan, tables, group) / tp
+        owed = (float(rows[0]) - tied) * sums.owed + tied * sums.tied
+        under_way = under_way_bytes(sums.heard, float(rows[0]) * each, float(rows[1]) * each)
+        peak = replace(peak, gradients=peak.gradients + owed * each, transient=peak.transient + under_way)
     less = _tied_end(plan, tables, group, shards)
     if less == (zero, shards):
         return peak

@@ -15,7 +15,7 @@ def reduction_spans_s(
     offset: np.ndarray,
     chunks: int,
     whole_s: np.ndarray,
-    latency_s: np.ndarray,
+    last_s: np.ndarray,
     layers: np.ndarray,
     overlap: Overlap,
 ) -> np.ndarray:
@@ -32,8 +32,8 @@ def reduction_spans_s(
         First worker of every stage.
     chunks : int
         Stages on the devices of each worker, which are summed together.
-    whole_s, latency_s, layers : ndarray, shape (stages,)
-        Seconds of the sums, their part that is latency, and layers.
+    whole_s, last_s, layers : ndarray, shape (stages,)
+        Seconds of the sums, of what comes last of them, and layers.
     """
     stages, workers = len(offset), len(ends_s)
     groups = stages // chunks
@@ -41,19 +41,19 @@ def reduction_spans_s(
     for group in range(groups):
         first = offset[group]
         after = offset[group + 1] if group + 1 < stages else workers
-        count, whole, latency = 0.0, 0.0, 0.0
+        count, whole, last = 0.0, 0.0, 0.0
         for s in range(group, stages, groups):
             count += layers[s]
             whole += whole_s[s]
-            latency = max(latency, latency_s[s])  # messages of one chunk wait beside those of the others
-        hidden, last = seen_parts(count, overlap)
+            last += last_s[s]
+        hidden, _ = seen_parts(count, 1.0, overlap)
         begin, ended = -np.inf, -np.inf
         for w in range(first, after):
             backward = 0.0
             for s in range(group, stages, groups):
                 backward += backward_s[offset[s] + w - first]
             begin, ended = max(begin, ends_s[w] - hidden * backward), max(ended, ends_s[w])
-        end = sums_end_s(begin, ended, whole, latency + (whole - latency) * last, overlap.contention)
+        end = sums_end_s(begin, ended, whole, last, overlap.contention)
         for s in range(group, stages, groups):
             spans[0, s], spans[1, s] = begin, end
     return spans
@@ -145,7 +145,7 @@ def led_s(
         What follows the update: gathers of weights.
     """
     n = len(regions)
-    hidden, _ = seen_parts(layers, overlap)
+    hidden, _ = seen_parts(layers, 1.0, overlap)
     begin, end, update = np.full(n, -np.inf), np.full(n, -np.inf), np.zeros(n)
     of = np.searchsorted(regions, region)
     for w in range(len(ends_s)):

@@ -18,12 +18,21 @@ import numpy as np
 from polygon.cost.compute import LayerTimes
 from polygon.cost.estimate import group_rows, memory_of
 from polygon.cost.finish import done_s, reduction_spans_s
-from polygon.cost.memory import MemoryBreakdown
+from polygon.cost.memory import MemoryBreakdown, under_way_bytes
 from polygon.cost.overlap import Overlap, overlap_of
 from polygon.cost.shared_schedule import shared_ends_s
 from polygon.cost.simulation import backward_order, routed_ends_s
 from polygon.cost.stage_reduction import stage_reduction
-from polygon.cost.step_times import held_parameters, received_s, seen_s, stage_seconds, tied_embedding_s, waiting_s
+from polygon.cost.step_times import (
+    held_parameters,
+    part_at_end,
+    received_s,
+    seen_s,
+    stage_seconds,
+    tied_embedding,
+    tied_parameters,
+    waiting_s,
+)
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Placement, price_messages
 from polygon.domain.errors import require
@@ -190,7 +199,7 @@ class Lanes:
                 sent_s=sent_s,
                 latency_s=latency_s,
                 waits_s=waits_s,
-                tied_s=tied_embedding_s(plan, self.tables),
+                tied_s=tied_embedding(plan, self.tables).total_s,
                 layers=np.array([stage.last_layer - stage.first_layer for stage in plan.stages], dtype=float),
                 stages=np.arange(len(plan.stages)),
             )
@@ -255,8 +264,11 @@ class Lanes:
             sent.append(sum(passing_s(part)[2] for part in parts))
             rows.append(self._once(("rows", together, *how), partial(group_rows, plan, tables, group, config.tp)))
             held = self._once(("held", together, *how[:3]), partial(self._held, plan, group))
+            summed = config.tp * held - tied_parameters(plan, tables, group)
+            part = part_at_end(plan, tables, group)
             key = (
-                held,
+                summed,
+                part,
                 config.tp,
                 config.cp,
                 near[group],
@@ -265,10 +277,8 @@ class Lanes:
                 config.shards,
             )
             nodes = int(first.place.nodes[group][1][0])
-            cost = self._once(
-                ("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, config.tp * held)
-            )
-            sums[:, group] = cost.total_s, cost.latency_s, cost.gather_s
+            cost = self._once(("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, summed, part))
+            sums[:, group] = cost.streamed_s, cost.last_s, cost.gather_s
             # Under ZeRO a device's optimizer works on its own part.
             own = held / (shards if config.zero else 1)
             updates[group] = self._once(("update", own), partial(tables.update_s, 0, own))
@@ -295,10 +305,11 @@ class Lanes:
         tp = plan.stages[group].workers[0].tp
         return sum(held_parameters(plan, self.tables, s, tp) for s in range(group, len(plan.stages), plan.groups))
 
-    def _sums(self, plan: Plan, first: Round, group: int, values: float) -> Any:
+    def _sums(self, plan: Plan, first: Round, group: int, values: float, part: float) -> Any:
         problem, one = self.tables.problem, np.ones((1, 1))
         return stage_reduction(
-            plan, group, values, problem.batch, self.tables.links, first.place, one, problem.runtime, problem.model
+            *(plan, group, values, problem.batch, self.tables.links, first.place, one, problem.runtime, problem.model),
+            part,
         )
 
     def _step(
@@ -343,9 +354,9 @@ class Lanes:
         """When the stages of a lane that takes so many micro-batches are done, and when their last actions end."""
         forward_s, backward_s = how.forward_s + first.waits_s[0], how.backward_s + first.waits_s[1]
         ends_s = self._ends_s(first, config, count, forward_s, backward_s)
-        whole_s, latency_s, gather_s = how.sums_s
+        whole_s, last_s, gather_s = how.sums_s
         spans_s = reduction_spans_s(
-            ends_s, backward_s, first.stages, config.chunks, whole_s, latency_s, first.layers, self.overlap
+            ends_s, backward_s, first.stages, config.chunks, whole_s, last_s, first.layers, self.overlap
         )
         done = done_s(
             spans_s[1],
@@ -411,7 +422,15 @@ class Lanes:
         else:
             units = [interleaved_units(config.pp, config.chunks, group) for group in range(config.pp)]
             held = np.minimum(count * config.chunks, np.array(units)) / config.chunks
-        return memory_of(tuple(how.rows), config.zero, self.tables, in_flight=held, shards=config.shard_width)
+        peak = memory_of(tuple(how.rows), config.zero, self.tables, in_flight=held, shards=config.shard_width)
+        problem = self.tables.problem
+        if problem.runtime.by_layer and problem.cluster.pools[0].device.is_cpu and config.dp * config.cp > 1:
+            # Of one region: a version of its others (`polygon.cost.stage_reduction.room_of_sums`).
+            each = problem.batch.gradient_bytes
+            held_rows = how.rows[:2].T.tolist()
+            more: Any = np.array([under_way_bytes(1.0, each * held, each * most) for held, most in held_rows])
+            peak = replace(peak, transient=peak.transient + more)
+        return peak
 
     def _terms(
         self,

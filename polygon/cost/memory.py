@@ -14,6 +14,7 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import RECOMPUTE
 from polygon.domain.runtime import Runtime
+from polygon.jit.compilation import kernel
 
 FUSED = Runtime()
 """A program whose kernels are the vendor's best."""
@@ -366,6 +367,24 @@ MOST_POSTED = 16
 def posted_bytes(runtime: Runtime, message_bytes: float) -> float:
     """Room for messages between stages that have not arrived."""
     return max(runtime.posted_messages * message_bytes, min(MOST_POSTED * message_bytes, runtime.posted_bytes))
+
+
+SUMS_UNDER_WAY, BYTES_UNDER_WAY, MOST_UNDER_WAY = 4, float(2 << 30), 32
+"""Sums that may be under way at one time whatever their size, bytes of their buffers up to which more may, and how many
+at most (`polygon_comm.line`)."""
+
+
+@kernel
+def under_way_bytes(heard: float, gradient_bytes: float, largest_bytes: float) -> float:
+    """Most bytes of buffers of the sums that are under way, of a gradient in layers of `largest_bytes` at most.
+
+    Parameters
+    ----------
+    heard : float
+        Bytes of buffers per byte of gradient (`polygon.cost.stage_reduction.room_of_sums`).
+    """
+    any_size, small = SUMS_UNDER_WAY * largest_bytes, min(BYTES_UNDER_WAY, MOST_UNDER_WAY * heard * largest_bytes)
+    return min(heard * gradient_bytes, max(heard * any_size, small))
 
 
 def passing_bytes(batch: Batch, runtime: Runtime, zero: int) -> float:

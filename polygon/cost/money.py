@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from polygon.cost.step_times import StepTimes
-from polygon.cost.transfers import packed_bytes
 from polygon.domain.message import Message
 from polygon.domain.plan import Constraints, Plan, Problem
 
@@ -139,15 +138,7 @@ def traffic_bytes(problem: Problem, plan: Plan, times: StepTimes) -> tuple[np.nd
     # What stays in its region crosses no border, and nobody charges for it.
     np.fill_diagonal(moved, 0.0)
     reduced = np.zeros((n, n))
-    for reduction in times.reductions:
+    for reduction in (*times.reductions, times.tied):
         for a, b, n_bytes in reduction.across_bytes:
             reduced[a, b] += n_bytes
-    # First and last stage hold a copy each of a tied weight, and send one another their gradient of it.
-    if times.tied_s > 0 and len(plan.stages) > 1:
-        a, b = (int(place.region[place.stage == s][0]) for s in (0, len(plan.stages) - 1))
-        if a != b:
-            values = problem.model.head_weight_parameters()
-            for x, y in ((a, b), (b, a)):
-                mode = plan.link_use(x, y).weight_gradients
-                reduced[x, y] += packed_bytes(values, problem.batch.gradient_bytes, mode)
     return moved, reduced

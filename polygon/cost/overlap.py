@@ -65,24 +65,23 @@ def visible_s(communication_s: float, compute_s: float, contention: float) -> fl
 
 
 @kernel
-def seen_parts(layers: float, overlap: Overlap) -> tuple[float, float]:
-    """Part of a backward beside which gradients are summed, and part of the sums that none of it hides."""
+def seen_parts(layers: float, part: float, overlap: Overlap) -> tuple[float, float]:
+    """Part of a backward beside which gradients are summed, and part of the sums that none of it hides; `part` of the
+    gradient is of what comes last (`polygon.cost.step_times.part_at_end`)."""
     if overlap.data == 0:
         return 0.0, 1.0
-    # The first layer's gradient is the last to come: no backward is left beside its sum.
     if overlap.by_layer:
-        return (layers - 1) / layers, 1 / layers
+        return (layers - 1) / layers, part
     return overlap.hidden_part, overlap.last_bucket
 
 
 @kernel
 def summed_s(
-    end_s: float, backward_s: float, whole_s: float, latency_s: float, layers: float, overlap: Overlap
+    end_s: float, backward_s: float, whole_s: float, last_s: float, layers: float, overlap: Overlap
 ) -> tuple[float, float]:
     """When the gradients of a stage begin and end to be summed beside the backward of the last micro-batch, if it ends
     on all workers alike: a runtime that sums layer by layer begins the (n - 1)-th part of it, of n layers, before."""
-    hidden, last = seen_parts(layers, overlap)
-    begin_s, last_s = end_s - hidden * backward_s, latency_s + (whole_s - latency_s) * last
+    begin_s = end_s - seen_parts(layers, 1.0, overlap)[0] * backward_s
     return begin_s, sums_end_s(begin_s, end_s, whole_s, last_s, overlap.contention)
 
 

@@ -12,13 +12,15 @@ equal part, so that a card has 1 / k of what its region exchanges; and in turns 
 What adds up so are *places*: regions, and the nodes of a region inside which weight gradients are packed
 (`Plan.packed_inside`), each by itself. NCCL and gloo add up plain numbers: whatever is packed goes from place to place.
 
-With n bytes per worker of a processor, g workers in a node, N nodes in a region, R regions:
+With n bytes per worker of a processor, g workers in a node, N nodes in a region, R regions, one gradient takes
 
     T = 2 (g-1) a1 + min(g-1, 2) n / B1  +  2 (N-1) (a2 + n / (N B2))  +  across(n)
 
-A node's workers share its network card, so the second level moves the node's whole n. `across` is what the runner
-does: two places send one another their whole gradients (one latency), more of them exchange parts and then the sums of
-the parts, every pair of places at once (two latencies), of one layer after the other (`passed_on_s`): the longest of
+and of many that follow one another each level is busy with one while others pass those before and behind it
+(`streamed_s`). A node's workers share its network card, so the second level moves the node's whole n. `across` is what
+the runner does: two places send one another their whole gradients (one latency), more of them exchange parts and then
+the sums of the parts, every pair of places at once (two latencies), of one layer after the other (`passed_on_s`): the
+longest of
 
     a_ij + 2 m_ij  and  a_ij + a_jk + max(m_ij, m_jk) + last min(m_ij, m_jk)
 
@@ -177,8 +179,9 @@ def levels_s(
     whole: bool,
     last: float,
     room: LevelsRoom,
-) -> tuple[float, float, float, float]:
-    """Seconds inside nodes, inside regions and between places, and the latency of the longest way between these.
+) -> tuple[float, float, float, float, float]:
+    """Seconds inside nodes, inside regions and between places, the latency of the longest way between these, and what
+    cards that sums inside regions keep busy pass of the way between places.
 
     Parameters
     ----------
@@ -213,7 +216,7 @@ def levels_s(
         i = end
     places = places_in(found, room)
     room.turns[0] = 1 if whole else turns_between(room.leaders[:found], links.sum_turns)
-    node_s, region_s = 0.0, 0.0
+    node_s, region_s, card_s = 0.0, 0.0, 0.0
     for a in range(found):
         i, end = room.first[a], room.first[a + 1] if a + 1 < found else count
         r, total = links.region[pools[i]], room.nodes[a]
@@ -242,11 +245,27 @@ def levels_s(
             passes = passes_of_card(total, whole and places > 1)
             own_s = links.collective[pools[i], 5] * lent_s(n_bytes, total, latency, rate, passes)
         node_s, region_s = max(node_s, own_node_s), max(region_s, own_s)
+        if total > 1 and not apart[r] and places > 1:
+            leaders = 1 if whole else total
+            sent = 2 * wire_bytes * (places - 1) / places / leaders
+            card_s = max(card_s, sent / links.card_bytes_per_s[pools[i]])
         room.near_s[a] = own_node_s + own_s
     if places == 1:
-        return node_s, region_s, 0.0, 0.0
+        return node_s, region_s, 0.0, 0.0, 0.0
     across_s, far_s = across_of(found, pools, wire_bytes / places, pair_share, links, places, whole, last, room)
-    return node_s, region_s, across_s, far_s
+    return node_s, region_s, across_s, far_s, card_s
+
+
+@kernel
+def streamed_s(node_s: float, region_s: float, across_s: float, latency_s: float, card_s: float, last: float) -> float:
+    """Seconds of sums whose layers pass the levels one behind the other: those of the busiest level, and the others' of
+    one layer, the part `last` of all. Cards pass what is summed in a region and what leaves it; the other parameters
+    are what `levels_s` gives."""
+    total = node_s + region_s + across_s
+    if total == np.inf:
+        return total
+    busiest = min(max(node_s, region_s + card_s, across_s - latency_s), total - latency_s)
+    return latency_s + busiest + last * (total - latency_s - busiest)
 
 
 @kernel

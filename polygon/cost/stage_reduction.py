@@ -7,14 +7,22 @@ after each H-th update all three once more, for the outer gradient (`ReductionCo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from polygon.cost.overlap import overlap_of, seen_parts
-from polygon.cost.reduction import LevelsRoom, levels_room, levels_s, passes_of_card, unpackings, ways_s
+from polygon.cost.reduction import (
+    LevelsRoom,
+    levels_room,
+    levels_s,
+    passes_of_card,
+    streamed_s,
+    unpackings,
+    ways_s,
+)
 from polygon.cost.transfers import LinkArrays, LinkTable, Placement, codec_s, matrix_values, packed_bytes
 from polygon.cost.zero_sums import Held, with_zero
 from polygon.domain.model import Batch, Model
@@ -53,6 +61,10 @@ class ReductionCost:
     across_s: float
     latency_s: float = 0.0
     """Part of `across_s` that is latency: however little is reduced, it takes no less."""
+    card_s: float = 0.0
+    """Seconds in which cards that sums inside regions keep busy pass what leaves these."""
+    last: float = 1.0
+    """Part of the gradient that comes last, beside no backward."""
     across_bytes: tuple[tuple[int, int, float], ...] = ()
     """Rows (source region, target region, bytes), per step."""
     wire_bytes: float = 0.0
@@ -66,8 +78,18 @@ class ReductionCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the three levels one after another, in every step."""
+        """Seconds of one gradient on the three levels one after another, in every step."""
         return self.node_s + self.region_s + self.across_s
+
+    @property
+    def streamed_s(self) -> float:
+        """Seconds of all layers, which pass the levels one behind the other."""
+        return streamed_s(self.node_s, self.region_s, self.across_s, self.latency_s, self.card_s, self.last)
+
+    @property
+    def last_s(self) -> float:
+        """Seconds of what comes last: it waits for no other, and has every level before it."""
+        return self.latency_s + (self.total_s - self.latency_s) * self.last
 
     def with_local_steps(self, steps: int) -> ReductionCost:
         """The cost where regions meet every `steps` steps instead of in each."""
@@ -77,8 +99,9 @@ class ReductionCost:
             self,
             across_s=0.0,
             latency_s=0.0,
+            card_s=0.0,
             across_bytes=tuple((a, b, n / steps) for a, b, n in self.across_bytes),
-            outer_s=self.total_s / steps,
+            outer_s=self.streamed_s / steps,
             ways=None,
         )
 
@@ -142,6 +165,7 @@ def stage_reduction(
     pair_share: np.ndarray,
     runtime: Runtime,
     model: Model,
+    part: float,
 ) -> ReductionCost:
     """Cost of one reduction of a stage's gradients, and of gathering the weights that ZeRO has divided.
 
@@ -151,19 +175,21 @@ def stage_reduction(
         Weight gradients that one worker holds (all its tensor-parallel ranks together).
     pair_share : ndarray, shape (regions, regions)
         How many stages reduce over each pair of regions (they share its capacity).
+    part : float
+        Of the gradient, what a runtime that sums layer by layer has last (`seen_parts`).
     """
-    if plan.stages[stage].width == 1 and place.cp[stage] == 1:
+    if (plan.stages[stage].width == 1 and place.cp[stage] == 1) or n_values <= 0:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
     known = place.derived.get(("standing", stage))
     (pools, nodes, members), places = known or place.derived.setdefault(
         ("standing", stage), _standing(place, stage, links)
     )
     held = Held(pools, nodes, members, place.degrees[stage], n_values)
-    crossing = _crossing(plan, places, n_values, batch, model)
+    crossing = _crossing(group_packing(plan, places.regions), places, n_values, batch, matrix_values(model))
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = levels_room(len(pools), len(pools))
-    _, last = seen_parts(len(range(*plan.stages[stage].layers)), overlap_of(runtime, batch))
-    node_s, region_s, across_s, latency_s = levels_s(
+    _, last = seen_parts(len(range(*plan.stages[stage].layers)), part, overlap_of(runtime, batch))
+    node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
         pools,
@@ -187,7 +213,8 @@ def stage_reduction(
     if plan.reduction == "central-server" and len(places.regions) == 1 and workers > 1 and nccl:
         # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
         region_s *= workers / (workers - 1)
-    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, held.degrees, places.total, links)
+    tp = place.tp[place.members(stage)]
+    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, tp, places.total, links)
     ways = None
     if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
         # What ZeRO leaves for the step's end of the sums inside regions.
@@ -200,11 +227,69 @@ def stage_reduction(
         region_s=region_s,
         across_s=across_s + codec_s,
         latency_s=latency_s,
+        card_s=card_s,
+        last=last,
         gather_s=gather_s,
         across_bytes=_across_bytes(places, crossing.wire_bytes),
         wire_bytes=crossing.wire_bytes,
         ways=ways,
     )
+
+
+def tied_reduction(
+    plan: Plan, batch: Batch, links: LinkTable, place: Placement, runtime: Runtime, model: Model
+) -> ReductionCost:
+    """Cost of summing the gradient of a weight that first and last stage both hold, once over the workers of both.
+
+    One vector: no part of it is under way while another one comes. What ZeRO scatters of it before the update and
+    gathers after it counts as the sum that both make together.
+    """
+    n_values, ends = float(model.tied_values), (0, len(plan.stages) - 1)
+    known = place.derived.get("tied")
+    (pools, nodes, members, degrees, tp), places = known or place.derived.setdefault(
+        "tied", _standing_together(place, ends, links)
+    )
+    mode = group_packing(plan, places.regions)
+    crossing = _crossing(mode, places, n_values, batch, n_values)
+    node_s, region_s, across_s, latency_s, _ = levels_s(
+        n_values * batch.gradient_bytes,
+        len(pools),
+        pools,
+        nodes,
+        members,
+        degrees,
+        crossing.wire_bytes,
+        np.zeros((len(places.apart), len(places.apart))),  # when it crosses, other sums have
+        places.apart,
+        links.arrays(runtime),
+        crossing.whole,
+        1.0,
+        levels_room(len(pools), len(pools)),
+    )
+    return ReductionCost(
+        node_s=node_s,
+        region_s=region_s,
+        across_s=across_s + packing_s(crossing.values, batch, mode, pools, tp, places.total, links),
+        latency_s=latency_s,
+        across_bytes=_across_bytes(places, crossing.wire_bytes),
+        wire_bytes=crossing.wire_bytes,
+    )
+
+
+def _standing_together(
+    place: Placement, stages: Sequence[int], links: LinkTable
+) -> tuple[tuple[np.ndarray, ...], Places]:
+    """As `_standing`, of the workers of several stages; degrees as in `Placement.degrees`, and of every worker."""
+    mine = np.concatenate([np.arange(len(place.stage))[place.members(s)] for s in stages])
+    _, first, where = np.unique(place.node[mine], return_index=True, return_inverse=True)
+    on_node = np.bincount(where, weights=place.cp[place.stage[mine]]).astype(np.int64)
+    pools, of, nodes = np.unique(place.pool[mine][first], return_inverse=True, return_counts=True)
+    most, degrees = np.zeros(len(pools), dtype=np.int64), np.full(len(pools), np.iinfo(np.int64).max)
+    np.maximum.at(most, of, on_node)
+    np.minimum.at(degrees, of[where], place.tp[mine])
+    near = np.minimum(most, np.maximum(1, links.collective[pools, 0].astype(np.int64) // degrees))
+    places = places_of(place.packed_inside, links.region[pools], nodes, len(links.cluster.regions))
+    return (pools, nodes * most // near, near, degrees, place.tp[mine]), places
 
 
 def _standing(
@@ -231,9 +316,8 @@ class Crossing(NamedTuple):
         return self.mode == "powersgd"
 
 
-def _crossing(plan: Plan, places: Places, n_values: float, batch: Batch, model: Model) -> Crossing:
-    mode = group_packing(plan, places.regions)
-    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix_values(model))
+def _crossing(mode: str, places: Places, n_values: float, batch: Batch, matrix: float) -> Crossing:
+    wire = packed_bytes(n_values, batch.gradient_bytes, mode, matrix)
     if mode != "powersgd":
         return Crossing(mode, wire, n_values / int(places.nodes.min()))
     # Factors of whole matrices: one node of each place sends them whole to every other place.
@@ -294,22 +378,58 @@ def group_packing(plan: Plan, regions: np.ndarray) -> str:
     return max(names, key=COMPRESSIONS.index, default="none")
 
 
-def leading_nodes(plan: Plan, place: Placement, stage: int, links: LinkTable) -> np.ndarray:
-    """Over how many nodes the stretches of a stage's gradient that are packed are shared out, for each of its workers.
+class SumsRoom(NamedTuple):
+    """Memory of a device for sums of what it has gradients of, as numbers per parameter of these."""
 
-    Who leads one keeps what packing has dropped of it until the next step (error feedback), as many bytes as of the
-    gradient itself. 0 where nothing is packed; shape (width,).
+    owed: float
+    """Of what packing has dropped, which who leads keeps until the next step (error feedback), of its stage's own."""
+    tied: float
+    """The same of a weight that first and last stage sum apart from all others."""
+    heard: float
+    """Bytes of buffers per byte of gradient that is under way, where the device's memory is that in which they lie."""
+
+
+NO_SUMS = SumsRoom(0.0, 0.0, 0.0)
+
+
+def room_of_sums(plan: Plan, place: Placement, stage: int, links: LinkTable, runtime: Runtime) -> list[SumsRoom]:
+    """What each worker of a stage needs for its sums; the first worker of each node leads, and all are taken for it.
+
+    A leader packs as much of the gradient as falls to it where the nodes of a place share it out (of low-rank factors
+    one node leads all). While the sum of a layer is under way it holds what it sends and hears of its part: whole
+    versions of all places, or of three parts each but its own (`polygon_comm.reduction.SumGroup.buffer_bytes`); and
+    where others are in its region, a version of theirs.
     """
-    mine = place.region[place.members(stage)]
-    known = place.derived.get(("standing", stage))
-    _, places = known or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    mine, own = place.members(stage), place.derived.get(("standing", stage))
+    _, places = own or place.derived.setdefault(("standing", stage), _standing(place, stage, links))
+    region, held = place.region[mine], np.zeros((3, len(place.region[mine])))
+    held[0], mode = _owed(plan, places, region, place.tp[mine], place.tp[mine])
+    ends = 0, len(plan.stages) - 1
+    if runtime.tied_once and ends[1] > 0 and stage in (0, ends[1] % plan.groups):
+        known = place.derived.get("tied")
+        standing, tied = known or place.derived.setdefault("tied", _standing_together(place, ends, links))
+        held[1], _ = _owed(plan, tied, region, place.tp[mine], standing[-1])
+    if runtime.by_layer and any(links.cluster.pools[p].device.is_cpu for p in np.unique(place.pool[mine]).tolist()):
+        count = places.total
+        heard = count if count == 2 or mode == "powersgd" else (3 * count - 2) / count
+        ratio = packed_bytes(1e6, 4, mode) / 4e6
+        leaders = places.nodes[np.searchsorted(places.regions, region)] if mode != "powersgd" else 1
+        near = np.bincount(region)[region] * place.cp[stage] > 1
+        on_host = np.array([pool.device.is_cpu for pool in links.cluster.pools])[place.pool[mine]]
+        held[2] = on_host * (near + (heard * ratio / leaders if count > 1 else 0.0))
+    return [SumsRoom(*row) for row in held.T.tolist()]
+
+
+def _owed(
+    plan: Plan, places: Places, region: np.ndarray, tp: np.ndarray, degrees: np.ndarray
+) -> tuple[np.ndarray, str]:
+    """Numbers that a leader in each of the regions packs, per parameter on a device of a worker of `tp` of them, and
+    how: whole tensors where the degrees of all who sum differ."""
     mode = group_packing(plan, places.regions) if places.total > 1 and plan.reduction == "all-reduce" else "none"
     if mode == "none":
-        return np.zeros(len(mine), dtype=np.int64)
-    if mode == "powersgd":  # one node leads all
-        return np.ones(len(mine), dtype=np.int64)
-    found: np.ndarray = places.nodes[np.searchsorted(places.regions, mine)]
-    return found
+        return np.zeros(len(region)), mode
+    nodes = np.ones(len(region)) if mode == "powersgd" else places.nodes[np.searchsorted(places.regions, region)]
+    return (tp if len(np.unique(degrees)) > 1 else 1) / nodes, mode
 
 
 def packing_s(
@@ -317,7 +437,7 @@ def packing_s(
     batch: Batch,
     mode: str,
     pools: np.ndarray,
-    degrees: np.ndarray,
+    tp: np.ndarray,
     places: int,
     links: LinkTable,
 ) -> float:
@@ -331,7 +451,7 @@ def packing_s(
         return 0.0
     slowest = min(links.cluster.pools[p].device.memory_bytes_per_s for p in pools)
     pack_s, unpack_s = codec_s(n_values, batch.gradient_bytes, mode, slowest, feedback=True)
-    slices = int(degrees[0]) if (degrees == degrees[0]).all() else 1
+    slices = int(tp[0]) if (tp == tp[0]).all() else 1
     return (pack_s + unpackings(places, mode == "powersgd") * unpack_s) / slices
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from polygon.cost.overlap import Overlap, gathered_s, overlap_of
 from polygon.cost.sharding import ShardingTraffic
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.simulation import ScheduleTimes, backward_order
-from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction
+from polygon.cost.stage_reduction import ReductionCost, Ways, stage_devices, stage_reduction, tied_reduction
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import Messages, Placement, boundary_values, packed_bytes, price_messages
 from polygon.cost.zero_sums import summed_part
@@ -23,6 +23,8 @@ from polygon.domain.plan import Plan
 from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import windows
 from polygon.domain.uniform import uniform_config, uniform_order
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +37,10 @@ class StepTimes:
     ends_s: np.ndarray
     reductions: tuple[ReductionCost, ...]
     sums: np.ndarray
-    """Seconds of every stage's reduction, its part that is latency, of gathering weights, and with local steps of the
+    """Seconds of every stage's reduction, of what comes last of it, of gathering weights, and with local steps of the
     exchange between regions: shape (4, stages)."""
-    tied_s: float
+    tied: ReductionCost
+    """Of the gradient of tied embeddings, where it is summed by itself."""
     norm_s: float
     """From the moment when the last rank knows its part of the gradient's norm until all know all of it."""
     update_s: np.ndarray
@@ -54,17 +57,22 @@ class StepTimes:
     window: float = 1.0
     """Part used of the last backward beside which the runtime sums; less only where somebody asks what that brings."""
 
+    @property
+    def tied_s(self) -> float:
+        """Seconds of the sum of tied embeddings' gradient in every step."""
+        return self.tied.total_s
+
     @cached_property
     def reduction_spans_s(self) -> np.ndarray:
         """When every stage begins [0] and ends [1] to sum its gradients, alone on its links: (2, stages)."""
-        whole_s, latency_s = self.sums[:2]
+        whole_s, last_s = self.sums[:2]
         return reduction_spans_s(
             self.ends_s,
             self.window * self.schedule.backward_s,
             self.place.offset,
             self.chunks,
             whole_s,
-            latency_s,
+            last_s,
             np.array(self.layers, dtype=float),
             self.overlaps,
         )
@@ -145,7 +153,7 @@ class StepTimes:
 
 def sums_of(reductions: Sequence[ReductionCost]) -> np.ndarray:
     """`StepTimes.sums` of the reductions of all stages, shape (4, stages) [s]."""
-    return np.array([(c.total_s, c.latency_s, c.gather_s, c.outer_s) for c in reductions]).T.copy()
+    return np.array([(c.streamed_s, c.last_s, c.gather_s, c.outer_s) for c in reductions]).T.copy()
 
 
 def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -153,8 +161,14 @@ def alike(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     if len(rows) == 1:
         return rows, np.zeros(1, dtype=np.int64)
+    which, different = numbered(rows)
+    return different, which
+
+
+def numbered(rows: Sequence[Row]) -> tuple[np.ndarray, list[Row]]:
+    """For every place the number of its row, and the different rows."""
     number = {row: k for k, row in enumerate(dict.fromkeys(rows))}
-    return list(number), np.array([number[row] for row in rows])
+    return np.array([number[row] for row in rows]), list(number)
 
 
 def stage_seconds(
@@ -277,6 +291,21 @@ def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> floa
     return count
 
 
+def part_at_end(plan: Plan, tables: CostTables, group: int) -> float:
+    """Part of the gradients that stages on one group of workers sum that comes last: the first layer's, and with an
+    embedding, whose backward takes no time, that of the layer before which it is."""
+    stage, tied = plan.stages[group], tied_parameters(plan, tables, group)
+    tp = stage.workers[0].tp
+    memory = tables.memory(
+        tp, plan.micro_batch_size, stage.recompute, stage.workers[0].cp, stage.ep, stage.sequence_parallel
+    )
+    first = stage.first_layer
+    after = min(first + (2 if first == 0 else 1), stage.last_layer)
+    least = tp * float(memory.parameters[after] - memory.parameters[first]) - (tied if first == 0 else 0.0)
+    held = sum(held_parameters(plan, tables, part, tp) for part in range(group, len(plan.stages), plan.groups))
+    return max(0.0, least) / (tp * held - tied) if tp * held > tied else 1.0
+
+
 def stages_on_pairs(plan: Plan, place: Placement, regions: int) -> np.ndarray:
     """How many stages have workers in both regions of every pair, shape (regions, regions)."""
     present = np.zeros((len(plan.stages), regions), dtype=np.int64)
@@ -330,7 +359,8 @@ class Traffic:
     """Whether the runtime computes while it sends."""
     shared: np.ndarray
     """Of `stages_on_pairs`."""
-    tied_s: float
+    tied: ReductionCost
+    """Of `tied_reduction`."""
     farthest_s: float
     """Of `gradient_norm_s`."""
 
@@ -363,12 +393,13 @@ class GroupTerms:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupWork:
     """The part of `GroupTerms` that links between regions do not change; `n_values` are the gradients that a worker
-    holds, all its tensor-parallel ranks together."""
+    holds, all its tensor-parallel ranks together, and `part` is of `part_at_end`."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     first_s: float
     n_values: float
+    part: float
     update_s: np.ndarray
 
 
@@ -393,13 +424,20 @@ def _plan_terms(plan: Plan, tables: CostTables) -> tuple[dict[str, Any], dict[st
     shared_cards_s, shared_pairs_s = busy_on_shared(
         plan, place, tables.links, reductions, n_bytes, problem.runtime.sum_turns
     )
+    sums, tied = sums_of(reductions), traffic.tied
+    first, last = (np.unique(place.region[place.members(s)]) for s in (0, stages - 1))
+    # Where a region holds one copy alone, neither has the gradient before regions meet, and they do in every step.
+    if plan.local_steps > 1 and np.array_equal(first, last):
+        tied = tied.with_local_steps(plan.local_steps)
+    # Regions that meet after their updates sum a tied weight after what else its stages hold.
+    sums[3, [0, plan.groups - 1]] += tied.outer_s
     silent = plan.local_steps > 1 or plan.gradient_everywhere
     return _durations(traffic, forward_s, backward_s), {
         "messages": traffic.messages,
         "place": place,
         "reductions": tuple(reductions),
-        "sums": sums_of(reductions),
-        "tied_s": traffic.tied_s,
+        "sums": sums,
+        "tied": tied,
         "norm_s": 0.0 if silent else traffic.farthest_s,
         "update_s": updates,
         "layers": tuple(stage.last_layer - stage.first_layer for stage in plan.stages),
@@ -465,7 +503,7 @@ def _traffic(plan: Plan, tables: CostTables, place: Placement) -> Traffic:
         waits_s=waits_s,
         beside=runtime.p2p_overlap,
         shared=stages_on_pairs(plan, place, len(problem.cluster.regions)),
-        tied_s=tied_embedding_s(plan, tables),
+        tied=tied_embedding(plan, tables),
         farthest_s=gradient_norm_s(tables, place),
     )
     tables.plan_traffic.put(made, objects, *values)
@@ -493,6 +531,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
             traffic.shared,
             problem.runtime,
             problem.model,
+            work.part,
         ),
         n_bytes=float(work.n_values * problem.batch.gradient_bytes),
         update_s=work.update_s,
@@ -529,7 +568,8 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
         backward_s=backward,
         first_s=first_s,
         # Norms are whole on every tensor-parallel rank: a worker of more ranks holds more of them.
-        n_values=max(tp * count for tp, count in held.items()),
+        n_values=max(tp * count for tp, count in held.items()) - tied_parameters(plan, tables, group),
+        part=part_at_end(plan, tables, group),
         update_s=each[kind],
     )
     tables.group_work.put(made, objects, *values)
@@ -554,21 +594,31 @@ def gradient_norm_s(tables: CostTables, place: Placement) -> float:
     return float(latency_s[(rate > 0) & ~np.eye(len(stands), dtype=bool)].max(initial=0.0))
 
 
-def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
-    """Seconds to exchange the gradient of embeddings that first and last stage both hold; 0 if one stage does."""
-    model, batch = tables.problem.model, tables.problem.batch
-    if not model.tied_embeddings or model.family == "vit" or len(plan.stages) == 1:
+def tied_parameters(plan: Plan, tables: CostTables, group: int) -> float:
+    """Gradients of a tied weight that a worker of a group holds and sums apart from all others."""
+    if not tables.problem.runtime.tied_once or len(plan.stages) == 1:
         return 0.0
-    place, links = tables.placement(plan), tables.links
+    ends = sum(part in (0, len(plan.stages) - 1) for part in range(group, len(plan.stages), plan.groups))
+    return float(ends * tables.problem.model.tied_values)
+
+
+def tied_embedding(plan: Plan, tables: CostTables) -> ReductionCost:
+    """What it takes to sum the gradient of embeddings that first and last stage both hold; nothing if one does."""
+    problem, place, links = tables.problem, tables.placement(plan), tables.links
+    n_values, batch = problem.model.tied_values, problem.batch
+    if not n_values or len(plan.stages) == 1:
+        return NOTHING
+    if problem.runtime.tied_once:
+        return tied_reduction(plan, batch, links, place, problem.runtime, problem.model)
     first, last = place.members(0), place.members(len(plan.stages) - 1)
     if np.intersect1d(place.node[first], place.node[last]).size:
         # Ends that meet on a node sum there, all ranks of a worker at once, each its slice of the vocabulary.
         least = np.minimum(place.tp[first].min(), place.tp[last].min())
-        n_bytes = model.head_weight_parameters() / int(least) * batch.gradient_bytes
+        n_bytes = n_values / int(least) * batch.gradient_bytes
         pools = place.pool[first]
-        return float((links.node_latency_s[pools] + n_bytes / links.node_bytes_per_s[pools]).min())
-    n_values = model.head_weight_parameters()
-    best = np.inf
+        node_s = float((links.node_latency_s[pools] + n_bytes / links.node_bytes_per_s[pools]).min())
+        return replace(NOTHING, node_s=node_s)
+    best = replace(NOTHING, across_s=np.inf)
     for a in set(place.pool[first].tolist()):
         for b in set(place.pool[last].tolist()):
             rate = float(links.bytes_per_s[a, b])
@@ -576,5 +626,8 @@ def tied_embedding_s(plan: Plan, tables: CostTables) -> float:
                 source, target = int(links.region[a]), int(links.region[b])
                 mode = plan.link_use(source, target).weight_gradients
                 n_bytes = packed_bytes(n_values, batch.gradient_bytes, mode)
-                best = min(best, float(links.latency_s[a, b]) + n_bytes / rate)
+                ways = ((source, target, n_bytes), (target, source, n_bytes)) if source != target else ()
+                seconds = float(links.latency_s[a, b]) + n_bytes / rate
+                if seconds < best.across_s:
+                    best = replace(NOTHING, across_s=seconds, across_bytes=ways)
     return best

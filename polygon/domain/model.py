@@ -329,6 +329,11 @@ class Model:
         usual = {field.name: field.default for field in fields(self) if field.name in SPECIAL}
         return replace(self, family=family, **usual)  # type: ignore[arg-type]
 
+    @property
+    def tied_values(self) -> int:
+        """Parameters of the weight that embedding and output head share; 0 if they share none."""
+        return self.head_weight_parameters() if self.tied_embeddings and self.family != "vit" else 0
+
     def head_weight_parameters(self) -> int:
         """Parameters of the output projection, tied or not (what its stage must hold)."""
         return self.vocab_size * self.hidden_size

@@ -110,6 +110,10 @@ class Runtime:
     default of DeepSpeed, InternEvo and Sailor)."""
     sum_turns: int = 1
     """In how many turns regions exchange sums at most (`turns_of_sum`); 1: a node meets the same ones in all."""
+    tied_once: bool = False
+    """Whether the gradient of a weight that first and last stage both hold is summed once, over the workers of both,
+    after all others. Else each stage sums it with its other gradients, and pairs of workers then exchange the sums
+    (Megatron-LM's embedding group)."""
     expert_dispatch: str = "experts"
     """To whom tokens are sent: a copy to each of a token's `experts`, or one to each of the `nodes` that have some of
     them, where it is passed on over the node's fabric (DeepEP; arXiv:2412.19437, section 3.2.2)."""
@@ -214,6 +218,7 @@ POLYGON = Runtime(
     contention=0.0,
     p2p_overlap=True,
     sum_turns=7,
+    tied_once=True,
     zero2_by_micro_batch=True,
     keeps_outputs=True,
     posted_messages=2,
@@ -230,6 +235,7 @@ POLYGON = Runtime(
         "p2p_overlap": "threads send while the next micro-batch is computed, runners/engine/worker.py",
         "sum_turns": "more than seven connections of a node to a region hardly help, comm/polygon_comm/reduction.py; "
         "judgement",
+        "tied_once": "a bucket and a group of its own, runners/engine/worker.py, runners/engine/rank_layout.py",
         "zero2_by_micro_batch": "runners/engine/zero_sharding.py",
         "keeps_outputs": "backward starts at them, runners/engine/worker.py",
         "posted_messages": "receives that wait whatever they take, runners/engine/stage_messages.py",

@@ -11,7 +11,7 @@ import numpy as np
 
 from polygon.cost.compute import LayerTimes, layer_times
 from polygon.cost.memory import FUSED, LayerMemory, MemoryBreakdown, layer_memory, stage_memory
-from polygon.cost.overlap import gathered_s, overlap_of, summed_s
+from polygon.cost.overlap import gathered_s, overlap_of, seen_parts, summed_s
 from polygon.domain.cluster import Device
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
@@ -240,7 +240,8 @@ def _scheduled(
         hides = "full" if config.zero == 3 and c.overlap != "none" else c.overlap
         overlap = overlap_of(replace(FUSED, dp_overlap=hides), c.batch)
         layers = float(c.model.layers / len(bounds))
-        waits["DP"] = summed_s(0.0, float(backward_s), reduce_s, 0.0, layers, overlap)[1]
+        last_s = reduce_s * seen_parts(layers, 1 / layers, overlap)[1]
+        waits["DP"] = summed_s(0.0, float(backward_s), reduce_s, last_s, layers, overlap)[1]
         waits["DP"] += gathered_s(gather_s, float(forward_s), overlap)
     for t in messages:
         if t.dimension == "PP":

@@ -22,7 +22,7 @@ from polygon.jit.compilation import general
 from polygon.planning.decode import Decoder
 from polygon.planning.flow import lock_shares
 from polygon.planning.fluid import FIRST, SECOND, THIRD, FluidWork, fluid_step_s, work_for
-from polygon.planning.layer_split import passing_s, whole_makespan_s
+from polygon.planning.layer_split import gradient_bytes, part_at_end, passing_s, whole_makespan_s
 from polygon.planning.link_compression import pays_inside
 from polygon.planning.problem_arrays import BLOCKS, RECOMPUTED, ZERO, Bank
 from polygon.planning.stage_lists import Stages
@@ -41,7 +41,9 @@ class Limits(NamedTuple):
     codec_s: float
     """Most seconds of packing and unpacking in a worker's backward."""
     tied_s: np.ndarray
-    """(c, c) least seconds to exchange the gradient of tied embeddings; zeros if they are not tied."""
+    """(c, c) least seconds to exchange the gradient of tied embeddings; zeros if they are not tied or summed once."""
+    tied_ratio: float
+    """As `gradient_ratio`, of a tied weight."""
     update_s_per_parameter: np.ndarray
     """(c,) without the start of kernels."""
     inside: float
@@ -68,9 +70,10 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
     packings = {"none", *may.weight_gradients}
     ratio = min(packed_bytes(matrix, batch.gradient_bytes, mode, matrix) for mode in packings)
     rate = min(cluster.pools[p].device.memory_bytes_per_s for p, _ in classes)
-    tied = problem.model.head_weight_parameters()
-    tied = tied if problem.model.tied_embeddings and problem.model.family != "vit" else 0
-    n = len(classes)
+    tied, n = problem.model.tied_values, len(classes)
+    wires = [
+        packed_bytes(max(tied, 1), batch.gradient_bytes, mode, size) for mode in packings for size in (matrix, None)
+    ]
     message_s, tied_s = np.full((n, n), np.inf), np.full((n, n), np.inf)
     with np.errstate(divide="ignore"):
         for i, (a, _) in enumerate(classes):
@@ -84,18 +87,14 @@ def limits_of(decoder: Decoder, micro_batch_size: int) -> Limits:
                         degree * links.node_bytes_per_s[a]
                     )
                 if links.bytes_per_s[a, b] > 0:
-                    least = min(
-                        packed_bytes(tied, batch.gradient_bytes, mode, size)
-                        for mode in packings
-                        for size in (matrix, None)
-                    )
-                    way_s = links.latency_s[a, b] + least / links.bytes_per_s[a, b]
+                    way_s = links.latency_s[a, b] + min(wires) / links.bytes_per_s[a, b]
                     tied_s[i, j] = min(tied_s[i, j], way_s)
     return Limits(
         message_s=message_s,
         gradient_ratio=ratio / (matrix * batch.gradient_bytes),
         codec_s=max(sum(codec_s(values, batch.element_bytes, mode, rate)) for mode in modes),
-        tied_s=tied_s if tied else np.zeros((n, n)),
+        tied_s=np.zeros((n, n)) if problem.runtime.tied_once or not tied else tied_s,
+        tied_ratio=min(wires) / (max(tied, 1) * batch.gradient_bytes),
         update_s_per_parameter=np.array(
             [(tables.update_s(p, 2e6) - tables.update_s(p, 1e6)) / 1e6 for p, _ in classes]
         ),
@@ -130,11 +129,18 @@ def all_busy(bank: Bank, stages: Stages, n: int, seconds: np.ndarray) -> bool:
 
 @general
 def reduction_floor_s(
-    bank: Bank, limits: Limits, classes: np.ndarray, counts: np.ndarray, members: int, values: float, room: LevelsRoom
+    bank: Bank,
+    limits: Limits,
+    classes: np.ndarray,
+    counts: np.ndarray,
+    members: int,
+    values: float,
+    ratio: float,
+    room: LevelsRoom,
 ) -> tuple[float, float, float]:
-    """Least seconds of a stage's reduction inside regions, between them, and the latency in the latter.
+    """Least seconds of a reduction inside regions, between them, and the latency in the latter.
 
-    All of its workers take part.
+    All workers of these classes take part; `ratio` is what packing leaves of the gradient at least.
     """
     if members == 1 and counts[0] * bank.cp == 1:
         return 0.0, 0.0, 0.0
@@ -154,9 +160,9 @@ def reduction_floor_s(
     regions = bank.activation_wire.shape[0]
     ones, none = np.ones((regions, regions)), np.zeros(regions, dtype=np.bool_)
     alone = np.ones(used, dtype=np.int64)
-    wire = n_bytes * limits.gradient_ratio
+    wire = n_bytes * ratio
     room.turns[1] = 1  # with fewer nodes than these, turns may be others
-    _, _, across_s, far_s = levels_s(
+    _, _, across_s, far_s, _ = levels_s(
         n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
     )
     room.turns[1] = 0
@@ -173,6 +179,25 @@ def reduction_floor_s(
         packed_s = latency_s + 2 * (total - 1) / total * wire / card
         inside_s, across_s, far_s = min(inside_s, packed_s), min(across_s, packed_s), min(far_s, latency_s)
     return inside_s, across_s, far_s
+
+
+@general
+def _tied_floor_s(bank: Bank, limits: Limits, stages: Stages, last: int, room: LevelsRoom) -> float:
+    """Least seconds of the sum of tied embeddings over the workers of both stages."""
+    classes, counts, used = np.empty(len(bank.pool), np.int64), np.empty(len(bank.pool), np.int64), 0
+    for c in range(len(bank.pool)):
+        count = 0
+        for s in (0, last):
+            for i in range(stages.members[s]):
+                count += stages.counts[s, i] if stages.classes[s, i] == c else 0
+        if count > 0:
+            classes[used], counts[used] = c, count
+            used += 1
+    inside, across, _ = reduction_floor_s(
+        bank, limits, classes, counts, used, bank.tied_values, limits.tied_ratio, room
+    )
+    # With local steps regions that hold both copies meet seldom.
+    return inside + (across if limits.local_steps == 1 else 0.0)
 
 
 @general
@@ -225,6 +250,8 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
         for i in range(members[0]):
             for j in range(members[n - 1]):
                 tied = min(tied, limits.tied_s[classes[0, i], classes[n - 1, j]])
+        if bank.tied_once and bank.tied_values > 0 and busy:
+            tied = _tied_floor_s(bank, limits, stages, n - 1, work.levels)
     begins, back, floor = 0.0, 0.0, 0.0
     for s in range(n):
         a, b, k = bounds[s], bounds[s + 1], members[s]
@@ -241,18 +268,23 @@ def _cut_floor_s(bank: Bank, limits: Limits, x: np.ndarray, work: FluidWork, cut
             here = bank.parameters[c, b] - bank.parameters[c, a]
             if a > 0 and b == layers:
                 here += bank.tied[c]
-            values = max(values, here * bank.tp[c]) if busy else 0.0
+            values = max(values, gradient_bytes(bank, c, a, b) / bank.gradient_bytes) if busy else 0.0
             shards = counts[s, i] * bank.cp if options[ZERO, s] > 0 else 1
             update = min(update, here / shards * limits.update_s_per_parameter[c])
         inside, across, far = 0.0, 0.0, 0.0
         if busy:
-            inside, across, far = reduction_floor_s(bank, limits, classes[s], counts[s], k, values, work.levels)
+            inside, across, far = reduction_floor_s(
+                bank, limits, classes[s], counts[s], k, values, limits.gradient_ratio, work.levels
+            )
         hidden = (backward[s, :k].max() + limits.codec_s) * (b - a - 1) / (b - a)
-        reduced = far + (inside + across - far) / (b - a)
+        part = 1.0
+        for i in range(k):
+            part = min(part, part_at_end(bank, classes[s, i], a, b))
+        reduced = far + (inside + across - far) * part
         if options[ZERO, s] < 2:  # else backward has traffic of its own and may hide all the rest
-            reduced = max(reduced, inside + across - hidden)
+            reduced = max(reduced, max(inside, across) - hidden)
         if across > 0 and limits.local_steps > 1:
-            reduced = min(reduced, (inside + across) / limits.local_steps)
+            reduced = min(reduced, max(inside, across) / limits.local_steps)
         if everywhere and across > 0:  # regions lead by turns, and nobody waits for the longest way in every step
             reduced = 0.0
         whole = whole_makespan_s(counts[s], seconds[s], k, bank.micro_batches) * (1 - SLACK)

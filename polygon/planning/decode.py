@@ -346,6 +346,9 @@ class Decoder:
         alone = replace(plan, links=without_inside(plan.links), local_steps=more[-1])
         if self._over_memory(alone).any():  # what is under way takes the room of the outer optimizer
             paced = Pacing(alone, self.tables).best()
+            if paced is None:  # nor is there room beside what packing owes
+                plain = tuple(replace(use, weight_gradients="none") for use in alone.links)
+                paced = Pacing(replace(alone, links=plain), self.tables).best()
             if paced is None:
                 return plan
             alone = paced[0]

@@ -25,7 +25,7 @@ import numpy as np
 
 from polygon.cost.memory import OUTER_BYTES
 from polygon.cost.overlap import gathered_s, seen_parts, summed_s
-from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, unpackings
+from polygon.cost.reduction import LevelsRoom, copies_s, levels_room, levels_s, streamed_s, unpackings
 from polygon.domain.message import Message
 from polygon.jit.by_pointer import gives_pointed
 from polygon.jit.compilation import inner, kernel
@@ -46,15 +46,19 @@ from polygon.planning.layer_split import (
     held_parameters,
     in_flight_estimate,
     kinds_makespan_s,
+    part_at_end,
     split_layers,
     split_layers_under_way,
     whole_makespan_s,
 )
 from polygon.planning.node_sharing import (
+    NONE,
     Hosts,
+    beside,
     cards_free_s,
     common_nodes,
     find_hosts,
+    find_sums,
     hosts_for,
     least_on_node,
     pairs_free_s,
@@ -89,18 +93,19 @@ class Reductions(NamedTuple):
     """What every stage has to do when its backward ends: arrays of shape (rows,)."""
 
     whole: np.ndarray
+    last: np.ndarray
     inside: np.ndarray
-    far: np.ndarray
-    """Seconds to reduce without waiting for other stages, those of them inside regions, and the latency between
-    regions."""
+    inside_last: np.ndarray
+    """Seconds to reduce without waiting for other stages and of what comes last of it, and those inside regions."""
     update: np.ndarray
     tied: np.ndarray
-    """Seconds of the update, and before it of the exchange of tied embeddings."""
+    tied_inside: np.ndarray
+    """Seconds of the update, and before it of the sum of tied embeddings; of that inside regions."""
     n_bytes: np.ndarray
     card_bytes: np.ndarray
-    """Gradient bytes of a worker, and of these what nodes of a region sum at the end of a step."""
-    sent_bytes: np.ndarray
-    """As in `pairs_free_s`."""
+    wire_bytes: np.ndarray
+    """Gradient bytes of a worker, of these what nodes of a region sum at the end of a step, and what of them goes from
+    place to place."""
     begin: np.ndarray
     tail: np.ndarray
     zeros: np.ndarray
@@ -145,26 +150,33 @@ class FluidWork(NamedTuple):
     ring_nodes: np.ndarray
     """(classes,) of one stage, as `pools`, `degrees`, `members` and `nodes` of `levels_s`."""
     pair_share: np.ndarray
-    """(regions, regions), as in `levels_s`."""
+    alone: np.ndarray
+    """(regions, regions), as in `levels_s`, and zeros for what shares no pair."""
     packs: np.ndarray
     apart: np.ndarray
     """(regions,) whether nodes of a region send one another packed gradients, and none that does: as in `levels_s`."""
+    packed: np.ndarray
+    plain: np.ndarray
+    """(rows, regions) whether those of a stage do, and none that does."""
     levels: LevelsRoom
 
 
 @gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, inside, far, update, tied, n_bytes, card_bytes, sent_bytes, begin, tail, zeros, late = np.zeros((12, rows))
+    whole, last, inside, inside_last, update, tied, tied_inside, n_bytes, card_bytes, wire_bytes = np.zeros((10, rows))
+    begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
+        last=last,
         inside=inside,
-        far=far,
+        inside_last=inside_last,
         update=update,
         tied=tied,
+        tied_inside=tied_inside,
         n_bytes=n_bytes,
         card_bytes=card_bytes,
-        sent_bytes=sent_bytes,
+        wire_bytes=wire_bytes,
         begin=begin,
         tail=tail,
         zeros=zeros,
@@ -200,8 +212,11 @@ def work_for(bank: Bank, rows: int) -> FluidWork:
         near=np.zeros(classes, dtype=np.int64),
         ring_nodes=np.zeros(classes, dtype=np.int64),
         pair_share=np.zeros((regions, regions)),
+        alone=np.zeros((regions, regions)),
         packs=np.zeros(regions, dtype=np.bool_),
         apart=np.zeros(regions, dtype=np.bool_),
+        packed=np.zeros((rows, regions), dtype=np.bool_),
+        plain=np.zeros((rows, regions), dtype=np.bool_),
         levels=levels_room(classes, regions),
     )
 
@@ -259,7 +274,8 @@ def fluid_step_s(
         if makespan == np.inf and owes:
             stages.plain[0] = True
             for s in range(n):
-                stages.owed_bytes[s, : stages.kind_members[s]] = 0.0
+                for k in range(stages.kind_members[s]):
+                    stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
                 take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
@@ -309,23 +325,48 @@ def fluid_step_s(
 
 @inner
 def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
-    """Fill `owed_bytes` of n stages in several regions each: of a kind's region with the fewest nodes; whether any
-    owes."""
-    stages, nodes, owes = work.stages, work.places.nodes, False
-    stages.plain[0] = False
+    """Fill `owed_bytes`, `tied_owed_bytes`, `near` and `heard` of n stages in several regions each: of a kind's region
+    with the fewest nodes; whether any owes."""
+    stages, owes = work.stages, False
+    stages.plain[0], stages.tied_owed_bytes[0] = False, 0.0
     for s in range(n):
-        regions = 0
-        for r in work.places.region[: work.places.regions[0]]:
-            regions += 1 if nodes[s, r] > 0 else 0
-        owing = bank.owed_bytes if regions > 1 else 0.0
-        owes = owes or owing > 0
         for k in range(stages.kind_members[s]):
-            stages.owed_bytes[s, k] = 0.0
-        for i in range(stages.members[s] if owing > 0 else 0):
-            c = stages.classes[s, i]
-            k = _kind_at(bank, stages, s, c)
-            stages.owed_bytes[s, k] = max(stages.owed_bytes[s, k], owing / nodes[s, bank.region[c]])
+            stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = 0.0, 0.0
+        regions, fewest = _fill_owed(bank, work, s, s, stages.owed_bytes)
+        owes = owes or (regions > 1 and bank.owed_bytes > 0)
+        stages.near[s] = 1.0 if _width(stages, s) * bank.cp > regions else 0.0
+        whole = 2.0 if regions == 2 else (3 * regions - 2) / regions
+        stages.heard[s] = whole / fewest if regions > 1 else 0.0
+    if bank.tied_once and bank.tied_values > 0 and n > 1:
+        regions, _ = _fill_owed(bank, work, 0, n - 1, stages.tied_owed_bytes)
+        _fill_owed(bank, work, n - 1, 0, stages.tied_owed_bytes)
+        owes = owes or (regions > 1 and bank.owed_bytes > 0)
     return owes
+
+
+@inner
+def _fill_owed(bank: Bank, work: FluidWork, s: int, t: int, owed_bytes: np.ndarray) -> tuple[int, int]:
+    """Fill what the kinds of stage s owe of what it sums with stage t (or by itself); in how many regions that is, and
+    on how many nodes of the one where these are fewest."""
+    stages, nodes = work.stages, work.places.nodes
+    regions, fewest = 0, 0
+    for r in work.places.region[: work.places.regions[0]]:
+        count = _nodes_of_both(work.hosts, nodes, s, t, r)
+        if count > 0:
+            regions += 1
+            fewest = count if regions == 1 else min(fewest, count)
+    for i in range(stages.members[s] if regions > 1 else 0):
+        c = stages.classes[s, i]
+        k = _kind_at(bank, stages, s, c)
+        count = _nodes_of_both(work.hosts, nodes, s, t, bank.region[c])
+        owed_bytes[s, k] = max(owed_bytes[s, k], bank.owed_bytes / count)
+    return regions, fewest
+
+
+@inner
+def _nodes_of_both(hosts: Hosts, nodes: np.ndarray, s: int, t: int, region: int) -> int:
+    """Nodes of a region on which any of two stages is."""
+    return int(nodes[s, region] if s == t else nodes[s, region] + nodes[t, region] - common_nodes(hosts, s, t, region))
 
 
 @inner
@@ -613,9 +654,9 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
                     together += 1.0
             work.pair_share[a, b] = together
     _find_packing(bank, work, n, bounds, options)
-    tied = 0.0
+    tied, tied_inside = 0.0, 0.0
     if bank.tied_values > 0 and n > 1:
-        tied = _tied_s(bank, stages, work.hosts, n - 1, work.packs)
+        tied, tied_inside = _tied_s(bank, work, n - 1)
     for s in range(n):
         m = stages.members[s]
         of.n_bytes[s], update = 0.0, 0.0
@@ -626,29 +667,31 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
             shards = count * bank.cp if options[ZERO, s] > 0 else 1
             update = max(update, here / shards * bank.update_s_per_parameter[c])
         of.update[s] = update
-        of.tied[s] = tied if s == 0 or s == n - 1 else 0.0
-        of.whole[s], of.inside[s], of.far[s] = 0.0, 0.0, 0.0
+        of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
+        of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = 0.0, 0.0, 0.0, 0.0
         of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
-        if m > 1 or stages.counts[s, 0] * bank.cp > 1:
-            lent, packs = 0, False
+        of.wire_bytes[s] = of.n_bytes[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
+        for a in regions:
+            work.packed[s, a] = False
+        if of.n_bytes[s] > 0 and (m > 1 or stages.counts[s, 0] * bank.cp > 1):
+            packs = False
             for a in regions:
-                if nodes[s, a] == 0:
-                    continue
-                lent += 1
                 packs = packs or (nodes[s, a] > 1 and work.packs[a])
-            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), bank.overlap)
-            inside_s, gather_s, across_s, of.far[s] = _sum_s(bank, work, s, options[ZERO, s], last, work.apart)
+            part = part_at_end(bank, stages.classes[s, 0], bounds[s], bounds[s + 1])
+            _, last = seen_parts(float(bounds[s + 1] - bounds[s]), part, bank.overlap)
+            gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.apart)
             if packs:  # where nodes send one another packed gradients, if that is sooner
-                packed_s, packed_gather_s, packed_across_s, far_s = _sum_s(
-                    bank, work, s, options[ZERO, s], last, work.packs
-                )
-                if packed_s + packed_across_s < inside_s + across_s:
-                    inside_s, gather_s, across_s = packed_s, packed_gather_s, packed_across_s
-                    of.far[s], of.card_bytes[s] = far_s, of.n_bytes[s] * bank.packed_ratio
+                whole, ended = of.whole[s], of.last[s]
+                inside, inside_ended = of.inside[s], of.inside_last[s]
+                packed_gather_s = _find_sum(bank, work, s, options[ZERO, s], last, work.packs)
+                if of.whole[s] < whole:
+                    gather_s = packed_gather_s
+                    for a in regions:
+                        work.packed[s, a] = work.packs[a]
+                else:
+                    of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = whole, ended, inside, inside_ended
             if gather_s > 0:
                 of.update[s] += gathered_s(gather_s, stages.kind_seconds[s, 0] / 3, bank.overlap)
-            of.whole[s], of.inside[s] = inside_s + across_s, inside_s
-            of.sent_bytes[s] = 2 / lent * of.n_bytes[s]
         if not of.whole[s] + of.tied[s] < np.inf:
             return np.inf
     return _norm_s(bank, work, n, options)
@@ -671,9 +714,10 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, optio
             a = bank.region[stages.classes[s, i]]
             if packs[a] and nodes[s, a] > 1 and not plain:
                 k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
-                owed, stages.owed_bytes[s, k] = stages.owed_bytes[s, k], bank.owed_bytes
+                owed, tied = stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k]
+                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = bank.owed_bytes, bank.owed_bytes
                 plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
-                stages.owed_bytes[s, k] = owed
+                stages.owed_bytes[s, k], stages.tied_owed_bytes[s, k] = owed, tied
         for a in range(regions if plain else 0):
             changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0
@@ -710,13 +754,11 @@ def _find_rings(bank: Bank, work: FluidWork, s: int) -> int:
 
 
 @inner
-def _sum_s(
-    bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray
-) -> tuple[float, float, float, float]:
-    """Seconds to sum a stage's gradients inside places, to gather weights there, to sum between places, and of the last
-    the latency; `last` and `apart` as in `levels_s`."""
+def _find_sum(bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart: np.ndarray) -> float:
+    """Fill `whole`, `last`, `inside` and `inside_last` of a stage; seconds to gather weights inside places. `last` and
+    `apart` as in `levels_s`."""
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
-    node_s, region_s, across_s, far_s = levels_s(
+    node_s, region_s, across_s, far_s, card_s = levels_s(
         n_bytes,
         rings,
         work.pools,
@@ -732,13 +774,17 @@ def _sum_s(
         work.levels,
     )
     across_s += _packing_s(bank, work, s, apart)
-    inside_s, gather_s = node_s + region_s, 0.0
+    gather_s, part, of = 0.0, _summed_part(bank, zero), work.reduction
     if zero > 0:  # half of it scatters gradients, and half gathers updated weights
         if zero < 3:
-            gather_s = 0.5 * inside_s * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
-        inside_s *= _summed_part(bank, zero)
-        inside_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
-    return inside_s, gather_s, across_s, far_s
+            gather_s = 0.5 * (node_s + region_s) * bank.overlap.weight_bytes / bank.overlap.gradient_bytes
+        node_s, region_s = part * node_s, part * region_s
+        region_s += copies_s(n_bytes, rings, work.pools, work.ring_nodes, work.degrees, apart, bank.links)
+    of.whole[s] = streamed_s(node_s, region_s, across_s, far_s, card_s, last)
+    of.last[s] = far_s + (node_s + region_s + across_s - far_s) * last
+    of.inside[s] = streamed_s(node_s, region_s, 0.0, 0.0, 0.0, last)
+    of.inside_last[s] = (node_s + region_s) * last
+    return gather_s
 
 
 @inner
@@ -826,23 +872,28 @@ def _with_reductions(
         # longer than on the quickest.
         backward, depth = work.passing[s] * 2 / 3, float(bounds[s + 1] - bounds[s])
         window = work.quickest[s] * 2 / 3
-        of.tail[s] = of.tied[s] + (of.update[s] if norm == 0 else 0.0)
-        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.far[s], depth, bank.overlap)
+        update_s = of.update[s] if norm == 0 else 0.0
+        of.tail[s] = of.tied[s] + update_s
+        of.begin[s], whole = summed_s(end - early, window, of.whole[s], of.last[s], depth, bank.overlap)
         of.late[s] = whole + of.tail[s] - end
         step = max(step, whole + of.tail[s])
-        inside = summed_s(end - early, window, of.inside[s], 0.0, depth, bank.overlap)[1]
-        local_step = max(local_step, inside + of.tail[s])
-        outer = max(outer, of.whole[s])
+        inside = summed_s(end - early, window, of.inside[s], of.inside_last[s], depth, bank.overlap)[1]
+        local_step = max(local_step, inside + of.tied_inside[s] + update_s)
+        outer = max(outer, of.whole[s] + of.tied[s] - of.tied_inside[s])
         update = max(update, of.update[s])
         early += backward + work.message[s]
     if shared:
         hosts, regions = work.hosts, work.places.region[: work.places.regions[0]]
-        free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, of.begin, of.tail)
-        step = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.begin, of.tail, max(step, free))
+        find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
+        free = cards_free_s(
+            bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, of.begin, of.tail
+        )
+        step = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.begin, of.tail, max(step, free))
         if local_steps > 1:
-            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, of.begin, of.tail)
+            find_sums(hosts, n, nodes, work.plain, bank.links.sum_turns)
+            free = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.zeros, work.plain, of.begin, of.tail)
             local_step = max(local_step, free)
-            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, of.zeros, of.zeros, outer)
+            outer = pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, of.zeros, of.zeros, outer)
     if norm > 0:
         step, local_step = step + norm + update, local_step + update
     local_step += outer / local_steps
@@ -852,9 +903,86 @@ def _with_reductions(
 
 
 @inner
-def _tied_s(bank: Bank, stages: Stages, hosts: Hosts, last: int, packs: np.ndarray) -> float:
-    """Seconds to exchange the gradient of tied embeddings between first and last stage, inside a node if they share
-    one, else over their best link."""
+def _tied_s(bank: Bank, work: FluidWork, last: int) -> tuple[float, float]:
+    """Seconds to sum the gradient of tied embeddings over first and last stage, and of these inside regions, as
+    `polygon.cost.step_times.tied_embedding` prices it."""
+    if not bank.tied_once:
+        seconds = tied_pair_s(bank, work, last)
+        return seconds, seconds
+    plain, inside = tied_sum_s(bank, work, last, work.apart)
+    for r in work.places.region[: work.places.regions[0]]:
+        if work.packs[r]:  # where nodes send one another packed gradients, if that is sooner
+            packed, packed_inside = tied_sum_s(bank, work, last, work.packs)
+            return (packed, packed_inside) if packed < plain else (plain, inside)
+    return plain, inside
+
+
+@inner
+def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tuple[float, float]:
+    """`_tied_s` in one sum over both stages, with places as `apart` has them (of `levels_s`)."""
+    stages, hosts, rings = work.stages, work.hosts, 0
+    places, lanes = 0, 0
+    for r in work.places.region[: work.places.regions[0]]:
+        begin, nodes = rings, 0
+        for s in (0, last):
+            e = hosts.first[s, r]
+            while e != NONE:
+                other = beside(hosts, e, last - s)
+                if s == 0 or other == NONE:  # a node of both counts once
+                    here = hosts.workers[e] + (hosts.workers[other] if other != NONE else 0)
+                    k = begin
+                    while k < rings and work.pools[k] != hosts.pool[e]:
+                        k += 1
+                    if k == rings:
+                        work.pools[k], work.near[k], work.ring_nodes[k], work.degrees[k] = hosts.pool[e], 0, 0, 0
+                        rings += 1
+                    work.near[k] = max(work.near[k], here * bank.cp)
+                    work.ring_nodes[k] += 1
+                    nodes += 1
+                e = hosts.following[e]
+        if nodes > 0:
+            mine = nodes if apart[r] else 1
+            lanes = nodes // mine if places == 0 else min(lanes, nodes // mine)
+            places += mine
+    pack_s, unpack_s, slices = 0.0, 0.0, bank.tp[stages.classes[0, 0]]
+    for s in (0, last):
+        for i in range(stages.members[s]):
+            c, k = stages.classes[s, i], 0
+            while work.pools[k] != bank.pool[c]:
+                k += 1
+            work.degrees[k] = bank.tp[c] if work.degrees[k] == 0 else min(work.degrees[k], bank.tp[c])
+            pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
+            slices = slices if bank.tp[c] == slices else 1
+    for k in range(rings):
+        held = work.near[k]
+        work.near[k] = min(held, max(1, int(bank.links.collective[work.pools[k], 0]) // work.degrees[k]))
+        work.ring_nodes[k] = work.ring_nodes[k] * held // work.near[k]
+    n_bytes = bank.tied_values * bank.gradient_bytes
+    node_s, region_s, across_s, _, _ = levels_s(
+        n_bytes,
+        rings,
+        work.pools,
+        work.ring_nodes,
+        work.near,
+        work.degrees,
+        n_bytes * (1.0 if stages.plain[0] else bank.packed_ratio),
+        work.alone,
+        apart,
+        bank.links,
+        False,
+        1.0,
+        work.levels,
+    )
+    if places > 1 and not stages.plain[0]:
+        across_s += bank.tied_values / lanes / slices * (pack_s + unpackings(places, False) * unpack_s)
+    return node_s + region_s + across_s, node_s + region_s
+
+
+@inner
+def tied_pair_s(bank: Bank, work: FluidWork, last: int) -> float:
+    """`_tied_s` where a worker of each stage exchanges what its stage has summed: inside a node if they share one, else
+    over their best link."""
+    stages, hosts, packs = work.stages, work.hosts, work.packs
     best, together, least = np.inf, False, bank.tp[stages.classes[0, 0]]
     for r in range(packs.shape[0]):
         together = together or common_nodes(hosts, 0, last, r) > 0
@@ -873,7 +1001,8 @@ def _tied_s(bank: Bank, stages: Stages, hosts: Hosts, last: int, packs: np.ndarr
             rate = bank.links.bytes_per_s[p, bank.pool[b]]
             if rate > 0:
                 apart = bank.region[a] != bank.region[b] or packs[bank.region[a]]
-                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if apart else 1.0
+                packed = apart and not stages.plain[0]
+                ratio = bank.gradient_ratio[bank.region[a], bank.region[b]] if packed else 1.0
                 seconds = bank.tied_values * bank.gradient_bytes * ratio / rate
                 best = min(best, bank.links.latency_s[p, bank.pool[b]] + seconds)
     return best

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.cost.overlap import gathered_s, summed_s, visible_s
+from polygon.cost.memory import under_way_bytes
+from polygon.cost.overlap import gathered_s, seen_parts, summed_s, visible_s
 from polygon.cost.reduction import collective_s
 from polygon.jit.compilation import inner, kernel
 from polygon.planning.problem_arrays import Bank
@@ -91,8 +92,22 @@ def held_parameters(bank: Bank, values: np.ndarray, c: int, first: int, last: in
 
 @inner
 def gradient_bytes(bank: Bank, c: int, first: int, last: int) -> float:
-    """Of layers [first, last) on a class, those of all devices that divide a layer together."""
-    return float(held_parameters(bank, bank.parameters, c, first, last) * bank.tp[c] * bank.gradient_bytes)
+    """Of layers [first, last) on a class, those of all devices that divide a layer together; without a tied weight that
+    two stages sum apart from all others."""
+    held = held_parameters(bank, bank.parameters, c, first, last) * bank.tp[c]
+    if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1):
+        held -= bank.tied_values
+    return float(held * bank.gradient_bytes)
+
+
+@inner
+def part_at_end(bank: Bank, c: int, first: int, last: int) -> float:
+    """As `polygon.cost.step_times.part_at_end`, of layers [first, last) on a class."""
+    after = min(first + (2 if first == 0 else 1), last)
+    least, whole = bank.parameters[c, after] - bank.parameters[c, first], gradient_bytes(bank, c, first, last)
+    if bank.tied_once and first == 0 and last < bank.parameters.shape[1] - 1:
+        least -= bank.tied_values / bank.tp[c]
+    return max(0.0, float(least * bank.tp[c] * bank.gradient_bytes)) / whole if whole > 0 else 1.0
 
 
 @inner
@@ -111,9 +126,17 @@ def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, shards: 
     """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s, divided by so
     many `shards`, and what packing owes there."""
     c, shards = stages.kinds[s, i], shards if zero else 1
-    owed = stages.owed_bytes[s, i] * (bank.tp[c] if stages.unlike[s] else 1)
-    held = held_parameters(bank, bank.parameters, c, first, last)
-    held *= bank.held_bytes[zero] + stages.outer_bytes[0] + owed
+    count = held_parameters(bank, bank.parameters, c, first, last)
+    tied = bank.tied[c] if bank.tied_once and (first == 0) != (last == bank.parameters.shape[1] - 1) else 0.0
+    owed = (count - tied) * stages.owed_bytes[s, i] * (bank.tp[c] if stages.unlike[s] else 1)
+    owed += tied * stages.tied_owed_bytes[s, i] * (bank.tp[c] if stages.whole_ties[0] else 1)
+    held = count * (bank.held_bytes[zero] + stages.outer_bytes[0]) + owed
+    if bank.on_host[c]:
+        largest = 0.0
+        for layer in (first, min(first + 1, last - 1), last - 1):
+            largest = max(largest, bank.parameters[c, layer + 1] - bank.parameters[c, layer])
+        heard = stages.near[s] + stages.heard[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
+        held += under_way_bytes(heard, count * bank.gradient_bytes, largest * bank.gradient_bytes)
     if bank.outside_bytes > 0:
         held += bank.outside_bytes * _outside(bank, c, first, last) / shards
     if zero and stages.whole_ties[0] and (first == 0) != (last == bank.parameters.shape[1] - 1):
@@ -231,7 +254,9 @@ def _ends_s(bank: Bank, stages: Stages, s: int, i: int, zero: int, seconds: floa
     if zero < 2 or not of.scatters:
         scatter = collective_s(held * of.gradient_bytes, shards, near, p, latency_s, rate, 1, bank.links)
     gather = collective_s(held * of.weight_bytes, shards, near, p, latency_s, rate, 1, bank.links)
-    summed = summed_s(0.0, seconds * 2 / 3, scatter, 0.0, float(last - first), of)[1]
+    layers = float(last - first)
+    last_s = scatter * seen_parts(layers, part_at_end(bank, c, first, last), of)[1]
+    summed = summed_s(0.0, seconds * 2 / 3, scatter, last_s, layers, of)[1]
     return summed + gathered_s(gather, seconds / 3, of)
 
 

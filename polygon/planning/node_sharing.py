@@ -54,6 +54,9 @@ class Hosts(NamedTuple):
     """(entries,) that of the next stage on the same node."""
     turns: np.ndarray
     """(rows,) in which the regions of a stage exchange sums."""
+    places: np.ndarray
+    leaders: np.ndarray
+    """(rows, regions) how many places a stage sums in (`polygon.cost.stage_reduction.Places`), and nodes of each."""
     end_s: np.ndarray
     tail_s: np.ndarray
     """(entries,) of the card looked at: when those that have used it end, and what the one of them with most to do has
@@ -86,6 +89,8 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         following=np.zeros(entries, dtype=np.int64),
         above=np.zeros(entries, dtype=np.int64),
         turns=np.ones(rows, dtype=np.int64),
+        places=np.zeros((rows, regions), dtype=np.int64),
+        leaders=np.zeros((rows, regions), dtype=np.int64),
         end_s=np.zeros(entries),
         tail_s=np.zeros(entries),
     )
@@ -176,7 +181,7 @@ def _enter(hosts: Hosts, node: int, s: int, entry: int) -> int:
 
 
 @inner
-def _beside(hosts: Hosts, e: int, t: int) -> int:
+def beside(hosts: Hosts, e: int, t: int) -> int:
     """The entry of stage t on the node of entry e, -1 if it is not there."""
     other = hosts.lowest[hosts.node[e]]
     while other != NONE and hosts.stage[other] != t:
@@ -189,7 +194,7 @@ def common_nodes(hosts: Hosts, s: int, t: int, region: int) -> int:
     """On how many nodes of a region both stages are."""
     count, e = 0, hosts.first[s, region]
     while e != NONE:
-        if _beside(hosts, e, t) != NONE:
+        if beside(hosts, e, t) != NONE:
             count += 1
         e = hosts.following[e]
     return count
@@ -214,7 +219,7 @@ def near_part(hosts: Hosts, s: int, t: int, region: int, workers: np.ndarray) ->
     """
     part, e = 0.0, hosts.first[s, region]
     while e != NONE:
-        other = _beside(hosts, e, t)
+        other = beside(hosts, e, t)
         if other != NONE:
             part += hosts.workers[e] / workers[s, region] * hosts.workers[other] / workers[t, region]
         e = hosts.following[e]
@@ -253,6 +258,36 @@ def find_crowds(hosts: Hosts, n: int, nodes: np.ndarray, leaving: np.ndarray, cr
 
 
 @inner
+def find_sums(hosts: Hosts, n: int, nodes: np.ndarray, apart: np.ndarray, turns: int) -> None:
+    """Fill `places`, `leaders` and `turns` of n stages.
+
+    Parameters
+    ----------
+    nodes : ndarray, shape (rows, regions)
+        As `find_hosts` fills it.
+    apart : ndarray of bool, shape (rows, regions)
+        Whether nodes of a stage send one another packed gradients there.
+    turns : int
+        `Runtime.sum_turns`.
+    """
+    for s in range(n):
+        for r in range(nodes.shape[1]):
+            count = nodes[s, r]
+            hosts.places[s, r] = count if apart[s, r] else min(count, 1)
+            hosts.leaders[s, r] = min(count, 1) if apart[s, r] else count
+        hosts.turns[s] = turns_between(hosts.leaders[s], turns)
+
+
+@inner
+def _sent_bytes(hosts: Hosts, s: int, a: int, b: int, regions: np.ndarray, wire_bytes: float) -> float:
+    """What a stage sends from one region to another: of its packed gradient, there and back as sums."""
+    total = 0
+    for r in regions:
+        total += hosts.places[s, r]
+    return float(2 * wire_bytes * hosts.places[s, a] * hosts.places[s, b] / total)
+
+
+@inner
 def cards_free_s(
     bank: Bank,
     hosts: Hosts,
@@ -260,7 +295,8 @@ def cards_free_s(
     regions: np.ndarray,
     nodes: np.ndarray,
     n_bytes: np.ndarray,
-    sent_bytes: np.ndarray,
+    wire_bytes: np.ndarray,
+    apart: np.ndarray,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
 ) -> float:
@@ -271,26 +307,31 @@ def cards_free_s(
     regions : ndarray of int64
         Those in which the stages are.
     nodes : ndarray, shape (rows, regions)
-        As `find_hosts` fills it.
+        As `find_hosts` fills it; `places` are those of `find_sums`.
     n_bytes, begin_s, tail_s : ndarray, shape (rows,)
         Gradient bytes of a worker of each stage that nodes of a region sum at the end of a step, when it begins to
         reduce (later stages first), and seconds from the end of its reduction to the end of its step.
-    sent_bytes : ndarray, shape (rows,)
-        As for `pairs_free_s`; zeros if the step does not wait for what leaves regions.
+    wire_bytes : ndarray, shape (rows,)
+        Those that go from place to place; zeros if the step does not wait for them.
+    apart : ndarray of bool, shape (rows, regions)
+        As for `find_sums`.
     """
     latest = 0.0
     for s in range(n - 1, -1, -1):
         for r in regions:
             count, e = nodes[s, r], hosts.first[s, r]
-            away = 0.0
+            away, members = 0.0, 0
             for b in regions[: len(regions) if e != NONE else 0]:
-                away += sent_bytes[s] * bank.gradient_ratio[r, b] / count if b != r and nodes[s, b] > 0 else 0.0
+                members += hosts.places[s, b]
+                if b != r and not apart[s, r]:
+                    away += _sent_bytes(hosts, s, r, b, regions, wire_bytes[s]) / count
+            members, sent = (members, wire_bytes[s]) if apart[s, r] else (count, n_bytes[s])
             while e != NONE:
                 above = hosts.above[e]
                 end, tail = 0.0, 0.0
                 if above != NONE:
                     end, tail = hosts.end_s[above], hosts.tail_s[above]
-                busy = 2 * (1 - 1 / count) * n_bytes[s] / bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
+                busy = 2 * (1 - 1 / members) * sent / bank.links.bytes_per_s[hosts.pool[e], hosts.pool[e]]
                 busy += away / bank.links.card_bytes_per_s[hosts.pool[e]]
                 if busy > 0:
                     used = end > 0
@@ -310,42 +351,48 @@ def pairs_free_s(
     n: int,
     regions: np.ndarray,
     nodes: np.ndarray,
-    sent_bytes: np.ndarray,
+    wire_bytes: np.ndarray,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
     least_s: float,
 ) -> float:
     """When stages that share node pairs between regions have reduced and done the rest; no less than `least_s`.
 
-    Parameters
-    ----------
-    sent_bytes : ndarray, shape (rows,)
-        What a region sends to another one, before packing.
-    regions, nodes, begin_s, tail_s : ndarray
-        As for `cards_free_s`.
+    Parameters are those of `cards_free_s`.
     """
     latest = least_s
-    for s in range(n):
-        hosts.turns[s] = turns_between(nodes[s], bank.links.sum_turns)
     for a in regions:
         for b in regions:
             rate = bank.links.bytes_per_s[bank.stands[a], bank.stands[b]]
             if a == b or rate <= 0:
                 continue
-            s_per_byte = bank.gradient_ratio[a, b] / rate
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    pairs = pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s])
-                    end = max(end, begin_s[s]) + sent_bytes[s] / pairs * s_per_byte
+                    sent = _sent_bytes(hosts, s, a, b, regions, wire_bytes[s])
+                    end = max(end, begin_s[s]) + sent * _largest_part(hosts, nodes, s, a, b) / rate
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
                 for s in range(n - 1, -1, -1):
                     if nodes[s, a] > 0 and nodes[s, b] > 0:
-                        free = _pair_free_s(hosts, nodes, n, s, a, b, sent_bytes, s_per_byte, begin_s, tail_s)
+                        free = _pair_free_s(hosts, nodes, n, s, a, b, regions, wire_bytes, 1 / rate, begin_s, tail_s)
                         latest = max(latest, free)
     return latest
+
+
+@inner
+def _every_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int) -> bool:
+    """Whether all nodes of two regions send one another parts of stage s, as some are places by themselves."""
+    return bool(hosts.leaders[s, a] < nodes[s, a] or hosts.leaders[s, b] < nodes[s, b])
+
+
+@inner
+def _largest_part(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int) -> float:
+    """Part of what stage s sends from region a to b that the node pair with most has."""
+    if _every_pair(hosts, nodes, s, a, b):
+        return float(1.0 / (nodes[s, a] * nodes[s, b]))
+    return 1.0 / pairs_at_once(nodes[s, a], nodes[s, b], hosts.turns[s])
 
 
 @inner
@@ -356,7 +403,8 @@ def _pair_free_s(
     s: int,
     a: int,
     b: int,
-    sent_bytes: np.ndarray,
+    regions: np.ndarray,
+    wire_bytes: np.ndarray,
     s_per_byte: float,
     begin_s: np.ndarray,
     tail_s: np.ndarray,
@@ -370,7 +418,8 @@ def _pair_free_s(
         for t in range(n - 1, s - 1, -1):
             part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
             if part > 0:
-                end = max(end, begin_s[t]) + sent_bytes[t] * part * s_per_byte
+                sent = _sent_bytes(hosts, t, a, b, regions, wire_bytes[t])
+                end = max(end, begin_s[t]) + sent * part * s_per_byte
                 tail = max(tail, tail_s[t])
                 users += 1
         if users > 1:
@@ -390,6 +439,8 @@ def _part_of_pair(hosts: Hosts, nodes: np.ndarray, s: int, a: int, b: int, node:
     i, k = _place(hosts, s, a, node), _place(hosts, s, b, mate)
     if i < 0 or k < 0:
         return 0.0
+    if _every_pair(hosts, nodes, s, a, b):
+        return float(1.0 / (nodes[s, a] * nodes[s, b]))
     return float(part_of_pair(i, nodes[s, a], k, nodes[s, b], hosts.turns[s]))
 
 

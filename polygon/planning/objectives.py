@@ -133,7 +133,8 @@ def fluid_egress_bytes(
     - activations and their gradients: M w |sigma_s(r) - sigma_{s+1}(r)|, as what can stay in its region stays;
     - gradients of a stage in R regions: 2 (R - 1) / R of the packed gradient from each (by ring or direct exchange),
       once in `local_steps` steps;
-    - a tied embedding's gradient, both ways, where first and last stage lie in different regions.
+    - a tied embedding's gradient: of one more stage, where the first and the last are (`Runtime.tied_once`), or both
+      ways, where these lie in different regions.
     """
     regions = bank.activation_wire.shape[0]
     rows = workers[workers.any(axis=1)][:stages]
@@ -157,12 +158,14 @@ def fluid_egress_bytes(
         if len(here) > 1:
             classes = np.flatnonzero(rows[s])
             held = bank.parameters[classes, last[s]] - bank.parameters[classes, first[s]]
-            if s and last[s] == bank.parameters.shape[1] - 1:
-                held = held + bank.tied[classes]
-            n_bytes = float((held * bank.tp[classes]).max()) * bank.gradient_bytes * ratio
-            egress[here] += 2 * (len(here) - 1) / len(here) * n_bytes
+            held = held * bank.tp[classes]
+            if stages > 1 and s in (0, stages - 1):
+                # One copy is among the first stage's parameters, the other not among the last's.
+                held += bank.tied_values * ((s > 0) - bank.tied_once)
+            egress[here] += 2 * (len(here) - 1) / len(here) * float(held.max()) * bank.gradient_bytes * ratio
     if bank.tied_values and stages > 1:
-        a, b = (int(bank.region[np.flatnonzero(rows[s])[0]]) for s in (0, -1))
-        if a != b:
-            egress[[a, b]] += bank.tied_values * bank.gradient_bytes * ratio
+        here = np.flatnonzero(part[0] + part[-1])
+        if not bank.tied_once:
+            here = np.unique([int(bank.region[np.flatnonzero(rows[s])[0]]) for s in (0, -1)])
+        egress[here] += 2 * (len(here) - 1) / len(here) * bank.tied_values * bank.gradient_bytes * ratio
     return egress

@@ -100,7 +100,9 @@ class Bank(NamedTuple):
     gradient_codec_s: np.ndarray
     """(2, c) seconds per value to pack (with error feedback) and to unpack them on a device."""
     owed_bytes: float
-    """Per gradient that a leader packs, of what packing has dropped of it (`leading_nodes`); 0: none is packed."""
+    """Per gradient that a leader packs, of what packing has dropped of it (`room_of_sums`); 0: none is packed."""
+    on_host: np.ndarray
+    """(c,) whether buffers of sums lie in the memory of the devices: that of processors."""
     packs_inside: np.ndarray
     """(d,) whether nodes of a region may send one another packed gradients (`link_compression.pays_inside`)."""
     local_steps: int
@@ -114,6 +116,8 @@ class Bank(NamedTuple):
     micro_batches: int
     tied_values: float
     """Parameters of tied embeddings; 0 if they are not."""
+    tied_once: bool
+    """As in `Runtime`."""
 
 
 def splits_sequence(problem: Problem, tp: int, cp: int = 1) -> bool:
@@ -310,6 +314,7 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         packed_ratio=gradients.packed_ratio,
         gradient_codec_s=gradients.codec_s,
         owed_bytes=float(batch.gradient_bytes) if gradients.packs else 0.0,
+        on_host=np.array([pool.device.is_cpu and problem.runtime.by_layer for pool in pools]),
         packs_inside=gradients.inside,
         local_steps=1 if batch.precision == "fp16" else max(may.local_steps),
         stands=stands,
@@ -317,9 +322,6 @@ def build_bank(tables: CostTables, classes: Classes, setting: Setting, may: Allo
         overlap=overlap_of(problem.runtime, batch),
         copies_s=np.array([copies_s(1.0, tables, p) for p, _ in classes]),
         micro_batches=batch.global_batch // micro_batch_size,
-        tied_values=float(
-            problem.model.head_weight_parameters()
-            if problem.model.tied_embeddings and problem.model.family != "vit"
-            else 0
-        ),
+        tied_values=float(problem.model.tied_values),
+        tied_once=bool(problem.runtime.tied_once),
     )

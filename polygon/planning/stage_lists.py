@@ -35,11 +35,16 @@ class Stages(NamedTuple):
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
     owed_bytes: np.ndarray
-    """Per parameter held by a kind, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
+    """Per parameter held by a kind, of what packing owes (`polygon.cost.stage_reduction.room_of_sums`)."""
     outer_bytes: np.ndarray
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
     unlike: np.ndarray
     """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
+    tied_owed_bytes: np.ndarray
+    """(rows, classes) per parameter of a weight that the first and the last stage sum apart, what packing owes."""
+    near: np.ndarray
+    heard: np.ndarray
+    """(rows,) buffers of sums as `SumsRoom.heard` has them: inside regions, and between them if nothing is packed."""
     plain: np.ndarray
     """(1,) whether no gradient is packed, as memory does not hold what that owes."""
     whole_ties: np.ndarray
@@ -75,6 +80,9 @@ def stages_for(rows: int, classes: int) -> Stages:
         owed_bytes=np.zeros(shape),
         outer_bytes=np.zeros(1),
         unlike=np.zeros(rows, dtype=np.bool_),
+        tied_owed_bytes=np.zeros(shape),
+        near=np.zeros(rows),
+        heard=np.zeros(rows),
         plain=np.zeros(1, dtype=np.bool_),
         whole_ties=np.zeros(1, dtype=np.bool_),
         turn=np.zeros(rows, dtype=np.int64),

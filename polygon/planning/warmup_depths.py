@@ -21,8 +21,8 @@ import numpy as np
 
 from polygon.cost.estimate import group_memory
 from polygon.cost.simulation import backward_order
-from polygon.cost.stage_reduction import leading_nodes
-from polygon.cost.step_times import StepTimes, alike, unpaced_times
+from polygon.cost.stage_reduction import room_of_sums
+from polygon.cost.step_times import StepTimes, alike, numbered, unpaced_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
 from polygon.jit.compilation import general
@@ -101,11 +101,11 @@ def rooms(plan: Plan, tables: CostTables, times: StepTimes) -> np.ndarray:
     result = np.empty(len(place.stage), dtype=np.int64)
     for s in range(len(plan.stages)):
         mine = place.members(s)
-        leaders = leading_nodes(plan, place, s, tables.links)
-        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s], leaders)
+        which, different = numbered(room_of_sums(plan, place, s, tables.links, tables.problem.runtime))
+        kinds, kind = alike(place.pool[mine], place.tp[mine], place.shards[s], which)
         room = np.empty(len(kinds), dtype=np.int64)
-        for k, (pool, tp, shards, nodes) in enumerate(kinds):
-            one = group_memory(plan, tables, s, tp=tp, in_flight=1.0, shards=shards, leaders=nodes)
+        for k, (pool, tp, shards, sums) in enumerate(kinds):
+            one = group_memory(plan, tables, s, tp=tp, in_flight=1.0, shards=shards, sums=different[sums])
             free = float(tables.limit_bytes[pool]) - one.total_bytes
             more = math.floor(free / one.activations) if one.activations > 0 else plan.micro_batches
             room[k] = min(1 + more, plan.micro_batches) if free >= 0 else 0

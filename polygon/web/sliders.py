@@ -27,7 +27,7 @@ from polygon.bounds.lower_bound import LowerBound, link_free_bound, lower_bound
 from polygon.cost.collectives import double_tree_all_reduce_s
 from polygon.cost.estimate import Estimate, estimate
 from polygon.cost.stage_reduction import ReductionCost, group_packing, stage_reduction
-from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of
+from polygon.cost.step_times import StepTimes, held_parameters, stages_on_pairs, step_times, sums_of, tied_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
@@ -242,37 +242,44 @@ def _reduction(
     problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, changes: Changes
 ) -> ReductionCost:
     plain = times.reductions[s]
-    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    n_values = summed_values(plan, tables, s)
     n_bytes = n_values * problem.batch.gradient_bytes
     if plan.stages[s].width == 1:
         return plain
     if changes.algorithm != "hierarchical":
         total_s = flat_s(problem, plan, tables, times, s, changes.algorithm) / plan.local_steps
         # Nobody leads: each waits for all in every round.
-        return replace(plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, outer_s=0.0, ways=None)
+        return replace(
+            plain, node_s=0.0, region_s=0.0, across_s=total_s, latency_s=0.0, card_s=0.0, outer_s=0.0, ways=None
+        )
     assert changes.chunk_mb is not None
     place = times.place
     shared = stages_on_pairs(plan, place, len(problem.cluster.regions))
     fixed_cost = stage_reduction(
-        plan, s, 0.0, problem.batch, tables.links, place, shared, problem.runtime, problem.model
+        plan, s, 1.0, problem.batch, tables.links, place, shared, problem.runtime, problem.model, plain.last
     )
     empty = fixed_cost.with_local_steps(plan.local_steps)
-    pieces = max(1, math.ceil(n_bytes / (changes.chunk_mb * 1e6)))
+    # What comes last is one message by itself, and all others are as large.
+    pieces = max(1, math.ceil(n_bytes * plain.last / (changes.chunk_mb * 1e6)))
     names = ("node_s", "region_s", "across_s")
     fixed = [getattr(empty, name) for name in names]
     each = [a + max(0.0, getattr(plain, name) - a) / pieces for name, a in zip(names, fixed, strict=True)]
-    total_s = sum(each) + (pieces - 1) * max(each)
-    longer = total_s / (plain.total_s or 1.0)
+    longer = pieces * sum(each) / (plain.total_s or 1.0)
     ways = plain.ways
     if ways is not None:  # the bytes, and so what keeps links busy, are the same
         ways = ways._replace(whole_s=ways.whole_s * longer, last_s=ways.last_s * longer)
     return replace(
         plain,
-        node_s=plain.node_s * longer,
-        region_s=plain.region_s * longer,
-        across_s=plain.across_s * longer,
+        **{name: pieces * seconds for name, seconds in zip(names, each, strict=True)},
+        last=plain.last / pieces,
         ways=ways,
     )
+
+
+def summed_values(plan: Plan, tables: CostTables, s: int) -> float:
+    """Gradients that a worker of stage s sums with the others."""
+    held = max(held_parameters(plan, tables, s, worker.tp) * worker.tp for worker in plan.stages[s].workers)
+    return held - tied_parameters(plan, tables, s)
 
 
 def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s: int, algorithm: str) -> float:
@@ -282,7 +289,7 @@ def flat_s(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, s
     p = len(mine)
     if p == 1:
         return 0.0
-    n_values = max(held_parameters(plan, tables, s, w.tp) * w.tp for w in plan.stages[s].workers)
+    n_values = summed_values(plan, tables, s)
     mode = group_packing(plan, np.unique(place.region[mine]))
     wire = packed_bytes(n_values, problem.batch.gradient_bytes, mode)
     plain = n_values * problem.batch.gradient_bytes

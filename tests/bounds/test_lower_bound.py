@@ -19,7 +19,8 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
-from polygon.domain.plan import COMPRESSIONS, Constraints, Problem
+from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder, Infeasible
@@ -244,3 +245,33 @@ def test_sums_inside_a_region_count_for_stages_in_several():
         return lower_bound(CostTables(replace(problem_of(cluster), constraints=only))).seconds
 
     assert seconds(slow) > 1.3 * seconds(Link(latency_s=5e-5, bytes_per_s=5e10))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_no_stage_has_more_to_sum_than_the_bound_of_it_says(once):
+    """Of two stages in two regions, the shared weight in a sum of its own or in both stages': gradients, what comes
+    last of them, and the sum of the weight."""
+    cluster = cluster_of([[("t4", 1, 2)]] * 2, bytes_per_s=1e8)
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=8, seq_len=256, precision="fp32"))
+    problem = replace(problem, runtime=replace(problem.runtime, tied_once=once))
+    tables, layers = CostTables(problem), problem.model.layers
+    traffic = LeastTraffic(tables, Kinds.of(tables), 1)
+    stages = tuple(
+        Stage(first_layer=a, last_layer=b, workers=tuple(Worker(pool=r, devices=(2 * r + s,)) for r in range(2)))
+        for s, (a, b) in enumerate(((0, 4), (4, layers)))
+    )
+    plan = Plan(
+        stages=stages,
+        routes=np.arange(8)[:, None] % np.array([2, 2]),
+        micro_batch_size=1,
+        spans=stage_spans(stages, (2, 2)),
+    )
+    times = step_times(plan, tables)
+    for stage, cost in zip(stages, times.reductions, strict=True):
+        place = stage.first_layer, stage.last_layer
+        assert traffic.gradient_bytes[place] == pytest.approx(cost.wire_bytes)
+        assert traffic.part_at_end[place] <= cost.last * (1 + 1e-9)
+        for tier in traffic.across(np.ones(1), np.zeros((layers, layers + 1)), traffic.part_at_end)[0]:
+            assert tier.near_s[place] <= (cost.streamed_s - cost.latency_s) * (1 + 1e-9)
+            assert tier.exposed_s[place] <= max(cost.last_s, cost.streamed_s) * (1 + 1e-9)
+    assert 0 < traffic.tied_s <= times.tied_s * (1 + 1e-9)

@@ -51,7 +51,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl, apart, last):
             sum_turns=7,
         )  # fmt: skip
         one = np.ones(len(members), dtype=np.int64)
-        *parts, far_s = levels_s(
+        *parts, far_s, _ = levels_s(
             n_bytes, len(members), np.array(members), np.array(used), one, one,
             wire, np.ones((n, n)), apart, arrays, whole, last, levels_room(n, n),
         )  # fmt: skip
@@ -77,7 +77,7 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
         """Least seconds by the steps of nodes that so many belong to."""
         fewest = max(step for step in NODES if step <= nodes)
         most = min([step - 1 for step in NODES if step > nodes], default=10**6)
-        return of.seconds(np.array([n_bytes]), np.array([wire]), HOP, fewest, most)[:, 0]
+        return of.seconds(np.array([n_bytes]), np.array([wire]), HOP, fewest, most)[0, :, 0]
 
     row = {tuple(np.flatnonzero(members[0]).tolist()): i for i, members in enumerate(sets.members)}
     for members in itertools.chain(*(itertools.combinations(np.flatnonzero(links.nodes), k) for k in range(2, n + 1))):
@@ -100,5 +100,5 @@ def test_no_set_of_regions_is_priced_below_its_bound(n, seed, n_bytes, whole, nc
 def test_one_region_sums_with_nobody():
     """Without two regions there is no set, and no group of sets."""
     sets = summing_sets(drawn_links(1, 0), whole=False)
-    assert sets.seconds(np.array([1.0]), np.array([1.0]), HOP, 1, 1).shape == (0, 1)
+    assert sets.seconds(np.array([1.0]), np.array([1.0]), HOP, 1, 1).shape == (2, 0, 1)
     assert list(groups_by_capacity(sets.capacity(np.ones(1)), 8)) == []

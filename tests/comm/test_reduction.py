@@ -3,8 +3,12 @@
 import time
 from collections import defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polygon_comm import line
 from polygon_comm.accelerator import Accelerator
 from polygon_comm.compression import make_codec
 from polygon_comm.line import SUMS_UNDER_WAY
@@ -12,8 +16,16 @@ from polygon_comm.reduction import SumGroup, members_of
 from polygon_comm.transport import Wires
 from torch.distributed import TCPStore
 
+from polygon.cost import memory
 from polygon.cost.reduction import pairs_at_once, passes_of_card
 from polygon.cost.shared_links import node_pairs
+from polygon.cost.stage_reduction import room_of_sums
+from polygon.cost.tables import CostTables
+from polygon.domain.model import Batch
+from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
+from tests.linked_regions import cluster_of, small_gpt
+from tests.nightly import cases
 from tests.patience import PATIENCE_S
 from tests.real_ranks import run_ranks
 
@@ -283,6 +295,59 @@ def test_buffers_of_a_sum_are_what_a_leader_hears_and_sends(region_of, codec):
         assert needs == pytest.approx(near + leads * (heard + packed), rel=0.05)
 
 
+def heard_in_plan(region_of, codec):
+    """Bytes of buffers per byte of gradient that the price of a plan has for each rank, the ranks of a region on one
+    node of processors."""
+    counts = [region_of.count(r) for r in sorted(set(region_of))]
+    cluster = cluster_of([[("cpu-core", 1, count)] for count in counts])
+    problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=8, seq_len=64, precision="fp32"))
+    workers = tuple(Worker(pool=r, devices=(rank,)) for rank, r in enumerate(region_of))
+    stages = (Stage(first_layer=0, last_layer=problem.model.layers, workers=workers),)
+    every = range(len(counts))
+    plan = Plan(
+        stages=stages,
+        routes=np.arange(8)[:, None] % len(workers),
+        micro_batch_size=1,
+        spans=stage_spans(stages, (len(workers),)),
+        links=tuple(LinkUse(source=a, target=b, weight_gradients=codec) for a in every for b in every if a != b),
+    )
+    tables = CostTables(problem)
+    rooms = room_of_sums(plan, tables.placement(plan), 0, tables.links, problem.runtime)
+    return [room.heard for room in rooms]
+
+
+@pytest.mark.parametrize(
+    ("region_of", "codec"),
+    [((0, 1), "none"), ((0, 1, 2), "int8"), ((0, 1, 2, 3), "none"), ((0, 0, 1), "int8"), ((0, 0), "none")],
+)
+def test_memory_has_the_buffers_of_sums_under_way(region_of, codec):
+    """As much as ranks say that a sum needs (`SumGroup.buffer_bytes`, what they hear and send); who leads nothing is
+    taken for who leads. As many sums are under way as the line lets be."""
+    ranks = run_ranks(buffers_on_rank, len(region_of), region_of, codec)
+    for heard, (needs, _, _, leads) in zip(heard_in_plan(region_of, codec), ranks, strict=True):
+        if leads or len(set(region_of)) == 1:
+            assert needs == pytest.approx(heard * 4 * ELEMENTS, rel=0.05)
+        assert needs <= heard * 4 * ELEMENTS * 1.05
+    rules = memory.SUMS_UNDER_WAY, memory.BYTES_UNDER_WAY, memory.MOST_UNDER_WAY
+    assert rules == (line.SUMS_UNDER_WAY, line.BYTES_UNDER_WAY, line.MOST_UNDER_WAY)
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(sizes=st.lists(st.floats(1e3, 3e9), min_size=1, max_size=50), heard=st.floats(0.1, 4))
+def test_no_sums_under_way_hold_more_than_memory_has(sizes, heard):
+    """Any that follow one another, as many as there is room for (`SumLine._room`)."""
+    priced = memory.under_way_bytes(heard, sum(sizes), max(sizes))
+    under_way = deque()
+    for size in sizes:
+        while len(under_way) >= line.SUMS_UNDER_WAY and (
+            heard * (sum(under_way) + size) > line.BYTES_UNDER_WAY or len(under_way) >= line.MOST_UNDER_WAY
+        ):
+            under_way.popleft()
+        under_way.append(size)
+        assert heard * sum(under_way) <= priced * (1 + 1e-9)
+    assert priced <= heard * sum(sizes) * (1 + 1e-9)
+
+
 def owed_on_rank(rank, port, region_of, codec, node_of):
     """Numbers that packing keeps on this rank after a sum."""
     store = TCPStore("127.0.0.1", port, len(region_of), rank == 0, wait_for_workers=False)
@@ -310,6 +375,6 @@ def owed_on_rank(rank, port, region_of, codec, node_of):
 )
 def test_who_leads_keeps_what_packing_dropped_of_its_part_of_the_gradient(region_of, codec, node_of, nodes):
     """As many numbers as of the gradient, shared out over the nodes of a region: what memory is priced by
-    (`polygon.cost.stage_reduction.leading_nodes`; of low-rank factors one node keeps all, others none)."""
+    (`polygon.cost.stage_reduction.room_of_sums`; of low-rank factors one node keeps all, others none)."""
     held = run_ranks(owed_on_rank, len(region_of), region_of, codec, node_of)
     assert held == [ELEMENTS / count if count else 0 for count in nodes]

@@ -62,7 +62,9 @@ def assert_scaled(plan: Plan, problem: Problem) -> None:
     shape=st.sampled_from([(4, 1, 4, 1), (2, 2, 4, 1), (2, 8, 1, 1), (1, 4, 2, 2), (16, 1, 1, 1), (1, 1, 8, 1)]),
     zero=st.integers(0, 3),
     nodes=st.sampled_from([2, 4]),
-    runtime=st.builds(Runtime, owned_weights=st.booleans(), zero2_by_micro_batch=st.booleans()),
+    runtime=st.builds(
+        Runtime, owned_weights=st.booleans(), zero2_by_micro_batch=st.booleans(), tied_once=st.booleans()
+    ),
 )
 def test_a_factor_of_communication_scales_every_term_of_it(shape, zero, nodes, runtime):
     """Of splits of equal nodes: messages, sums, gathers, tied embeddings, tensor and context parallelism."""
@@ -114,11 +116,17 @@ def test_a_factor_of_communication_scales_traffic_of_shards(zero):
 
 
 def test_tied_embeddings_of_one_node_take_its_fabric():
-    """GPT-3 1.3B in eight stages on one NVLink node: 51,200 x 2,048 fp32 gradients at 300 GB/s, not by network."""
+    """GPT-3 1.3B in eight stages on one NVLink node: 51,200 x 2,048 fp32 gradients at 300 GB/s, not by network, where
+    two workers exchange them."""
     model = catalogue.model("gpt3-1.3b")
     between = Link(latency_s=5e-5, bytes_per_s=1.25e9)
     problem = equal_nodes(
-        model, Batch(global_batch=64, seq_len=2048), catalogue.device("a100-80gb"), nodes=2, between=between
+        model,
+        Batch(global_batch=64, seq_len=2048),
+        catalogue.device("a100-80gb"),
+        nodes=2,
+        between=between,
+        runtime=Runtime(),
     )
     near, far = (step_times(uniform_plan(problem, c), CostTables(problem)).tied_s for c in (INSIDE, ACROSS))
     n_bytes = model.head_weight_parameters() * 4

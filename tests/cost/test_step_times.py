@@ -181,7 +181,7 @@ def test_the_last_layer_passes_the_latency(regions, rate):
     assert reduced_s <= end_s + cost.total_s * (1 + 1e-9)
     assert reduced_s >= begin_s + cost.total_s * (1 - 1e-9)
     if rate == 1e12:
-        assert reduced_s == pytest.approx(end_s + cost.latency_s, rel=1e-3)
+        assert reduced_s == pytest.approx(end_s + cost.latency_s, rel=2e-3)
 
 
 def test_split_gradients_are_scattered_and_split_weights_gathered_for_every_micro_batch():

@@ -66,7 +66,7 @@ def layout_stages(text):
 def test_megatron_layouts_are_the_stages():
     """A layout string read back gives the layers of every stage of the plan."""
     checked = 0
-    for problem, plan, tables in drawn(16):
+    for problem, plan, tables in drawn(24):
         uniform = find_uniform(problem, plan, tables, MEGATRON)
         if uniform is not None:
             text = layout(uniform.plan, problem.model)

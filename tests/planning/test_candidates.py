@@ -211,7 +211,8 @@ def test_a_stage_is_split_into_halves_or_by_classes(decoder):
 def test_exact_candidates_are_valued_before_their_packings_are_settled():
     """What regions send is settled by simulation in the search's draft alone; whether nodes of a region send one
     another packed gradients, which counts for more, is tried in every draft: in one stage of both regions too."""
-    cluster = cluster_of([[("t4", 2, 2)], [("a100-40gb", 1, 4)]], latency_s=1e-3, bytes_per_s=1e8)
+    groups = [[("t4", 2, 2)], [("a100-40gb", 1, 4)]]
+    cluster = cluster_of(groups, latency_s=1e-3, bytes_per_s=2e8, node_bytes_per_s=5e9)
     decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
     for rows in ([{(0, 2): 2, (1, 1): 2}], [{(0, 1): 4, (1, 1): 2}, {(1, 1): 2}]):
         workers = np.array([[row.get(of, 0) for of in decoder.classes] for row in rows])

@@ -257,3 +257,18 @@ def test_parts_of_a_sequence_sum_their_gradients_in_the_relaxation_too(devices, 
     times = decoder.step_times(decoder.decode(x))
     assert times.whole_reductions_s.max() > 0.3 * times.step_s
     assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.03)
+
+
+def test_regions_that_meet_seldom_sum_a_shared_weight_seldom_too():
+    """A pipeline in each of two regions, a vocabulary that is most of the model and 64 local steps: the relaxed step is
+    the plan's, far below what the weight alone takes between regions."""
+    cluster = cluster_of([[("t4", 2, 1)]] * 2, latency_s=0.1, bytes_per_s=2e7)
+    limits = Constraints(local_steps=(1, 64), compressions=("none",))
+    batch = Batch(global_batch=16, seq_len=512)
+    problem = Problem(cluster=cluster, model=small_gpt(vocab_size=64000), batch=batch, constraints=limits)
+    decoder = Decoder(problem)
+    x = Allocation(workers=np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 2), micro_batch_size=1)
+    plan = decoder.decode(x)
+    assert plan.local_steps == 64
+    assert decoder.fluid_s(x)[0] == pytest.approx(decoder.plan_value(plan), rel=0.1)
+    assert decoder.plan_value(plan) < problem.model.tied_values * batch.gradient_bytes / 2e7

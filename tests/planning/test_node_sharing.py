@@ -11,12 +11,12 @@ from numba import njit
 from polygon.cost.shared_links import busy_on_shared, last_end_s
 from polygon.cost.stage_reduction import stage_devices
 from polygon.domain.model import Batch
-from polygon.domain.plan import Constraints, Plan, Problem
+from polygon.domain.plan import Constraints, LinkUse, Plan, Problem
+from polygon.domain.runtime import Runtime
 from polygon.planning.candidates import Candidates
 from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.fluid import FITS
-from polygon.planning.link_compression import without_inside
-from polygon.planning.node_sharing import cards_free_s, pairs_free_s
+from polygon.planning.fluid import FIRST, FITS, fluid_step_s, tied_pair_s, tied_sum_s
+from polygon.planning.node_sharing import cards_free_s, find_sums, pairs_free_s
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
 
@@ -28,8 +28,21 @@ def free_s(bank, work, n, begin_s, tail_s):
     """Both kernels on what `fluid_step_s` has left in its room."""
     hosts, of = work.hosts, work.reduction
     regions, nodes = np.arange(3), work.places.nodes
-    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.sent_bytes, begin_s, tail_s)
-    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.sent_bytes, begin_s, tail_s, 0.0)
+    find_sums(hosts, n, nodes, work.packed, bank.links.sum_turns)
+    cards = cards_free_s(bank, hosts, n, regions, nodes, of.card_bytes, of.wire_bytes, work.packed, begin_s, tail_s)
+    return cards, pairs_free_s(bank, hosts, n, regions, nodes, of.wire_bytes, begin_s, tail_s, 0.0)
+
+
+@njit
+def tied_s_of(bank, work, last, apart):
+    """Seconds of the sum of tied embeddings."""
+    return tied_sum_s(bank, work, last, apart)[0]
+
+
+@njit
+def tied_pair_s_of(bank, work):
+    """The same of two stages, between a worker of each."""
+    return tied_pair_s(bank, work, 1)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +57,21 @@ def decoder():
 def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
     """Nodes by stage and region are those of the plan; whoever shares links ends as `last_end_s` has it."""
     rng = np.random.default_rng(seed)
-    x = Candidates(decoder, 4).random(rng)
-    plan = decoder.decode(x, relax=False)
+    x = decoder.legal(Candidates(decoder, 4).random(rng))
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
     n = int(x.workers.any(axis=1).sum())
     if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
         return  # it has no plan, or one without some of the workers
-    places = [{decoder.problem.cluster.pools[worker.pool].region for worker in stage.workers} for stage in plan.stages]
-    if any(of & plan.packed_inside and len(of) > 1 for of in places):
-        # Every node that packs is then one of the places between which node pairs are shared: the kernel knows regions.
-        plan = replace(plan, links=without_inside(plan.links))
-    decoder.fluid_s(x)
-    work, times = decoder._work(len(x.workers)), decoder.step_times(plan)
+    work, rows = decoder._work(len(x.workers)), len(x.workers)
+    room = np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)
+    assert fluid_step_s(decoder.bank(x.setting), x.workers, *room, work, FIRST)[1] == FITS
+    # A plan packs inside a region for all stages or none, the relaxation for those that it makes shorter.
+    work.packed[:] = apart = np.isin(np.arange(3), list(plan.packed_inside))
+    if n > 1:
+        tied_s = tied_s_of(decoder.bank(x.setting), work, n - 1, apart)
+        assert tied_s == pytest.approx(decoder.step_times(plan).tied_s)
+        assert work.reduction.tied[0] <= tied_s * (1 + 1e-9)
+    times = decoder.step_times(plan)
     place = times.place
     for s in range(n):
         mine = np.unique(np.stack([place.region[place.members(s)], place.node[place.members(s)]]), axis=1)
@@ -71,6 +88,53 @@ def test_stages_are_on_the_nodes_of_the_plan_and_wait_as_long(decoder, seed):
             assert mine_s == pytest.approx(exact_s)
 
 
+@settings(max_examples=cases(30), deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_sums_take_in_the_relaxation_what_they_do_in_the_plan(seed):
+    """All of a stage's, what comes last of them, and of a shared weight, where nothing is packed or divided."""
+    limits = Constraints(compressions=("none",))
+    batch = Batch(global_batch=32, seq_len=512)
+    decoder = Decoder(Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits))
+    x = decoder.legal(Candidates(decoder, 4).random(np.random.default_rng(seed)))
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    if not isinstance(plan, Plan) or sum(stage.width for stage in plan.stages) < x.workers.sum():
+        return
+    work, rows = decoder._work(len(x.workers)), len(x.workers)
+    room = np.zeros(rows + 1, dtype=np.int64), np.zeros((3, rows), dtype=np.int64), np.zeros(3, dtype=np.int64)
+    assert fluid_step_s(decoder.bank(x.setting), x.workers, *room, work, FIRST)[1] == FITS
+    times, of = decoder.step_times(plan), work.reduction
+    for s, stage in enumerate(plan.stages):
+        if not stage.zero:
+            # Norms count once a device: with more of them a layer's part is another in the fourth digit.
+            assert of.whole[s] == pytest.approx(times.sums[0, s], rel=1e-3)
+            assert of.last[s] == pytest.approx(times.sums[1, s], rel=1e-3)
+    if len(plan.stages) > 1:
+        assert of.tied_inside[0] == pytest.approx(times.tied.node_s + times.tied.region_s)
+
+
+@pytest.mark.parametrize("inside", [(), (0,), (0, 1)])
+def test_nodes_that_pack_share_pairs_as_places_by_themselves(decoder, inside):
+    """Two stages on some of the same nodes, two of one region and three of another: where nodes of a region pack, every
+    node sends to every other, in no turns; the plan's pairs are busy as long."""
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    for pool, counts in ((0, (5, 3)), (1, (3, 1)), (2, (3, 1))):
+        workers[:, decoder.classes.index((pool, 1))] = counts
+    x = Allocation(workers=workers, micro_batch_size=1)
+    plan = decoder.decode(x, relax=False, cuts=(FIRST,))
+    far = [use for use in plan.links if use.source != use.target]
+    near = [LinkUse(source=r, target=r, weight_gradients="int8") for r in inside]
+    plan = replace(plan, links=(*far, *near))
+    assert plan.packed_inside == set(inside)
+    decoder.fluid_s(x)
+    work, times, begin_s = decoder._work(2), decoder.step_times(plan), np.array([0.3, 0.0])
+    work.packed[:] = np.isin(np.arange(3), inside)
+    work.reduction.wire_bytes[:2] = [of.wire_bytes for of in times.reductions]
+    found = free_s(decoder.bank(x.setting), work, 2, begin_s, np.zeros(2))
+    turns, n_bytes = decoder.problem.runtime.sum_turns, work.reduction.card_bytes[:2]
+    busy = busy_on_shared(plan, times.place, decoder.tables.links, times.reductions, n_bytes, turns)
+    assert found == pytest.approx([last_end_s(begin_s, busy_s).max() for busy_s in busy])
+
+
 def test_two_stages_on_one_node_pair_take_turns(decoder):
     """Both have a worker on one node of each of two regions: begun at 0, the link is free when it has passed both."""
     workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
@@ -80,12 +144,30 @@ def test_two_stages_on_one_node_pair_take_turns(decoder):
     work, bank = decoder._work(2), decoder.bank(x.setting)
     zeros = np.zeros(2)
     cards_s, pairs_s = free_s(bank, work, 2, zeros, zeros)
-    sent_bytes = work.reduction.sent_bytes[:2].sum() * bank.gradient_ratio[0, 2]
+    sent_bytes = work.reduction.wire_bytes[:2].sum()  # as much each way as there is, between two
     assert cards_s == pytest.approx(sent_bytes / bank.links.card_bytes_per_s[[0, 3]].min())
     rate = bank.links.bytes_per_s[0, 3] / bank.gradient_ratio[0, 2]
     assert pairs_s == pytest.approx(work.reduction.n_bytes[:2].sum() / rate)
     late = np.array([5.0, 0.0])
     assert free_s(bank, work, 2, late, zeros)[1] == pytest.approx(max(pairs_s, 5.0 + work.reduction.n_bytes[0] / rate))
+
+
+def test_nothing_is_packed_of_a_tied_weight_where_memory_holds_no_debt():
+    """Of programs that exchange it between two workers: int8 over the way between regions, or all of it."""
+    runtime = Runtime(tied_once=False)
+    batch, limits = Batch(global_batch=32, seq_len=512), Constraints(compressions=("int8",))
+    decoder = Decoder(
+        Problem(cluster=cluster_of(GROUPS), model=small_gpt(), batch=batch, constraints=limits, runtime=runtime)
+    )
+    workers = np.zeros((2, len(decoder.classes)), dtype=np.int64)
+    workers[0, decoder.classes.index((0, 1))] = workers[1, decoder.classes.index((3, 1))] = 1
+    x = Allocation(workers=workers, micro_batch_size=1)
+    assert decoder.fluid_s(x)[1] == FITS
+    work, bank = decoder._work(2), decoder.bank(x.setting)
+    plain_s = 32000 * 1024 * decoder.problem.batch.gradient_bytes / bank.links.bytes_per_s[0, 3]
+    for plain, ratio in ((False, bank.packed_ratio), (True, 1.0)):
+        work.stages.plain[0] = plain
+        assert tied_pair_s_of(bank, work) == pytest.approx(bank.links.latency_s[0, 3] + plain_s * ratio)
 
 
 def test_workers_that_fill_a_node_go_on_with_the_next(decoder):

@@ -16,7 +16,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.frontier import find_front, find_within_limits
 from polygon.planning.objectives import MONEY, OBJECTIVES, STEP_TIME, objective_named
 from polygon.planning.polish import polished
@@ -234,6 +234,23 @@ def test_rules_that_leave_no_devices_say_so():
     found = find_plan(problem, np.random.default_rng(0), effort=FEW)
     assert found.plan is None
     assert found.reason.kind == "reason.no_devices_by_rules"
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_shared_weight_leaves_regions_as_often_as_it_is_summed(once):
+    """Two stages of both regions and a vocabulary that is most of the model: summed once over all, or in each stage and
+    then exchanged."""
+    cluster = cluster_of([[("a100-40gb", 1, 2)]] * 2, bytes_per_s=1e9, egress_usd_per_gb=0.05)
+    batch, limits = Batch(global_batch=8, seq_len=512), Constraints(compressions=("none",))
+    problem = Problem(cluster=cluster, model=small_gpt(vocab_size=200_000), batch=batch, constraints=limits)
+    problem = replace(problem, runtime=replace(problem.runtime, tied_once=once))
+    decoder = Decoder(problem, objective=MONEY)
+    workers = np.array([[1 if tp == 1 else 0 for _, tp in decoder.classes]] * 2)
+    x = Allocation(workers=workers, micro_batch_size=1)
+    fluid, exact = decoder.fluid_bill(x).egress_bytes, decoder.bill(decoder.decode(x)).egress_bytes
+    assert fluid == pytest.approx(exact, rel=0.1)
+    weights = 4 * problem.model.tied_values * (1 if once else 2)
+    assert exact.min() > weights
 
 
 def test_egress_cap_is_kept_and_a_cap_of_zero_keeps_the_plan_at_home():

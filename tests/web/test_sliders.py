@@ -81,7 +81,8 @@ def test_local_steps_divide_the_meeting_of_regions(case):
     before, after = changed(case), changed(case, local_steps=4)
     for seconds, old, new in zip(after.reductions_s, before.times.reductions, after.times.reductions, strict=True):
         assert new.across_s == 0 < old.across_s
-        assert seconds == pytest.approx(old.node_s + old.region_s + old.total_s / 4)
+        assert new.total_s == pytest.approx(old.node_s + old.region_s)
+        assert seconds == pytest.approx(new.streamed_s + old.streamed_s / 4)
 
 
 def test_prefetch_never_hurts_the_end_of_the_schedule(case):
