@@ -674,6 +674,25 @@ def test_a_search_without_a_plan_says_why_and_gives_back_what_was_asked(fresh, s
     expect(fresh.locator("[data-path='constraints.most_step_s']")).to_have_value("0.0001")
 
 
+def test_a_fault_is_shown_until_it_is_mended(fresh):
+    """A cluster that is right takes back what was said of the cluster, and nothing of another field."""
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#fold-model").click()
+    count, batch = "cluster.regions[0].nodes[0].count", "batch.global_batch"
+    for number, wrong in (("3", batch), ("0", count)):
+        fill(fresh, count, number)
+        fill(fresh, batch, "many" if wrong == batch else "512")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))  # the server's answer is there
+        fresh.locator("#calculate").click()
+        expect(fresh.locator("#trouble")).to_contain_text(wrong)
+        fill(fresh, count, "4")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 4"))
+        expect(fresh.locator(f"[data-path='{wrong}'][aria-invalid=true]")).to_have_count(int(wrong == batch))
+        expect(fresh.locator("#trouble")).to_have_count(int(wrong == batch))
+        fill(fresh, count, "3")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))
+
+
 def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     """The pointer on a region lights its stages, on a stage its row; a plan that is not there is said."""
     visit(page, server, wide_plan)
