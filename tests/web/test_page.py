@@ -1125,7 +1125,8 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
 
 
 def test_deploy_shows_files_and_writes_them(page, server, plan_id):
-    """Losses, a file's text, a deployment with its check passed, and all of it in one file."""
+    """Losses, a file's text, a deployment with its check passed, and all of it in one file; a wrong name or host is
+    marked, with what is allowed."""
     visit(page, server, plan_id, "deploy")
     page.locator("#file-text", has_text="train_batch_size").wait_for()
     page.locator("#deploy").click()
@@ -1134,6 +1135,15 @@ def test_deploy_shows_files_and_writes_them(page, server, plan_id):
     with page.expect_download() as saved:
         page.locator("#deployments button").first.click()
     assert zipfile.is_zipfile(saved.value.path())
+    for path, wrong, right, allowed in (
+        ("deploy-name", "Bad name!", "good-name", "text like ^[a-z0-9][a-z0-9-]{0,39}$"),
+        ("deploy-hosts", "a b c", "", "a name, or a name and an IPv4 address"),
+    ):
+        fill(page, path, wrong)
+        page.locator("#deploy").click()
+        expect(page.locator("#deploy-error")).to_contain_text(f"found '{wrong}', expected {allowed}")
+        expect(page.locator(f"[data-path={path}][aria-invalid=true][aria-describedby=deploy-error]")).to_be_focused()
+        fill(page, path, right)
     page.locator("#target-megatron").click()
     page.locator("#file-text", has_text="--pipeline-model-parallel-size").wait_for()
 
