@@ -58,26 +58,39 @@ def busy_on_shared(
         sent = np.where(mine.apart, reduction.wire_bytes, n_bytes[s])
         cards.add(s, mine.nodes, mine.passes * sent / links.bytes_per_s[mine.pool, mine.pool])
         alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
-        for a, b, sent_bytes in reduction.across_bytes:
-            way = mine.way(a, b, alone=alone)
-            if plan.local_steps == 1 and not places.apart[a]:
-                cards.add(s, way.nodes, sent_bytes / way.leaders / links.card_bytes_per_s[way.pool])
-            if (rate := float(links.cluster.bytes_per_s[a, b])) > 0:
-                pairs.add(s, way.pairs, sent_bytes / rate * way.part)
+        if not reduction.across_bytes:
+            continue
+        ways = mine.ways([(a, b) for a, b, _ in reduction.across_bytes], links, alone=alone)
+        sent_bytes = np.array([n_bytes for *_, n_bytes in reduction.across_bytes])
+        if plan.local_steps == 1:
+            seconds = np.bincount(
+                ways.node_at, weights=sent_bytes[ways.node_way] * ways.node_s, minlength=len(ways.nodes)
+            )
+            cards.add(s, ways.nodes, seconds)
+        pairs.add(s, ways.pairs, sent_bytes[ways.pair_way] * ways.pair_s)
     return cards.shared(), pairs.shared()
 
 
-class Way(NamedTuple):
-    """What a stage shares with others of the way of its gradients from one region to another."""
+class Ways(NamedTuple):
+    """What a stage shares with others of the ways of its gradients from region to region.
 
-    leaders: int
-    """Nodes that send."""
+    Attributes
+    ----------
+    nodes : ndarray of int
+        Those that are shared and send for a whole region.
+    node_at, node_way, node_s : ndarray
+        A place in `nodes`, a way that it sends on, and seconds per byte sent there by all of its region.
+    pairs, pair_way, pair_s : ndarray
+        Numbers of the node pairs that are shared, the way that each is part of, and seconds per byte of that way.
+    """
+
     nodes: np.ndarray
-    """Those of them that are shared, and their pools."""
-    pool: np.ndarray
+    node_at: np.ndarray
+    node_way: np.ndarray
+    node_s: np.ndarray
     pairs: np.ndarray
-    """Numbers of the node pairs that are shared, and the part that each has of what is sent."""
-    part: np.ndarray
+    pair_way: np.ndarray
+    pair_s: np.ndarray
 
 
 class Sharing:
@@ -96,7 +109,7 @@ class Sharing:
     def __init__(self, place: Placement, stage: int, links: LinkTable, sum_turns: int) -> None:
         self._nodes, self._region, self._pool = nodes, region, pool = place.hosts[stage]
         self._several = place.several
-        self._ways: dict[tuple[int, int, bool], Way] = {}
+        self._ways: dict[tuple[bool, tuple[tuple[int, int], ...]], Ways] = {}
         self.places = places_of(place.packed_inside, region, np.ones_like(region), len(links.cluster.regions))
         self._turns = turns_between(self.places.nodes, sum_turns)
         apart = self.places.apart[region]
@@ -105,11 +118,12 @@ class Sharing:
         self.nodes, self.pool, self.apart = nodes[busy], pool[busy], apart[busy]
         self.passes = 2 * (1 - 1 / members[busy])
 
-    def way(self, a: int, b: int, *, alone: bool) -> Way:
-        """From region a to region b; `alone`: one node of a place sends all."""
-        known = self._ways.get((a, b, alone))
+    def ways(self, regions: Sequence[tuple[int, int]], links: LinkTable, *, alone: bool) -> Ways:
+        """Of ways from a region to another each; `alone`: one node of a place sends all."""
+        key = (alone, tuple(regions))
+        known = self._ways.get(key)
         if known is None:
-            known = self._ways[a, b, alone] = self._way(self._leaders(a, alone), self._leaders(b, alone), a, b)
+            known = self._ways[key] = self._make_ways(regions, links, alone)
         return known
 
     def _leaders(self, region: int, alone: bool) -> np.ndarray:
@@ -117,13 +131,36 @@ class Sharing:
         one = alone and not self.places.apart[region]
         return np.flatnonzero(self._region == region)[: 1 if one else None]
 
-    def _way(self, from_a: np.ndarray, to_b: np.ndarray, a: int, b: int) -> Way:
-        nodes, shared, apart = self._nodes, self._several[self._nodes], self.places.apart
-        i, k, part = node_pairs(len(from_a), len(to_b), self._turns, every=bool(apart[a] or apart[b]))
-        i, k = from_a[i], to_b[k]
-        both, out = shared[i] & shared[k], from_a[shared[from_a]]
-        pairs = (nodes[i] * len(self._several) + nodes[k])[both]
-        return Way(len(from_a), nodes[out], self._pool[out], pairs, part[both])
+    def _make_ways(self, regions: Sequence[tuple[int, int]], links: LinkTable, alone: bool) -> Ways:
+        apart, shared, several = self.places.apart, self._several[self._nodes], len(self._several)
+        leaders = {a: self._leaders(a, alone) for a in {a for way in regions for a in way}}
+        out = {a: of[shared[of]] for a, of in leaders.items()}
+        senders, sends, pairs, parts = [], [], [], []
+        for a, b in regions:
+            from_a, to_b = leaders[a], leaders[b]
+            if not apart[a]:
+                senders.append(out[a])
+                sends.append(1 / len(from_a) / links.card_bytes_per_s[self._pool[out[a]]])
+            else:
+                senders.append(out[a][:0])
+                sends.append(np.zeros(0))
+            i, k, part = node_pairs(len(from_a), len(to_b), self._turns, every=bool(apart[a] or apart[b]))
+            i, k = from_a[i], to_b[k]
+            rate = float(links.cluster.bytes_per_s[a, b])
+            both = shared[i] & shared[k] & (rate > 0)
+            pairs.append((self._nodes[i] * several + self._nodes[k])[both])
+            parts.append(part[both] / (rate or 1.0))
+        way = np.arange(len(regions))
+        nodes, node_at = np.unique(self._nodes[np.concatenate(senders)], return_inverse=True)
+        return Ways(
+            nodes=nodes,
+            node_at=node_at,
+            node_way=np.repeat(way, [len(each) for each in senders]),
+            node_s=np.concatenate(sends),
+            pairs=np.concatenate(pairs),
+            pair_way=np.repeat(way, [len(each) for each in pairs]),
+            pair_s=np.concatenate(parts),
+        )
 
 
 @cache

@@ -259,7 +259,7 @@ def fluid_step_s(
         if makespan == np.inf and owes:
             stages.plain[0] = True
             for s in range(n):
-                stages.owed_bytes[s] = 0.0
+                stages.owed_bytes[s, : stages.kind_members[s]] = 0.0
                 take_turn(stages, s)
     if makespan == np.inf:
         return np.inf, NO_MEMORY
@@ -309,18 +309,22 @@ def fluid_step_s(
 
 @inner
 def _find_owed(bank: Bank, work: FluidWork, n: int) -> bool:
-    """Fill `owed_bytes` of n stages: of the region with the fewest nodes, where a stage is in several; whether any
+    """Fill `owed_bytes` of n stages in several regions each: of a kind's region with the fewest nodes; whether any
     owes."""
     stages, nodes, owes = work.stages, work.places.nodes, False
     stages.plain[0] = False
     for s in range(n):
-        regions, fewest = 0, 0
+        regions = 0
         for r in work.places.region[: work.places.regions[0]]:
-            if nodes[s, r] > 0:
-                regions += 1
-                fewest = nodes[s, r] if regions == 1 else min(fewest, nodes[s, r])
-        stages.owed_bytes[s] = bank.owed_bytes / fewest if regions > 1 else 0.0
-        owes = owes or stages.owed_bytes[s] > 0
+            regions += 1 if nodes[s, r] > 0 else 0
+        owing = bank.owed_bytes if regions > 1 else 0.0
+        owes = owes or owing > 0
+        for k in range(stages.kind_members[s]):
+            stages.owed_bytes[s, k] = 0.0
+        for i in range(stages.members[s] if owing > 0 else 0):
+            c = stages.classes[s, i]
+            k = _kind_at(bank, stages, s, c)
+            stages.owed_bytes[s, k] = max(stages.owed_bytes[s, k], owing / nodes[s, bank.region[c]])
     return owes
 
 
@@ -339,7 +343,7 @@ def _hold_windows(bank: Bank, stages: Stages, n: int) -> None:
     window = 0
     for s in range(n - 1, -1, -1):
         window = min(bank.micro_batches, window + _width(stages, s))
-        in_flight_estimate(bank, stages, s, float(window))
+        in_flight_estimate(bank, stages, s, n, float(window))
 
 
 @inner
@@ -662,14 +666,14 @@ def _find_packing(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, optio
     for a in range(regions):
         packs[a] = bank.packs_inside[a] and not stages.plain[0]
     for s in range(n):
-        plain, owed = False, stages.owed_bytes[s]
-        stages.owed_bytes[s] = bank.owed_bytes
+        plain = False
         for i in range(stages.members[s]):
             a = bank.region[stages.classes[s, i]]
             if packs[a] and nodes[s, a] > 1 and not plain:
                 k, near = _kind_at(bank, stages, s, stages.classes[s, i]), least_on_node(work.hosts, s, a) * bank.cp
+                owed, stages.owed_bytes[s, k] = stages.owed_bytes[s, k], bank.owed_bytes
                 plain = held_most(bank, stages, s, k, near, bounds[s], bounds[s + 1], options) < stages.held[s, k]
-        stages.owed_bytes[s] = owed
+                stages.owed_bytes[s, k] = owed
         for a in range(regions if plain else 0):
             changed = changed or (packs[a] and nodes[s, a] > 0)
             packs[a] = packs[a] and nodes[s, a] == 0

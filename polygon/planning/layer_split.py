@@ -107,11 +107,11 @@ def _outside(bank: Bank, c: int, first: int, last: int) -> float:
 
 
 @inner
-def states_bytes(bank: Bank, stages: Stages, s: int, c: int, zero: int, shards: int, first: int, last: int) -> float:
-    """Weights, gradients and optimizer of layers [first, last) on a device of a class in stage s, divided by so many
-    `shards`, and what packing owes there."""
-    shards = shards if zero else 1
-    owed = stages.owed_bytes[s] * (bank.tp[c] if stages.unlike[s] else 1)
+def states_bytes(bank: Bank, stages: Stages, s: int, i: int, zero: int, shards: int, first: int, last: int) -> float:
+    """Weights, gradients and optimizer of layers [first, last) on a device of the i-th kind of stage s, divided by so
+    many `shards`, and what packing owes there."""
+    c, shards = stages.kinds[s, i], shards if zero else 1
+    owed = stages.owed_bytes[s, i] * (bank.tp[c] if stages.unlike[s] else 1)
     held = held_parameters(bank, bank.parameters, c, first, last)
     held *= bank.held_bytes[zero] + stages.outer_bytes[0] + owed
     if bank.outside_bytes > 0:
@@ -147,7 +147,7 @@ def blocks_recomputed(bank: Bank, stages: Stages, s: int, mode: int, zero: int, 
     for i in range(stages.kind_members[s]):
         c, held = stages.kinds[s, i], stages.held[s, i]
         shards = stages.kind_shards[s, i]
-        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, c, zero, shards, first, last)
+        free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, shards, first, last)
         plain = bank.activation_bytes[c, 0]
         sent = _sent_bytes(bank, last)
         whole = (plain[last] - plain[first] + sent) * held
@@ -287,8 +287,11 @@ def _block_s(bank: Bank, c: int) -> float:
 
 
 @inner
-def in_flight_estimate(bank: Bank, stages: Stages, s: int, window: float) -> None:
-    """Micro-batches in flight on a worker of each kind of stage s under a window, by speed: fills `held`."""
+def in_flight_estimate(bank: Bank, stages: Stages, s: int, n: int, window: float) -> None:
+    """Micro-batches in flight on a worker of each kind of stage s of n under a window, by speed: fills `held`.
+
+    The last stage takes every micro-batch backward before it begins another.
+    """
     members = stages.kind_members[s]
     rate, other = 0.0, False
     for i in range(members):
@@ -297,7 +300,7 @@ def in_flight_estimate(bank: Bank, stages: Stages, s: int, window: float) -> Non
         part = 1 / _block_s(bank, stages.kinds[s, i]) / rate
         # Workers of unlike speed cannot be dealt perfectly evenly: one micro-batch more may be in flight.
         in_window = np.ceil(window * part - 1e-9) + (1.0 if members > 1 else 0.0)
-        held = max(1.0, min(in_window, np.ceil(bank.micro_batches * part)))
+        held = max(1.0, min(in_window, np.ceil(bank.micro_batches * part))) if s < n - 1 else 1.0
         other = other or held != stages.held[s, i]
         stages.held[s, i] = held
     if other:
@@ -480,7 +483,7 @@ def split_layers_under_way(
             for i in range(stages.kind_members[s]):
                 window += stages.kind_counts[s, i]
             under_way = bank.micro_batches * away_s[s] / goal
-            in_flight_estimate(bank, stages, s, min(float(bank.micro_batches), window + under_way))
+            in_flight_estimate(bank, stages, s, n, min(float(bank.micro_batches), window + under_way))
         if _cut_within(bank, stages, n, goal, trial, most_bytes)[0] < np.inf:
             high, found = goal, True
             for s in range(n + 1):
@@ -508,7 +511,7 @@ def held_most(
     c = stages.kinds[s, i]
     sums, plain = bank.activation_bytes[c, recompute], bank.activation_bytes[c, 0]
     each = sums[until] - sums[first] + plain[last] - plain[until] + _sent_bytes(bank, last)
-    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, c, zero, shards, first, last)
+    free = bank.limit_bytes[c] - bank.context_bytes - states_bytes(bank, stages, s, i, zero, shards, first, last)
     transient = max(
         _transient_bytes(bank, c, recompute, zero, shards, first, last),
         _transient_bytes(bank, c, 0, zero, shards, first, last),

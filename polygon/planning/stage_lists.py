@@ -34,12 +34,12 @@ class Stages(NamedTuple):
     kind_seconds: np.ndarray
     held: np.ndarray
     """Micro-batches in flight on a worker of a kind."""
+    owed_bytes: np.ndarray
+    """Per parameter held by a kind, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
     outer_bytes: np.ndarray
     """(1,) per parameter held, of the outer optimizer of regions that take local steps."""
     unlike: np.ndarray
     """(rows,) whether workers of a stage are cut unlike: then they hold whole weights and gradients, and ZeRO none."""
-    owed_bytes: np.ndarray
-    """(rows,) per parameter held, of what packing owes (`polygon.cost.stage_reduction.leading_nodes`)."""
     plain: np.ndarray
     """(1,) whether no gradient is packed, as memory does not hold what that owes."""
     whole_ties: np.ndarray
@@ -72,9 +72,9 @@ def stages_for(rows: int, classes: int) -> Stages:
         kind_spread=np.zeros((*shape, 2), dtype=np.int64),
         kind_seconds=np.zeros(shape),
         held=np.zeros(shape),
+        owed_bytes=np.zeros(shape),
         outer_bytes=np.zeros(1),
         unlike=np.zeros(rows, dtype=np.bool_),
-        owed_bytes=np.zeros(rows),
         plain=np.zeros(1, dtype=np.bool_),
         whole_ties=np.zeros(1, dtype=np.bool_),
         turn=np.zeros(rows, dtype=np.int64),

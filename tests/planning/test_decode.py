@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Plan, Problem
@@ -60,3 +61,16 @@ def test_a_draft_that_packing_leaves_no_memory_is_one_that_packs_nothing():
     reason = decoder.over_memory(packed)
     assert reason.kind == "reason.lacks_memory"
     assert reason["device"] == "t4" and 0 < reason["lacking_bytes"] < 2**31
+
+
+def test_a_kind_of_workers_owes_what_its_own_regions_nodes_share_out():
+    """Packing owes a node of A100 all gradients and each of two nodes of T4 half of them: more than that a T4 would not
+    hold, and 5.6 GB unpacked would take three times as long."""
+    model = small_gpt(blocks=20, hidden_size=2048, ffn_size=8192, vocab_size=50000)
+    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 2, 1)]], bytes_per_s=1e7)
+    decoder = Decoder(Problem(cluster=cluster, model=model, batch=Batch(global_batch=64, seq_len=1024)))
+    workers = np.array([[4 if (pool, tp) == (0, 1) else 2 if tp == 1 else 0 for pool, tp in decoder.classes]])
+    x = Allocation(workers=workers, micro_batch_size=1)
+    plan = decoder.decode(x)
+    assert isinstance(plan, Plan) and {use.weight_gradients for use in plan.links} == {"int8"}
+    assert decoder.fluid_s(x)[0] == pytest.approx(decoder.plan_value(plan), rel=0.05)

@@ -48,9 +48,9 @@ def end_s(bank, stages, zero, seconds, last):
 
 
 @njit
-def in_flight(bank, stages, window):
-    """Of the kinds of the first stage."""
-    in_flight_estimate(bank, stages, 0, window)
+def in_flight(bank, stages, n, window):
+    """Of the kinds of the first stage of n."""
+    in_flight_estimate(bank, stages, 0, n, window)
     return stages.held[0]
 
 
@@ -80,13 +80,15 @@ def test_a_stage_ends_when_its_sums_and_gathers_do(runtime):
 
 
 def test_workers_of_unlike_speed_may_have_one_more_in_flight():
-    """Of a window of eight, four equal workers have two each; where some are faster shares cannot be dealt evenly."""
+    """Of a window of eight, four equal workers have two each; where some are faster shares cannot be dealt evenly. The
+    last stage has one each."""
     for groups, more in (([("t4", 1, 4)], 0), ([("t4", 1, 2), ("a100-40gb", 1, 2)], 1)):
         decoder, x = one_stage(groups)
         decoder.fluid_s(x)
         bank, stages = decoder.bank(x.setting), decoder._work(1).stages
         kinds = stages.kind_members[0]
-        held = in_flight(bank, stages, 8.0)[:kinds]
+        assert in_flight(bank, stages, 1, 8.0)[:kinds].tolist() == [1] * kinds
+        held = in_flight(bank, stages, 2, 8.0)[:kinds]
         layer_s = [
             np.diff(bank.forward_s[c, 0])[1] + np.diff(bank.backward_s[c, 0])[1] for c in stages.kinds[0, :kinds]
         ]
