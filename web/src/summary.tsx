@@ -47,7 +47,8 @@ export function together(): string {
   if (!all.length) return "";
   const named = all.slice(0, MOST_NAMED).map(resource);
   if (all.length > MOST_NAMED) named.push(t("nMore", { n: all.length - MOST_NAMED }));
-  return new Intl.ListFormat(language.value).format(named);
+  // What is named begins with Latin letters, which Chinese sets apart.
+  return new Intl.ListFormat(language.value).formatToParts(named).map((p) => (p.value === "和" ? " 和 " : p.value)).join("");
 }
 function limited(): string {
   const found = limits.value?.limits;
