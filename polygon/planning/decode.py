@@ -312,10 +312,11 @@ class Decoder:
         draft = self._route(stages, allocation.setting, may, locked=bool(out[1]))
         if isinstance(draft, Infeasible):
             return draft
-        paced = Pacing(draft, self.tables).best(hurdle_s)
+        pacing = Pacing(draft, self.tables)
+        paced = pacing.best(hurdle_s)
         packed = self._links(list(draft.stages), allocation.micro_batch_size, may, everywhere=True)
         if packed != draft.links:
-            other = Pacing(replace(draft, links=packed), self.tables).best(hurdle_s)
+            other = Pacing(replace(draft, links=packed), self.tables, beside=pacing).best(hurdle_s)
             if other is not None and (paced is None or other[1].step_s < paced[1].step_s):
                 paced = other
         # What packing owes takes memory, too.

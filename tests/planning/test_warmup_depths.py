@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from polygon.cost.estimate import worker_memory
+from polygon.cost.simulation import ScheduleTimes
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.model import Batch
@@ -60,6 +61,25 @@ def test_spans_wait_for_the_messages_behind_every_stage_but_the_last():
     trip_s = (times.messages.busy_s + times.messages.latency_s).sum(axis=0).max(axis=0)
     assert wanted == pytest.approx(np.minimum(8, [1 + trip_s[0] / period_s, 1 + trip_s[1] / period_s, 1]))
     assert (wanted[:2] > 1).all()
+
+
+def test_what_sums_alone_change_is_not_simulated_again(monkeypatch):
+    """A plan with unpacked gradients has the step that it finds by itself, from what was simulated of the packed one;
+    one with unpacked activations is simulated."""
+    first, plan, tables = paced([[0, 2, 2], [0, 2, 2]])
+    windows = first.windows(PACES[0])[1]
+    timed = first.timed(windows)
+    for traffic, again in (("weight_gradients", False), ("activations", True)):
+        other = replace(plan, links=tuple(replace(use, **{traffic: "none"}) for use in plan.links))
+        assert other.links != plan.links
+        alone = Pacing(other, tables).timed(windows)
+        simulated = []
+        monkeypatch.setattr(
+            ScheduleTimes, "simulate", lambda self, ends=alone.ends_s, to=simulated: to.append(self) or (ends,)
+        )
+        found = Pacing(other, tables, beside=first).timed(windows)
+        monkeypatch.undo()
+        assert bool(simulated) == again and found.step_s == alone.step_s != timed.step_s
 
 
 @pytest.mark.parametrize("pace", (*PACES, AT_ONCE))
