@@ -503,4 +503,6 @@ def _expected(annotation: Any, metadata: Sequence[Any]) -> str | Message:
             limits.append(Message("bound.entries", entries=limit.min_length))
         elif isinstance(limit, MinLen):
             limits.append(Message("bound.not_empty"))
+        elif pattern := getattr(limit, "pattern", None):
+            return Message("expected.pattern", pattern=pattern)
     return Message("expected.bounded", what=text, bounds=tuple(limits)) if limits else text

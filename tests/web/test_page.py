@@ -150,7 +150,7 @@ def test_what_opens_over_the_page_is_accessible(page, server, wide_plan):
 
     for words in ("", "nothing is called so"):
         page.keyboard.press("Control+k")
-        page.locator(".palette input").fill(words)
+        page.locator(".palette input[type=text]").fill(words)
         assert violations() == []
         page.keyboard.press("Escape")
     for menu in ("#plans-menu", "#timeline-menu", "#plan-list li.here .menu > button"):
@@ -674,6 +674,25 @@ def test_a_search_without_a_plan_says_why_and_gives_back_what_was_asked(fresh, s
     expect(fresh.locator("[data-path='constraints.most_step_s']")).to_have_value("0.0001")
 
 
+def test_a_fault_is_shown_until_it_is_mended(fresh):
+    """A cluster that is right takes back what was said of the cluster, and nothing of another field."""
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#fold-model").click()
+    count, batch = "cluster.regions[0].nodes[0].count", "batch.global_batch"
+    for number, wrong in (("3", batch), ("0", count)):
+        fill(fresh, count, number)
+        fill(fresh, batch, "many" if wrong == batch else "512")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))  # the server's answer is there
+        fresh.locator("#calculate").click()
+        expect(fresh.locator("#trouble")).to_contain_text(wrong)
+        fill(fresh, count, "4")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 4"))
+        expect(fresh.locator(f"[data-path='{wrong}'][aria-invalid=true]")).to_have_count(int(wrong == batch))
+        expect(fresh.locator("#trouble")).to_have_count(int(wrong == batch))
+        fill(fresh, count, "3")
+        expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))
+
+
 def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     """The pointer on a region lights its stages, on a stage its row; a plan that is not there is said."""
     visit(page, server, wide_plan)
@@ -1106,7 +1125,8 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
 
 
 def test_deploy_shows_files_and_writes_them(page, server, plan_id):
-    """Losses, a file's text, a deployment with its check passed, and all of it in one file."""
+    """Losses, a file's text, a deployment with its check passed, and all of it in one file; a wrong name or host is
+    marked, with what is allowed."""
     visit(page, server, plan_id, "deploy")
     page.locator("#file-text", has_text="train_batch_size").wait_for()
     page.locator("#deploy").click()
@@ -1115,6 +1135,15 @@ def test_deploy_shows_files_and_writes_them(page, server, plan_id):
     with page.expect_download() as saved:
         page.locator("#deployments button").first.click()
     assert zipfile.is_zipfile(saved.value.path())
+    for path, wrong, right, allowed in (
+        ("deploy-name", "Bad name!", "good-name", "text like ^[a-z0-9][a-z0-9-]{0,39}$"),
+        ("deploy-hosts", "a b c", "", "a name, or a name and an IPv4 address"),
+    ):
+        fill(page, path, wrong)
+        page.locator("#deploy").click()
+        expect(page.locator("#deploy-error")).to_contain_text(f"found '{wrong}', expected {allowed}")
+        expect(page.locator(f"[data-path={path}][aria-invalid=true][aria-describedby=deploy-error]")).to_be_focused()
+        fill(page, path, right)
     page.locator("#target-megatron").click()
     page.locator("#file-text", has_text="--pipeline-model-parallel-size").wait_for()
 
@@ -1128,7 +1157,6 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("End")
     expect(page.locator("#tab-runs")).to_be_focused()
     page.keyboard.press("2")
-    expect(page.locator("#region-tab-1")).to_have_text("ohio")  # of the plan, which takes the place of the example
     page.locator("#region-tab-0").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#region-tab-1")).to_be_focused()
@@ -1140,6 +1168,55 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("Enter")
     page.locator("#tab-compare[aria-selected=true]").wait_for()
     page.locator("dialog").wait_for(state="hidden")
+
+
+def test_single_keys_are_put_off_for_good(page, server, plan_id):
+    """In the palette, by its box or its command: then no key without Ctrl acts, after a reload and in another tab too,
+    until they are on again; a key in the palette itself opens nothing behind it (WCAG 2.1.4)."""
+    visit(page, server, plan_id)
+    chosen = page.locator("[role=tab][aria-selected=true][id^=tab-]")
+    page.keyboard.press("?")
+    page.locator("#single-keys").focus()
+    page.keyboard.press("3")
+    expect(chosen).to_have_id("tab-overview")
+    page.keyboard.press("Space")
+    page.keyboard.press("Escape")
+    other = page.context.new_page()
+    for tab in (page, other):
+        visit(tab, server, plan_id)
+        for key in ("3", "?"):
+            tab.keyboard.press(key)
+        tab.keyboard.press("Control+k")  # what the keys before it did is done
+        tab.locator(".palette input[type=text]").wait_for()
+        expect(tab.locator("#single-keys")).not_to_be_checked()
+        expect(tab.locator(".palette li kbd", has_text=re.compile(r"^\d$"))).to_have_count(0)
+        expect(tab.locator("[role=tab][aria-selected=true][id^=tab-]")).to_have_id("tab-overview")
+    other.keyboard.type("single keys")
+    other.keyboard.press("Enter")
+    expect(page.locator("#single-keys")).to_be_checked()
+    other.close()
+    page.keyboard.press("Escape")
+    expect(page.locator("#single-keys")).to_have_count(0)
+    page.keyboard.press("3")
+    expect(chosen).to_have_id("tab-strategy")
+
+
+def test_a_plan_s_own_regions_are_the_first_to_be_shown(fresh, server, plan_id):
+    """Another draft is never shown under a plan's address: until the plan's own is there nobody can choose in it, and
+    then the region that was chosen before is chosen still."""
+    page, held = fresh, []  # the example is kept as a draft
+    page.goto("about:blank")
+    page.route("**/request", lambda route: held.append(route))
+    page.goto(f"{server.url}/#plan={plan_id}&view=cluster")
+    page.evaluate("sessionStorage.removeItem('polygon-draft'); sessionStorage.setItem('polygon-region', '\"south\"')")
+    with page.expect_request("**/request") as asked:
+        page.reload()
+    expect(page.locator("#view .skeleton")).to_be_visible()
+    assert page.locator("[id^=region-tab-], #fold-cluster").count() == 0
+    assert asked.value is not None
+    held[-1].continue_()
+    expect(page.locator("#region-tab-1")).to_have_text("south")
+    expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
 
 
 FOCUSED = """() => {
@@ -1185,7 +1262,7 @@ def test_the_focus_is_never_lost(browser, server):
     for command in ("", "light"):
         keys.press("Control+k")
         keys.type(command)
-        expect(page.locator(".palette input")).to_be_focused()
+        expect(page.locator(".palette input[type=text]")).to_be_focused()
         keys.press("Enter" if command else "Escape")
         expect(page.locator("#theme")).to_be_focused()
     page.locator("#language").focus()

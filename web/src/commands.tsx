@@ -12,19 +12,28 @@ import { keep } from "./summary";
 import { Key as Shortcut } from "./ui";
 
 export const asking = signal(false);
+// Keys without Ctrl or ⌘ are in the way of who speaks to the page, or whose hand slips (WCAG 2.1.4): they can be put off.
+const SINGLE = "polygon-single-keys";
+const singleKeys = signal(localStorage.getItem(SINGLE) !== "off");
+function setSingleKeys(on: boolean): void {
+  localStorage.setItem(SINGLE, on ? "on" : "off");
+  singleKeys.value = on;
+}
+addEventListener("storage", (e) => { if (e.key === SINGLE) singleKeys.value = e.newValue !== "off"; });
 interface Command { name: string; keys?: string; run: () => void }
 
 function commands(): Command[] {
   const plans = (jobs.value ?? []).filter((j: Data) => j.has_plan && !j.archived);
   return [
     progress.value ? { name: t("cancel"), run: () => void stopJob(jobId.value) } : { name: t("calculate"), keys: "⌘⏎", run: () => void search() },
-    ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, keys: String(VIEWS.indexOf(v) + 1), run: () => open(v) })),
+    ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, ...(singleKeys.value && { keys: String(VIEWS.indexOf(v) + 1) }), run: () => open(v) })),
     ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
     ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takeAskedOf(planId.value)) }] : []),
     ...(tried.value ? [{ name: t("keepVariant"), run: () => void keep() }, { name: t("reset"), run: () => setChanges({}) }] : []),
     ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
+    { name: t(singleKeys.value ? "singleKeysOff" : "singleKeysOn"), run: () => setSingleKeys(!singleKeys.value) },
     ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${j.name || j.id}`, run: () => openPlan(j.id) })),
   ];
 }
@@ -36,8 +45,9 @@ export function keys(e: KeyboardEvent): void {
     : mod && e.key === "Enter" ? () => void search()
     : mod && e.key.toLowerCase() === "z" && !writing(e) ? (e.shiftKey ? redo : undo)
     : mod && e.key === "y" && !writing(e) ? redo
-    : !mod && !e.altKey && !writing(e) && /^[1-8]$/.test(e.key) ? () => open(VIEWS[Number(e.key) - 1])
-    : !mod && !writing(e) && e.key === "?" ? () => (asking.value = true) : null;
+    : mod || e.altKey || writing(e) || (e.target as HTMLElement).closest?.("dialog") || !singleKeys.value ? null
+    : /^[1-8]$/.test(e.key) ? () => open(VIEWS[Number(e.key) - 1])
+    : e.key === "?" ? () => (asking.value = true) : null;
   if (act) { e.preventDefault(); act(); }
 }
 
@@ -66,6 +76,7 @@ export function Palette(): JSX.Element {
       <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
       <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
       {found.length === 0 && <p class="empty" role="status">{t("nothingFound")}</p>}
+      <label class="check"><input type="checkbox" id="single-keys" checked={singleKeys.value} onChange={(e) => setSingleKeys(e.currentTarget.checked)} />{t("singleKeys")}</label>
     </>}</dialog>
   );
 }

@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { blob, copy, download, get, post, type Data } from "./api";
+import { mark, unmark } from "./faults";
 import { seconds, signed } from "./format";
 import { useKept } from "./kept";
 import { StopRun, State, steps, Tail, useRun } from "./runs";
@@ -12,6 +13,12 @@ import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } fro
 
 const TARGETS: Record<string, string> = { deepspeed: "DeepSpeed", megatron: "Megatron-LM", torchtitan: "torchtitan", torchrun: "torchrun / dist_runner", slurm: "Slurm", kubernetes: "Kubernetes", skypilot: "SkyPilot", tc: "tc" };
 const slug = (text: string): string => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 24) || "plan";
+
+/** Say why something was refused, and mark the field that is wrong; those of a pane may have a prefix of their own. */
+const refused = (said: string, say: (text: string) => void, prefix = "") => ({ message }: Error): void => {
+  say(message);
+  mark(prefix + message, said, true);
+};
 
 export function Deploy(): JSX.Element {
   const [target, setTarget] = useKept("target", "deepspeed");
@@ -58,7 +65,8 @@ function Write({ target }: { target: string }): JSX.Element {
   const written = useAnswer((stop) => get("/deployments", stop), result);
   const write = (): void => {
     setError("");
-    post(`/plans/${planId.value}/deploy`, { name, target, hosts }).then(setResult).catch((e: Error) => setError(e.message));
+    unmark();
+    post(`/plans/${planId.value}/deploy`, { name, target, hosts }).then(setResult).catch(refused("deploy-error", setError, "deploy-"));
   };
   const right = result?.checks.every((c: Data) => c.passed);
   const places: Data[] = shown.value.hosts;
@@ -68,10 +76,10 @@ function Write({ target }: { target: string }): JSX.Element {
     <div class="half-half">
       <Section title={t("deployTitle")}>
         <Field label={t("deployName")} path="deploy-name" value={name} mode="text" set={setName} />
-        <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
+        <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" data-path="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
         <p class="soft" id="hosts-wanted">{t("hostsOf", { n: wanted, places: places.map((p) => `${p.nodes} × ${p.device} · ${p.region}`).join(", ") })}{lines > 0 && <b> {lines} / {wanted}</b>}</p>
         <button class="main" id="deploy" type="button" onClick={write}>{t("deployButton")}</button>
-        {error && <p class="error" role="alert">{error}</p>}
+        {error && <p class="error" role="alert" id="deploy-error">{error}</p>}
         {result && <div id="deploy-result" role="status">
           <p>{t("start")}: <code>cd deployments/{result.name} &amp;&amp; {result.start}</code></p>
           {!hosts.trim() && <p class="error">{t("madeUpHosts")}</p>}
@@ -94,8 +102,9 @@ function Rehearse(): JSX.Element {
   const name = slug(row.value?.name || shown.value.model);
   const start = (): void => {
     setError("");
+    unmark();
     post(`/plans/${planId.value}/rehearsals`, { name, steps: number(count), ranks: number(ranks) })
-      .then((run) => setStarted(run.name)).catch((e: Error) => setError(e.message));
+      .then((run) => setStarted(run.name)).catch(refused("rehearse-error", setError));
   };
   return (
     <Section title={t("rehearse")} note={t("rehearseNote")}>
@@ -109,7 +118,7 @@ function Rehearse(): JSX.Element {
             <button type="button" class="main" id="rehearse" onClick={start}>{t("rehearseStart")}</button>
           </div> : <><p class="soft">{t("rehearseOff")}</p><pre id="rehearse-commands" tabIndex={0} aria-label={t("rehearse")}>{`python -m runners.launch plan.json --rehearse --max-ranks ${ranks} --steps ${count} --log-dir runs/${name}\npython -m polygon serve --logs runs`}</pre>
             <button type="button" onClick={() => void attempt(savePlan)}>{t("planFile")}</button></>}
-          {error && <p class="error" role="alert">{error}</p>}
+          {error && <p class="error" role="alert" id="rehearse-error">{error}</p>}
           {now && <Started name={now} />}
         </>;
       }}</Answer>

@@ -4,10 +4,10 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
 import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasured, type Draft } from "./draft";
-import { mark, unmark } from "./faults";
+import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
-import { attempt, catalogue, notice, requested, selected } from "./state";
+import { attempt, catalogue, notice, requested, selected, trouble } from "./state";
 import { t } from "./strings";
 import { useKept } from "./kept";
 import { Choice, Empty, Field, Menu, number, Section, Upload, walks } from "./ui";
@@ -49,7 +49,12 @@ export function Editor(): JSX.Element {
     const timer = setTimeout(() => {
       if (!cluster.regions.length) return set(NONE);
       post("/clusters", { cluster: trimmed(cluster) }, stop.signal)
-        .then((data) => { set({ ...data, error: "" }); remember(text, data); unmark(); })
+        .then((data) => {
+          set({ ...data, error: "" });
+          remember(text, data);
+          unmark("cluster"); // and what was said of it
+          if (pathOf(trouble.value).startsWith("cluster")) trouble.value = "";
+        })
         .catch((e: Error) => {
           if (stop.signal.aborted) return;
           const r = /^cluster\.regions\[(\d+)\]/.exec(e.message);

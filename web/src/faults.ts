@@ -9,17 +9,19 @@ export function fold(id: string, open: boolean): void {
 }
 
 const FOLD_OF: Record<string, string> = { batch: "model", model: "model", runtime: "model", constraints: "goal", seed: "goal", objective: "goal", effort: "goal" };
-let marked: Element[] = [];
+let marked: HTMLElement[] = [];
 
 /** The path of a message as `batch.global_batch: found ...`; empty where it names no field. */
 export const pathOf = (message: string): string => /^([\w.*-]+(?:\[\d+\][\w.*-]*)*)(?:: |：)/.exec(message)?.[1] ?? "";
 
-export function unmark(): void {
-  for (const element of marked) {
+/** Take the mark away from fields whose path begins so: from all, unless something is said. */
+export function unmark(of = ""): void {
+  const right = marked.filter((element) => element.dataset.path!.startsWith(of));
+  for (const element of right) {
     element.removeAttribute("aria-invalid");
     element.removeAttribute("aria-describedby");
   }
-  marked = [];
+  marked = marked.filter((element) => !right.includes(element));
 }
 
 /** Mark the field that a message names; `said` is the id of the element that says it. */

@@ -12,7 +12,7 @@ import { Drawer } from "./drawer";
 import { focusSoon, keepFocus } from "./focus";
 import { Overview } from "./overview";
 import { Rail } from "./rail";
-import { attempt, begin, catalogue, copyLink, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { arriving, attempt, begin, catalogue, copyLink, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence, Spoken } from "./summary";
 import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
@@ -50,7 +50,7 @@ function App(): JSX.Element {
   );
 }
 function Pane(): JSX.Element {
-  if (!catalogue.value) return <Skeleton lines={8} />;
+  if (!catalogue.value || (view.value === "cluster" && arriving.value)) return <Skeleton lines={8} />;
   if (view.value === "overview") return <Overview />;
   if (!shown.value && !WITHOUT_PLAN.includes(view.value)) return planId.value ? <Skeleton lines={8} /> : <Empty>{t("needPlan")}</Empty>;
   const Chosen = PANES[view.value];

@@ -102,10 +102,11 @@ export function WorldMap({ places, links = [], height, label, onSelect, onMove }
   const zooming = useRef(zoom<SVGSVGElement, unknown>().scaleExtent([1 / MOST, MOST]));
   const [whole, setWhole] = useState(false);
   const dragged = useRef<string>("");
-  useLayoutEffect(() => { setWidth(frame.current!.clientWidth); }, []); // once it is known, the land is drawn, and not before
-  useEffect(() => {
+  // The browser tells the width once it has laid out the page, in a task of its own: to ask for it would make it do so in
+  // the one that opens a plan. Then, in another, the land is drawn, and not before.
+  useLayoutEffect(() => {
     const element = frame.current!;
-    const watch = new ResizeObserver(() => setWidth(element.clientWidth));
+    const watch = new ResizeObserver(([it]) => { setTimeout(() => setWidth(Math.round(it.contentRect.width))); });
     watch.observe(element);
     zooming.current
       .filter((e: Event) => !(e.target as Element).closest("[data-region]") && (e.type !== "wheel" || (e as WheelEvent).ctrlKey || (e as WheelEvent).metaKey))

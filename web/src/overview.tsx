@@ -7,9 +7,10 @@ import type { Data } from "./api";
 import { regionColor } from "./colors";
 import { WorldMap, UseScale, placed, type Place } from "./map";
 import { brief, gib, percent } from "./format";
-import { go, lit, pointed, shown, view } from "./state";
+import { go, lit, planId, pointed, shown, view } from "./state";
 import { t } from "./strings";
 import { Timeline } from "./timeline";
+import { Skeleton } from "./ui";
 import { Welcome } from "./welcome";
 
 export function places(v: Data): Place[] {
@@ -31,7 +32,7 @@ export function Overview(): JSX.Element {
   // The map at once, the rest in a task of its own: between them the browser draws and listens.
   const [rest, draw] = useState(false);
   useEffect(() => { const timer = setTimeout(() => draw(true)); return () => clearTimeout(timer); }, []);
-  if (!v) return <Welcome />;
+  if (!v) return planId.value ? <Skeleton lines={8} /> : <Welcome />;
   const all = places(v);
   return (
     <div class="overview">

@@ -1,21 +1,23 @@
 // The left rail: what is asked, in three summaries that open, the button that plans, and the plans so far.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
-import { attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
+import { arriving, attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
 
 export function Rail(): JSX.Element {
+  const filled = useRef(false); // where plan follows plan, the fields stay where they are
+  filled.current ||= catalogue.value !== null && !arriving.value;
   return (
     <aside class="rail" aria-label={t("asked")}>
-      {!catalogue.value ? <Skeleton lines={8} /> : <>
+      {!filled.current ? <Skeleton lines={8} /> : <>
         <div class="rail-scroll">
           <ClusterSummary />
           <ModelSummary />

@@ -116,7 +116,8 @@ function Traced({ name, of, waits }: { name: string; of: string; waits: boolean 
         <ol class="beside" id="beside">{found.stages.map((s: Data) => (
           <li key={s.stage}><b>{s.stage}</b><span class="soft">{s.layers} · {s.regions.join(", ")}</span>
             {sides.map((side, i) => <div class="beside-line" key={side}><small>{side}</small><div class="stack" role="img" aria-label={`${side}: ${PARTS.map((p) => `${t(`part_${p}` as Key)} ${seconds(s[p][i])}`).join(", ")}`}>
-              {PARTS.filter((p) => fill[p]).map((p) => <i key={p} title={`${t(`part_${p}` as Key)} ${seconds(s[p][i])}`} style={{ flex: `0 0 ${Math.min(100, (100 * s[p][i]) / both[i])}%`, background: fill[p] }} />)}</div></div>)}</li>))}</ol>
+              {/* Who waits does so for the rest of the step; medians of the parts need not add up to the median of steps. */}
+              {PARTS.filter((p) => fill[p]).map((p) => <i key={p} title={`${t(`part_${p}` as Key)} ${seconds(s[p][i])}`} style={{ flex: p === "waiting" ? "1" : `0 0 ${Math.min(100, (100 * s[p][i]) / both[i])}%`, background: fill[p] }} />)}</div></div>)}</li>))}</ol>
         <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("stagesBeside")} head={[t("stage"), ...PARTS.map((p) => t(`part_${p}` as Key))]} numeric={PARTS.map((_, i) => i + 1)}
           rows={found.stages.map((s: Data) => [String(s.stage), ...PARTS.map((p) => <>{seconds(s[p][1])} <small class="soft">{seconds(s[p][0])}</small></>)])} /></details>
       </Section>

@@ -37,6 +37,8 @@ export const progress = signal<Data>(null);
 export const trouble = signal("");
 export const notice = signal("");
 export const loading = signal(false);
+/** Whether the draft is another plan's still, and what the plan that is being opened was asked for will take its place. */
+export const arriving = signal(false);
 /** What the pointer is on: a stage, a region, or two regions that a link joins. */
 export const pointed = signal<{ stage?: number; region?: string; link?: string }>({});
 /** What lights up with it: stages, regions and the ways between them; null where the pointer is on nothing. */
@@ -122,6 +124,8 @@ async function load(id: string): Promise<void> {
   const { signal: gone } = (plans = new AbortController());
   loaded = id;
   limits.value = assumed.value = null;
+  // Unless it is here or would cost what was written here.
+  arriving.value = id !== "" && !isOfSearch(id) && !changed.peek();
   if (!id) {
     row.value = planned.value = shown.value = null;
     return;
@@ -139,13 +143,12 @@ async function load(id: string): Promise<void> {
       loading.value = false;
     });
     if (tried.value) void reprice();
-    await known;
     void limiting.catch(say);
-    if (!changed.value) await takeAskedOf(id, gone);
+    if (arriving.value) await takeAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
     batch(() => {
-      loading.value = false;
+      loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
       planId.value = "";
       trouble.value = `${id}: ${(error as Error).message}`;
@@ -178,7 +181,8 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
 /** Take over what a plan, or a search without one, was asked for. */
 export async function takeAskedOf(id: string, gone?: AbortSignal): Promise<void> {
   const names = (await known).models.map((m: Data) => m.name);
-  take(await get(`/jobs/${id}/request`, gone), names, id);
+  const wanted = await get(`/jobs/${id}/request`, gone);
+  batch(() => { take(wanted, names, id); arriving.value = false; });
 }
 /** Why a search has no plan. */
 export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));

@@ -47,7 +47,9 @@ export function together(): string {
   if (!all.length) return "";
   const named = all.slice(0, MOST_NAMED).map(resource);
   if (all.length > MOST_NAMED) named.push(t("nMore", { n: all.length - MOST_NAMED }));
-  return new Intl.ListFormat(language.value).format(named);
+  // Chinese sets a Latin name apart from the character before it.
+  return new Intl.ListFormat(language.value).formatToParts(named)
+    .map((part, i, all) => (part.value === "和" && /^\w/.test(all[i + 1].value) ? "和 " : part.value)).join("");
 }
 function limited(): string {
   const found = limits.value?.limits;
