@@ -869,7 +869,7 @@ def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
 CONTROLS = {
     "accumulation": ("2", "perBillion"), "activations": ("none", "step"), "weight_gradients": ("none", "step"),
     "algorithm": ("central-server", "step"), "prefetch": ("1", "step"), "local_steps": ("3", "step"),
-    "device_factors": ("5", "step"), "bandwidth_factor": ("1", "step"), "latency_factor": ("6", "step"),
+    "device_factors": ("0", "step"), "bandwidth_factor": ("1", "step"), "latency_factor": ("6", "step"),
     "price_factor": ("4", "perBillion"), "chunk_mb": ("1", "step"), "streams": ("1", "step"),
 }  # fmt: skip
 
