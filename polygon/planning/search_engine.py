@@ -61,8 +61,8 @@ RACE = 0.3
 """Part of the evaluations that the race before the genetic search takes at most."""
 CYCLE = 8_000
 """Evaluations after which the races and the genetic search begin again, from the best of all structures met by then:
-three times so many ended 1.8 % above the best of all that was tried (six problems, four seeds), once three times as long
-2.9 %, once 5.3 %."""
+three times so many ended 1.8 % above the best of all that was tried (six problems, four seeds), one go three times as
+long 2.9 %, once so many 5.3 %."""
 MOST_CELLS = 3_000_000
 """Relaxed evaluations of a search times classes of workers, at most."""
 LATE = 30
