@@ -90,7 +90,7 @@ class LeastTraffic:
         self.tied_s = 0.0
         if tied and layers > 1:
             once = problem.runtime.tied_once
-            self.tied_s = self._together_s(tied, links.hop, steps) if once else self._between_nodes_s(tied)
+            self.tied_s = self._together_s(tied, links, steps) if once else self._between_nodes_s(tied)
         self._sums_s = [
             (
                 most,
@@ -140,14 +140,16 @@ class LeastTraffic:
         matrix = matrix_values(problem.model)
         return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
-    def _together_s(self, n_values: float, hop: Hop, steps: Iterable[tuple[int, int]]) -> float:
+    def _together_s(self, n_values: float, between: Links, steps: Iterable[tuple[int, int]]) -> float:
         """Least seconds of one sum of tied embeddings over two workers or more: on a node, on nodes of a region, or in
         several regions (`polygon.cost.stage_reduction.tied_reduction`); of a sum over several, any is taken alone."""
         tables, batch = self.tables, self.tables.problem.batch
         links, n_bytes = tables.links.arrays(tables.problem.runtime), n_values * batch.gradient_bytes
         wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), batch.gradient_bytes)[0])
-        inside_s = [float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0])] if hop.bytes_per_s > 0 else []
-        if wire < n_bytes:  # packed parts of nodes, each over its card
+        hop, inside_s = between.hop, []
+        if between.nodes.max() > 1 and hop.bytes_per_s > 0:
+            inside_s.append(float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0]))
+        if between.nodes.max() > 1 and wire < n_bytes:  # packed parts of nodes, each over its card
             inside_s.append(wire / hop.card_bytes_per_s)
         for pool in tables.problem.cluster.pools:
             p, most = pool.index, pool.devices_per_node if self.kinds.of_pool[pool.index] >= 0 else 1

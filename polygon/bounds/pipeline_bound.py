@@ -302,7 +302,6 @@ class PipelineBound:
             best=best_class(class_s, self.pipeline.class_capacity),
             tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
-            tied_s=0.0,
             alike=True,
         )
 

@@ -202,7 +202,9 @@ def stage_capacity(
     last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
     `placed_capacity`.
     """
-    tied_s = pipeline.tied_s if (first > 0) == (last == pipeline.forward_s.shape[0] - 1) else 0.0
+    ends = last == pipeline.forward_s.shape[0] - 1
+    # Of alike layers, the first group waits for the last one's, or for one before it; all others for the first one.
+    tied_s = pipeline.tied_s if (first == 0 if pipeline.alike else (first > 0) == ends) else 0.0
     best = np.inf
     at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
     found_s, found_free = np.inf, 0.0

@@ -218,6 +218,23 @@ def test_states_split_among_workers_are_known(blocks):
     assert step_times(plan, decoder.tables).step_s >= lower_bound(decoder.tables).seconds
 
 
+@pytest.mark.parametrize(("kind", "blocks"), [("stages", 48), ("interleaved", 6)])
+def test_a_shared_embedding_is_summed_where_its_stages_are(kind, blocks):
+    """From region to region where each is one device (of 48 blocks none holds all); else by two nodes of a region."""
+    model = small_gpt(blocks=blocks, hidden_size=2048, head_dim=128, ffn_size=8192)
+    sums_s, least_s = [], []
+    for nodes, tied in ((1, True), (1, False), (2, True)):
+        cluster = cluster_of([[("a100-40gb", nodes, 1)], [("a100-40gb", 1, 1)]], bytes_per_s=1e7)
+        tables = CostTables(problem_of(cluster, replace(model, tied_embeddings=tied)))
+        kinds = Kinds.of(tables)
+        traffic = LeastTraffic(tables, kinds, 1)
+        sums_s.append(traffic.tied_s)
+        least_s.append(PipelineBound(SizeWork(tables, kinds, 1), traffic).kinds_of_plan(1)[kind](1e3))
+    across_s, no_s, near_s = sums_s
+    assert 0.9 * model.tied_values / 1e7 < across_s and near_s < 0.1 * across_s and no_s == 0
+    assert 1e3 > least_s[0] > least_s[1] + 0.7 * across_s
+
+
 def test_a_budget_leaves_what_can_be_paid():
     """Half of what equal devices cost an hour: twice the time at least; and no plan in budget is quicker."""
     cluster = cluster_of([[("a100-40gb", 4, 2)]], inside=BUS, between=BUS)
