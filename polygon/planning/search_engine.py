@@ -258,6 +258,7 @@ def find_plan(
     """
     effort = effort or Effort()
     gentle: list[Allocation] = []
+    kept: list[Plan] = []
     if gentler := _gentler(problem):
         half = replace(effort, time_limit_s=effort.time_limit_s / 2)
         before = find_plan(
@@ -267,6 +268,7 @@ def find_plan(
         if before.interrupted:
             return before
         gentle, effort = [x for _, x in before.bills[:1]], half
+        kept = [before.plan] if before.plan is not None else []
         known, tell = [*known, *gentle], share(tell, 0.5, 1.0)
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
@@ -314,6 +316,9 @@ def find_plan(
     interrupted = interrupted or result.stopped_by == "interrupt"
     if not interrupted:
         draft, interrupted = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
+    # What is allowed with less may be all that is found with more, and was polished there.
+    drafts = [draft, *((decoder.plan_value(plan), plan, gentle[0]) for plan in kept)]
+    draft = min(drafts, key=lambda entry: entry[0])
     value, plan, chosen = draft
     others = sorted(exact.bills, key=lambda pair: value_of(problem, objective, pair[0]))
     bills = [(decoder.bill(plan), chosen), *((bill, x) for bill, x in others if x is not chosen)]

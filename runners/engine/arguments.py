@@ -65,7 +65,7 @@ def _add_optimization(training: argparse._ArgumentGroup) -> None:
     """Steps, learning rate, optimizer and what saves memory."""
     default = Options()
     training.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default %(default)s)")
-    training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 3e-3")
+    training.add_argument("--learning-rate", type=float, help="default: 3e-4, of a rehearsal 1e-3")
     training.add_argument(
         "--warmup-steps", type=int, default=default.warmup_steps, help="linear warm-up (default none)"
     )
@@ -255,7 +255,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
     rate = arguments.learning_rate
     return Options(
         steps=arguments.steps,
-        learning_rate=rate if rate is not None else (3e-3 if arguments.rehearse else 3e-4),
+        learning_rate=rate if rate is not None else (1e-3 if arguments.rehearse else 3e-4),
         warmup_steps=arguments.warmup_steps,
         schedule=arguments.schedule,
         schedule_steps=arguments.schedule_steps,

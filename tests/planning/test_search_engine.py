@@ -25,6 +25,7 @@ from polygon.planning.decode import Decoder, Infeasible
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.search_engine import Effort, find_groups, find_plan, most_stages
+from tests.drawn_problems import larger_problems
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 from tests.nightly import cases
 
@@ -268,6 +269,15 @@ def test_what_may_be_packed_more_tightly_is_never_slower_for_it(problem):
         other = replace(problem, constraints=Constraints(parity=level))
         values.append(find_plan(other, np.random.default_rng(3), effort=FAST).value_s)
     assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("seed", [5, 13])
+def test_local_steps_that_may_be_taken_are_never_slower(seed):
+    """Problems where small changes of the plan without them bring what the search with them did not find."""
+    problem, _ = larger_problems(seed)
+    may = replace(problem, constraints=replace(problem.constraints, local_steps=(1, 10, 30, 100)))
+    plain, other = (find_plan(each, np.random.default_rng(0), effort=FAST).value_s for each in (problem, may))
+    assert other <= plain * (1 + 1e-9)
 
 
 def test_gentler_levels_are_searched_with_the_same_measurements(monkeypatch):
