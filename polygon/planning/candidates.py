@@ -45,6 +45,7 @@ class Candidates(SearchProblem[Allocation]):
         )
         self._spaces: dict[int, AllocationSpace] = {}
         self._block_rates: dict[int, np.ndarray] = {}
+        self._region = np.array([pools[p].region for p, _ in decoder.classes])
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
@@ -98,13 +99,16 @@ class Candidates(SearchProblem[Allocation]):
         """Allocations met: the best of every structure, then the second best, and so on."""
         return [x for _, _, x, _ in sorted(self._ranked(), key=lambda entry: entry[3])]
 
-    @property
-    def of_lengths(self) -> list[Allocation]:
-        """The best of every number of stages met, best first: the fluid value misjudges long pipelines most."""
-        found: dict[int, Allocation] = {}
+    def best_of(self, kind: Callable[[Allocation], Hashable]) -> list[Allocation]:
+        """The best of every kind met, best first: the fluid value misjudges some kinds more than others."""
+        found: dict[Hashable, Allocation] = {}
         for _, _, x, _ in self._ranked():
-            found.setdefault(len(x.stages), x)
+            found.setdefault(kind(x), x)
         return list(found.values())
+
+    def regions_of(self, x: Allocation) -> bytes:
+        """The regions of an allocation's workers."""
+        return np.unique(self._region[x.workers.any(axis=0)]).tobytes()
 
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
         """Values, numbers, allocations and places in their structure of the good ones met, best first.

@@ -302,7 +302,8 @@ def find_plan(
             told(len(values) / count, best)
 
     exact = ExactCandidates(decoder, candidates.space.groups, met=met_exactly)
-    likely = _in_turn(candidates.elite, simple, candidates.of_lengths)[: max(1, count // 3)]
+    kinds = (candidates.best_of(kind) for kind in (lambda x: len(x.stages), candidates.regions_of))
+    likely = _in_turn(candidates.elite, simple, *kinds)[: max(1, count // 3)]
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,

@@ -327,3 +327,23 @@ def test_sizes_that_only_parts_of_a_sequence_can_hold_are_tried():
     decoder = Decoder(problem)
     assert decoder.tables.memory(8, 2, "full", sequence_parallel=True).layers.transient_bytes.max() > 80e9
     assert 2 in Candidates(decoder, 4).sizes
+
+
+def test_of_every_kind_the_best_is_kept(decoder):
+    """Alone in either region, in both, in one stage or two: the best of every set of regions, and of every length."""
+    candidates = Candidates(decoder, 4)
+    met = [
+        allocation([4, 0, 0, 0, 0, 0]),
+        allocation([2, 0, 0, 0, 0, 0]),
+        allocation([0, 0, 0, 4, 0, 0]),
+        allocation([4, 0, 0, 4, 0, 0]),
+        allocation([2, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]),
+        allocation([4, 0, 0, 0, 0, 0], [0, 0, 0, 4, 0, 0]),
+    ]
+    value = {x.key: candidates.evaluate(x) for x in met}
+    for kind, kinds in (
+        (candidates.regions_of, ([0, 1, 4], [2], [3, 5])),
+        (lambda x: len(x.stages), ([0, 1, 2, 3], [4, 5])),
+    ):
+        best = sorted(min(value[met[i].key] for i in of) for of in kinds)
+        assert [value[x.key] for x in candidates.best_of(kind)] == best

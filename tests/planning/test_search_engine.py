@@ -280,6 +280,17 @@ def test_local_steps_that_may_be_taken_are_never_slower(seed):
     assert other <= plain * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_region_more_is_not_slower_for_pipelines_that_the_fluid_value_misjudges(seed):
+    """The best in one region is simulated, though the fluid values of many pipelines over both are less."""
+    effort = Effort(fluid_evaluations=4_000, exact_evaluations=40, polish_evaluations=80, patience=1_600)
+    problem, larger = larger_problems(14)
+    plain, other = (
+        find_plan(each, np.random.default_rng(seed), effort=effort).value_s for each in (problem, larger["region"])
+    )
+    assert other <= plain * (1 + 1e-9)
+
+
 def test_gentler_levels_are_searched_with_the_same_measurements(monkeypatch):
     """Profiles decide which degrees a worker may have, so a search without them would speak of other workers."""
     problem = Problem(
