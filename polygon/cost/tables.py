@@ -94,7 +94,11 @@ class CostTables:
     """
 
     def __init__(
-        self, problem: Problem, profiles: Sequence[Profile] = (), calibration: Calibration | None = None
+        self,
+        problem: Problem,
+        profiles: Sequence[Profile] = (),
+        calibration: Calibration | None = None,
+        links: LinkTable | None = None,
     ) -> None:
         self.problem = problem
         self.calibration = calibration or NONE
@@ -104,7 +108,7 @@ class CostTables:
             profile.check(problem.model, problem.batch)
         self._profiles = tuple(p for p in profiles if isinstance(p, KindProfile) or p in fitting)
         self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
-        self.links = LinkTable(problem.cluster, self.calibration.communication)
+        self.links = links or LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
         self.bounds_by_size: dict[tuple[Any, ...], Any] = {}
@@ -164,7 +168,8 @@ class CostTables:
     def with_other_speeds(self, problem: Problem) -> CostTables:
         """The same where devices also compute and read their memory at other rates: they stand where they did, and
         hold as much."""
-        other = self.for_problem(problem)
+        links = self.links.with_other_links(problem.cluster)
+        other = CostTables(problem, self._profiles, self.calibration, links)
         other._memory, other._places = self._memory, self._places
         other.plan_memory, other.stage_rows = self.plan_memory, self.stage_rows
         return other
