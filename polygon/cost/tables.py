@@ -133,7 +133,8 @@ class CostTables:
         its allocation."""
         self.fluid_values = Kept[dict[bytes, float]](KEPT_PLANS)
         """What allocations are worth by the relaxation, by problem and objective (`polygon.planning.decode`)."""
-        self._places = Kept[Placement](KEPT_PLANS)
+        self._places = Kept[Placement](2 * KEPT_PLANS)
+        """By workers, and by these and where nodes send one another packed gradients."""
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
 
@@ -180,7 +181,8 @@ class CostTables:
         known = self._places.get(objects, plan.packed_inside)
         shards = tuple(stage.shards for stage in plan.stages)
         if known is None:
-            known = self._places.put(Placement.of(plan, self.links), objects, plan.packed_inside)
+            like = self._places.get(objects) or self._places.put(Placement.of(plan, self.links), objects)
+            known = self._places.put(like.packing(plan.packed_inside), objects, plan.packed_inside)
         return known if known.zero_shards == shards else known.dividing(shards)
 
     def times(

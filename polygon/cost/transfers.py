@@ -329,10 +329,22 @@ class Placement:
         """What others work out of the workers alone, for the next plan that has the same ones."""
         return {}
 
+    @cached_property
+    def ends(self) -> dict[int, MessageEnds]:
+        """By `Plan.chunks`: both ends of the messages of the latest plan that had these workers."""
+        return {}
+
     def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
         """The same workers under other shard groups."""
         other = replace(self, zero_shards=zero_shards)
-        for name in ("nodes", "hosts", "several", "degrees", "alike", "derived"):  # of the workers alone
+        for name in ("nodes", "hosts", "several", "degrees", "ends", "alike", "derived"):  # of the workers alone
+            vars(other)[name] = getattr(self, name)
+        return other
+
+    def packing(self, packed_inside: frozenset[int]) -> Placement:
+        """The same workers where nodes of other regions send one another packed gradients."""
+        other = replace(self, packed_inside=packed_inside)
+        for name in ("nodes", "hosts", "several", "degrees", "ends"):
             vars(other)[name] = getattr(self, name)
         return other
 
@@ -467,7 +479,7 @@ def price_messages(
 def _ends(plan: Plan, links: LinkTable, place: Placement) -> MessageEnds:
     """Both ends of a plan's messages, kept for the next one with the same workers and routes."""
     routes = plan.routes + place.offset[None, :]
-    known: MessageEnds | None = place.derived.get(("ends", plan.chunks))
+    known = place.ends.get(plan.chunks)
     if known is not None and np.array_equal(known.routes, routes):
         return known
     made = MessageEnds.of(
@@ -477,7 +489,7 @@ def _ends(plan: Plan, links: LinkTable, place: Placement) -> MessageEnds:
         nodes=int(links.first_node[-1] + links.cluster.pools[-1].nodes),
         regions=len(links.cluster.regions),
     )
-    place.derived["ends", plan.chunks] = made
+    place.ends[plan.chunks] = made
     return made
 
 
