@@ -1,11 +1,11 @@
 """Processes of their own in which plans are priced: what-ifs take no turn from the server, nor it from them.
 
-Questions go through a socket and answers come back by the number of the question, those in parts part by part. Quick
-ones are answered as they come, the others one after another in a thread beside them. The first process starts with the
-first question and answers all that are not quick; more, up to one a core, start where many wait, and share the quick
-ones. They are forked from one that has loaded what pricing needs and has no threads. A process keeps the plans that it
-was last asked about, ends when the socket closes (so with the server, however that ends), and is started anew if it is
-lost.
+Questions go through a socket and answers come back by the number of the question, those in parts part by part. What was
+asked in one turn of the server's loop goes in one message, and so do its quick answers; the others are answered one
+after another in a thread beside them. The first process starts with the first question and answers all that are not
+quick; more, up to one a core, start where many wait, and share the quick ones. They are forked from one that has loaded
+what pricing needs and has no threads. A process keeps the plans that it was last asked about, ends when the socket
+closes (so with the server, however that ends), and is started anew if it is lost.
 
 In the server all of it happens in the event loop: no thread wakes for an answer.
 """
@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from asyncio import Future, Task
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,9 @@ TRIES = 2
 """Of a question with which the process is lost."""
 MOST_PROCESSES = 4
 """However many cores there are."""
+
+TOGETHER_S = 0.02
+"""For which an answer waits for those asked with it: each message wakes the server."""
 
 LENGTH = struct.Struct("!i")
 """Before each message, as `Connection` of the standard library has it."""
@@ -311,9 +315,14 @@ def work(pipe: Connection) -> None:
     threading.Thread(target=one_after_another, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            together = pipe.recv()
-            for number, asked in together:
+            ready, since_s = [], time.monotonic()
+            for number, asked in pipe.recv():
                 if not asked.quick:
                     slow.put((number, asked))
-            if answers := [answer(number, asked) for number, asked in together if asked.quick]:
-                send(*answers)
+                    continue
+                ready.append(answer(number, asked))
+                if time.monotonic() - since_s > TOGETHER_S:
+                    send(*ready)
+                    ready, since_s = [], time.monotonic()
+            if ready:
+                send(*ready)
