@@ -285,9 +285,11 @@ def _head_flops(model: Model, seq_len: int) -> float:
     """Forward of the head for one sequence, with the blocks that predict further tokens."""
     h = model.hidden_size
     head = 2 * h * model.vocab_size + (2 * h * h if model.head_transform else 0)
+    rows = 1 if model.family == "vit" else seq_len
+    if not model.predicted_ahead:
+        return rows * head
     # The joining matrix is 2 h x h: 4 h^2 FLOP a token.
     ahead = head + _block_flops(model.block(model.blocks), seq_len) + 4 * h * h
-    rows = 1 if model.family == "vit" else seq_len
     return rows * head + seq_len * model.predicted_ahead * ahead
 
 

@@ -136,7 +136,7 @@ def assumptions(problem: Problem, plan: Plan) -> list[Message]:
     """What is taken for granted of the loss under a plan, a line for every lossy kind that it uses, with the source."""
     lines = []
     for traffic in TRAFFIC:
-        for kind in dict.fromkeys(getattr(use, traffic) for use in plan.links):
+        for kind in plan.packings[traffic][0]:
             if kind != "none":
                 what = Message(f"loss.{traffic}", mode=kind)
                 row = rows(traffic).get(kind, NOTHING_SHOWN)

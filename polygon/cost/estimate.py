@@ -253,8 +253,9 @@ def estimate(
     peak = float(sum(pool_flops[worker.pool] * len(worker.devices) for worker in plan.workers))
     bill = bill_of(problem, plan, step_s, moved + reduced)
     workers = _worker_estimates(plan, problem, times, worker_memory(plan, tables, times.place))
-    sources, measured = _sources(plan, tables)
-    low_s, high_s = interval(step_s, known_of(tables, plan, terms, step_s, measured))
+    layers = _layers_used(plan, tables)
+    sources, measured = _sources(layers)
+    low_s, high_s = interval(step_s, known_of(tables, plan, terms, step_s, measured, host=_host_error(layers)))
     return Estimate(
         step_s=step_s,
         low_s=low_s,
@@ -323,22 +324,26 @@ def _worker_estimates(
 ) -> tuple[WorkerEstimate, ...]:
     """Work and memory of every worker, stage by stage."""
     place, cluster = times.place, problem.cluster
-    shares = np.concatenate([plan.shares(s) for s in range(len(plan.stages))])
+    shares = np.bincount(times.schedule.routes.ravel(), minlength=len(place.stage))
     busy_s = shares * (times.schedule.forward_s + times.schedule.backward_s)
     within = np.arange(len(place.stage)) - place.offset[place.stage]
     columns = (place.stage, within, place.region, place.pool, place.tp, shares, busy_s)
+    # Those that peak alike have the same breakdown.
+    peaks = {id(held): (held.total_bytes, held.owner) for held in memory}
+    names = [region.name for region in cluster.regions]
+    devices = [(pool.device.name, pool.device.memory_bytes) for pool in cluster.pools]
     return tuple(
         WorkerEstimate(
             stage=stage,
             worker=worker,
-            region=cluster.regions[region].name,
-            device=cluster.pools[pool].device.name,
+            region=names[region],
+            device=devices[pool][0],
             tp=tp,
             micro_batches=share,
             busy_s=busy,
-            peak_bytes=held.total_bytes,
-            limit_bytes=cluster.pools[pool].device.memory_bytes,
-            memory_owner=held.owner,
+            peak_bytes=peaks[id(held)][0],
+            limit_bytes=devices[pool][1],
+            memory_owner=peaks[id(held)][1],
         )
         for stage, worker, region, pool, tp, share, busy, held in zip(
             *(column.tolist() for column in columns), memory, strict=True
@@ -382,9 +387,8 @@ def _layers_used(plan: Plan, tables: CostTables) -> list[LayerTimes]:
     ]
 
 
-def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float | None]:
+def _sources(used: list[LayerTimes]) -> tuple[dict[str, str], float | None]:
     """Where the numbers are from, and the error of compute if all of it was measured on such devices."""
-    used = _layers_used(plan, tables)
     seen = {times.source for times in used}
     sources = {"compute": "+".join(sorted(seen)), "transfer": "cluster file", "reduction": "cluster file"}
     # One stage that is not measured leaves all of it as sure as data sheets are.
@@ -393,13 +397,22 @@ def _sources(plan: Plan, tables: CostTables) -> tuple[dict[str, str], float | No
 
 def host_error(plan: Plan, tables: CostTables) -> float:
     """Half of a 90 % interval over the logarithm of a plan's compute, of what the host needs to launch kernels."""
-    return math.log1p(max(times.host_error for times in _layers_used(plan, tables)))
+    return _host_error(_layers_used(plan, tables))
+
+
+def _host_error(used: list[LayerTimes]) -> float:
+    return math.log1p(max(times.host_error for times in used))
 
 
 def known_of(
-    tables: CostTables, plan: Plan, terms: dict[str, float], step_s: float, measured: float | None = None
+    tables: CostTables,
+    plan: Plan,
+    terms: dict[str, float],
+    step_s: float,
+    measured: float | None = None,
+    host: float | None = None,
 ) -> Known:
-    """What the prediction of a plan rests on."""
+    """What the prediction of a plan rests on; `host` is its `host_error`, if that is known already."""
     problem = tables.problem
     pools = problem.cluster.pools
     devices = {pools[worker.pool].device.name: pools[worker.pool].device for worker in plan.workers}
@@ -413,7 +426,7 @@ def known_of(
         near=0.0 if apart else links,
         far=links if apart else 0.0,
         program=program_error(problem.runtime),
-        host=host_error(plan, tables),
+        host=host_error(plan, tables) if host is None else host,
     )
 
 

@@ -113,12 +113,13 @@ def shared_ends_s(
     # The first stage's inputs are there from the beginning.
     ready[:half:stages] = 0.0
     taken, due_s, due = np.zeros(links), np.empty(workers), np.empty(workers, dtype=np.int64)
+    # Divisions take longer than all else: the worker of an action is looked up by its number without the kind.
+    units = routes.ravel()
     size, free[:] = 0, 0.0
     record = start_s.shape[0] == 2
     for w in range(workers):
         if at[w] < last[w] and ready[actions[at[w]]] >= 0:
-            action = actions[at[w]]
-            push(due_s, due, size, forward_s[routes[action // stages % micro_batches, action % stages]], w)
+            push(due_s, due, size, forward_s[units[actions[at[w]]]], w)
             size += 1
     while size > 0:
         now, w = due_s[0], due[0]
@@ -127,7 +128,9 @@ def shared_ends_s(
         action = actions[at[w]]
         at[w] += 1
         free[w] = now
-        k, m, s = action // half, action // stages % micro_batches, action % stages
+        k = 0 if action < half else 1
+        row = action // stages
+        m, s = row - k * micro_batches, action - row * stages
         to = s + 1 if k == 0 else s - 1
         other = w
         if 0 <= to < stages:
@@ -139,9 +142,9 @@ def shared_ends_s(
                 if number >= 0:
                     taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
                     leaves = max(leaves, taken[number])
-            after = (k * micro_batches + m) * stages + to
+            after = action + to - s
             ready[after] = leaves + latency_s[k, m, boundary]
-            receiver = holder[routes[m, to]]
+            receiver = holder[units[after - k * half]]
             if at[receiver] < last[receiver] and actions[at[receiver]] == after:
                 other = receiver
         elif k == 0:
@@ -155,7 +158,7 @@ def shared_ends_s(
             if at[v] < last[v] and ready[actions[at[v]]] >= 0:
                 action = actions[at[v]]
                 start = max(free[v], ready[action])
-                unit = routes[action // stages % micro_batches, action % stages]
+                unit = units[action if action < half else action - half]
                 if record:
                     start_s[action // half, action // stages % micro_batches, action % stages] = start
                 push(due_s, due, size, start + (forward_s[unit] if action < half else backward_s[unit]), v)

@@ -7,6 +7,7 @@ after each H-th update all three once more, for the outer gradient (`ReductionCo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -106,6 +107,22 @@ class ReductionCost:
         )
 
 
+class _Rooms(threading.local):
+    """Rooms for `levels_s` by how many pools they are for, of each thread its own: to make one takes as long as to use
+    it."""
+
+    def __init__(self) -> None:
+        self.by_pools: dict[int, LevelsRoom] = {}
+
+
+_ROOMS = _Rooms()
+
+
+def own_room(pools: int) -> LevelsRoom:
+    """Room for a stage of so many pools, good until this thread's next sum."""
+    return _ROOMS.by_pools.get(pools) or _ROOMS.by_pools.setdefault(pools, levels_room(pools, pools))
+
+
 class Places(NamedTuple):
     """Where a stage's gradients are added up before what is packed goes from place to place."""
 
@@ -187,7 +204,7 @@ def stage_reduction(
     held = Held(pools, nodes, members, place.degrees[stage], n_values)
     crossing = _crossing(group_packing(plan, places.regions), places, n_values, batch, matrix_values(model))
     arrays, share = links.arrays(runtime), pair_share.astype(float)
-    room = levels_room(len(pools), len(pools))
+    room = own_room(len(pools))
     _, last = seen_parts(len(range(*plan.stages[stage].layers)), part, overlap_of(runtime, batch))
     node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
@@ -264,7 +281,7 @@ def tied_reduction(
         links.arrays(runtime),
         crossing.whole,
         1.0,
-        levels_room(len(pools), len(pools)),
+        own_room(len(pools)),
     )
     return ReductionCost(
         node_s=node_s,
@@ -374,8 +391,11 @@ def _cards_s(
 def group_packing(plan: Plan, regions: np.ndarray) -> str:
     """Packing of gradients that several places add up: all use the strongest that the plan names for any pair."""
     inside = frozenset(regions.tolist())
-    names = {use.weight_gradients for use in plan.links if use.source in inside and use.target in inside}
-    return max(names, key=COMPRESSIONS.index, default="none")
+    known = plan.strongest.get(inside)
+    if known is None:
+        names = {use.weight_gradients for use in plan.links if use.source in inside and use.target in inside}
+        known = plan.strongest[inside] = max(names, key=COMPRESSIONS.index, default="none")
+    return known
 
 
 class SumsRoom(NamedTuple):

@@ -583,15 +583,13 @@ def gradient_norm_s(tables: CostTables, place: Placement) -> float:
     the gradient that it has, nor, with local updates, for other regions.
     """
     links = tables.links
-    stands = place.derived.get("a pool of each region")
-    if stands is None:
+    pairs = place.derived.get("a pool of each of two regions")
+    if pairs is None:
         used = np.unique(place.region).tolist()
         stands = np.array([int(np.flatnonzero(links.region == region)[0]) for region in used])
-        place.derived["a pool of each region"] = stands
-    if len(stands) == 1:
-        return 0.0
-    latency_s, rate = (values[np.ix_(stands, stands)] for values in (links.latency_s, links.bytes_per_s))
-    return float(latency_s[(rate > 0) & ~np.eye(len(stands), dtype=bool)].max(initial=0.0))
+        a, b = np.nonzero(~np.eye(len(stands), dtype=bool))
+        pairs = place.derived["a pool of each of two regions"] = stands[a], stands[b]
+    return float(links.latency_s[pairs][links.bytes_per_s[pairs] > 0].max(initial=0.0))
 
 
 def tied_parameters(plan: Plan, tables: CostTables, group: int) -> float:

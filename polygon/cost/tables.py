@@ -94,7 +94,11 @@ class CostTables:
     """
 
     def __init__(
-        self, problem: Problem, profiles: Sequence[Profile] = (), calibration: Calibration | None = None
+        self,
+        problem: Problem,
+        profiles: Sequence[Profile] = (),
+        calibration: Calibration | None = None,
+        links: LinkTable | None = None,
     ) -> None:
         self.problem = problem
         self.calibration = calibration or NONE
@@ -104,7 +108,7 @@ class CostTables:
             profile.check(problem.model, problem.batch)
         self._profiles = tuple(p for p in profiles if isinstance(p, KindProfile) or p in fitting)
         self._profile_of = {device: profile for profile in self._profiles for device in profile.devices}
-        self.links = LinkTable(problem.cluster, self.calibration.communication)
+        self.links = links or LinkTable(problem.cluster, self.calibration.communication)
         self._times: dict[tuple[int, int, int, str, int, int, bool, bool], ClassTimes] = {}
         self._memory: dict[tuple[int, int, str, int, int, bool], ClassMemory] = {}
         self.bounds_by_size: dict[tuple[Any, ...], Any] = {}
@@ -129,7 +133,8 @@ class CostTables:
         its allocation."""
         self.fluid_values = Kept[dict[bytes, float]](KEPT_PLANS)
         """What allocations are worth by the relaxation, by problem and objective (`polygon.planning.decode`)."""
-        self._places = Kept[Placement](KEPT_PLANS)
+        self._places = Kept[Placement](2 * KEPT_PLANS)
+        """By workers, and by these and where nodes send one another packed gradients."""
         headroom = 1 - problem.constraints.memory_headroom
         self.limit_bytes = np.array([pool.device.memory_bytes * headroom for pool in problem.cluster.pools])
 
@@ -164,7 +169,8 @@ class CostTables:
     def with_other_speeds(self, problem: Problem) -> CostTables:
         """The same where devices also compute and read their memory at other rates: they stand where they did, and
         hold as much."""
-        other = self.for_problem(problem)
+        links = self.links.with_other_links(problem.cluster)
+        other = CostTables(problem, self._profiles, self.calibration, links)
         other._memory, other._places = self._memory, self._places
         other.plan_memory, other.stage_rows = self.plan_memory, self.stage_rows
         return other
@@ -175,7 +181,8 @@ class CostTables:
         known = self._places.get(objects, plan.packed_inside)
         shards = tuple(stage.shards for stage in plan.stages)
         if known is None:
-            known = self._places.put(Placement.of(plan, self.links), objects, plan.packed_inside)
+            like = self._places.get(objects) or self._places.put(Placement.of(plan, self.links), objects)
+            known = self._places.put(like.packing(plan.packed_inside), objects, plan.packed_inside)
         return known if known.zero_shards == shards else known.dividing(shards)
 
     def times(

@@ -14,6 +14,7 @@ Workers on one node talk over the node's own link and share nothing. Where a num
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polygon.cost.convergence import codec
+from polygon.cost.message_ends import MessageEnds, Thing
 from polygon.cost.network import (
     CARD_EFFICIENCY,
     FABRIC_EFFICIENCY,
@@ -37,7 +39,6 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Plan
 from polygon.domain.runtime import Runtime
 from polygon.jit.by_pointer import pointed
-from polygon.jit.compilation import kernel
 
 BYTES_RATIO = {"none": 1.0, "bf16": 2 / 4, "int8": (1 + 4 / 256) / 4, "int4": (0.5 + 4 / 64) / 4}
 """Bytes on the wire for one byte of fp32; block-wise formats carry one fp32 scale per 256 values (int8) or
@@ -210,6 +211,21 @@ class LinkTable:
                 setattr(self, name, getattr(self, name) / factor)
         self._arrays: dict[tuple[float, int], LinkArrays] = {}
 
+    def with_other_links(self, cluster: Cluster) -> LinkTable:
+        """The table of a cluster whose links between regions are others."""
+        old = self.cluster
+        if cluster.pools is not old.pools or cluster.capacity_bytes_per_s is not old.capacity_bytes_per_s:
+            return LinkTable(cluster, self.factor)
+        pools, far = np.ix_(self.region, self.region), self.region[:, None] != self.region[None, :]
+        latency_s, rate = cluster.latency_s[pools], cluster.bytes_per_s[pools]
+        other = copy(self)
+        other.cluster, other._arrays = cluster, {}
+        other.ring_latency_s = np.where(far, latency_s, self.ring_latency_s)
+        other.ring_bytes_per_s = np.where(far, rate, self.ring_bytes_per_s)
+        other.latency_s = np.where(far, latency_s * self.factor, self.latency_s)
+        other.bytes_per_s = np.where(far, rate / self.factor, self.bytes_per_s)
+        return other
+
     def arrays(self, runtime: Runtime) -> LinkArrays:
         """The table for kernels, with how a runtime adds up gradients."""
         how = float(runtime.bucket_bytes), runtime.sum_turns
@@ -313,10 +329,22 @@ class Placement:
         """What others work out of the workers alone, for the next plan that has the same ones."""
         return {}
 
+    @cached_property
+    def ends(self) -> dict[int, MessageEnds]:
+        """By `Plan.chunks`: both ends of the messages of the latest plan that had these workers."""
+        return {}
+
     def dividing(self, zero_shards: tuple[int, ...]) -> Placement:
         """The same workers under other shard groups."""
         other = replace(self, zero_shards=zero_shards)
-        for name in ("nodes", "hosts", "several", "degrees", "alike", "derived"):  # of the workers alone
+        for name in ("nodes", "hosts", "several", "degrees", "ends", "alike", "derived"):  # of the workers alone
+            vars(other)[name] = getattr(self, name)
+        return other
+
+    def packing(self, packed_inside: frozenset[int]) -> Placement:
+        """The same workers where nodes of other regions send one another packed gradients."""
+        other = replace(self, packed_inside=packed_inside)
+        for name in ("nodes", "hosts", "several", "degrees", "ends"):
             vars(other)[name] = getattr(self, name)
         return other
 
@@ -344,64 +372,6 @@ class Placement:
             zero_shards=tuple(stage_.shards for stage_ in plan.stages),
             packed_inside=plan.packed_inside,
         )
-
-
-def number_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Number the different values of `keys` (>= 0) in order of appearance and count them, by hashing.
-
-    Returns
-    -------
-    numbers : ndarray of int64, shape (n,)
-        Number of each entry's value; -1 for negative entries.
-    counts : ndarray, shape (n,)
-        How often each entry's value occurs; 1 for negative entries.
-    different : int
-    """
-    size = 1 << max(1, (2 * len(keys) - 1).bit_length())
-    table, number_of = np.full(size, -1, dtype=np.int64), np.empty(size, dtype=np.int64)
-    numbers, tally, counts = np.full(len(keys), -1, dtype=np.int64), np.zeros(len(keys)), np.ones(len(keys))
-    return numbers, counts, fill_numbers(keys, table, number_of, tally, numbers, counts)
-
-
-@kernel
-def fill_numbers(
-    keys: np.ndarray,
-    table: np.ndarray,
-    number_of: np.ndarray,
-    tally: np.ndarray,
-    numbers: np.ndarray,
-    counts: np.ndarray,
-) -> int:
-    """The hashing of `number_keys`: returns how many values differ.
-
-    Parameters
-    ----------
-    table, number_of : ndarray of int64, shape (a power of two,)
-        Room; `table` full of -1.
-    tally : ndarray, shape (n,)
-        Room, zeros.
-    numbers, counts : ndarray, shape (n,)
-        In as -1 and 1, out.
-    """
-    size = table.shape[0]
-    different = 0
-    for i in range(keys.shape[0]):
-        key = keys[i]
-        if key < 0:
-            continue
-        slot = (key * 2654435761 + (key >> 13)) & (size - 1)
-        while table[slot] != -1 and table[slot] != key:
-            slot = (slot + 1) & (size - 1)
-        if table[slot] == -1:
-            table[slot] = key
-            number_of[slot] = different
-            different += 1
-        numbers[i] = number_of[slot]
-        tally[numbers[i]] += 1
-    for i in range(keys.shape[0]):
-        if numbers[i] >= 0:
-            counts[i] = tally[numbers[i]]
-    return different
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -453,101 +423,94 @@ def price_messages(
     in_step : bool
         Whether all that share something send at the same time, each with its part of it, instead of in turn.
     """
-    routes = plan.routes + place.offset[None, :]
-    a, b = routes[:, :-1], routes[:, 1:]
-    sender, receiver = np.stack([a, b]), np.stack([b, a])
-    pool_s, pool_r = place.pool[sender], place.pool[receiver]
-    node_s, node_r = place.node[sender], place.node[receiver]
-    region_s, region_r = place.region[sender], place.region[receiver]
-    same_node = node_s == node_r
-    far = region_s != region_r
-
+    ends = _ends(plan, links, place)
+    same_node, far, pool_s, pool_r = ends.same_node, ends.far, ends.pool_s, ends.pool_r
     regions = len(links.cluster.regions)
     values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), batch.element_bytes
     plain = float(values * element_bytes)
     of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
     size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
-    n_bytes = size[np.arange(2)[:, None, None], region_s, region_r]
+    n_bytes = size[np.arange(2)[:, None, None], ends.region_s, ends.region_r]
     # Inside a node every device of a worker has a link of its own; each sends its part, or all of it.
-    devices = (place.tp * place.cp[place.stage])[sender]
+    devices = (place.tp * place.cp[place.stage])[ends.sender]
     whole = np.where(same_node, n_bytes, n_bytes * devices)
     ways = runtime.scattered_sends, runtime.scattered_sends and runtime.scattered_gradients
     n_bytes = np.where(np.array(ways)[:, None, None], whole / devices, whole)
-    codecs = _codec_s(plan, values, element_bytes, links, place, sender, receiver)
 
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
     latency = np.where(same_node, links.node_latency_s[pool_s], links.latency_s[pool_s, pool_r])
-    nodes = int(links.first_node[-1] + links.cluster.pools[-1].nodes)
-    workers = len(place.stage)
-    holder = np.arange(workers) % (workers // plan.chunks)  # several stages may be on the same devices
-
-    def share(group: np.ndarray) -> np.ndarray:
-        """Part of what `group` shares that the sender's own messages may use."""
-        keys = np.where(same_node, -1, group)
-        own = np.where(same_node, -1, group * workers + holder[sender])
-        found: np.ndarray = (number_keys(own.ravel())[1] / number_keys(keys.ravel())[1]).reshape(group.shape)
-        return found
-
     alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
-    direction = np.arange(2)[:, None, None]
-    channel, _, channels = number_keys(((direction * workers + sender) * workers + receiver).ravel())
-
-    things = [(np.where(same_node, -1, node_s), links.card_bytes_per_s[pool_s])]
-    for shared, capacity in (
-        (region_s * regions + region_r, links.capacity_bytes_per_s[region_s, region_r]),
-        (region_s, links.egress_bytes_per_s[region_s]),
-    ):
-        if np.isfinite(capacity[far]).any():
-            things.append((np.where(far, shared, -1), np.where(far, capacity, np.inf)))
-    rate = rate * share(node_s * nodes + node_r)
-    for shared, capacity in things:
-        rate = np.minimum(rate, np.where(same_node, np.inf, capacity * share(shared)))
+    things = [(ends.cards, links.card_bytes_per_s[pool_s])]
+    capacity = links.capacity_bytes_per_s[ends.region_s, ends.region_r]
+    if np.isfinite(capacity[far]).any():
+        things.append((ends.capacities, np.where(far, capacity, np.inf)))
+    egress = links.egress_bytes_per_s[ends.region_s]
+    if np.isfinite(egress[far]).any():
+        things.append((ends.egress, np.where(far, egress, np.inf)))
+    rate = rate * ends.pair_part
+    for shared, limit in things:
+        rate = np.minimum(rate, np.where(same_node, np.inf, limit * shared.part))
     with np.errstate(divide="ignore"):
         busy = n_bytes / rate
-    pair = np.where(same_node, nodes * nodes + channel.reshape(sender.shape), node_s * nodes + node_r)
+    channel, channels = ends.channels
     if in_step:
-        own = channel.reshape(sender.shape)[..., None]
-        passed: dict[str, Any] = {"link": own, "hold_s": busy[..., None], "links": int(channels), "shared": False}
+        passed: dict[str, Any] = {
+            "link": channel[..., None],
+            "hold_s": busy[..., None],
+            "links": channels,
+            "shared": False,
+        }
     else:
-        passed = _passed(n_bytes, channel.reshape(sender.shape), int(channels), pair, alone, things)
+        passed = _passed(n_bytes, ends, alone, things)
     return Messages(
-        sender=sender,
-        receiver=receiver,
+        sender=ends.sender,
+        receiver=ends.receiver,
         n_bytes=n_bytes,
         busy_s=busy,
         latency_s=latency,
-        channel=channel.reshape(sender.shape),
-        channels=int(channels),
+        channel=channel,
+        channels=channels,
         connected=bool((rate > 0).all()),
-        codec_s=codecs,
+        codec_s=_codec_s(plan, values, element_bytes, links, place, ends),
         **passed,
     )
 
 
+def _ends(plan: Plan, links: LinkTable, place: Placement) -> MessageEnds:
+    """Both ends of a plan's messages, kept for the next one with the same workers and routes."""
+    routes = plan.routes + place.offset[None, :]
+    known = place.ends.get(plan.chunks)
+    if known is not None and np.array_equal(known.routes, routes):
+        return known
+    made = MessageEnds.of(
+        routes,
+        (place.pool, place.node, place.region),
+        chunks=plan.chunks,
+        nodes=int(links.first_node[-1] + links.cluster.pools[-1].nodes),
+        regions=len(links.cluster.regions),
+    )
+    place.ends[plan.chunks] = made
+    return made
+
+
 def _passed(
-    n_bytes: np.ndarray,
-    channel: np.ndarray,
-    channels: int,
-    pair: np.ndarray,
-    rate: np.ndarray,
-    things: Sequence[tuple[np.ndarray, np.ndarray]],
+    n_bytes: np.ndarray, ends: MessageEnds, rate: np.ndarray, things: Sequence[tuple[Thing, np.ndarray]]
 ) -> dict[str, Any]:
     """What messages pass, as fields of `Messages`.
 
     Parameters
     ----------
-    pair, rate : ndarray, shape of n_bytes
-        Number of the node pair, and bytes/s of a message that has everything for itself.
-    things : sequence of pairs of ndarray
-        What several node pairs may share: its number (-1: nothing), its bytes/s. Left out where it has enough for all
-        of its node pairs at once.
+    rate : ndarray, shape of n_bytes
+        Bytes/s of a message that has everything for itself.
+    things : sequence of pairs
+        What several node pairs may share, and its bytes/s, shape of n_bytes. Left out where it has enough for all of
+        its node pairs at once.
     """
-    numbers, _, links = number_keys(pair.ravel())
-    first = np.empty(links, dtype=np.int64)
-    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    numbers, links, first = ends.pairs
+    channel, channels = ends.channels
     columns, rates = [numbers], [rate]
     for thing, limit in things:
-        which, _, different = number_keys(thing.ravel())
+        which, different = thing.number, thing.different
         of_pairs = which[first]
         used = of_pairs >= 0
         wanted = np.bincount(of_pairs[used], weights=rate.ravel()[first][used], minlength=different)
@@ -564,7 +527,7 @@ def _passed(
     with np.errstate(divide="ignore"):
         hold_s = np.stack([n_bytes / each for each in rates], axis=-1)
     link = np.stack([column.reshape(n_bytes.shape) for column in columns], axis=-1)
-    return {"link": link, "hold_s": hold_s, "links": int(links), "shared": shared}
+    return {"link": link, "hold_s": hold_s, "links": links, "shared": shared}
 
 
 def _codec_s(
@@ -573,8 +536,7 @@ def _codec_s(
     element_bytes: int,
     links: LinkTable,
     place: Placement,
-    sender: np.ndarray,
-    receiver: np.ndarray,
+    ends: MessageEnds,
 ) -> np.ndarray:
     """Seconds of packing and unpacking per micro-batch of each worker, the mean over its micro-batches: (2, workers).
 
@@ -583,17 +545,17 @@ def _codec_s(
     """
     workers, regions = len(place.stage), len(links.cluster.regions)
     seconds = np.zeros((2, workers))
-    if sender.size == 0 or all(kind == "none" for field in WAYS for kind in plan.packings[field][0]):
+    if ends.sender.size == 0 or all(kind == "none" for field in WAYS for kind in plan.packings[field][0]):
         return seconds
     rate = np.array([pool.device.memory_bytes_per_s for pool in links.cluster.pools])[place.pool]
-    share = np.maximum(np.bincount((plan.routes + place.offset[None, :]).ravel(), minlength=workers), 1)
-    source, target = place.region[sender], place.region[receiver]
+    share = np.maximum(np.bincount(ends.routes.ravel(), minlength=workers), 1)
+    source, target = ends.region_s, ends.region_r
 
     def part_s(part: int, kind: str) -> float:
         return codec_s(values, element_bytes, kind, 1.0)[part]
 
     for way, field in enumerate(WAYS):
-        for part, doer in enumerate((sender, receiver)):  # who packs, who unpacks
+        for part, doer in enumerate((ends.sender, ends.receiver)):  # who packs, who unpacks
             costs = by_link(plan, field, regions, partial(part_s, part), 0.0)
             each = costs[source[way], target[way]].ravel()
             seconds[way] += np.bincount(doer[way].ravel(), weights=each, minlength=workers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -229,6 +229,12 @@ class Cluster:
                 )
                 first += group.devices
         return tuple(pools)
+
+    def with_links(self, latency_s: np.ndarray, bytes_per_s: np.ndarray) -> Cluster:
+        """The cluster with other links between its regions; its pools are the same ones."""
+        other = replace(self, latency_s=latency_s, bytes_per_s=bytes_per_s)
+        vars(other)["pools"] = self.pools
+        return other
 
     @cached_property
     def devices(self) -> int:

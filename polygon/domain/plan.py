@@ -356,6 +356,11 @@ class Plan:
         )
 
     @cached_property
+    def strongest(self) -> dict[frozenset[int], str]:
+        """The strongest packing of weight gradients between some regions, by their numbers, where it was looked for."""
+        return {}
+
+    @cached_property
     def _links_by_regions(self) -> dict[tuple[int, int], LinkUse]:
         return {(use.source, use.target): use for use in self.links}
 

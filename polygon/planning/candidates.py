@@ -51,12 +51,14 @@ class Candidates(SearchProblem[Allocation]):
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
         self._seen: set[bytes] = set()
         self._count = itertools.count()
+        self._ranking: list[tuple[float, int, Allocation, int]] | None = None
+        """Of `_ranked`, until another is met."""
 
     def copy(self) -> Candidates:
         """The same, which goes on by itself."""
         found = copy.copy(self)
         found._best = {structure: list(best) for structure, best in self._best.items()}
-        found._seen, found._count = set(self._seen), copy.copy(self._count)
+        found._seen, found._count, found._ranking = set(self._seen), copy.copy(self._count), None
         return found
 
     def evaluate(self, x: Allocation) -> float:
@@ -72,6 +74,7 @@ class Candidates(SearchProblem[Allocation]):
                 best.append((value, next(self._count), x))
                 best.sort(key=lambda entry: entry[:2])
                 del best[3:]
+                self._ranking = None
             if len(self._best) > MOST_STRUCTURES:
                 kept = sorted(self._best.items(), key=lambda item: item[1][0][:2])[: MOST_STRUCTURES // 2]
                 self._best = dict(kept)
@@ -115,11 +118,13 @@ class Candidates(SearchProblem[Allocation]):
 
         Of those that are one plan with other workers idle beside it, the first.
         """
-        ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
-        kept: dict[Hashable, tuple[float, int, Allocation, int]] = {}
-        for entry in ranked:
-            kept.setdefault((f"{entry[0]:.{DIGITS}g}", len(entry[2].stages), entry[2].setting), entry)
-        return list(kept.values())
+        if self._ranking is None:
+            ranked = sorted((*entry, place) for best in self._best.values() for place, entry in enumerate(best))
+            kept: dict[Hashable, tuple[float, int, Allocation, int]] = {}
+            for entry in ranked:
+                kept.setdefault((f"{entry[0]:.{DIGITS}g}", len(entry[2].stages), entry[2].setting), entry)
+            self._ranking = list(kept.values())
+        return self._ranking
 
     def random(self, rng: np.random.Generator) -> Allocation:
         """A random allocation and micro-batch size."""
@@ -133,7 +138,7 @@ class Candidates(SearchProblem[Allocation]):
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ, release or replace workers; split, merge or move a stage; another setting."""
         kind = rng.random()
-        if not x.workers.any():
+        if not len(x.stages):
             return self.random(rng)
         if kind < 0.12 and len(self.sizes) > 1:
             at = self.sizes.index(x.micro_batch_size)
@@ -143,16 +148,15 @@ class Candidates(SearchProblem[Allocation]):
             cp, ep = self.degrees[rng.integers(len(self.degrees))]
             return replace(x, cp=cp, ep=ep)
         if kind < 0.34:
-            return replace(x, workers=self._restructure(x.workers, rng))
+            return x.with_workers(self._restructure(x, rng))
         if kind < 0.48:
-            return replace(x, workers=self._compact(self._whole_pools(x.workers, rng)))
+            return x.with_workers(self._compact(self._whole_pools(x.workers, rng)))
         if kind < 0.60:
-            return replace(x, workers=self._compact(self._replace(x, rng)))
-        return replace(x, workers=self._small_step(x.workers, rng))
+            return x.with_workers(self._compact(self._replace(x, rng)))
+        return x.with_workers(self._small_step(x.stages, rng))
 
-    def _small_step(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _small_step(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere."""
-        rows = workers[workers.any(axis=1)]
         if len(rows) < self.space.groups and rng.random() < NEW_STAGE:
             rows = np.insert(rows, int(rng.integers(len(rows) + 1)), 0, axis=0)
         return self._compact(self._space_of(len(rows)).neighbour(rows, rng))
@@ -236,9 +240,9 @@ class Candidates(SearchProblem[Allocation]):
             result[:, target] = devices // tp
         return result
 
-    def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
         """Split a stage into two, merge two neighbours, move a stage to another place, or halve all widths."""
-        rows = list(workers[workers.any(axis=1)])
+        workers, rows = x.workers, list(x.stages)
         kind = rng.integers(4)
         if kind == 3:
             halved = (workers + 1) // 2
@@ -268,7 +272,7 @@ class Candidates(SearchProblem[Allocation]):
     def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
         """A repaired mixture of the matrices; the setting of one parent."""
         mixed = self.space.crossover(a.workers, b.workers, rng)
-        return replace(a if rng.random() < 0.5 else b, workers=self._compact(mixed))
+        return (a if rng.random() < 0.5 else b).with_workers(self._compact(mixed))
 
     def key(self, x: Allocation) -> Hashable:
         """Stages and setting."""

@@ -84,7 +84,11 @@ class Allocation:
     cp: int = 1
     ep: int = 1
 
-    @property
+    def with_workers(self, workers: np.ndarray) -> Allocation:
+        """Others that work in the same way."""
+        return Allocation(workers=workers, micro_batch_size=self.micro_batch_size, cp=self.cp, ep=self.ep)
+
+    @cached_property
     def setting(self) -> Setting:
         """How the workers work."""
         return Setting(self.micro_batch_size, self.cp, self.ep)

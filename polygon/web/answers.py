@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,16 @@ def compact(data: Any, language: Language = "en") -> bytes:
     def plain(value: Any) -> Any:
         """What orjson does not know: messages, mappings that are no dict, arrays that are not contiguous."""
         if isinstance(value, Message):
-            return say(value, language)
+            return say(value, language) if value.arguments else _said(value.kind, language)
         return value.tolist() if isinstance(value, np.ndarray) else dict(value)
 
     return orjson.dumps(data, default=plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+@cache
+def _said(kind: str, language: Language) -> str:
+    """The words of a message that has no arguments."""
+    return say(Message(kind), language)
 
 
 class Answers:

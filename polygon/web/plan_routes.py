@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from asyncio import Queue, create_task
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +15,7 @@ from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from polygon.api import planner, plans
@@ -31,11 +34,11 @@ from polygon.web import responses
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
-from polygon.web.language import Asked, in_language
+from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, exported, own_changes
 from polygon.web.questions import load as read_plan
-from polygon.web.search_routes import RESPONSES, JobId, answer, as_bytes
+from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
 from polygon.web.sliders import Changes, timed
 from polygon.web.store import Store
 
@@ -51,6 +54,8 @@ CROWD = 8
 AHEAD = 8
 """What-ifs that a process has at a time: with fewer, server and process wake one another for each, which costs a
 quarter of a small plan's CPU; more could no longer be taken back."""
+BOUND = {b"": True, b"bound=true": True, b"bound=false": False}
+"""Whether the bound of a view is asked for, by the usual query strings."""
 
 
 class DeployRequest(Strict):
@@ -194,16 +199,20 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     """What is shown of a plan, with changes applied, and beside other plans."""
     turn = Turns(pricing)
 
-    @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
         """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
         question = question_of(job, "view", language, changes, bound=bound)
         if asked.knows(question) or not question.quick:
             return await asked.answer(question)
         async with turn.one():
-            if await request.is_disconnected():  # a slider that has moved on
+            if has_left(request):  # a slider that has moved on
                 return Response(status_code=204)
             return await asked.answer(question)
+
+    app.router.add_api_route(
+        "/api/v1/plans/{job}/view", plan_view, methods=["POST"], responses=RESPONSES, response_model=responses.View,
+        route_class_override=WhatIf,
+    )  # fmt: skip
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
@@ -283,6 +292,46 @@ def add_explanations(app: FastAPI, store: Store, jobs: Jobs, asked: Asking) -> N
         row, text = store.get(own), store.result(own)
         data = row.to_dict() if row is not None else {"id": own, "state": "none"}
         return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
+
+
+class WhatIf(APIRoute):
+    """The operation that is asked most: its usual request is read at once.
+
+    Every other one, and whatever is wrong with one, goes the framework's general way, which takes as long as all else
+    that the server does for an answer.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What handles a request."""
+        general = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            job, bound = request.path_params["job"], BOUND.get(request.scope["query_string"])
+            usual = bound is not None and request.headers.get("content-type") == "application/json"
+            if not usual or not re.fullmatch(JOB, job):
+                return await general(request)
+            try:
+                changes = Changes.model_validate(json.loads(await request.body()))
+            except (ValueError, RecursionError):
+                return await general(request)
+            language = preferred(request.headers.get("accept-language", ""))
+            found: Response = await self.endpoint(job, changes, language, request, bound)
+            return found
+
+        return handle
+
+
+def has_left(request: Request) -> bool:
+    """Whether who asked no longer waits, as far as is known now: the next message is taken if it is there already."""
+    message = request.receive()
+    assert isinstance(message, Coroutine)
+    try:
+        message.send(None)
+    except StopIteration as told:
+        return bool(told.value["type"] == "http.disconnect")
+    finally:
+        message.close()
+    return False
 
 
 class Turns:

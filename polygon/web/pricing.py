@@ -1,11 +1,11 @@
 """Processes of their own in which plans are priced: what-ifs take no turn from the server, nor it from them.
 
-Questions go through a socket and answers come back by the number of the question, those in parts part by part. Quick
-ones are answered as they come, the others one after another in a thread beside them. The first process starts with the
-first question and answers all that are not quick; more, up to one a core, start where many wait, and share the quick
-ones. They are forked from one that has loaded what pricing needs and has no threads. A process keeps the plans that it
-was last asked about, ends when the socket closes (so with the server, however that ends), and is started anew if it is
-lost.
+Questions go through a socket and answers come back by the number of the question, those in parts part by part. What was
+asked in one turn of the server's loop goes in one message, and so do its quick answers; the others are answered one
+after another in a thread beside them. The first process starts with the first question and answers all that are not
+quick; more, up to one a core, start where many wait, and share the quick ones. They are forked from one that has loaded
+what pricing needs and has no threads. A process keeps the plans that it was last asked about, ends when the socket
+closes (so with the server, however that ends), and is started anew if it is lost.
 
 In the server all of it happens in the event loop: no thread wakes for an answer.
 """
@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from asyncio import Future, Task
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -48,10 +49,15 @@ TRIES = 2
 MOST_PROCESSES = 4
 """However many cores there are."""
 
+TOGETHER_S = 0.02
+"""For which an answer waits for those asked with it: each message wakes the server."""
+
 LENGTH = struct.Struct("!i")
 """Before each message, as `Connection` of the standard library has it."""
 
 Tell = Callable[[bytes], None]
+Answer = tuple[int, "bytes | Exception", bool]
+"""Number of the question, the answer or a part of it, and whether it is the last."""
 
 # Not forked from the server, which has threads and a database open, but from a process that has only loaded what is
 # needed to price: one more is there at once, and costs what it changes in memory.
@@ -179,6 +185,7 @@ class _Worker(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._asked: dict[int, tuple[Future[bytes], Tell | None]] = {}
         self._numbers = 0
+        self._together: list[tuple[int, Question]] = []
         self._read = bytearray()
 
     @classmethod
@@ -206,11 +213,21 @@ class _Worker(asyncio.Protocol):
         if self.lost or self._transport is None:
             raise LostError
         self._numbers += 1
-        future: Future[bytes] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: Future[bytes] = loop.create_future()
         self._asked[self._numbers] = future, tell
-        message = pickle.dumps((self._numbers, question), pickle.HIGHEST_PROTOCOL)
-        self._transport.writelines((LENGTH.pack(len(message)), message))
+        # What is asked in one turn of the loop goes together: so it is read, and so it is answered.
+        if not self._together:
+            loop.call_soon(self._send)
+        self._together.append((self._numbers, question))
         return future
+
+    def _send(self) -> None:
+        """Hand over what was asked since the last time."""
+        message = pickle.dumps(self._together, pickle.HIGHEST_PROTOCOL)
+        self._together.clear()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines((LENGTH.pack(len(message)), message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep what writes to the process."""
@@ -223,20 +240,25 @@ class _Worker(asyncio.Protocol):
             end = LENGTH.size + LENGTH.unpack_from(self._read)[0]
             if len(self._read) < end:
                 return
-            number, answer, last = pickle.loads(memoryview(self._read)[LENGTH.size : end])
+            answers = pickle.loads(memoryview(self._read)[LENGTH.size : end])
             del self._read[:end]
-            future, tell = self._asked[number]
-            if not last:
-                if tell is not None:
-                    tell(answer)
-                continue
-            del self._asked[number]
-            if future.done():
-                continue  # who asked no longer waits
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            for number, answer, last in answers:
+                self._hear(number, answer, last=last)
+
+    def _hear(self, number: int, answer: bytes | BaseException, *, last: bool) -> None:
+        """Tell who asked."""
+        future, tell = self._asked[number]
+        if not last:
+            if tell is not None and isinstance(answer, bytes):
+                tell(answer)
+            return
+        del self._asked[number]
+        if future.done():
+            return  # who asked no longer waits
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
     def close(self) -> None:
         """Ask nothing more."""
@@ -260,11 +282,11 @@ def work(pipe: Connection) -> None:
     plans, sending = Answers(MOST_PLANS), threading.Lock()
     slow: SimpleQueue[tuple[int, Question]] = SimpleQueue()
 
-    def send(number: int, answer: bytes | Exception, *, last: bool) -> None:
+    def send(*answers: Answer) -> None:
         with sending, contextlib.suppress(OSError):  # the server has ended; so will this
-            pipe.send((number, answer, last))
+            pipe.send(answers)
 
-    def answer(number: int, asked: Question) -> None:
+    def answer(number: int, asked: Question) -> Answer:
         def loaded() -> questions.Loaded:
             if asked.plan is None:
                 raise NoPlanError
@@ -273,29 +295,34 @@ def work(pipe: Connection) -> None:
         try:
             changes = Changes.model_validate_json(asked.changes)
             found = questions.answer(asked.what, plans.get(asked.job, loaded), changes, dict(asked.arguments))
+            if not isinstance(found, Iterator):
+                return number, compact(found, asked.language), True
             whole = b""
-            if isinstance(found, Iterator):
-                for part in found:
-                    whole = compact(part, asked.language)
-                    send(number, whole, last=False)
-            else:
-                whole = compact(found, asked.language)
-            send(number, whole, last=True)
+            for part in found:
+                whole = compact(part, asked.language)
+                send((number, whole, False))
+            return number, whole, True
         except (PolygonError, NoPlanError) as error:
-            send(number, error, last=True)
+            return number, error, True
         except Exception as error:  # a fault of ours: said here, where its traceback is, and to who asked
             log.exception("%s of plan %s", asked.what, asked.job)
-            send(number, RuntimeError(repr(error)), last=True)
+            return number, RuntimeError(repr(error)), True
 
     def one_after_another() -> None:
         while True:
-            answer(*slow.get())
+            send(answer(*slow.get()))
 
     threading.Thread(target=one_after_another, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            number, asked = pipe.recv()
-            if asked.quick:
-                answer(number, asked)
-            else:
-                slow.put((number, asked))
+            ready, since_s = [], time.monotonic()
+            for number, asked in pipe.recv():
+                if not asked.quick:
+                    slow.put((number, asked))
+                    continue
+                ready.append(answer(number, asked))
+                if time.monotonic() - since_s > TOGETHER_S:
+                    send(*ready)
+                    ready, since_s = [], time.monotonic()
+            if ready:
+                send(*ready)

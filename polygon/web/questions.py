@@ -56,6 +56,8 @@ def load(text: str, changes: Mapping[str, Any]) -> Loaded:
 
 def own_changes(it: Loaded, changes: Changes) -> Changes:
     """Changes together with those that a variant has of its own."""
+    if not it.beyond:
+        return changes
     return Changes.model_validate({**it.beyond, **changes.model_dump(exclude_defaults=True)})
 
 

@@ -43,7 +43,8 @@ MOST_VALUES = 50_000
 """Of a YAML text: matrices of a hundred regions, read in a second; more comes as JSON."""
 FOLLOW_S = 0.1
 """Between two looks at a search that is followed."""
-JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+JOB = r"^[A-Za-z0-9_-]{1,40}$"
+JobId = Annotated[str, Field(pattern=JOB)]
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "model": responses.Refusal}

@@ -162,6 +162,8 @@ def _changed_problem(problem: Problem, changes: Changes) -> Problem:
     same = np.array_equal(latency_s, cluster.latency_s) and np.array_equal(rate, cluster.bytes_per_s)
     if same and changes.accumulation == 1 and changes.price_factor == 1 and not changes.device_factors:
         return problem
+    if changes.price_factor == 1 and not changes.device_factors:
+        return replace(problem, batch=batch, cluster=cluster.with_links(latency_s, rate))
     devices = dict(cluster.catalogue)
     for name, factor in changes.device_factors.items():
         require(name in devices, "device_factors", name, one_of(name, devices))
@@ -199,7 +201,8 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
     cluster = problem.cluster
     own = {(cluster.region_index(c.source), cluster.region_index(c.target)): c for c in changes.links}
     links = []
-    for use in plan.links:
+    packs = own or changes.activations or changes.weight_gradients or changes.streams
+    for use in plan.links if packs else ():
         single = own.get((use.source, use.target))
         activations = (single and single.activations) or changes.activations
         gradients = (single and single.weight_gradients) or changes.weight_gradients
@@ -217,9 +220,9 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
         )
     local_steps = changes.local_steps or plan.local_steps
     changed = plan
-    if tuple(links) != plan.links or changes.accumulation > 1 or local_steps != plan.local_steps:
+    if (packs and tuple(links) != plan.links) or changes.accumulation > 1 or local_steps != plan.local_steps:
         routes = np.tile(plan.routes, (changes.accumulation, 1))
-        changed = replace(plan, links=tuple(links), routes=routes, local_steps=local_steps)
+        changed = replace(plan, links=tuple(links) if packs else plan.links, routes=routes, local_steps=local_steps)
     if changes.prefetch is None:
         return changed
     times = step_times(changed, tables)

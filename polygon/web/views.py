@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
 from polygon.cost.convergence import assumptions
-from polygon.cost.estimate import Estimate, WorkerEstimate
+from polygon.cost.estimate import Estimate, LinkEstimate
 from polygon.cost.step_times import StepTimes, held_parameters
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
@@ -22,6 +22,8 @@ from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
 from polygon.messages.report import layer_span, size
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
+
+Shown = TypeVar("Shown")
 
 SHOWN = tuple(field.name for field in fields(Estimate) if field.name not in ("workers", "links"))
 
@@ -54,8 +56,8 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "chunks": plan.chunks,
         "assumptions": assumptions(problem, plan) if result.links else [],
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
-        "hosts": _hosts(problem, plan),
-        "regions": _regions(problem, plan),
+        "hosts": _of_workers(priced, _hosts),
+        "regions": _of_workers(priced, _regions),
         "stages": _stages(priced),
         "links": _links(priced),
         "traffic": moved,
@@ -70,6 +72,15 @@ def _over_memory(priced: PricedChange) -> float:
     """Bytes by which the fullest device is over what the constraints leave it; 0 where all fit."""
     need = np.array([worker.peak_bytes for worker in priced.estimate.workers])
     return float(max(0.0, (need - priced.tables.limit_bytes[priced.times.place.pool]).max()))
+
+
+def _of_workers(priced: PricedChange, work: Callable[[Problem, Plan], Shown]) -> Shown:
+    """What follows from a plan's workers alone, the same however it is changed."""
+    known = priced.times.place.derived
+    if work not in known:
+        known[work] = work(priced.problem, priced.plan)
+    found: Shown = known[work]
+    return found
 
 
 def _hosts(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
@@ -100,24 +111,34 @@ def _regions(problem: Problem, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
+def _alike(problem: Problem, plan: Plan) -> list[list[tuple[str, str, int, list[int]]]]:
+    """Of every stage region, device and tensor-parallel degree of workers that have the same, and their numbers."""
+    pools, regions, rows, first = problem.cluster.pools, problem.cluster.regions, [], 0
+    for stage in plan.stages:
+        alike: dict[tuple[str, str, int], list[int]] = {}
+        for w, worker in enumerate(stage.workers, start=first):
+            pool = pools[worker.pool]
+            alike.setdefault((regions[pool.region].name, pool.device.name, worker.tp), []).append(w)
+        rows.append([(*kind, same) for kind, same in sorted(alike.items())])
+        first += stage.width
+    return rows
+
+
 def _stages(priced: PricedChange) -> list[dict[str, Any]]:
     problem, plan, result = priced.problem, priced.plan, priced.estimate
     rows = []
     # Of the devices, as memory is: where they hold several stages, the work of all of these.
     holder = priced.times.schedule.holder
-    busy_s = np.bincount(holder, [worker.busy_s for worker in result.workers])[holder]
-    for s, stage in enumerate(plan.stages):
-        alike: dict[tuple[str, str, int], list[tuple[WorkerEstimate, float]]] = {}
-        mine = priced.times.place.members(s)
-        for w, busy in zip(result.workers[mine], busy_s[mine].tolist(), strict=True):
-            alike.setdefault((w.region, w.device, w.tp), []).append((w, busy))
+    busy_s = np.bincount(holder, [worker.busy_s for worker in result.workers])[holder].tolist()
+    for stage, kinds in zip(plan.stages, _of_workers(priced, _alike), strict=True):
         groups = []
-        for (region, device, tp), same in sorted(alike.items()):
-            shares = [w.micro_batches for w, _ in same]
-            full = max((w for w, _ in same), key=lambda w: w.peak_bytes / w.limit_bytes)
+        for region, device, tp, same in kinds:
+            workers = [result.workers[w] for w in same]
+            shares = [w.micro_batches for w in workers]
+            full = max(workers, key=lambda w: w.peak_bytes / w.limit_bytes)
             groups.append(
                 {"region": region, "device": device, "tp": tp, "workers": len(same), "share_low": min(shares),
-                 "share_high": max(shares), "busy": max(busy for _, busy in same) / result.step_s,
+                 "share_high": max(shares), "busy": max(busy_s[w] for w in same) / result.step_s,
                  "peak_bytes": full.peak_bytes, "limit_bytes": full.limit_bytes,
                  "memory_owner": Message(f"memory.{full.memory_owner}")}
             )  # fmt: skip
@@ -135,19 +156,17 @@ def _links(priced: PricedChange) -> list[dict[str, Any]]:
     latency_ms, gbps = (cluster.latency_s * 1e3).tolist(), (cluster.bytes_per_s * 8 / 1e9).tolist()
     km = _distances(tuple((region.latitude, region.longitude) for region in cluster.regions))
     names = [region.name for region in cluster.regions]
+    unused = LinkEstimate(source="", target="", activation_bytes=0.0, gradient_bytes=0.0, busy_fraction=0.0)
     rows = []
     for a, source in enumerate(names):
-        for b, target in enumerate(names):
-            if a == b or gbps[a][b] <= 0:
+        for b, (target, ms, rate, far) in enumerate(zip(names, latency_ms[a], gbps[a], km[a], strict=True)):
+            if a == b or rate <= 0:
                 continue
-            here = used.get((source, target))
-            use = plan.link_use(a, b)
+            here, use = used.get((source, target), unused), plan.link_use(a, b)
             rows.append(
-                {"source": source, "target": target, "latency_ms": latency_ms[a][b],
-                 "bandwidth_gbps": gbps[a][b], "distance_km": km[a][b],
-                 "activation_bytes": here.activation_bytes if here else 0.0,
-                 "gradient_bytes": here.gradient_bytes if here else 0.0,
-                 "busy": here.busy_fraction if here else 0.0, "activations": use.activations,
+                {"source": source, "target": target, "latency_ms": ms, "bandwidth_gbps": rate, "distance_km": far,
+                 "activation_bytes": here.activation_bytes, "gradient_bytes": here.gradient_bytes,
+                 "busy": here.busy_fraction, "activations": use.activations,
                  "weight_gradients": use.weight_gradients, "streams": use.streams}
             )  # fmt: skip
     return rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from polygon.cost.calibration import Calibration
 from polygon.cost.network import FABRIC_EFFICIENCY, NEAR_MESSAGE_S
 from polygon.cost.sharding import ShardingTraffic, copies_s
+from polygon.cost.stage_reduction import own_room
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
+from polygon.cost.transfers import LinkTable
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
@@ -21,6 +25,7 @@ from polygon.domain.runtime import Runtime
 from polygon.domain.schedule import stage_spans
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
+from polygon.formats.files import read_cluster
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
 from tests.uniform_splits import FABRIC, equal_nodes
@@ -167,3 +172,23 @@ def test_the_slowest_pair_of_tied_stages_does_not_count_where_one_node_holds_bot
     tied_s = step_times(plan, CostTables(problem)).tied_s
     assert tied_s < small_gpt().head_weight_parameters() * 4 / 1.25e9
     assert np.isfinite(tied_s) and tied_s > 0
+
+
+@pytest.mark.parametrize("factor", [1.0, 10.0])
+def test_a_table_with_other_links_is_that_of_the_cluster_with_them(factor: float) -> None:
+    """Whether it is made from another one's or from nothing: to the last bit."""
+    cluster = read_cluster(Path(__file__).parents[2] / "instances" / "aws-regions.yaml")
+    links = {"latency_s": cluster.latency_s * 1.7, "bytes_per_s": cluster.bytes_per_s / 3}
+    derived = LinkTable(cluster, factor).with_other_links(cluster.with_links(**links))
+    fresh = LinkTable(replace(cluster, **links), factor)
+    for name, value in vars(fresh).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(derived, name), value, err_msg=name)
+    assert derived.arrays(Runtime()).latency_s is derived.latency_s
+
+
+def test_every_thread_sums_in_a_room_of_its_own() -> None:
+    """What one thread writes there no other one reads, and the same thread has it again."""
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(own_room, 3).result()
+    assert own_room(3) is own_room(3) is not theirs

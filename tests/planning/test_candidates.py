@@ -181,10 +181,11 @@ def test_a_stage_gets_other_workers_that_are_as_quick(decoder):
 def test_a_restructured_allocation_has_the_same_workers(decoder):
     """Split, merged or moved; or half as wide, rounded up."""
     found = Candidates(decoder, 4)
-    workers = allocation([3, 0, 0, 1], [0, 1, 0, 2]).workers
+    x = allocation([3, 0, 0, 1], [0, 1, 0, 2])
+    workers = x.workers
     seen = set()
     for seed in range(200):
-        changed = found._restructure(workers, np.random.default_rng(seed))
+        changed = found._restructure(x, np.random.default_rng(seed))
         stages = int(changed.any(axis=1).sum())
         assert changed[:stages].any(axis=1).all()
         if (changed.sum(axis=0) != workers.sum(axis=0)).any():
@@ -192,18 +193,16 @@ def test_a_restructured_allocation_has_the_same_workers(decoder):
             stages = 0
         seen.add(stages)
     assert seen == {0, 1, 2, 3}
-    alone = allocation([1]).workers
-    assert all((found._restructure(alone, np.random.default_rng(seed)) == alone).all() for seed in range(50))
-    full = allocation([1], [1], [1], [1]).workers
+    alone = allocation([1])
+    assert all((found._restructure(alone, np.random.default_rng(seed)) == alone.workers).all() for seed in range(50))
+    full = allocation([1], [1], [1], [1])
     assert all(found._restructure(full, np.random.default_rng(seed)).sum() == 4 for seed in range(100))
 
 
 def test_a_stage_is_split_into_halves_or_by_classes(decoder):
     """Half of every class's workers to each of the two stages, or all of a class to one of them."""
     found = Candidates(decoder, 4)
-    changed = [
-        found._restructure(allocation([4, 0, 0, 4]).workers, np.random.default_rng(seed))[:2] for seed in range(200)
-    ]
+    changed = [found._restructure(allocation([4, 0, 0, 4]), np.random.default_rng(seed))[:2] for seed in range(200)]
     split = {tuple(map(tuple, rows[:, [0, 3]].tolist())) for rows in changed if rows.any(axis=1).all()}
     assert split == {((2, 2), (2, 2)), ((4, 0), (0, 4)), ((0, 4), (4, 0))}
 

@@ -271,6 +271,24 @@ def test_a_model_is_written_as_it_is_read(server):
     assert status == 422 and "model: " in refused["detail"]
 
 
+def test_a_what_if_is_read_alike_in_its_usual_form_and_in_others(server, wide_plan):
+    """A content type with a character set goes the framework's general way: the same answers, the same faults."""
+    path = f"/api/v1/plans/{wide_plan}/view"
+    bodies = ({}, {"bandwidth_factor": 2.0}, {"bandwidth_factor": "2"}, {"bandwidth": 2}, [], None, b"{", b"\xff", b"")
+    for query in ("", "?bound=false", "?bound=no", "?bound=perhaps"):
+        for body in bodies:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            for language in ("en", "zh"):
+                said = {"Accept-Language": language}
+                usual = server.request("POST", path + query, data, said)
+                general = server.request(
+                    "POST", path + query, data, said | {"Content-Type": "application/json; charset=utf-8"}
+                )
+                assert (usual[0], usual[2]) == (general[0], general[2]), (query, body)
+    assert server.request("POST", "/api/v1/plans/no%20plan/view", {})[0] == 422
+    assert server.request("POST", "/api/v1/plans/none/view", {})[0] == 404
+
+
 def test_a_view_without_the_bound_says_all_else(server, wide_plan):
     """Sooner, and with nothing where the bound stands."""
     whole, brief = (

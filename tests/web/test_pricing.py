@@ -50,6 +50,30 @@ def test_answers_are_those_of_this_process(pricing):
     assert there["estimate"]["step_s"] == here["estimate"]["step_s"]
 
 
+def test_what_is_asked_at_once_goes_in_one_message(pricing):
+    """There and back; each gets its own answer."""
+    asked(pricing)
+    worker, factors = pricing._workers[0], [1.0 + i / 8 for i in range(6)]
+    sent, send = [], worker._send
+
+    async def all_of_them():
+        worker._send = lambda: (sent.append(len(worker._together)), send())
+        views = (
+            Question(job="a", what="view", changes=f'{{"bandwidth_factor": {f}}}', arguments=(("bound", False),))
+            for f in factors
+        )
+        try:
+            return await asyncio.gather(*map(pricing.ask, views))
+        finally:
+            del worker._send
+
+    answers = asyncio.run_coroutine_threadsafe(all_of_them(), pricing.loop).result(PATIENCE_S)
+    it = questions.load(text(), {})
+    here = [questions.view(it, Changes(bandwidth_factor=f), bound=False) for f in factors]
+    assert [orjson.loads(a)["estimate"]["step_s"] for a in answers] == [h["estimate"]["step_s"] for h in here]
+    assert sent == [len(factors)]
+
+
 def test_parts_come_before_the_whole(pricing):
     """Limits are told as they are found."""
     parts = []
