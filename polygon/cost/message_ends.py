@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.kept import Kept
 from polygon.jit.compilation import kernel
+
+KEPT_PACKINGS = 4
+"""Of the messages between the same ends: a plan's, and those that it is held against."""
 
 
 class Thing(NamedTuple):
@@ -90,6 +94,11 @@ class MessageEnds:
             nodes=nodes,
             regions=regions,
         )
+
+    @cached_property
+    def packed(self) -> Kept[tuple[np.ndarray, np.ndarray]]:
+        """Bytes of messages and seconds of packing by who asked for them (`polygon.cost.transfers`)."""
+        return Kept(KEPT_PACKINGS)
 
     @cached_property
     def same_node(self) -> np.ndarray:

@@ -10,9 +10,9 @@ Considered are node pairs between regions, and a node's card with all that it se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def busy_on_shared(
             )
             cards.add(s, ways.nodes, seconds)
         pairs.add(s, ways.pairs, sent_bytes[ways.pair_way] * ways.pair_s)
-    return cards.shared(), pairs.shared()
+    return cards.shared(place.derived), pairs.shared(place.derived)
 
 
 class Ways(NamedTuple):
@@ -226,13 +226,18 @@ class _Rows:
         self._stage.append(stage)
         self._seconds.append(seconds)
 
-    def shared(self) -> np.ndarray:
-        """Shape (links that several stages use, stages)."""
+    def shared(self, kept: dict[Hashable, Any]) -> np.ndarray:
+        """Shape (links that several stages use, stages); which they are is kept, for what is shared by the same."""
         if not self._links:
             return np.zeros((0, self._stages))
-        links, row = np.unique(np.concatenate(self._links), return_inverse=True)
-        table = np.zeros((len(links), self._stages))
-        stage = np.repeat(self._stage, [len(each) for each in self._links])
-        np.add.at(table, (row, stage), np.concatenate(self._seconds))
+        key = "rows", *map(id, self._links), *self._stage
+        if key not in kept:
+            links, row = np.unique(np.concatenate(self._links), return_inverse=True)
+            stage = np.repeat(self._stage, [len(each) for each in self._links])
+            # With the lists themselves: no others can take their places in memory.
+            kept[key] = len(links), row * self._stages + stage, self._links
+        links, cell, _ = kept[key]
+        seconds = np.bincount(cell, weights=np.concatenate(self._seconds), minlength=links * self._stages)
+        table = seconds.reshape(links, self._stages)
         found: np.ndarray = table[(table > 0).sum(axis=1) > 1]
         return found

@@ -425,18 +425,10 @@ def price_messages(
     """
     ends = _ends(plan, links, place)
     same_node, far, pool_s, pool_r = ends.same_node, ends.far, ends.pool_s, ends.pool_r
-    regions = len(links.cluster.regions)
-    values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), batch.element_bytes
-    plain = float(values * element_bytes)
-    of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
-    size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
-    n_bytes = size[np.arange(2)[:, None, None], ends.region_s, ends.region_r]
-    # Inside a node every device of a worker has a link of its own; each sends its part, or all of it.
-    devices = (place.tp * place.cp[place.stage])[ends.sender]
-    whole = np.where(same_node, n_bytes, n_bytes * devices)
-    ways = runtime.scattered_sends, runtime.scattered_sends and runtime.scattered_gradients
-    n_bytes = np.where(np.array(ways)[:, None, None], whole / devices, whole)
-
+    of, size = (plan.links, model, batch, runtime, links.cluster.pools), plan.micro_batch_size
+    n_bytes, codecs = ends.packed.get(of, size) or ends.packed.put(
+        _packed(plan, model, batch, links, place, runtime, ends), of, size
+    )
     rate = np.where(same_node, links.node_bytes_per_s[pool_s], links.bytes_per_s[pool_s, pool_r])
     latency = np.where(same_node, links.node_latency_s[pool_s], links.latency_s[pool_s, pool_r])
     alone = np.minimum(rate, np.where(same_node, np.inf, links.card_bytes_per_s[pool_s]))
@@ -471,7 +463,7 @@ def price_messages(
         channel=channel,
         channels=channels,
         connected=bool((rate > 0).all()),
-        codec_s=_codec_s(plan, values, element_bytes, links, place, ends),
+        codec_s=codecs,
         **passed,
     )
 
@@ -528,6 +520,23 @@ def _passed(
         hold_s = np.stack([n_bytes / each for each in rates], axis=-1)
     link = np.stack([column.reshape(n_bytes.shape) for column in columns], axis=-1)
     return {"link": link, "hold_s": hold_s, "links": links, "shared": shared}
+
+
+def _packed(
+    plan: Plan, model: Model, batch: Batch, links: LinkTable, place: Placement, runtime: Runtime, ends: MessageEnds
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of every message (`Messages.n_bytes`), and `_codec_s`."""
+    values, element_bytes = boundary_values(model, batch, plan.micro_batch_size), batch.element_bytes
+    plain, regions = float(values * element_bytes), len(links.cluster.regions)
+    of_kind = partial(packed_bytes, values, element_bytes, width=model.hidden_size)
+    size = np.stack([by_link(plan, field, regions, of_kind, plain) for field in WAYS])
+    n_bytes = size[np.arange(2)[:, None, None], ends.region_s, ends.region_r]
+    # Inside a node every device of a worker has a link of its own; each sends its part, or all of it.
+    devices = (place.tp * place.cp[place.stage])[ends.sender]
+    whole = np.where(ends.same_node, n_bytes, n_bytes * devices)
+    ways = runtime.scattered_sends, runtime.scattered_sends and runtime.scattered_gradients
+    n_bytes = np.where(np.array(ways)[:, None, None], whole / devices, whole)
+    return n_bytes, _codec_s(plan, values, element_bytes, links, place, ends)
 
 
 def _codec_s(
