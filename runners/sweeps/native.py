@@ -391,8 +391,8 @@ class _NoCrossover(Candidates):
 
 
 class _NoStructure(Candidates):
-    def _restructure(self, workers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return self._compact(self.space.neighbour(workers, rng))
+    def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
+        return self._compact(self.space.neighbour(x.workers, rng))
 
 
 class _NoPools(Candidates):

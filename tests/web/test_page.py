@@ -66,7 +66,7 @@ def kept_page(browser, server):
 def page(kept_page, server):
     """The page of all tests, with nothing open, kept or said of what came before."""
     kept_page.goto(f"{server.url}/api/v1/catalogue")
-    kept_page.evaluate("sessionStorage.clear()")
+    kept_page.evaluate("sessionStorage.clear(); localStorage.removeItem('polygon-draft')")
     kept_page.goto("about:blank")
     kept_page.set_viewport_size({"width": 1366, "height": 900})
     kept_page.faults.clear()
@@ -1168,6 +1168,22 @@ def test_the_keyboard_does_everything(page, server, plan_id):
     page.keyboard.press("Enter")
     page.locator("#tab-compare[aria-selected=true]").wait_for()
     page.locator("dialog").wait_for(state="hidden")
+
+
+def test_who_goes_on_is_not_called_back_to_a_fault(fresh):
+    """A region that is wrong is shown once the server says so, but not to who has chosen another meanwhile."""
+    page, held = fresh, []
+    page.locator("#tab-cluster").click()
+    page.route("**/clusters", lambda route: held.append(route))
+    with page.expect_request("**/clusters"):
+        fill(page, "cluster.regions[0].nodes[0].count", "0")
+    page.locator("#region-tab-0").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
+    for route in held:
+        route.continue_()
+    expect(page.locator("#cluster-error")).to_contain_text("cluster.regions[0]")
+    expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
 
 
 def test_single_keys_are_put_off_for_good(page, server, plan_id):

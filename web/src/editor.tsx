@@ -45,7 +45,7 @@ export function Editor(): JSX.Element {
   const text = JSON.stringify(cluster);
   const [resolved, set] = useState<Resolved>(() => remembered(text));
   useEffect(() => {
-    const stop = new AbortController();
+    const stop = new AbortController(), seen = selected.peek();
     const timer = setTimeout(() => {
       if (!cluster.regions.length) return set(NONE);
       post("/clusters", { cluster: trimmed(cluster) }, stop.signal)
@@ -58,7 +58,8 @@ export function Editor(): JSX.Element {
         .catch((e: Error) => {
           if (stop.signal.aborted) return;
           const r = /^cluster\.regions\[(\d+)\]/.exec(e.message);
-          if (r && cluster.regions[Number(r[1])]) selected.value = cluster.regions[Number(r[1])].name;
+          // Who has gone on to another region meanwhile stays there.
+          if (r && cluster.regions[Number(r[1])] && selected.peek() === seen) selected.value = cluster.regions[Number(r[1])].name;
           set((old) => ({ ...old, error: e.message }));
           mark(e.message, "cluster-error", false);
         });
