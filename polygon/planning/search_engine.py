@@ -253,9 +253,9 @@ def find_plan(
 
     Notes
     -----
-    Above the default level of parity the next gentler one is searched first, and where local steps may be taken what goes
-    without them; its plan is kept unless a better one is found: so more that is allowed is never slower. (The fluid
-    objective knows nothing of the time that packing takes and may lead to worse ones.)
+    Above the default level of parity the next gentler one is searched first, and where local steps may be taken what
+    goes without them. Its plan is kept unless a better one is found, so that more that is allowed is never slower: the
+    fluid objective knows nothing of the time that packing takes and may lead to worse ones.
     """
     effort = effort or Effort()
     gentle: list[Allocation] = []
