@@ -102,6 +102,30 @@ def card(page, key):
     return page.locator(f"[data-card={key}] b").inner_text()
 
 
+class Held:
+    """What a page asks of addresses like `pattern`, kept back until `release`; what it asks later passes."""
+
+    def __init__(self, page: Any, pattern: Any, method: str = ""):
+        self.page, self.method, self.routes, self.released = page, method, [], False
+        page.route(pattern, self._ask)
+
+    def _ask(self, route: Any) -> None:
+        if self.released or self.method not in ("", route.request.method):
+            route.fallback()
+        else:
+            self.routes.append(route)
+
+    def wait(self, part: str = "") -> None:
+        """Until a request is kept back that has `part` in what it sends."""
+        wanted = lambda: any(part in (route.request.post_data or "") for route in self.routes)  # noqa: E731
+        assert eventually(lambda: self.page.wait_for_timeout(1) or wanted())
+
+    def release(self) -> None:
+        self.released = True
+        for route in self.routes:
+            route.fallback()
+
+
 def fill(page, path, text):
     page.locator(f"[data-path='{path}']").fill(text)
 
@@ -568,21 +592,13 @@ def test_a_search_can_be_left_and_found_again(browser, tmp_path):
     page.locator("#status", has_text="cannot be reached").wait_for()
     second = Server(tmp_path, "--port", first.url.rpartition(":")[2])
     page.locator("#status", has_text="simulation").or_(page.locator("#status", has_text="search:")).wait_for()
-    held: list[Any] = []
-
-    def hold(route: Any) -> None:
-        """Keep back what asks to stop."""
-        if route.request.method == "DELETE":
-            held.append(route)
-        else:
-            route.fallback()
-
-    page.route("**/api/v1/jobs/*", hold)
+    held = Held(page, "**/api/v1/jobs/*", "DELETE")
     page.locator("#cancel").click()
     expect(page.locator("#cancel")).to_have_text("Stopping …")
     page.locator("#cancel").click(force=True)  # asked once is enough
-    [asked] = held
-    asked.continue_()
+    held.wait()
+    assert len(held.routes) == 1
+    held.release()
     page.locator("[data-card=step]").wait_for()
     assert "plan=" in page.url and "job=" not in page.url
     second.stop()
@@ -829,15 +845,14 @@ def test_a_chart_whose_library_comes_late_shows_what_came_meanwhile(browser, tmp
     log = folder / "rank-0.jsonl"
     log.write_text(run_lines(3, end=False))
     server = Server(tmp_path, "--logs", str(folder))
-    page, held = new_page(browser, server), []
-    page.route(re.compile("/echarts"), lambda route: held.append(route))
+    page = new_page(browser, server)
+    held = Held(page, re.compile("/echarts"))
     page.goto(f"{server.url}/#view=runs&run=lab")
     expect(page.locator("#run")).to_contain_text("3 steps")
-    assert eventually(lambda: page.wait_for_timeout(1) or bool(held))
+    held.wait()
     log.write_text(run_lines(5, end=False))
     expect(page.locator("#run")).to_contain_text("5 steps")
-    for route in held:
-        route.continue_()
+    held.release()
     assert len(chart_data(page, "run-loss")[0]) == 5
     server.stop()
     page.context.close()
@@ -1172,16 +1187,15 @@ def test_the_keyboard_does_everything(page, server, plan_id):
 
 def test_who_goes_on_is_not_called_back_to_a_fault(fresh):
     """A region that is wrong is shown once the server says so, but not to who has chosen another meanwhile."""
-    page, held = fresh, []
+    page = fresh
     page.locator("#tab-cluster").click()
-    page.route("**/clusters", lambda route: held.append(route))
-    with page.expect_request("**/clusters"):
-        fill(page, "cluster.regions[0].nodes[0].count", "0")
+    held = Held(page, "**/clusters")
+    fill(page, "cluster.regions[0].nodes[0].count", "0")
+    held.wait('"count":0')
     page.locator("#region-tab-0").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
-    for route in held:
-        route.continue_()
+    held.release()
     expect(page.locator("#cluster-error")).to_contain_text("cluster.regions[0]")
     expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
 
@@ -1220,17 +1234,16 @@ def test_single_keys_are_put_off_for_good(page, server, plan_id):
 def test_a_plan_s_own_regions_are_the_first_to_be_shown(fresh, server, plan_id):
     """Another draft is never shown under a plan's address: until the plan's own is there nobody can choose in it, and
     then the region that was chosen before is chosen still."""
-    page, held = fresh, []  # the example is kept as a draft
+    page = fresh  # the example is kept as a draft
     page.goto("about:blank")
-    page.route("**/request", lambda route: held.append(route))
+    held = Held(page, "**/request")
     page.goto(f"{server.url}/#plan={plan_id}&view=cluster")
     page.evaluate("sessionStorage.removeItem('polygon-draft'); sessionStorage.setItem('polygon-region', '\"south\"')")
-    with page.expect_request("**/request") as asked:
-        page.reload()
+    page.reload()
+    held.wait()
     expect(page.locator("#view .skeleton")).to_be_visible()
     assert page.locator("[id^=region-tab-], #fold-cluster").count() == 0
-    assert asked.value is not None
-    held[-1].continue_()
+    held.release()
     expect(page.locator("#region-tab-1")).to_have_text("south")
     expect(page.locator("#region-tab-1")).to_have_attribute("aria-selected", "true")
 
