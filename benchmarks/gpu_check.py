@@ -1,14 +1,15 @@
 """Everything that needs a GPU, on the one at hand, into one file: `make gpu-check`.
 
-    python -m benchmarks.gpu_check [-o out/gpu-check.json] [--device cuda] [--quick]
+    python -m benchmarks.gpu_check [PART ...] [-o out/gpu-check.json] [--device cuda] [--quick]
 
 One after the other: streams and an NCCL communicator of one rank with itself; `runners.bench_device`;
-`runners.profile_layers`; all tiny recipes; six configurations (models, micro-batches, recomputation, precision),
-planned with what was measured, run, and held against their predictions, the largest of them (1.3 billion parameters)
-for its MFU, in bf16 and in fp8.
-The file says of each what was run, how long it took and what came out, of which machine and which commit. Without a GPU
-one line and exit 2; exit 1 where a part failed, the others being done all the same. `--device cpu --quick` rehearses it
-with a small model on a core. Two ranks need two GPUs: NCCL refuses two on one.
+`runners.profile_layers`; all tiny recipes; a dozen configurations (models, micro-batches, recomputation, precision) up
+to 2.7 billion parameters, planned and predicted from the catalogue alone, run, and predicted again with what was
+measured of the device.
+The file says of each what was run, how long it took and what came out, of which machine and which commit; it is written
+after every part, and parts that are named (by the beginning of their name) are done again in a file that is there.
+Without a GPU one line and exit 2; exit 1 where a part failed, the others being done all the same. `--device cpu
+--quick` rehearses it with a small model on a core. Two ranks need two GPUs: NCCL refuses two on one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +34,12 @@ CONFIGURATIONS = (
     ("gpt2-xl", 4, 1024, ()),
     ("gpt3-1.3b", 8, 2048, ()),
     ("gpt3-1.3b", 8, 2048, ("--precision", "fp8")),
+    ("gpt3-2.7b", 8, 2048, ()),
+    ("llama3.2-1b", 8, 2048, ()),
+    ("qwen3-1.7b", 4, 4096, ()),
+    ("gemma2-2b", 4, 2048, ()),
+    ("opt-350m", 16, 1024, ()),
+    ("vit-large", 128, 197, ()),
 )
 """Model, sequences a step, tokens of a sequence, further options of the search."""
 QUICK = (("gpt-tiny", 4, 64, ("--precision", "fp32")), ("gpt-tiny", 2, 128, ("--precision", "fp8")))
@@ -118,14 +126,20 @@ def recipes(folder: Path, device: str, *, quick: bool) -> list[dict[str, Any]]:
 def configuration(
     folder: Path, device: str, model: str, sequences: int, tokens: int, options: Sequence[str]
 ) -> dict[str, Any]:
-    """A model planned for this device, trained for some steps: seconds of a step and MFU, predicted and measured."""
+    """A model planned for this device and trained for some steps: step and memory, measured and predicted.
+
+    The plan is the catalogue's; `errors` are predicted over measured less 1, per what the prediction is made from.
+    """
     name = "-".join((model, str(sequences), str(tokens), *options))
-    plan, cluster = folder / f"{name}.json", folder / "cluster.yaml"
+    plan, bench_file = folder / f"{name}.json", folder / "bench.json"
     output_of(
-        "polygon.search", "--cluster", str(cluster), "--model", model, "--global-batch", str(sequences), "--seq-len",
-        str(tokens), "--bench", str(folder / "bench.json"), "--time-limit", "60", "-o", str(plan), "--quiet", *options,
+        "polygon.search", "--cluster", str(folder / "cluster.yaml"), "--model", model, "--global-batch", str(sequences),
+        "--seq-len", str(tokens), "--time-limit", "60", "-o", str(plan), "--quiet", *options,
     )  # fmt: skip
-    predicted = json.loads(output_of("polygon.evaluate", str(plan), "--bench", str(folder / "bench.json"), "--json"))
+    known = {"catalogue": ()} | ({"bench": ("--bench", str(bench_file))} if bench_file.is_file() else {})
+    predicted = {
+        of: json.loads(output_of("polygon.evaluate", str(plan), *more, "--json")) for of, more in known.items()
+    }
     measured = json.loads(
         output_of("runners.launch", str(plan), "--steps", str(STEPS), "--device", device, "--json", "--log-dir",
                   str(folder / name))
@@ -134,9 +148,11 @@ def configuration(
         "model": model,
         "sequences": sequences,
         "tokens": tokens,
+        "plan": json.loads(plan.read_text(encoding="utf-8")),
         "predicted": predicted,
         "measured": measured,
-        "error": predicted["step_s"] / measured["median_step_s"] - 1,
+        "errors": {of: found["step_s"] / measured["median_step_s"] - 1 for of, found in predicted.items()},
+        "memory_error": predicted["catalogue"]["workers"][0]["peak_bytes"] / measured["memory_bytes"] - 1,
         "mfu": measured["mfu"],
     }
 
@@ -146,8 +162,9 @@ def provenance(device: str) -> dict[str, Any]:
     import torch
 
     def said(*command: str) -> str:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        if shutil.which(command[0]) is None:
+            return ""
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -175,8 +192,10 @@ def cluster_file(folder: Path, device: str) -> None:
     )
 
 
-def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
-    """Do all of it."""
+def check(out: Path, device: str, only: Sequence[str], *, quick: bool) -> bool:
+    """Do all of it, or parts whose names begin so, and write what was found; whether all that was done went well."""
+    folder = out.resolve().with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
     cluster_file(folder, device)
     parts: dict[str, Callable[[], Any]] = {
         "streams and NCCL": lambda: streams_and_nccl(device),
@@ -187,21 +206,29 @@ def check(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
     for given in QUICK if quick else CONFIGURATIONS:
         name = " ".join((f"{given[0]}, {given[1]} x {given[2]}", *given[3]))
         parts[name] = partial(configuration, folder, device, *given)
-    found: dict[str, Any] = {"provenance": provenance(device), "parts": {}}
-    for name, part in parts.items():
+    if unknown := [name for name in only if not any(part.startswith(name) for part in parts)]:
+        print(f"gpu-check: no part begins with {unknown[0]!r}; parts: {'; '.join(parts)}", file=sys.stderr)
+        return False
+    done = json.loads(out.read_text(encoding="utf-8"))["parts"] if only and out.is_file() else {}
+    found = {"provenance": provenance(device), "parts": done}
+    chosen = {name: part for name, part in parts.items() if not only or name.startswith(tuple(only))}
+    for name, part in chosen.items():
         start_s = time.monotonic()
         try:
             row = {"result": part()}
         except Exception as error:  # noqa: BLE001 - what one part cannot do is part of what is found
             row = {"failed": f"{type(error).__name__}: {error}"}
-        found["parts"][name] = row | {"seconds": time.monotonic() - start_s}
-        print(f"{name}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
-    return found
+        done[name] = row | {"seconds": time.monotonic() - start_s}
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        said = row.get("failed") or (row["result"].get("errors") if isinstance(row["result"], dict) else None) or "done"
+        print(f"{name}: {said}", file=sys.stderr, flush=True)
+    return all("result" in done[name] for name in chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check; 0 fine, 1 a part failed, 2 no GPU."""
+    """Check; 0 fine, 1 a part failed or none has that name, 2 no GPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="beginning of a part's name (default: all of them)")
     parser.add_argument("-o", "--out", type=Path, default=Path("out/gpu-check.json"), help="default %(default)s")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="default %(default)s")
     parser.add_argument("--quick", action="store_true", help="small models and few seconds: a rehearsal")
@@ -211,11 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: torch sees no GPU here: nothing was checked", file=sys.stderr)
         return 2
-    folder = args.out.resolve().with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    found = check(folder, args.device, quick=args.quick)
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 1 if any("failed" in part for part in found["parts"].values()) else 0
+    return 0 if check(args.out, args.device, args.parts, quick=args.quick) else 1
 
 
 if __name__ == "__main__":

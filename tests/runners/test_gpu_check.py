@@ -1,5 +1,7 @@
 """Laws of the check for machines with a GPU."""
 
+import json
+
 import pytest
 import torch
 
@@ -39,6 +41,17 @@ def test_a_configuration_is_planned_run_and_held_against_its_prediction(tmp_path
     cluster_file(tmp_path, "cpu")
     bench(tmp_path, "cpu", quick=True)
     row = configuration(tmp_path, "cpu", "gpt-tiny", 2, 64, ("--precision", "fp32"))
-    assert row["predicted"]["step_s"] > 0 and row["measured"]["steps"] == STEPS
-    assert row["error"] == pytest.approx(row["predicted"]["step_s"] / row["measured"]["median_step_s"] - 1)
-    assert row["mfu"] > 0
+    assert row["measured"]["steps"] == STEPS and set(row["predicted"]) == {"catalogue", "bench"}
+    for of, predicted in row["predicted"].items():
+        assert row["errors"][of] == pytest.approx(predicted["step_s"] / row["measured"]["median_step_s"] - 1)
+    assert row["mfu"] > 0 and row["memory_error"] > -1
+
+
+def test_parts_that_are_named_are_done_again_in_a_file_that_is_there(tmp_path, capsys):
+    """What was found before stays; a name that no part has is told, with those there are."""
+    out = tmp_path / "found.json"
+    out.write_text('{"parts": {"recipes": {"result": [], "seconds": 1.0}}}')
+    assert main(["streams", "-o", str(out), "--device", "cpu", "--quick"]) == 0
+    assert set(json.loads(out.read_text())["parts"]) == {"recipes", "streams and NCCL"}
+    assert main(["stream of", "-o", str(out), "--device", "cpu", "--quick"]) == 1
+    assert "no part begins with 'stream of'; parts: streams and NCCL; bench;" in capsys.readouterr().err
