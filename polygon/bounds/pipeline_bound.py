@@ -77,7 +77,8 @@ class PipelineBound:
             last = last if runtime.by_layer else np.minimum(last, runtime.last_bucket)
             if not more:
                 self.hidden_s, self.last = float(hidden_s[0, -1]), float(last[0, -1])
-            inside_s = np.maximum(whole_s * last, whole_s - hidden_s)
+            # Nothing is left of a sum of which nothing comes last, even where there is no link for it.
+            inside_s = np.maximum(np.where(last > 0, whole_s, 0.0) * last, whole_s - hidden_s)
             across = traffic.across(size.device_capacity, hidden_s, last)
             far, near = (
                 np.array([[*inside_s[i], *(getattr(tier, name) for tier in across[i])] for i in range(2)])
