@@ -134,6 +134,11 @@ class Bucket:
         return self.tp is None or place == 0
 
     @property
+    def has_others(self) -> bool:
+        """Whether the gradients of others, or other slices of them, are to be summed with those here."""
+        return self.whole or self.group is None or len(self.group.members.ranks) > 1
+
+    @property
     def may_ask(self) -> bool:
         """Whether others can be asked for their part of the sum before this rank's is there."""
         return self.group is not None and not self.whole and not isinstance(self.group, ServerGroup)
@@ -227,7 +232,7 @@ class Reducer:
             self._set_hooks()
 
     def _set_hooks(self) -> None:
-        if all(bucket.group is not None and len(bucket.group.members.ranks) == 1 for bucket in self.buckets):
+        if not any(bucket.has_others for bucket in self.buckets):
             return
         for bucket in self.buckets:
             hook = self._hook(bucket)
@@ -284,6 +289,9 @@ class Reducer:
             self._next += 1
 
     def _add(self, bucket: Bucket) -> None:
+        # A sum of one is the gradient as it is; ZeRO moves even that to where it keeps it.
+        if not bucket.has_others and bucket.zero < 2:
+            return
         self.line.add(lambda: self._begin(bucket), bucket.buffer_bytes(self.dtype))
 
     def _begin(self, bucket: Bucket) -> Pending:
@@ -303,7 +311,7 @@ class Reducer:
         """Let the others send early, from now on, what this rank sums in the step; some sums ahead."""
 
         def begin() -> None:
-            self._to_expect = deque(bucket for bucket in self.buckets if bucket.may_ask)
+            self._to_expect = deque(bucket for bucket in self.buckets if bucket.may_ask and bucket.has_others)
             self._expect_more()
 
         self.line.submit(begin)

@@ -105,6 +105,19 @@ def steps_of(rank, port, problem, plan, options):
     return found
 
 
+def test_a_worker_without_others_sums_nothing():
+    """Where a stage has one worker, no time goes to sums; where it has several, in every step."""
+    for ranks in (2, 4):
+        problem, plan = routed_problem(ranks)
+        problem = replace(problem, model=replace(problem.model, tied_embeddings=False))
+        others = [len(stage.workers) > 1 for stage in plan.stages for worker in stage.workers]
+        assert not all(others)
+        for steps, sums in zip(
+            run_ranks(steps_of, ranks, problem, plan, replace(OPTIONS, steps=2)), others, strict=True
+        ):
+            assert [step["seconds_by_kind"].get("reduce", 0.0) > 0 for step in steps] == [sums, sums]
+
+
 def test_speed_is_the_whole_batch_over_the_step_s_seconds():
     """On each of two ranks: tokens a second, and the idle part is what neither computes nor updates."""
     problem, plan = routed_problem(2)
