@@ -60,6 +60,9 @@ moment of the machine falls on one timing of many cases and not on all timings o
 BLOCK_FLOPS = 3 * 24 * (7 * 3 + 7 * 4)
 """Per token and square of the width, of what the measurement of a block does: three copies, seven passes of forward and
 backward with recomputation and seven without."""
+AHEAD = 2.0
+"""Seconds of the products of a block's forward over those of its launches: blocks show what the device takes for its
+operators one after the other, not what the host does."""
 COLLECTIVE_S = 10.0
 """Least seconds that must be left for the all-reduce: two processes have to start."""
 LEAST_REPEATS, MOST_REPEATS = 3, 30
@@ -380,9 +383,9 @@ class Session:
             cases.clear()
         self._check_time(1.0)
         seq_len = 256 if self.device.type == "cpu" else 2048
-        sizes = [(TINY, 16, 1), (width, seq_len, 1), (width // 2, seq_len, 2), (width, seq_len, 2)]
-        for size, length, micro_batch_size in sizes:
+        for size, length, times in ((TINY, 16, 1), (width, seq_len, 1), (width // 2, seq_len, 2), (width, seq_len, 2)):
             for precision in precisions:
+                micro_batch_size = times * self._least_sequences(size, length, precision)
                 show(min(1.0, self.spent_s / self.seconds), f"a block of width {size} in {precision}")
                 if BLOCK_FLOPS * micro_batch_size * length * size**2 / self._flops[precision] > self._left_s:
                     raise OutOfTimeError
@@ -393,6 +396,16 @@ class Session:
             raise OutOfTimeError
         show(self.spent_s / self.seconds, "all-reduce")
         self._add("collectives", collective_row(self.device, 0.05 * self.seconds))
+
+    def _least_sequences(self, width: int, seq_len: int, precision: str) -> int:
+        """Sequences with which a block of a GPU takes `AHEAD` times as long as its launches: 1, 2, 4 ...; 1 of others.
+
+        From the smallest block, which is measured first and is nothing but launches."""
+        host = next((row for row in self.bench.blocks if row.precision == precision), None)
+        if self.device.type == "cpu" or host is None:
+            return 1
+        forward_s = 24 * seq_len * width**2 / self._flops[precision]
+        return 2 ** max(0, math.ceil(math.log2(AHEAD * host.forward_s / forward_s)))
 
     def _keep(self, cases: Sequence[BenchCase], *, whole: bool) -> None:
         """Rows of what was timed."""

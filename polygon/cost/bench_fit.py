@@ -28,6 +28,8 @@ WITHIN_90 = 1.645
 """Standard deviations that hold 90 % of a normal distribution, on both sides."""
 EAGER = Runtime(fused=False, fused_accumulation=False)
 """How the blocks of a bench are computed."""
+HOST_BOUND = 1.5
+"""Seconds of a block over those that its launches take, below which the host may be what one waits for."""
 LEAST_PRODUCTS = 6
 """Products below which nothing is fitted."""
 STANDS_FOR = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"), "fp8": ("bf16", "fp16")}
@@ -156,9 +158,9 @@ def _attention_s(chip: Silicon, row: AttentionRow) -> tuple[float, float]:
 
 
 def block_errors(device: Device, bench: DeviceBench, precision: str) -> np.ndarray:
-    """Logarithm of predicted over measured, shape (blocks, 2): forward and backward of all blocks but the smallest."""
+    """Logarithm of predicted over measured, shape (blocks, 2): forward and backward of the blocks that tell of it."""
     errors: list[tuple[float, float]] = []
-    for row in _large(bench, precision):
+    for row in _large(bench, precision, hosted=not device.is_cpu):
         model = Model(
             name="block",
             blocks=1,
@@ -200,10 +202,16 @@ def _smallest(bench: DeviceBench, precision: str) -> BlockRow | None:
     return min(rows, key=lambda row: row.hidden_size * row.seq_len * row.micro_batch_size, default=None)
 
 
-def _large(bench: DeviceBench, precision: str) -> list[BlockRow]:
-    """The other blocks."""
+def _large(bench: DeviceBench, precision: str, *, hosted: bool) -> list[BlockRow]:
+    """The other blocks; of a device with a host those that are far from waiting for it, and so tell of the device."""
     host = _smallest(bench, precision)
-    return [row for row in bench.blocks if row.precision == precision and row is not host]
+    least = HOST_BOUND if hosted else 0.0
+    return [
+        row
+        for row in bench.blocks
+        if host is not None and row is not host and row.precision == precision
+        if row.forward_s >= least * host.forward_s and row.backward_s >= least * host.backward_s
+    ]
 
 
 def rows_for(bench: DeviceBench, precision: str) -> str:

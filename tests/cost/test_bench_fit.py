@@ -114,6 +114,17 @@ def test_blocks_slower_than_their_operators_slow_every_rate():
     assert slower.flash_forward_tokens == pytest.approx(plain.flash_forward_tokens, rel=1e-2)
 
 
+def test_blocks_that_wait_for_the_host_tell_nothing_of_the_device():
+    """On an accelerator they neither slow its rates nor widen the interval; on a CPU, which calls itself, all count."""
+    bench = bench_of("a100-80gb", TRUE)
+    host = bench.blocks[0]
+    waiting = replace(bench.blocks[1], forward_s=1.4 * host.forward_s, backward_s=3 * host.backward_s)
+    with_it = replace(bench, blocks=(*bench.blocks, waiting))
+    assert fitted(device("a100-80gb"), with_it, "bf16") == fitted(device("a100-80gb"), bench, "bf16")
+    core = device("cpu-core")
+    assert len(bench_fit.block_errors(core, with_it, "bf16")) == len(bench_fit.block_errors(core, bench, "bf16")) + 1
+
+
 def test_the_interval_grows_with_the_noise_of_the_measurement():
     """And what is left out of the fit is further off than the fit itself."""
     card = device("a100-80gb")

@@ -11,6 +11,7 @@ import pytest
 
 from polygon.__main__ import main
 from polygon.commands import cli
+from polygon.domain.bench import BlockRow, DeviceBench
 from polygon.formats import files
 from tests.real_programs import Program
 
@@ -124,3 +125,19 @@ def test_without_torch_commands_of_the_runtime_say_what_to_install(command, monk
     assert program() == 2
     message = f"{command}: found no torch, expected it installed: pip install 'polygon-train[train]'\n"
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(("kind", "sequences"), [("cuda", 8), ("cpu", 1)])
+def test_blocks_of_a_gpu_are_so_large_that_it_does_not_wait_for_the_host(kind, sequences):
+    """Products of a forward take at least twice the launches' time; a CPU launches nothing."""
+    torch = pytest.importorskip("torch")
+    from runners.bench_device import Session
+
+    host = BlockRow(
+        precision="bf16", hidden_size=64, heads=1, seq_len=16, micro_batch_size=1, forward_s=1e-3, backward_s=2e-3
+    )
+    session = Session(DeviceBench(device="h200", blocks=(host,)), torch.device(kind), 1.0, lambda: False)
+    session._flops["bf16"] = 700e12
+    assert session._least_sequences(2048, 2048, "bf16") == sequences
+    if kind == "cuda":
+        assert 24 * sequences * 2048 * 2048**2 / 700e12 >= 2e-3
