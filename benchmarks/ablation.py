@@ -1,6 +1,6 @@
 """What every term of the predictor is worth: mean error on the test rows with that term taken out.
 
-    python benchmarks/ablation.py
+    python -m benchmarks.ablation
 
 Nothing is refitted after a term is removed: the table says what the term carries, not what a fit could hide. A case
 that changes no prediction ends the command with an error: it has lost hold of its term.
@@ -128,7 +128,7 @@ CASES = (
         changes=((kernels, "_tile_fill", lambda rows, columns, multiprocessors, tile: tile[2]),),
     ),
     Case(title="no operand traffic in products", changes=((kernels, "EFFICIENCY", efficiencies(operands=math.inf)),)),
-    Case(title="no element-wise traffic", changes=((compute, "stream_s", nothing),)),
+    Case(title="no element-wise traffic", changes=((compute, "stream_s", nothing), (blocks, "stream_s", nothing))),
     Case(
         title="one GEMM efficiency for attention too",
         changes=((kernels, "EFFICIENCY", efficiencies(**ATTENTION)),),
@@ -139,26 +139,33 @@ CASES = (
     ),
     Case(
         title="no dropout and determinism in fused attention",
-        changes=((compute, "DROPOUT_SLOWS", (1.0, 1.0)), (compute, "DETERMINISTIC_SLOWS", 1.0)),
+        changes=((blocks, "DROPOUT_SLOWS", (1.0, 1.0)), (blocks, "DETERMINISTIC_SLOWS", 1.0)),
     ),
     Case(
         title="no passes of the loss over the logits",
         changes=((compute, "LOSS_BYTES", dict.fromkeys(compute.LOSS_BYTES, (0, 0))),),
     ),
-    Case(title="no eager factor", changes=((compute, "UNFUSED_PASSES", 1.0),)),
+    Case(title="no eager factor", changes=((blocks, "UNFUSED_PASSES", 1.0),)),
     Case(title="no pass that adds up gradients", switches={"fused_accumulation": True}),
     Case(title="no launch cost", changes=NO_LAUNCH),
-    Case(title="no casts in 8-bit training", changes=((compute, "CAST_BYTES", 0), (compute, "EXPERT_CASTS", (0, 0)))),
+    Case(
+        title="no casts in 8-bit training",
+        changes=(
+            (blocks, "CAST_BYTES", dict.fromkeys(blocks.CAST_BYTES, (0, 0, 0))),
+            (blocks, "EXPERT_CASTS", (0, 0)),
+        ),
+    ),
     Case(title="products in 8 bits as good as in 16", changes=((kernels, "EIGHT_BIT_GEMM", 1.0),)),
     Case(
         title="no communication inside layers",
         changes=(
             (compute, "all_reduce_s", nothing),
-            (compute, "_ring_attention_s", nothing_twice),
-            (compute, "_expert_exchange_s", nothing),
+            (blocks, "all_reduce_s", nothing),
+            (blocks, "_ring_attention_s", nothing_twice),
+            (blocks, "_expert_exchange_s", nothing),
         ),
     ),
-    Case(title="no hiding of tensor-parallel traffic", changes=((compute, "HIDING", 0.0),)),
+    Case(title="no hiding of tensor-parallel traffic", changes=((blocks, "HIDING", 0.0),)),
     Case(title="no pipeline bubble", finish=without("pipeline")),
     Case(title="no sends between stages", changes=((step_times, "price_messages", free_messages),)),
     Case(title="no exchange of tied embeddings", changes=((step_times, "tied_embedding", no_reduction),)),
