@@ -17,8 +17,11 @@ NORM_PASSES = (2, 3)
 a block has beyond two norms, and of norms inside attention."""
 GATE_PASSES = (3, 5)
 """The same for a gate over what attention gives: reads two and writes one, then reads three and writes two."""
-CAST_BYTES = 4
-"""Bytes moved per element that is cast to 8 bits, with its transpose."""
+CAST_BYTES = {"fused": (4, 4, 0), "apart": (14, 19, 19)}
+"""Bytes moved per element that is cast to 8 bits: of what products take, of the gradients of what they gave, and of
+what they took when it is cast once more in backward; the last two with their transpose. `apart`: element-wise kernels
+on an H200 would move 14 in the time of a cast by torch's compiler, and 5 in that of a transposed copy
+(instances/measured/gpu_check_h200.json)."""
 SCORE_PASSES = {True: (7, 9), False: (7, 16)}
 """Passes over materialised attention scores, forward and backward, with a fused softmax or an eager one: products,
 softmax, mask and dropout each read and write them; the eager backward holds mask, dropout and scale apart."""
@@ -246,9 +249,10 @@ def _casts_s(block: Block, weights: float, chip: Silicon, split: LayerSplit) -> 
     taken = split.tokens * (2 * h + block.ranks + block.mixed_size / tp + width)
     qkv = block.query_size + block.key_size + block.value_size
     given = split.tokens * (2 * h + block.ranks + qkv / tp + up * width)
+    taken_bytes, given_bytes, again_bytes = CAST_BYTES[split.runtime.casts]
     return (
-        stream_s(chip, CAST_BYTES * (taken + weights), 8),
-        stream_s(chip, CAST_BYTES * (given + weights), 8),
+        stream_s(chip, taken_bytes * (taken + weights), 8),
+        stream_s(chip, given_bytes * (given + weights) + again_bytes * taken, 8),
     )
 
 

@@ -14,6 +14,7 @@ LOSSES = ("torch", "vocab-parallel", "fused")
 SELECTIVE = ("attention", "operators")
 EXPERT_DISPATCH = ("experts", "nodes")
 CONTEXT = ("ring", "heads")
+CASTS = ("fused", "apart")
 EXPERTS = ("cut", "whole")
 
 TURNS = (2, 3, 5, 7, 11, 13)
@@ -82,6 +83,9 @@ class Runtime:
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
+    casts: str = "fused"
+    """How numbers get 8 bits: one kernel casts and transposes, by the largest of steps before (`fused`); or finding the
+    largest, cast and transposed copy are kernels each, and backward casts what products took once more (`apart`)."""
     windows_in_blocks: bool = False
     """Whether attention to a window goes in blocks of as many queries as the window has, each with the keys that any of
     its queries sees: twice a window's. Else the kernel leaves out what a query does not see."""
@@ -180,6 +184,7 @@ class Runtime:
             ("loss", LOSSES),
             ("selective", SELECTIVE),
             ("expert_dispatch", EXPERT_DISPATCH),
+            ("casts", CASTS),
             ("context", CONTEXT),
             ("experts", EXPERTS),
             ("tp_overlap", TP_OVERLAP),
@@ -206,11 +211,13 @@ class Runtime:
 POLYGON = Runtime(
     name="polygon",
     version="0.1",
-    attention="flash2",
+    attention="flash",
     fused=False,
     autograd=True,
     loss="torch",
     fused_accumulation=False,
+    casts="apart",
+    cached_casts=True,
     windows_in_blocks=True,
     context="heads",
     dp_overlap="backward",
@@ -229,6 +236,8 @@ POLYGON = Runtime(
         "autograd": "eager torch, runners/engine/layers.py; measured by benchmarks/every_dimension.py",
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
+        "casts": "runners/engine/float8.py",
+        "cached_casts": "weights are cast once a step, runners/engine/float8.py",
         "windows_in_blocks": "runners/engine/windows.py",
         "context": "runners/engine/context.py",
         "by_layer": "layers are summed one after another beside backward, runners/engine/gradients.py",

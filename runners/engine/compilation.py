@@ -19,15 +19,19 @@ def compiler_of(runtime: Runtime, options: Options) -> str | None:
     return None if asked == NONE else asked
 
 
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, which inductor calls for CPUs and GPUs alike."""
+    asked = os.environ.get("CXX")
+    return any(map(shutil.which, [asked] if asked else ["g++", "clang++", "c++"]))
+
+
 def check_compiler(backend: str | None) -> None:
-    """Require a backend that torch has, and for inductor a C++ compiler, which it calls for CPUs and GPUs alike."""
+    """Require a backend that torch has, and for inductor a C++ compiler."""
     if backend is None:
         return
     from torch._dynamo import list_backends  # brings torch's compiler along
 
     known = [*list_backends(exclude_tags=()), NONE]
     require(backend in known, "--compile", backend, one_of(backend, known))
-    asked = os.environ.get("CXX")
-    found = any(map(shutil.which, [asked] if asked else ["g++", "clang++", "c++"]))
     if backend == INDUCTOR:
-        require(found, "--compile", INDUCTOR, "a C++ compiler (g++), or --compile none")
+        require(has_compiler(), "--compile", INDUCTOR, "a C++ compiler (g++), or --compile none")

@@ -2,7 +2,8 @@
 
 The factor brings the largest number of a tensor to the largest of its format, found anew each time (no history of
 earlier steps). Sums inside a product have 32 bits, what comes out has 16. A layer whose width is no multiple of 16
-computes in 16 bits, as does everything but the products.
+computes in 16 bits, as does everything but the products. On a GPU torch's compiler makes one kernel each of finding the
+largest, of casting and of transposing, where it has what it needs.
 
 `torch.nn.functional.scaled_mm` does the products. torchao's `Float8Linear` is a module for whole layers, not meant to
 be called from outside; products that a tensor-parallel group cuts, and of gathered tokens, have no such module.
@@ -14,11 +15,16 @@ Micikevicius et al., arXiv:2209.05433 (formats). NVIDIA, Transformer Engine's pe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from runners.engine.compilation import has_compiler
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -36,19 +42,39 @@ class Narrowed(NamedTuple):
     """What they are to be multiplied by, fp32."""
 
 
+@cache
+def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(kernel, dynamic=True)
+
+
+def _on(device: torch.device, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors as the device has it fastest."""
+    return _compiled(kernel) if device.type == "cuda" and find_spec("triton") and has_compiler() else kernel
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    # The largest becomes the largest of the format but for rounding, which stays below what would overflow.
+    largest = torch.finfo(dtype).max
+    top = torch.linalg.vector_norm(x, math.inf).float().clamp(min=LEAST)
+    return (x * (largest / top)).to(dtype), top / largest
+
+
+def _turn(bits: torch.Tensor) -> torch.Tensor:
+    missing = -bits.shape[0] % MULTIPLE
+    return functional.pad(bits.T, (0, missing)).contiguous()
+
+
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> Narrowed:
     """A matrix in 8 bits; one without rows keeps the factor 1."""
-    largest = torch.finfo(dtype).max
-    top = x.abs().amax().float().clamp(min=LEAST) if x.numel() else torch.full((), largest, device=x.device)
-    return Narrowed((x * (largest / top)).clamp(-largest, largest).to(dtype), top / largest)
+    if not x.numel():
+        return Narrowed(x.to(dtype), torch.ones((), device=x.device))
+    return Narrowed(*_on(x.device, _cast)(x, dtype))
 
 
 def turned(matrix: Narrowed) -> Narrowed:
     """The transposed matrix, row after row, with zeros behind its rows up to a multiple of 16."""
-    bits = matrix.values.view(torch.uint8).T
-    missing = -bits.shape[1] % MULTIPLE
-    whole = functional.pad(bits, (0, missing)) if missing else bits
-    return Narrowed(whole.contiguous().view(matrix.values.dtype), matrix.factor)
+    bits = _on(matrix.values.device, _turn)(matrix.values.view(torch.uint8))
+    return Narrowed(bits.view(matrix.values.dtype), matrix.factor)
 
 
 def product(left: Narrowed, right: Narrowed, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from runners.engine import float8
-from runners.engine.float8 import BACKWARD, FORWARD, EightBits, fits, has_products, narrowed, turned
+from runners.engine.compilation import has_compiler
+from runners.engine.float8 import BACKWARD, FORWARD, MULTIPLE, EightBits, fits, has_products, narrowed, turned
 from runners.engine.options import Options
 from runners.engine.sequence import Linear, column_products
 from tests.real_ranks import run_ranks
@@ -91,6 +92,28 @@ def test_factors_use_the_whole_format():
         whole = turned(small)
         assert whole.values.shape == (32, 32) and not whole.values[:, 20:].float().any()
         assert torch.equal(whole.values[:, :20].float(), small.values.float().T)
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+def test_no_number_of_16_bits_overflows(dtype):
+    """However the largest is rounded on its way to 8 bits."""
+    for scale in torch.logspace(-20, 20, 2000):
+        row = torch.tensor([[float(scale), -0.3 * float(scale)] * MULTIPLE]).bfloat16()
+        assert narrowed(row, dtype).values.float().isfinite().all(), float(scale)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")
+def test_the_compiler_s_kernels_are_the_eager_ones():
+    """To a step of 8 bits, in which rounding once or twice may differ; transposed copies to the bit."""
+    x = torch.randn(50, 32).bfloat16()
+    (values, factor), (eager, eager_factor) = (
+        make(x, FORWARD) for make in (float8._compiled(float8._cast), float8._cast)
+    )
+    assert factor == eager_factor
+    assert torch.allclose(values.float(), eager.float(), rtol=1 / 8, atol=2**-9)
+    bits = eager.view(torch.uint8)
+    assert torch.equal(float8._compiled(float8._turn)(bits), float8._turn(bits))
 
 
 def test_widths_that_units_do_not_take():
