@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from polygon.formats.catalogue import runtime
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATIONS = (
     ("gpt3-125m", 8, 2048, ()),
@@ -67,7 +69,7 @@ def streams_and_nccl(device: str) -> dict[str, Any]:
 
     from runners.engine.device import accelerator_of
 
-    accelerator = accelerator_of(torch.device(device))
+    accelerator = accelerator_of(torch.device(device, 0))
     group = accelerator.group(HashStore(), 0, 1, gloo_devices(1, "127.0.0.1"), 60.0)
     values = torch.arange(1 << 20, dtype=torch.float32, device=accelerator.device)
     threads = accelerator.threads(4, "check")
@@ -128,7 +130,8 @@ def configuration(
 ) -> dict[str, Any]:
     """A model planned for this device and trained for some steps: step and memory, measured and predicted.
 
-    The plan is the catalogue's; `errors` are predicted over measured less 1, per what the prediction is made from.
+    The plan is the catalogue's; `errors` are predicted over measured less 1, per what the prediction is made from, and
+    `memory_error` that of what torch hands out, which has no CUDA context in it.
     """
     name = "-".join((model, str(sequences), str(tokens), *options))
     plan, bench_file = folder / f"{name}.json", folder / "bench.json"
@@ -144,6 +147,8 @@ def configuration(
         output_of("runners.launch", str(plan), "--steps", str(STEPS), "--device", device, "--json", "--log-dir",
                   str(folder / name))
     )  # fmt: skip
+    known_of = predicted["catalogue"]
+    peak_bytes, context_bytes = known_of["workers"][0]["peak_bytes"], runtime(known_of["runtime"]).context_bytes
     return {
         "model": model,
         "sequences": sequences,
@@ -152,7 +157,7 @@ def configuration(
         "predicted": predicted,
         "measured": measured,
         "errors": {of: found["step_s"] / measured["median_step_s"] - 1 for of, found in predicted.items()},
-        "memory_error": predicted["catalogue"]["workers"][0]["peak_bytes"] / measured["memory_bytes"] - 1,
+        "memory_error": (peak_bytes - context_bytes) / measured["memory_bytes"] - 1,
         "mfu": measured["mfu"],
     }
 
