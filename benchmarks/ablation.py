@@ -47,6 +47,7 @@ def forget() -> None:
     kernels.gemm_s.cache_clear()
     compute._layer_times.cache_clear()
     memory._layer_memory.cache_clear()
+    overlap.overlap_of.cache_clear()
 
 
 @contextmanager
