@@ -16,13 +16,15 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates, even_parts
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, value_of
 from polygon.planning.problem_arrays import Bank, Setting
-from polygon.planning.warmup_depths import HURDLE
 from solvers.allocation import AllocationProblem, AllocationSpace
 from solvers.problem import SearchProblem
 
 MOST_STRUCTURES = 3000
 NEW_STAGE = 0.1
 """Of small steps: how often a stage more is offered to the workers that move."""
+HURDLE = 1.3
+"""Of the best step simulated: an allocation that takes longer at its first paces gets no other. These overstate drafts
+that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
 DIGITS = 9
 """To which values of allocations agree that differ in idle workers alone."""
 
@@ -45,7 +47,7 @@ class Candidates(SearchProblem[Allocation]):
         )
         self._spaces: dict[int, AllocationSpace] = {}
         self._block_rates: dict[int, np.ndarray] = {}
-        self._region = np.array([pools[p].region for p, _ in decoder.classes])
+        self.region_of_class = np.array([pools[p].region for p, _ in decoder.classes])
         self.sizes = decoder.tables.micro_batch_sizes
         self.degrees = decoder.degrees
         self._best: dict[Hashable, list[tuple[float, int, Allocation]]] = {}
@@ -109,9 +111,9 @@ class Candidates(SearchProblem[Allocation]):
             found.setdefault(kind(x), x)
         return list(found.values())
 
-    def regions_of(self, x: Allocation) -> bytes:
+    def regions_of(self, x: Allocation) -> tuple[int, ...]:
         """The regions of an allocation's workers."""
-        return np.unique(self._region[x.workers.any(axis=0)]).tobytes()
+        return tuple(np.unique(self.region_of_class[x.workers.any(axis=0)]).tolist())
 
     def _ranked(self) -> list[tuple[float, int, Allocation, int]]:
         """Values, numbers, allocations and places in their structure of the good ones met, best first.
@@ -131,9 +133,7 @@ class Candidates(SearchProblem[Allocation]):
         size = int(self.sizes[rng.integers(len(self.sizes))])
         cp, ep = self.degrees[rng.integers(len(self.degrees))]
         stages = min(self.space.groups, int(2 ** rng.uniform(0, math.log2(self.space.groups + 1))))
-        return Allocation(
-            workers=self._compact(self._space_of(stages).random(rng)), micro_batch_size=size, cp=cp, ep=ep
-        )
+        return Allocation(workers=self.compact(self._space_of(stages).random(rng)), micro_batch_size=size, cp=cp, ep=ep)
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
         """Shift, exchange, employ, release or replace workers; split, merge or move a stage; another setting."""
@@ -150,16 +150,16 @@ class Candidates(SearchProblem[Allocation]):
         if kind < 0.34:
             return x.with_workers(self._restructure(x, rng))
         if kind < 0.48:
-            return x.with_workers(self._compact(self._whole_pools(x.workers, rng)))
+            return x.with_workers(self.compact(self._whole_pools(x.workers, rng)))
         if kind < 0.60:
-            return x.with_workers(self._compact(self._replace(x, rng)))
+            return x.with_workers(self.compact(self._replace(x, rng)))
         return x.with_workers(self._small_step(x.stages, rng))
 
     def _small_step(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A random move of some workers among the stages that there are, and at times a new one somewhere."""
         if len(rows) < self.space.groups and rng.random() < NEW_STAGE:
             rows = np.insert(rows, int(rng.integers(len(rows) + 1)), 0, axis=0)
-        return self._compact(self._space_of(len(rows)).neighbour(rows, rng))
+        return self.compact(self._space_of(len(rows)).neighbour(rows, rng))
 
     def _space_of(self, stages: int) -> AllocationSpace:
         """The space of so many stages."""
@@ -260,9 +260,9 @@ class Candidates(SearchProblem[Allocation]):
         elif len(rows) > 1:
             row = rows.pop(int(rng.integers(len(rows))))
             rows.insert(int(rng.integers(len(rows) + 1)), row)
-        return self._compact(np.array(rows))
+        return self.compact(np.array(rows))
 
-    def _compact(self, workers: np.ndarray) -> np.ndarray:
+    def compact(self, workers: np.ndarray) -> np.ndarray:
         """Stages first, then the empty rows."""
         result = np.zeros((self.space.groups, self.space.classes), dtype=np.int64)
         rows = workers[workers.any(axis=1)]
@@ -272,7 +272,39 @@ class Candidates(SearchProblem[Allocation]):
     def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
         """A repaired mixture of the matrices; the setting of one parent."""
         mixed = self.space.crossover(a.workers, b.workers, rng)
-        return (a if rng.random() < 0.5 else b).with_workers(self._compact(mixed))
+        return (a if rng.random() < 0.5 else b).with_workers(self.compact(mixed))
+
+    def key(self, x: Allocation) -> Hashable:
+        """Stages and setting."""
+        return x.key
+
+
+class Inside(SearchProblem[Allocation]):
+    """Allocations in one region alone, kept among all others (`Candidates`)."""
+
+    def __init__(self, whole: Candidates, region: int) -> None:
+        self._whole, self._outside = whole, np.flatnonzero(whole.region_of_class != region)
+
+    def _cut(self, x: Allocation) -> Allocation:
+        workers = x.workers.copy()
+        workers[:, self._outside] = 0
+        return x.with_workers(self._whole.compact(workers))
+
+    def evaluate(self, x: Allocation) -> float:
+        """The objective at the fluid step time."""
+        return self._whole.evaluate(x)
+
+    def random(self, rng: np.random.Generator) -> Allocation:
+        """What a random allocation has in the region."""
+        return self._cut(self._whole.random(rng))
+
+    def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
+        """What a step leaves in the region."""
+        return self._cut(self._whole.neighbour(x, rng))
+
+    def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
+        """Of two in the region."""
+        return self._whole.crossover(a, b, rng)
 
     def key(self, x: Allocation) -> Hashable:
         """Stages and setting."""

@@ -392,7 +392,7 @@ class _NoCrossover(Candidates):
 
 class _NoStructure(Candidates):
     def _restructure(self, x: Allocation, rng: np.random.Generator) -> np.ndarray:
-        return self._compact(self.space.neighbour(x.workers, rng))
+        return self.compact(self.space.neighbour(x.workers, rng))
 
 
 class _NoPools(Candidates):

@@ -280,9 +280,9 @@ def test_local_steps_that_may_be_taken_are_never_slower(seed):
     assert other <= plain * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, 3, 6])
 def test_a_region_more_is_not_slower_for_pipelines_that_the_fluid_value_misjudges(seed):
-    """The best in one region is simulated, though the fluid values of many pipelines over both are less."""
+    """The best in one region is looked for and simulated, though fluid values of many pipelines over both are less."""
     effort = Effort(fluid_evaluations=4_000, exact_evaluations=40, polish_evaluations=80, patience=1_600)
     problem, larger = larger_problems(14)
     plain, other = (
@@ -384,7 +384,7 @@ def test_races_take_no_more_than_their_parts(evaluations, monkeypatch):
             return super().evaluate(x)
 
     monkeypatch.setattr(engine, "Racing", Noted)
-    cluster = cluster_of([[("a100-40gb", 1, 4)], [("t4", 1, 4)]])
+    cluster = cluster_of([[("a100-40gb", 1, 4), ("t4", 1, 4)]])
     problem = Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512))
     decoder = Decoder(problem)
     candidates = Counted(decoder, 4)
