@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from asyncio import Queue, create_task
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import orjson
 from anyio import Semaphore
 from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
@@ -31,6 +33,7 @@ from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
 from polygon.planning.checker import violations
 from polygon.web import responses
+from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
@@ -39,7 +42,7 @@ from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, exported, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
-from polygon.web.sliders import Changes, timed
+from polygon.web.sliders import Changes, positions, timed
 from polygon.web.store import Store
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
@@ -47,13 +50,15 @@ assert set(TARGETS) == set(Target.__args__)  # type: ignore[attr-defined]
 DeployName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 MOST_PLANS = 8
 """Plans kept ready to be exported or kept as variants."""
-MOST_ANSWERS = 500
-"""Kept, some 30 kB each."""
+MOST_ANSWERS = 1000
+"""Kept, some 30 kB each; of a plan that was opened 70 before anybody asks for them."""
 CROWD = 8
 """What-ifs that wait for their turn, from which on another process is started."""
 AHEAD = 8
 """What-ifs that a process has at a time: with fewer, server and process wake one another for each, which costs a
 quarter of a small plan's CPU; more could no longer be taken back."""
+NONE = "{}"
+"""What is changed where nothing is."""
 BOUND = {b"": True, b"bound=true": True, b"bound=false": False}
 """Whether the bound of a view is asked for, by the usual query strings."""
 
@@ -96,9 +101,10 @@ Load = Callable[[str], Loaded]
 class Asking:
     """Plans kept ready by their jobs, and answers about them from the processes that price."""
 
-    def __init__(self, store: Store, pricing: Pricing) -> None:
+    def __init__(self, store: Store, pricing: Pricing, jobs: Jobs) -> None:
         self._store, self._pricing = store, pricing
         self._plans, self._answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
+        self._ahead = Ahead(self.answer, lambda: pricing.rests and jobs.rest)
 
     def load(self, job: str) -> Loaded:
         """The plan of a job."""
@@ -121,23 +127,40 @@ class Asking:
         """Whether its answer is there or being worked out."""
         return question in self._answers
 
+    def opened(self, question: Question, view: Response) -> None:
+        """When there is time, work out what the page's controls can ask next about the plan of this view."""
+        self._ahead.ask((question.job, question.language), moved(question, orjson.loads(view.body)))
+
+    def close(self) -> None:
+        """Work nothing out ahead any more."""
+        self._ahead.close()
+
 
 def question_of(
     job: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
 ) -> Question:  # fmt: skip
     """What is asked, the same for all who ask the same."""
-    own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
+    own = NONE if changes is None else changes.model_dump_json(exclude_defaults=True)
     return Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
-def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
-    """Everything asked about a plan; returns what loads one."""
-    asked = Asking(store, pricing)
+def moved(question: Question, view: Mapping[str, Any]) -> Iterator[Question]:
+    """The same question with each of the page's controls at each of its positions; `view` is the answer to it."""
+    devices = {device for region in view["regions"] for device in region["devices"]}
+    for asks in positions(devices, view["local_steps"]).values():
+        for ask in asks:
+            changes = Changes.model_validate(ask).model_dump_json(exclude_defaults=True)
+            yield replace(question, changes=changes)
+
+
+def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Asking:
+    """Everything asked about a plan; returns what loads one, to be closed."""
+    asked = Asking(store, pricing, jobs)
     add_views(app, pricing, asked)
     add_files(app, store, pricing, asked)
     add_limits(app, store, asked)
     add_explanations(app, store, jobs, asked)
-    return asked.load
+    return asked
 
 
 def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> None:
@@ -207,7 +230,10 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
         async with turn.one():
             if has_left(request):  # a slider that has moved on
                 return Response(status_code=204)
-            return await asked.answer(question)
+            found = await asked.answer(question)
+        if question.changes == NONE:
+            asked.opened(question, found)
+        return found
 
     app.router.add_api_route(
         "/api/v1/plans/{job}/view", plan_view, methods=["POST"], responses=RESPONSES, response_model=responses.View,

@@ -135,6 +135,11 @@ class Pricing:
         """How many answer quick questions."""
         return max(1, len(self._workers))
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing waits for its answer."""
+        return not any(worker.waiting() for worker in self._workers)
+
     async def ask(self, question: Question, tell: Tell | None = None) -> bytes:
         """The answer as JSON; `tell` hears of its parts.
 

@@ -214,9 +214,37 @@ def test_kept_answers_wait_for_nobody(tmp_path, monkeypatch):
     assert asyncio.run(again()) == [200] * 8
 
 
+def test_what_the_page_can_ask_next_is_there_once_a_plan_was_opened(tmp_path, monkeypatch):
+    """Without anybody asking; who does then gets it as it is."""
+    priced, ask = [], Pricing.ask
+
+    async def counted(self, question, tell=None):
+        found = await ask(self, question, tell)
+        priced.append(json.loads(question.changes))
+        return found
+
+    monkeypatch.setattr(Pricing, "ask", counted)
+    app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
+
+    async def opened():
+        async with what_ifs(app) as status:
+            assert await status(None) == 200
+            for _ in range(int(PATIENCE_S / 0.05)):
+                await asyncio.sleep(0.05)
+                if {"price_factor": 4.0} in priced:
+                    break
+            told = len(priced)
+            assert {"latency_factor": 10.0} in priced and await status(10.0) == 200
+            assert await status(None) == 200
+            await asyncio.sleep(0.2)
+            return len(priced) - told
+
+    assert asyncio.run(opened()) == 0
+
+
 @contextlib.asynccontextmanager
 async def what_ifs(app):
-    """From a factor of latency, and whether who asks is gone by then, to the status of the view."""
+    """From a factor of latency (none: no change), and whether who asks is gone by then, to the status of the view."""
 
     async def ask(path, data, gone=False):
         parts = [{"type": "http.request", "body": format_json(data).encode(), "more_body": False}]
@@ -233,8 +261,9 @@ async def what_ifs(app):
             sent.append(message)
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-                 "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
-                 "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "scheme": "http"}  # fmt: skip
+                 "raw_path": path.encode(), "query_string": b"bound=false",
+                 "headers": [(b"content-type", b"application/json")], "server": ("127.0.0.1", 80),
+                 "client": ("127.0.0.1", 1), "scheme": "http"}  # fmt: skip
         await app(scope, receive, send)
         body = b"".join(message.get("body", b"") for message in sent[1:])
         return sent[0]["status"], json.loads(body) if body else None
@@ -243,7 +272,8 @@ async def what_ifs(app):
         _, row = await ask("/api/v1/plans", plan_data(*planned()))
 
         async def status(factor, gone=False):
-            return (await ask(f"/api/v1/plans/{row['id']}/view", {"latency_factor": factor}, gone))[0]
+            changes = {} if factor is None else {"latency_factor": factor}
+            return (await ask(f"/api/v1/plans/{row['id']}/view", changes, gone))[0]
 
         yield status
 
