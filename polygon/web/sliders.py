@@ -128,6 +128,15 @@ class PricedChange:
         """What no plan can beat; worked out when it is asked for, as a timeline never does."""
         return lower_bound(self.tables) if self.own else link_free_bound(self.tables)
 
+    @cached_property
+    def gradients(self) -> list[float]:
+        """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together)."""
+        plan, tables = self.plan, self.tables
+        return [
+            max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
+            for s, stage in enumerate(plan.stages)
+        ]
+
 
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:
     """Apply changes to a plan and predict its step.
