@@ -54,9 +54,9 @@ MOST_ANSWERS = 1000
 """Kept, some 30 kB each; of a plan that was opened 70 before anybody asks for them."""
 CROWD = 8
 """What-ifs that wait for their turn, from which on another process is started."""
-AHEAD = 8
-"""What-ifs that a process has at a time: with fewer, server and process wake one another for each, which costs a
-quarter of a small plan's CPU; more could no longer be taken back."""
+AHEAD = 16
+"""What-ifs that a process has at a time: with fewer, server and process wait for one another; more could no longer be
+taken back."""
 NONE = "{}"
 """What is changed where nothing is."""
 BOUND = {b"": True, b"bound=true": True, b"bound=false": False}

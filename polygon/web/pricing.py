@@ -49,8 +49,9 @@ TRIES = 2
 MOST_PROCESSES = 4
 """However many cores there are."""
 
-TOGETHER_S = 0.02
-"""For which an answer waits for those asked with it: each message wakes the server."""
+TOGETHER_S = 0.008
+"""For which an answer waits for those asked with it: each message wakes the server, which answers and asks the next
+while the process works on those that it still has."""
 
 LENGTH = struct.Struct("!i")
 """Before each message, as `Connection` of the standard library has it."""

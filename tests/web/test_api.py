@@ -22,6 +22,7 @@ from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
 from polygon.web.app import Settings, create_app
 from polygon.web.jobs import problem_of
+from polygon.web.plan_routes import AHEAD
 from polygon.web.pricing import Pricing
 from tests.exported_plans import INSTANCES, planned
 from tests.patience import PATIENCE_S, eventually
@@ -205,13 +206,13 @@ def test_kept_answers_wait_for_nobody(tmp_path, monkeypatch):
     async def again():
         async with what_ifs(app) as status:
             assert await status(3.0) == 200
-            others = [asyncio.create_task(status(5.0 + i)) for i in range(8)]
+            others = [asyncio.create_task(status(5.0 + i)) for i in range(AHEAD)]
             await asyncio.sleep(0)
             assert await asyncio.wait_for(status(3.0), PATIENCE_S) == 200
             go.set()
             return await asyncio.gather(*others)
 
-    assert asyncio.run(again()) == [200] * 8
+    assert asyncio.run(again()) == [200] * AHEAD
 
 
 def test_what_the_page_can_ask_next_is_there_once_a_plan_was_opened(tmp_path, monkeypatch):
