@@ -89,7 +89,6 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None, description="Plans the training of foundation models on unequal, distant devices.",
         generate_unique_id_function=lambda route: route.name if isinstance(route, APIRoute) else "route",
     )  # fmt: skip
-    app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)
     app.add_exception_handler(InputError, _say_bad_input)
     app.add_exception_handler(BusyError, _say_busy)
     app.add_exception_handler(RequestValidationError, _say_bad_request)
@@ -100,6 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     add_deployments(app, asked.load, settings.deployments)
     add_runs(app, asked.load, runs, rehearsals)
     _add_page(app)
+    app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)  # the last one stands before all others
     return app
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from asyncio import Queue, create_task
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from polygon.api import planner, plans
@@ -36,6 +35,7 @@ from polygon.web import responses
 from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
+from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
@@ -59,6 +59,7 @@ AHEAD = 16
 taken back."""
 NONE = "{}"
 """What is changed where nothing is."""
+VIEW = re.compile(rf"/api/v1/plans/({JOB.strip('^$')})/view")
 BOUND = {b"": True, b"bound=true": True, b"bound=false": False}
 """Whether the bound of a view is asked for, by the usual query strings."""
 
@@ -222,6 +223,7 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     """What is shown of a plan, with changes applied, and beside other plans."""
     turn = Turns(pricing)
 
+    @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
         """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
         question = question_of(job, "view", language, changes, bound=bound)
@@ -235,10 +237,7 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
             asked.opened(question, found)
         return found
 
-    app.router.add_api_route(
-        "/api/v1/plans/{job}/view", plan_view, methods=["POST"], responses=RESPONSES, response_model=responses.View,
-        route_class_override=WhatIf,
-    )  # fmt: skip
+    app.add_middleware(WhatIf, view=plan_view)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
@@ -320,31 +319,38 @@ def add_explanations(app: FastAPI, store: Store, jobs: Jobs, asked: Asking) -> N
         return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
 
 
-class WhatIf(APIRoute):
-    """The operation that is asked most: its usual request is read at once.
+class WhatIf:
+    """ASGI middleware, inside the guard: the operation that is asked most, whose usual request is answered at once.
 
     Every other one, and whatever is wrong with one, goes the framework's general way, which takes as long as all else
     that the server does for an answer.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What handles a request."""
-        general = super().get_route_handler()
+    def __init__(self, app: Any, view: Callable[..., Awaitable[Response]]) -> None:
+        self.app, self.view = app, view
 
-        async def handle(request: Request) -> Response:
-            job, bound = request.path_params["job"], BOUND.get(request.scope["query_string"])
-            usual = bound is not None and request.headers.get("content-type") == "application/json"
-            if not usual or not re.fullmatch(JOB, job):
-                return await general(request)
-            try:
-                changes = Changes.model_validate(json.loads(await request.body()))
-            except (ValueError, RecursionError):
-                return await general(request)
-            language = preferred(request.headers.get("accept-language", ""))
-            found: Response = await self.endpoint(job, changes, language, request, bound)
-            return found
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        usual = VIEW.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        headers = dict(scope["headers"]) if usual is not None else {}
+        bound = BOUND.get(scope["query_string"]) if headers.get(b"content-type") == b"application/json" else None
+        if usual is None or bound is None:
+            await self.app(scope, receive, send)
+            return
+        language = preferred(headers.get(b"accept-language", b"").decode("latin-1"))
+        read = [await receive()]
 
-        return handle
+        async def again() -> Any:
+            return read.pop() if read else await receive()
+
+        try:
+            whole = not read[0].get("more_body", False)
+            changes = Changes.model_validate(json.loads(read[0].get("body", b"") if whole else b""))
+            found = await self.view(usual[1], changes, language, Request(scope, receive), bound)
+        except (ValueError, RecursionError, InputError, HTTPException):
+            await self.app(scope, again, send)
+        else:
+            await found(scope, receive, send)
 
 
 def has_left(request: Request) -> bool:

@@ -560,6 +560,7 @@ def test_a_token_is_asked_of_the_whole_api(tmp_path):
         assert server.request("GET", "/api/v1/jobs", None, {"Authorization": "Bearer wrong"})[0] == 401
         assert server.request("GET", "/api/v1/jobs", None, {"Authorization": "Bearer s3cret & more"})[0] == 200
         assert server.request("GET", "/api/v1/jobs/x/events?token=s3cret+%26+more")[0] == 401
+        assert server.request("POST", "/api/v1/plans/none/view", {})[0] == 401
     finally:
         server.stop()
 
