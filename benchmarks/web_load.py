@@ -1,11 +1,12 @@
 """How the web application stands up: parallel users asking what-if, the page's first chart, fuzzed requests.
 
-    python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
+    python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz] [--only-users]
 
-Prints wall and CPU seconds: of a what-if of each control; what-ifs that differ and what-ifs that are equal (kept
-answers), with median and 95th percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where
-Chromium is installed the page from navigation to its first chart, and its longest task (CPU) while that plan opens and
-while pointer and keys move over it; and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
+Prints wall and CPU seconds: of a what-if of each control; what-ifs of the page's controls once a plan was opened and
+before, what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th percentile; a timeline of
+2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from navigation to its first
+chart, and its longest task (CPU) while that plan opens and while pointer and keys move over it; and for the fuzz,
+requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
