@@ -1,11 +1,12 @@
 """How the web application stands up: parallel users asking what-if, the page's first chart, fuzzed requests.
 
-    python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz]
+    python benchmarks/web_load.py [--users 100] [--examples 300] [--skip-fuzz] [--only-users]
 
-Prints wall and CPU seconds: of a what-if of each control; what-ifs that differ and what-ifs that are equal (kept
-answers), with median and 95th percentile; a timeline of 2,048 micro-batches and a plan for 10,240 devices; where
-Chromium is installed the page from navigation to its first chart, and its longest task (CPU) while that plan opens and
-while pointer and keys move over it; and for the fuzz, requests sent and answers by status. Any error or 5xx fails.
+Prints wall and CPU seconds: of a what-if of each control; what-ifs of the page's controls once a plan was opened and
+before, what-ifs that differ and what-ifs that are equal (kept answers), with median and 95th percentile; a timeline of
+2,048 micro-batches and a plan for 10,240 devices; where Chromium is installed the page from navigation to its first
+chart, and its longest task (CPU) while that plan opens and while pointer and keys move over it; and for the fuzz,
+requests sent and answers by status. Any error or 5xx fails.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
 from polygon.web import questions
 from polygon.web.answers import compact
-from polygon.web.sliders import Changes
+from polygon.web.sliders import Changes, positions
 from tests.exported_plans import planned, wide
 from tests.patience import PATIENCE_S
 from tests.web.conftest import Server
@@ -65,21 +66,12 @@ Ask = Callable[[int, int], dict[str, Any]]
 """Changes that a user asks for, by the user and how many they asked before."""
 
 
-def of_controls(devices: list[str], users: int, each: int) -> list[list[dict[str, Any]]]:
-    """For every user a row of what-ifs as the page's sliders and menus can ask them, read from its source: a control,
-    moved to one position after another."""
-    source = (ROOT / "web" / "src" / "whatif.tsx").read_text("utf-8")
-    [packings, algorithms] = (json.loads(found) for found in re.findall(r"^const [A-Z]+ = (\[.*?\]);", source, re.M))
-    positions = {
-        name: [value for value in json.loads(values) if str(value) != unchanged]
-        for name, values, unchanged in re.findall(r'\{slide\("\w+", "(\w+)", (\[[^\]]+\]), ([-\w.]+)', source)
-    }
-    positions |= {"activations": packings[:5], "weight_gradients": packings, "algorithm": algorithms[1:]}
-    speeds = re.findall(r'name="device_factors" values=\{(\[.*?\])\}', source)
-    positions["device_factors"] = [dict.fromkeys(devices, value) for value in json.loads(speeds[0]) if value != 1]
-    draw = random.Random(users)
-    names = [draw.choice(sorted(positions)) for _ in range(users)]
-    return [[{name: draw.choice(positions[name])} for _ in range(each)] for name in names]
+def of_controls(devices: list[str], local_steps: int, users: int, each: int) -> list[list[dict[str, Any]]]:
+    """For every user a row of what-ifs as the page's sliders and menus can ask them: a control, moved to one position
+    after another."""
+    every, draw = positions(devices, local_steps), random.Random(users)
+    names = [draw.choice(sorted(every)) for _ in range(users)]
+    return [[draw.choice(every[name]) for _ in range(each)] for name in names]
 
 
 def control_cpu_s(problem: Problem, plan: Plan, tries: int = 9) -> dict[str, float]:
@@ -87,7 +79,7 @@ def control_cpu_s(problem: Problem, plan: Plan, tries: int = 9) -> dict[str, flo
     processes that price do, the median of so many."""
     it = questions.load(format_json(plan_data(problem, plan)), {})
     devices = sorted({pool.device.name for pool in problem.cluster.pools})
-    asks = {json.dumps(ask): ask for row in of_controls(devices, 400, 1) for ask in row}
+    asks = {json.dumps(ask): ask for row in of_controls(devices, plan.local_steps, 400, 1) for ask in row}
     longest: dict[str, float] = {}
     for ask in ({}, *asks.values()):
         seconds = []
@@ -132,11 +124,9 @@ async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, p
     return [s for row in await asyncio.gather(*(one(user) for user in range(users))) for s in row]
 
 
-def idle_s(server: Server, plan: str, count: int = 40) -> float:
+def one_user_s(server: Server, plan: str, ask: Ask, count: int = 40) -> float:
     """Median seconds of a what-if of one user while nobody else asks."""
-    return statistics.median(
-        asyncio.run(asked(server, plan, 1, lambda _, i: {"bandwidth_factor": 0.5 + i / 100}, each=count))
-    )
+    return statistics.median(asyncio.run(asked(server, plan, 1, ask, each=count)))
 
 
 def free_cores() -> float:
@@ -147,26 +137,42 @@ def free_cores() -> float:
     return sum(float(process.communicate()[0]) for process in ran)
 
 
-def crowd(server: Server, name: str, plan: str, users: int) -> None:
-    """Print how long what-ifs of many users take beside those of one."""
-    alone_s = idle_s(server, plan)
+def rest(server: Server) -> None:
+    """Wait until the server has nothing more to do."""
+    before_s = -1.0
+    while (now_s := cpu_s(server)) > before_s + 0.01:
+        before_s = now_s
+        time.sleep(0.3)
+
+
+def crowd(server: Server, name: str, data: tuple[Problem, Plan], users: int) -> str:
+    """Print how long what-ifs of many users take beside those of one; gives back the plan's id."""
+    fresh, opened = (server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"] for _ in range(2))
+    alone_s = one_user_s(server, fresh, lambda _, i: {"bandwidth_factor": 0.5 + i / 100})
     print(f"{name}: {free_cores():.1f} of {os.cpu_count()} cores are free for busy processes")
-    regions = server.request("POST", f"/api/v1/plans/{plan}/view?bound=false", {})[2]["regions"]
-    drawn = of_controls(sorted({device for region in regions for device in region["devices"]}), users, 3)
-    rows: list[tuple[str, Ask, float]] = [
-        ("of the page's controls", lambda user, step: drawn[user][step], 0.0),
-        ("of which no two are alike", lambda user, step: {"bandwidth_factor": 1 + user / 100 + step}, 0.0),
-        ("that are equal", lambda _, step: {"bandwidth_factor": 1 + step + 1 / 7}, 0.0),
-        ("of which no two are alike, one a second each", lambda u, i: {"bandwidth_factor": 1.001 + u / 100 + i}, 1.0),
-    ]
-    for kind, ask, pause_s in rows:
+    drawn = of_controls(sorted({pool.device.name for pool in data[0].cluster.pools}), data[1].local_steps, users, 3)
+    server.request("POST", f"/api/v1/plans/{opened}/view?bound=false", {})
+    rest(server)
+    kept_s = one_user_s(server, opened, lambda _, i: drawn[i % users][i // users])
+    print(f"{name}: one user alone, {alone_s * 1e3:.2f} ms; on the page's controls, once it has opened the plan, "
+          f"{kept_s * 1e3:.2f} ms")  # fmt: skip
+    rows: list[tuple[str, str, Ask, float]] = [
+        ("of the page's controls", opened, lambda user, step: drawn[user][step], 0.0),
+        ("of the page's controls on a plan that nobody has opened", fresh, lambda user, step: drawn[user][step], 0.0),
+        ("of which no two are alike", fresh, lambda user, step: {"bandwidth_factor": 1 + user / 100 + step}, 0.0),
+        ("that are equal", fresh, lambda _, step: {"bandwidth_factor": 1 + step + 1 / 7}, 0.0),
+        ("of which no two are alike, one a second each", fresh,
+         lambda user, step: {"bandwidth_factor": 1.001 + user / 100 + step}, 1.0),
+    ]  # fmt: skip
+    for kind, plan, ask, pause_s in rows:
         before_s = cpu_s(server)
         waits = sorted(asyncio.run(asked(server, plan, users, ask, each=3, pause_s=pause_s)))
         each_ms = (cpu_s(server) - before_s) / len(waits) * 1e3
         p95_s = waits[int(0.95 * len(waits))]
         print(f"{name}: {users} users, {len(waits)} what-ifs {kind}, no error: median "
               f"{statistics.median(waits) * 1e3:.0f} ms, p95 {p95_s * 1e3:.0f} ms, {p95_s / alone_s:.0f} times one "
-              f"user's {alone_s * 1e3:.1f} ms; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+              f"user's; CPU of the server {each_ms:.1f} ms each")  # fmt: skip
+    return fresh
 
 
 def first_chart(server: Server, plan: str, tries: int = 5) -> list[tuple[str, float, float]]:
@@ -296,18 +302,20 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=300, help="requests an operation of the fuzz")
     parser.add_argument("--users", type=int, default=100)
     parser.add_argument("--skip-fuzz", action="store_true")
+    parser.add_argument("--only-users", action="store_true", help="what-ifs of many users and nothing else")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder))
         try:
             for name, data in (("2 workers", planned()), ("80 devices in 10 regions", wide())):
-                plan = server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"]
                 each = control_cpu_s(*data)
                 words = ", ".join(
                     f"{control} {s * 1e3:.1f}" for control, s in sorted(each.items(), key=lambda it: -it[1])
                 )
                 print(f"{name}: CPU of a what-if in ms, at the position that takes longest: {words}")
-                crowd(server, name, plan, args.users)
+                plan = crowd(server, name, data, args.users)
+            if args.only_users:
+                return 0
             first_example(server)
             long_timeline(server, plan)
             many = ten_thousand(server)

@@ -70,7 +70,8 @@ def test_it_holds_everything_under_names_of_its_own(unpacked):
     shipped = {path.relative_to(ROOT) for path in (ROOT / "instances").rglob("*") if path.is_file()}
     page = {path.relative_to(ROOT / "polygon") for path in (ROOT / "polygon/web/static").rglob("*") if path.is_file()}
     assert shipped | page <= kept and len(page) > 3
-    for name in ("py.typed", "domain/words.json", "domain/catalogue/devices.yaml", "web/strings.json"):
+    data = "domain/words.json", "domain/catalogue/devices.yaml", "web/controls.json", "web/strings.json"
+    for name in ("py.typed", *data):
         assert Path(name) in kept
     assert {path.name for path in package.glob("export/templates/*")} == {
         path.name for path in (ROOT / "polygon/export/templates").iterdir()

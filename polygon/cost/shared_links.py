@@ -60,37 +60,44 @@ def busy_on_shared(
         alone = group_packing(plan, places.regions) == "powersgd"  # then one node of a place sends all
         if not reduction.across_bytes:
             continue
-        ways = mine.ways([(a, b) for a, b, _ in reduction.across_bytes], links, alone=alone)
+        regions = tuple((a, b) for a, b, _ in reduction.across_bytes)
+        ways = mine.ways(regions, links, alone=alone)
         sent_bytes = np.array([n_bytes for *_, n_bytes in reduction.across_bytes])
         if plan.local_steps == 1:
             seconds = np.bincount(
                 ways.node_at, weights=sent_bytes[ways.node_way] * ways.node_s, minlength=len(ways.nodes)
             )
             cards.add(s, ways.nodes, seconds)
-        pairs.add(s, ways.pairs, sent_bytes[ways.pair_way] * ways.pair_s)
+        rate = links.cluster.bytes_per_s[ways.source, ways.target][ways.pair_way]
+        pair_s = np.divide(ways.pair_part, rate, out=np.zeros(len(rate)), where=rate > 0)
+        pairs.add(s, ways.pairs, sent_bytes[ways.pair_way] * pair_s)
     return cards.shared(place.derived), pairs.shared(place.derived)
 
 
 class Ways(NamedTuple):
-    """What a stage shares with others of the ways of its gradients from region to region.
+    """What a stage shares with others of the ways of its gradients from region to region, whatever links these have.
 
     Attributes
     ----------
+    source, target : ndarray of int
+        Regions of every way.
     nodes : ndarray of int
         Those that are shared and send for a whole region.
     node_at, node_way, node_s : ndarray
         A place in `nodes`, a way that it sends on, and seconds per byte sent there by all of its region.
-    pairs, pair_way, pair_s : ndarray
-        Numbers of the node pairs that are shared, the way that each is part of, and seconds per byte of that way.
+    pairs, pair_way, pair_part : ndarray
+        Numbers of the node pairs that are shared, the way that each is part of, and what part of its bytes they have.
     """
 
+    source: np.ndarray
+    target: np.ndarray
     nodes: np.ndarray
     node_at: np.ndarray
     node_way: np.ndarray
     node_s: np.ndarray
     pairs: np.ndarray
     pair_way: np.ndarray
-    pair_s: np.ndarray
+    pair_part: np.ndarray
 
 
 class Sharing:
@@ -118,9 +125,9 @@ class Sharing:
         self.nodes, self.pool, self.apart = nodes[busy], pool[busy], apart[busy]
         self.passes = 2 * (1 - 1 / members[busy])
 
-    def ways(self, regions: Sequence[tuple[int, int]], links: LinkTable, *, alone: bool) -> Ways:
+    def ways(self, regions: tuple[tuple[int, int], ...], links: LinkTable, *, alone: bool) -> Ways:
         """Of ways from a region to another each; `alone`: one node of a place sends all."""
-        key = (alone, tuple(regions))
+        key = alone, regions
         known = self._ways.get(key)
         if known is None:
             known = self._ways[key] = self._make_ways(regions, links, alone)
@@ -146,20 +153,22 @@ class Sharing:
                 sends.append(np.zeros(0))
             i, k, part = node_pairs(len(from_a), len(to_b), self._turns, every=bool(apart[a] or apart[b]))
             i, k = from_a[i], to_b[k]
-            rate = float(links.cluster.bytes_per_s[a, b])
-            both = shared[i] & shared[k] & (rate > 0)
+            both = shared[i] & shared[k]
             pairs.append((self._nodes[i] * several + self._nodes[k])[both])
-            parts.append(part[both] / (rate or 1.0))
+            parts.append(part[both])
         way = np.arange(len(regions))
         nodes, node_at = np.unique(self._nodes[np.concatenate(senders)], return_inverse=True)
+        source, target = np.array(regions).T
         return Ways(
+            source=source,
+            target=target,
             nodes=nodes,
             node_at=node_at,
             node_way=np.repeat(way, [len(each) for each in senders]),
             node_s=np.concatenate(sends),
             pairs=np.concatenate(pairs),
             pair_way=np.repeat(way, [len(each) for each in pairs]),
-            pair_s=np.concatenate(parts),
+            pair_part=np.concatenate(parts),
         )
 
 

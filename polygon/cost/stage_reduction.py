@@ -8,12 +8,13 @@ after each H-th update all three once more, for the outer gradient (`ReductionCo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from polygon.cost.kept import Kept
 from polygon.cost.overlap import overlap_of, seen_parts
 from polygon.cost.reduction import (
     LevelsRoom,
@@ -30,6 +31,8 @@ from polygon.domain.model import Batch, Model
 from polygon.domain.plan import COMPRESSIONS, Plan
 from polygon.domain.runtime import Runtime
 
+KEPT_FIXED = 4
+"""Sums of a stage of which is kept what links do not change: what-ifs of a plan differ in little else."""
 MOST_LEADING = 64
 """Regions up to which it is looked at whether they lead by turns; more of them wait for the longest way."""
 
@@ -202,10 +205,17 @@ def stage_reduction(
         ("standing", stage), _standing(place, stage, links)
     )
     held = Held(pools, nodes, members, place.degrees[stage], n_values)
-    crossing = _crossing(group_packing(plan, places.regions), places, n_values, batch, matrix_values(model))
+    mode, layers = group_packing(plan, places.regions), len(range(*plan.stages[stage].layers))
+
+    def fixed() -> Fixed:
+        tp, (_, last) = place.tp[place.members(stage)], seen_parts(layers, part, overlap_of(runtime, batch))
+        crossing = _crossing(mode, places, n_values, batch, matrix_values(model))
+        return Fixed.of(crossing, last, held, tp, places, batch, links)
+
+    own = _kept(place, stage, fixed, (batch, runtime, model, links.cluster.pools), mode, n_values, part, layers)
+    crossing, last = own.crossing, own.last
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = own_room(len(pools))
-    _, last = seen_parts(len(range(*plan.stages[stage].layers)), part, overlap_of(runtime, batch))
     node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
         len(pools),
@@ -225,29 +235,25 @@ def stage_reduction(
     node_s, region_s, gather_s = with_zero(
         plan, stage, held, places.apart, node_s, region_s, batch, runtime, arrays, model, place
     )
-    workers = int((held.nodes * held.members).sum())
-    nccl = bool((arrays.collective[pools, 4] > 0).all())
-    if plan.reduction == "central-server" and len(places.regions) == 1 and workers > 1 and nccl:
+    if plan.reduction == "central-server" and len(places.regions) == 1 and own.workers > 1 and own.nccl:
         # Whole gradients go along NCCL's ring to the server and as much comes back: n each, for (k - 1) / k of n.
-        region_s *= workers / (workers - 1)
-    tp = place.tp[place.members(stage)]
-    codec_s = packing_s(crossing.values, batch, crossing.mode, pools, tp, places.total, links)
+        region_s *= own.workers / (own.workers - 1)
     ways = None
     if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
         # What ZeRO leaves for the step's end of the sums inside regions.
         seen = (node_s + region_s) / summed_s if summed_s else 1.0
         n_bytes = seen * n_values * batch.gradient_bytes
-        cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, nccl=nccl)
-        ways = _ways(places, crossing, pools, share, arrays, room, codec_s, seen, cards_s, last)
+        cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, nccl=own.nccl)
+        ways = _ways(places, crossing, pools, share, arrays, room, own.codec_s, seen, cards_s, last)
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s + codec_s,
+        across_s=across_s + own.codec_s,
         latency_s=latency_s,
         card_s=card_s,
         last=last,
         gather_s=gather_s,
-        across_bytes=_across_bytes(places, crossing.wire_bytes),
+        across_bytes=own.across_bytes,
         wire_bytes=crossing.wire_bytes,
         ways=ways,
     )
@@ -267,7 +273,13 @@ def tied_reduction(
         "tied", _standing_together(place, ends, links)
     )
     mode = group_packing(plan, places.regions)
-    crossing = _crossing(mode, places, n_values, batch, n_values)
+
+    def fixed() -> Fixed:
+        held = Held(pools, nodes, members, degrees, n_values)
+        return Fixed.of(_crossing(mode, places, n_values, batch, n_values), 1.0, held, tp, places, batch, links)
+
+    own = _kept(place, "tied", fixed, (batch, links.cluster.pools), mode, n_values)
+    crossing = own.crossing
     node_s, region_s, across_s, latency_s, _ = levels_s(
         n_values * batch.gradient_bytes,
         len(pools),
@@ -286,9 +298,9 @@ def tied_reduction(
     return ReductionCost(
         node_s=node_s,
         region_s=region_s,
-        across_s=across_s + packing_s(crossing.values, batch, mode, pools, tp, places.total, links),
+        across_s=across_s + own.codec_s,
         latency_s=latency_s,
-        across_bytes=_across_bytes(places, crossing.wire_bytes),
+        across_bytes=own.across_bytes,
         wire_bytes=crossing.wire_bytes,
     )
 
@@ -339,6 +351,55 @@ def _crossing(mode: str, places: Places, n_values: float, batch: Batch, matrix: 
         return Crossing(mode, wire, n_values / int(places.nodes.min()))
     # Factors of whole matrices: one node of each place sends them whole to every other place.
     return Crossing(mode, wire * places.total / 2, n_values)
+
+
+class Fixed(NamedTuple):
+    """What of a sum does not follow from the links between regions.
+
+    Attributes
+    ----------
+    last : float
+        Of `seen_parts`.
+    codec_s : float
+        Of `packing_s`.
+    across_bytes
+        As in `ReductionCost`.
+    workers : int
+        Places of the ring inside a region.
+    nccl : bool
+        Whether NCCL drives all of them.
+    """
+
+    crossing: Crossing
+    last: float
+    codec_s: float
+    across_bytes: tuple[tuple[int, int, float], ...]
+    workers: int
+    nccl: bool
+
+    @classmethod
+    def of(
+        cls, crossing: Crossing, last: float, held: Held, tp: np.ndarray, places: Places, batch: Batch, links: LinkTable
+    ) -> Fixed:
+        """Work it out; `tp` is the tensor-parallel degree of every worker."""
+        return cls(
+            crossing=crossing,
+            last=last,
+            codec_s=packing_s(crossing.values, batch, crossing.mode, held.pools, tp, places.total, links),
+            across_bytes=_across_bytes(places, crossing.wire_bytes),
+            workers=int((held.nodes * held.members).sum()),
+            nccl=bool((links.collective[held.pools, 4] > 0).all()),
+        )
+
+
+def _kept(
+    place: Placement, name: Hashable, make: Callable[[], Fixed], objects: tuple[object, ...], *values: Hashable
+) -> Fixed:
+    """What was made of these for the same workers, kept for the next links."""
+    known: Kept[Fixed] = place.derived.get(("fixed", name)) or place.derived.setdefault(
+        ("fixed", name), Kept(KEPT_FIXED)
+    )
+    return known.get(objects, *values) or known.put(make(), objects, *values)
 
 
 def _ways(

@@ -127,6 +127,10 @@ class LinkArrays(NamedTuple):
     """As in `Runtime`."""
 
 
+CHANGED = "latency_s", "bytes_per_s", "ring_latency_s", "ring_bytes_per_s"
+"""Fields of both that other links between regions change."""
+
+
 class LinkTable:
     """Latency and rate between pools as matrices: the only place from which prices take links.
 
@@ -219,11 +223,13 @@ class LinkTable:
         pools, far = np.ix_(self.region, self.region), self.region[:, None] != self.region[None, :]
         latency_s, rate = cluster.latency_s[pools], cluster.bytes_per_s[pools]
         other = copy(self)
-        other.cluster, other._arrays = cluster, {}
+        other.cluster = cluster
         other.ring_latency_s = np.where(far, latency_s, self.ring_latency_s)
         other.ring_bytes_per_s = np.where(far, rate, self.ring_bytes_per_s)
         other.latency_s = np.where(far, latency_s * self.factor, self.latency_s)
         other.bytes_per_s = np.where(far, rate / self.factor, self.bytes_per_s)
+        changed = {name: getattr(other, name) for name in CHANGED}
+        other._arrays = {how: arrays._replace(**changed) for how, arrays in self._arrays.items()}
         return other
 
     def arrays(self, runtime: Runtime) -> LinkArrays:

@@ -66,7 +66,18 @@ class Pointed:
         return getattr(self._of, name)
 
     def _replace(self, **changes: Any) -> Pointed:
-        return Pointed(self._of._replace(**changes))
+        of, kind = self._of._replace(**changes), self._numba_type_
+        if any(hasattr(value, "_fields") or _kind_of(value) != kind.fields[name] for name, value in changes.items()):
+            return Pointed(of)
+        other = object.__new__(Pointed)  # of what stays the words are copied
+        other._of, other._numba_type_, other._words = of, kind, self._words.copy()
+        for name, value in changes.items():
+            words: list[int] = []
+            _write(value, words)
+            first = kind.places[name] // WORD
+            other._words[first : first + len(words)] = words
+        other.address = _address(other._words)
+        return other
 
     def __iter__(self) -> Any:
         return iter(self._of)

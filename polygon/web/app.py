@@ -78,6 +78,7 @@ def create_app(settings: Settings) -> FastAPI:
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         threading.Thread(target=warm_up, daemon=True).start()
         yield
+        asked.close()
         await run_in_threadpool(rehearsals.close)
         await run_in_threadpool(jobs.close)
         await pricing.close()
@@ -88,17 +89,17 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None, description="Plans the training of foundation models on unequal, distant devices.",
         generate_unique_id_function=lambda route: route.name if isinstance(route, APIRoute) else "route",
     )  # fmt: skip
-    app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)
     app.add_exception_handler(InputError, _say_bad_input)
     app.add_exception_handler(BusyError, _say_busy)
     app.add_exception_handler(RequestValidationError, _say_bad_request)
     app.add_exception_handler(StarletteHTTPException, _say_http_error)
-    loaded = add_plans(app, store, jobs, pricing)  # what is asked most is looked up first
+    asked = add_plans(app, store, jobs, pricing)  # what is asked most is looked up first
     add_catalogue(app, settings.instances)
     add_jobs(app, store, jobs, pricing)
-    add_deployments(app, loaded, settings.deployments)
-    add_runs(app, loaded, runs, rehearsals)
+    add_deployments(app, asked.load, settings.deployments)
+    add_runs(app, asked.load, runs, rehearsals)
     _add_page(app)
+    app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)  # the last one stands before all others
     return app
 
 

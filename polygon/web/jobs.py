@@ -85,6 +85,11 @@ class Jobs:
             event.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def rest(self) -> bool:
+        """Whether none runs or waits."""
+        return not self._stop
+
     def start(self, request: dict[str, Any]) -> str:
         """Queue a search.
 

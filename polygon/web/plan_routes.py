@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from asyncio import Queue, create_task
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import orjson
 from anyio import Semaphore
 from fastapi import Body, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from polygon.api import planner, plans
@@ -31,15 +32,17 @@ from polygon.formats.serialization import format_json, parse_json
 from polygon.messages.report import seconds
 from polygon.planning.checker import violations
 from polygon.web import responses
+from polygon.web.ahead import Ahead
 from polygon.web.answers import Answers
 from polygon.web.deploy import check_folder, deployment_files, pack_deployment, read_deployment, write_deployment
+from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, exported, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
-from polygon.web.sliders import Changes, timed
+from polygon.web.sliders import Changes, positions, timed
 from polygon.web.store import Store
 
 Target = Literal["deepspeed", "megatron", "torchtitan", "torchrun", "slurm", "kubernetes", "skypilot", "tc"]
@@ -47,13 +50,16 @@ assert set(TARGETS) == set(Target.__args__)  # type: ignore[attr-defined]
 DeployName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 MOST_PLANS = 8
 """Plans kept ready to be exported or kept as variants."""
-MOST_ANSWERS = 500
-"""Kept, some 30 kB each."""
+MOST_ANSWERS = 1000
+"""Kept, some 30 kB each; of a plan that was opened 70 before anybody asks for them."""
 CROWD = 8
 """What-ifs that wait for their turn, from which on another process is started."""
-AHEAD = 8
-"""What-ifs that a process has at a time: with fewer, server and process wake one another for each, which costs a
-quarter of a small plan's CPU; more could no longer be taken back."""
+AHEAD = 16
+"""What-ifs that a process has at a time: with fewer, server and process wait for one another; more could no longer be
+taken back."""
+NONE = "{}"
+"""What is changed where nothing is."""
+VIEW = re.compile(rf"/api/v1/plans/({JOB.strip('^$')})/view")
 BOUND = {b"": True, b"bound=true": True, b"bound=false": False}
 """Whether the bound of a view is asked for, by the usual query strings."""
 
@@ -96,9 +102,10 @@ Load = Callable[[str], Loaded]
 class Asking:
     """Plans kept ready by their jobs, and answers about them from the processes that price."""
 
-    def __init__(self, store: Store, pricing: Pricing) -> None:
+    def __init__(self, store: Store, pricing: Pricing, jobs: Jobs) -> None:
         self._store, self._pricing = store, pricing
         self._plans, self._answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
+        self._ahead = Ahead(self.answer, lambda: pricing.rests and jobs.rest)
 
     def load(self, job: str) -> Loaded:
         """The plan of a job."""
@@ -121,23 +128,40 @@ class Asking:
         """Whether its answer is there or being worked out."""
         return question in self._answers
 
+    def opened(self, question: Question, view: Response) -> None:
+        """When there is time, work out what the page's controls can ask next about the plan of this view."""
+        self._ahead.ask((question.job, question.language), moved(question, orjson.loads(view.body)))
+
+    def close(self) -> None:
+        """Work nothing out ahead any more."""
+        self._ahead.close()
+
 
 def question_of(
     job: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
 ) -> Question:  # fmt: skip
     """What is asked, the same for all who ask the same."""
-    own = "{}" if changes is None else changes.model_dump_json(exclude_defaults=True)
+    own = NONE if changes is None else changes.model_dump_json(exclude_defaults=True)
     return Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
-def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Load:
-    """Everything asked about a plan; returns what loads one."""
-    asked = Asking(store, pricing)
+def moved(question: Question, view: Mapping[str, Any]) -> Iterator[Question]:
+    """The same question with each of the page's controls at each of its positions; `view` is the answer to it."""
+    devices = {device for region in view["regions"] for device in region["devices"]}
+    for asks in positions(devices, view["local_steps"]).values():
+        for ask in asks:
+            changes = Changes.model_validate(ask).model_dump_json(exclude_defaults=True)
+            yield replace(question, changes=changes)
+
+
+def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Asking:
+    """Everything asked about a plan; returns what loads one, to be closed."""
+    asked = Asking(store, pricing, jobs)
     add_views(app, pricing, asked)
     add_files(app, store, pricing, asked)
     add_limits(app, store, asked)
     add_explanations(app, store, jobs, asked)
-    return asked.load
+    return asked
 
 
 def add_files(app: FastAPI, store: Store, pricing: Pricing, asked: Asking) -> None:
@@ -199,6 +223,7 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     """What is shown of a plan, with changes applied, and beside other plans."""
     turn = Turns(pricing)
 
+    @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
         """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
         question = question_of(job, "view", language, changes, bound=bound)
@@ -207,12 +232,12 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
         async with turn.one():
             if has_left(request):  # a slider that has moved on
                 return Response(status_code=204)
-            return await asked.answer(question)
+            found = await asked.answer(question)
+        if question.changes == NONE:
+            asked.opened(question, found)
+        return found
 
-    app.router.add_api_route(
-        "/api/v1/plans/{job}/view", plan_view, methods=["POST"], responses=RESPONSES, response_model=responses.View,
-        route_class_override=WhatIf,
-    )  # fmt: skip
+    app.add_middleware(WhatIf, view=plan_view)
 
     @app.post("/api/v1/plans/{job}/timeline", responses=RESPONSES, response_model=responses.Timeline)
     async def plan_timeline(job: JobId, changes: Changes, language: Asked, window: Annotated[Window, Query()]) -> Any:
@@ -294,31 +319,38 @@ def add_explanations(app: FastAPI, store: Store, jobs: Jobs, asked: Asking) -> N
         return answer(in_language(data | {"answers": parse_json(text) if text else None}, language))
 
 
-class WhatIf(APIRoute):
-    """The operation that is asked most: its usual request is read at once.
+class WhatIf:
+    """ASGI middleware, inside the guard: the operation that is asked most, whose usual request is answered at once.
 
     Every other one, and whatever is wrong with one, goes the framework's general way, which takes as long as all else
     that the server does for an answer.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What handles a request."""
-        general = super().get_route_handler()
+    def __init__(self, app: Any, view: Callable[..., Awaitable[Response]]) -> None:
+        self.app, self.view = app, view
 
-        async def handle(request: Request) -> Response:
-            job, bound = request.path_params["job"], BOUND.get(request.scope["query_string"])
-            usual = bound is not None and request.headers.get("content-type") == "application/json"
-            if not usual or not re.fullmatch(JOB, job):
-                return await general(request)
-            try:
-                changes = Changes.model_validate(json.loads(await request.body()))
-            except (ValueError, RecursionError):
-                return await general(request)
-            language = preferred(request.headers.get("accept-language", ""))
-            found: Response = await self.endpoint(job, changes, language, request, bound)
-            return found
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        usual = VIEW.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        headers = dict(scope["headers"]) if usual is not None else {}
+        bound = BOUND.get(scope["query_string"]) if headers.get(b"content-type") == b"application/json" else None
+        if usual is None or bound is None:
+            await self.app(scope, receive, send)
+            return
+        language = preferred(headers.get(b"accept-language", b"").decode("latin-1"))
+        read = [await receive()]
 
-        return handle
+        async def again() -> Any:
+            return read.pop() if read else await receive()
+
+        try:
+            whole = not read[0].get("more_body", False)
+            changes = Changes.model_validate(json.loads(read[0].get("body", b"") if whole else b""))
+            found = await self.view(usual[1], changes, language, Request(scope, receive), bound)
+        except (ValueError, RecursionError, InputError, HTTPException):
+            await self.app(scope, again, send)
+        else:
+            await found(scope, receive, send)
 
 
 def has_left(request: Request) -> bool:

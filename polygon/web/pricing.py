@@ -49,8 +49,9 @@ TRIES = 2
 MOST_PROCESSES = 4
 """However many cores there are."""
 
-TOGETHER_S = 0.02
-"""For which an answer waits for those asked with it: each message wakes the server."""
+TOGETHER_S = 0.008
+"""For which an answer waits for those asked with it: each message wakes the server, which answers and asks the next
+while the process works on those that it still has."""
 
 LENGTH = struct.Struct("!i")
 """Before each message, as `Connection` of the standard library has it."""
@@ -134,6 +135,11 @@ class Pricing:
     def processes(self) -> int:
         """How many answer quick questions."""
         return max(1, len(self._workers))
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing waits for its answer."""
+        return not any(worker.waiting() for worker in self._workers)
 
     async def ask(self, question: Question, tell: Tell | None = None) -> bytes:
         """The answer as JSON; `tell` hears of its parts.

@@ -14,9 +14,12 @@ Every change goes through the same cost functions as the search. Three of them r
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -81,6 +84,31 @@ class Changes(Strict):
 NO_CHANGE = Changes.model_validate({})
 
 
+@cache
+def _controls() -> dict[str, dict[str, Any]]:
+    """Positions of the page's controls, and that in which nothing is changed, by the field that they change."""
+    found: dict[str, dict[str, Any]] = json.loads(
+        resources.files("polygon.web").joinpath("controls.json").read_text("utf-8")
+    )
+    return found
+
+
+def positions(devices: Iterable[str], local_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """What each of the page's controls asks for at its positions, by its name.
+
+    Parameters
+    ----------
+    devices : iterable of str
+        Types that the cluster has; the page's slider of speeds moves all of them.
+    local_steps : int
+        Of the plan, which that control does not change.
+    """
+    every = {name: [v for v in own["values"] if v != own.get("unchanged")] for name, own in _controls().items()}
+    every["device_factors"] = [dict.fromkeys(sorted(devices), factor) for factor in every["device_factors"]]
+    every["local_steps"] = [steps for steps in every["local_steps"] if steps != local_steps]
+    return {name: [{name: value} for value in values] for name, values in every.items()}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedChange:
     """A changed plan, its times and estimate, and what no plan can beat."""
@@ -99,6 +127,15 @@ class PricedChange:
     def bound(self) -> LowerBound:
         """What no plan can beat; worked out when it is asked for, as a timeline never does."""
         return lower_bound(self.tables) if self.own else link_free_bound(self.tables)
+
+    @cached_property
+    def gradients(self) -> list[float]:
+        """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together)."""
+        plan, tables = self.plan, self.tables
+        return [
+            max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
+            for s, stage in enumerate(plan.stages)
+        ]
 
 
 def price(problem: Problem, plan: Plan, changes: Changes, tables: CostTables | None = None) -> PricedChange:

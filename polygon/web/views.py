@@ -14,7 +14,7 @@ import numpy as np
 from polygon.bounds.gap import bound_data, gap
 from polygon.cost.convergence import assumptions
 from polygon.cost.estimate import Estimate, LinkEstimate
-from polygon.cost.step_times import StepTimes, held_parameters
+from polygon.cost.step_times import StepTimes
 from polygon.cost.tables import CostTables
 from polygon.cost.transfers import boundary_values
 from polygon.domain.message import Message
@@ -195,15 +195,6 @@ def _tensor_traffic(priced: PricedChange) -> float:
     return total
 
 
-def _gradients(priced: PricedChange) -> list[float]:
-    """Weight gradients that a worker of each stage holds (all its tensor-parallel ranks together)."""
-    plan, tables = priced.plan, priced.tables
-    return [
-        max(held_parameters(plan, tables, s, tp) * tp for tp in {worker.tp for worker in stage.workers})
-        for s, stage in enumerate(plan.stages)
-    ]
-
-
 def traffic(priced: PricedChange) -> dict[str, Any]:
     """Bytes and seconds by dimension, how much of the communication is hidden, and the ratio that calls for advice."""
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
@@ -215,7 +206,7 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
     transfer_s = float(sent_s.max(initial=0.0))
     reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s
     gradient_bytes = 0.0
-    for stage, n in zip(plan.stages, _gradients(priced), strict=True):
+    for stage, n in zip(plan.stages, priced.gradients, strict=True):
         gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
     total_s = transfer_s + reduction_s
     exposed_s = min(total_s, result.terms["transfer"] + result.terms["reduction"])
@@ -236,7 +227,7 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
     problem, plan, times, result = priced.problem, priced.plan, priced.times, priced.estimate
     batch = problem.batch
     # Stages that reduce alike stand once, with their number.
-    alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, _gradients(priced), strict=True))
+    alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, priced.gradients, strict=True))
     reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
     rows: list[tuple[str, Message | str, Message | str]] = [
@@ -269,8 +260,8 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
 
 def _routes(plan: Plan, times: StepTimes) -> list[list[int]]:
     """Regions that the first micro-batches visit, stage by stage (for the animated route)."""
-    places = plan.routes[:8] + times.place.offset[None, :]
-    return [[int(times.place.region[w]) for w in row] for row in places]
+    found: list[list[int]] = times.place.region[plan.routes[:8] + times.place.offset[None, :]].tolist()
+    return found
 
 
 ADVICE: dict[str, list[tuple[str, dict[str, Any]]]] = {

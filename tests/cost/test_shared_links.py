@@ -1,6 +1,7 @@
 """Reductions of several stages over the same links."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ from tests.linked_regions import cluster_of, small_gpt
 
 
 def two_stages(nodes, per_node, local_steps=1):
+    """Times of a plan of `on_both`."""
+    problem, plan = on_both(nodes, per_node, local_steps)
+    return step_times(plan, CostTables(problem))
+
+
+def on_both(nodes, per_node, local_steps=1):
     """Both stages have a device in each of two regions; so many nodes a region, so many devices a node."""
     cluster = cluster_of([[("t4", nodes, per_node)]] * 2)
     batch = Batch(global_batch=8, seq_len=256, precision="fp32")
@@ -39,7 +46,20 @@ def two_stages(nodes, per_node, local_steps=1):
         spans=stage_spans(stages, (2, 1)),
         local_steps=local_steps,
     )
-    return step_times(plan, CostTables(problem))
+    return problem, plan
+
+
+def test_what_is_kept_of_shared_pairs_follows_their_links():
+    """Twice the rate, half the time, whatever was priced with the same workers before; none over a link that is not."""
+    problem, plan = on_both(1, 2)
+    tables, cluster = CostTables(problem), problem.cluster
+    busy_s = step_times(plan, tables).shared_pairs_s
+    assert busy_s.all()
+    for factor in (2.0, 0.5, 0.0, 1.0):
+        other = replace(problem, cluster=cluster.with_links(cluster.latency_s, cluster.bytes_per_s * factor))
+        kept, fresh = (step_times(plan, t).shared_pairs_s for t in (tables.with_other_links(other), CostTables(other)))
+        assert np.array_equal(kept, fresh)
+        assert np.array_equal(kept, busy_s / factor) if factor else not len(kept)
 
 
 def test_stages_on_one_node_pair_take_turns():

@@ -72,6 +72,18 @@ def test_kernels_read_and_write_what_the_tuple_holds(table):
     assert total(room_of(table, yes=False, pair=(2.0, 0.0))) == 7 + 2 * rows.sum()
 
 
+@pytest.mark.parametrize("table", [np.arange(6.0).reshape(3, 2), np.arange(8.0).reshape(4, 2), np.ones((2, 4))[:, ::2]])
+def test_with_fields_replaced_it_is_one_of_these(table):
+    """Arrays of the same and of another layout, a tuple of its own; what it was made of stays."""
+    old = room_of(np.ones((3, 2)))
+    before = total(room_of(np.ones((3, 2))))
+    rows = [np.array([4.0, 5.0, 6.0, 7.0]) for _ in range(2)]
+    new = old._replace(table=table, row=rows[0])
+    fresh = pointed(Room(rows[1], old.numbers, table, old.flags))
+    assert new.table is table and total(new) == total(fresh) == rows[0][0]
+    assert before == total(old) != total(fresh)
+
+
 def test_it_reads_as_the_tuple_does():
     """Fields, order, changes, a copy in another process; what is pointed to stays the same."""
     room = room_of(np.ones((3, 1)))

@@ -22,6 +22,7 @@ from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
 from polygon.web.app import Settings, create_app
 from polygon.web.jobs import problem_of
+from polygon.web.plan_routes import AHEAD
 from polygon.web.pricing import Pricing
 from tests.exported_plans import INSTANCES, planned
 from tests.patience import PATIENCE_S, eventually
@@ -205,18 +206,46 @@ def test_kept_answers_wait_for_nobody(tmp_path, monkeypatch):
     async def again():
         async with what_ifs(app) as status:
             assert await status(3.0) == 200
-            others = [asyncio.create_task(status(5.0 + i)) for i in range(8)]
+            others = [asyncio.create_task(status(5.0 + i)) for i in range(AHEAD)]
             await asyncio.sleep(0)
             assert await asyncio.wait_for(status(3.0), PATIENCE_S) == 200
             go.set()
             return await asyncio.gather(*others)
 
-    assert asyncio.run(again()) == [200] * 8
+    assert asyncio.run(again()) == [200] * AHEAD
+
+
+def test_what_the_page_can_ask_next_is_there_once_a_plan_was_opened(tmp_path, monkeypatch):
+    """Without anybody asking; who does then gets it as it is."""
+    priced, ask = [], Pricing.ask
+
+    async def counted(self, question, tell=None):
+        found = await ask(self, question, tell)
+        priced.append(json.loads(question.changes))
+        return found
+
+    monkeypatch.setattr(Pricing, "ask", counted)
+    app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
+
+    async def opened():
+        async with what_ifs(app) as status:
+            assert await status(None) == 200
+            for _ in range(int(PATIENCE_S / 0.05)):
+                await asyncio.sleep(0.05)
+                if {"price_factor": 4.0} in priced:
+                    break
+            told = len(priced)
+            assert {"latency_factor": 10.0} in priced and await status(10.0) == 200
+            assert await status(None) == 200
+            await asyncio.sleep(0.2)
+            return len(priced) - told
+
+    assert asyncio.run(opened()) == 0
 
 
 @contextlib.asynccontextmanager
 async def what_ifs(app):
-    """From a factor of latency, and whether who asks is gone by then, to the status of the view."""
+    """From a factor of latency (none: no change), and whether who asks is gone by then, to the status of the view."""
 
     async def ask(path, data, gone=False):
         parts = [{"type": "http.request", "body": format_json(data).encode(), "more_body": False}]
@@ -233,8 +262,9 @@ async def what_ifs(app):
             sent.append(message)
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-                 "raw_path": path.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
-                 "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "scheme": "http"}  # fmt: skip
+                 "raw_path": path.encode(), "query_string": b"bound=false",
+                 "headers": [(b"content-type", b"application/json")], "server": ("127.0.0.1", 80),
+                 "client": ("127.0.0.1", 1), "scheme": "http"}  # fmt: skip
         await app(scope, receive, send)
         body = b"".join(message.get("body", b"") for message in sent[1:])
         return sent[0]["status"], json.loads(body) if body else None
@@ -243,7 +273,8 @@ async def what_ifs(app):
         _, row = await ask("/api/v1/plans", plan_data(*planned()))
 
         async def status(factor, gone=False):
-            return (await ask(f"/api/v1/plans/{row['id']}/view", {"latency_factor": factor}, gone))[0]
+            changes = {} if factor is None else {"latency_factor": factor}
+            return (await ask(f"/api/v1/plans/{row['id']}/view", changes, gone))[0]
 
         yield status
 
@@ -529,6 +560,7 @@ def test_a_token_is_asked_of_the_whole_api(tmp_path):
         assert server.request("GET", "/api/v1/jobs", None, {"Authorization": "Bearer wrong"})[0] == 401
         assert server.request("GET", "/api/v1/jobs", None, {"Authorization": "Bearer s3cret & more"})[0] == 200
         assert server.request("GET", "/api/v1/jobs/x/events?token=s3cret+%26+more")[0] == 401
+        assert server.request("POST", "/api/v1/plans/none/view", {})[0] == 401
     finally:
         server.stop()
 

@@ -4,12 +4,12 @@ import type { JSX } from "preact";
 import type { Data } from "./api";
 import { digits, gib, seconds } from "./format";
 import { useKept } from "./kept";
+import * as controls from "../../polygon/web/controls.json";
 import { changes, planId, planned, setChanges, shown, tried, tryOut } from "./state";
 import { comesOut } from "./summary";
 import { maybe, t, type Key } from "./strings";
 
-const PACKINGS = ["none", "bf16", "int8", "int4", "topk", "powersgd"];
-const ALGORITHMS = ["hierarchical", "ring", "tree", "sharded-server", "central-server"];
+type Sliding = "bandwidth_factor" | "latency_factor" | "streams" | "accumulation" | "prefetch" | "local_steps" | "chunk_mb" | "overlap" | "price_factor";
 const times = (v: number): string => `×\u00a0${digits(v)}`;
 
 interface SliderProps { label: Key; name: string; values: number[]; now: number; text: (v: number) => string; take: (v: number) => void }
@@ -29,8 +29,10 @@ export function WhatIf(): JSX.Element {
   const [link, setLink] = useKept(`link ${planId.value}`, "");
   const [type, setType] = useKept(`type ${planId.value}`, "");
   const n = (name: string, fallback: number): number => (c[name] === undefined ? fallback : Number(c[name]));
-  const slide = (label: Key, name: string, values: number[], off: number, text: (v: number) => string): JSX.Element =>
-    <Slider label={label} name={name} values={values} now={n(name, off)} text={text} take={(v) => tryOut(name, v === off ? undefined : v)} />;
+  const slide = (label: Key, name: Sliding, text: (v: number) => string): JSX.Element => {
+    const { values } = controls[name], off = name === "local_steps" ? p.local_steps : controls[name].unchanged;
+    return <Slider label={label} name={name} values={values} now={n(name, off)} text={text} take={(v) => tryOut(name, v === off ? undefined : v)} />;
+  };
   const used: Data[] = p.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0);
   const own = (c.links as Data[]) ?? [];
   const [source, target] = link.split("\n");
@@ -42,7 +44,7 @@ export function WhatIf(): JSX.Element {
     const all = next.activations || next.weight_gradients ? [...rest, JSON.parse(JSON.stringify(next))] : rest;
     tryOut("links", all.length ? all : undefined);
   };
-  const packing = PACKINGS.map((x): [string, string] => [x, x]);
+  const named = (names: string[]): [string, string][] => names.map((x) => [x, x]);
   const types = [...new Set<string>(p.regions.flatMap((r: Data) => Object.keys(r.devices)))].sort();
   const speeds = (c.device_factors as Record<string, number>) ?? {};
   const speed = (v: number): void => {
@@ -57,23 +59,23 @@ export function WhatIf(): JSX.Element {
       <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
       {over > 0 && <p class="error" role="alert">{t("overMemory", { n: gib(over) })}</p>}
       <h3>{t("links")}</h3>
-      {slide("bwFactor", "bandwidth_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], 1, times)}
-      {slide("latFactor", "latency_factor", [0.1, 0.25, 0.5, 1, 2, 4, 10], 1, times)}
-      {slide("streams", "streams", [0, 1, 2, 4, 8, 16], 0, (v) => (v ? digits(v) : t("enough")))}
+      {slide("bwFactor", "bandwidth_factor", times)}
+      {slide("latFactor", "latency_factor", times)}
+      {slide("streams", "streams", (v) => (v ? digits(v) : t("enough")))}
       <Select label="link" name="link" now={link} options={[["", t("allLinks")], ...used.map((l): [string, string] => [`${l.source}\n${l.target}`, `${l.source} → ${l.target}`])]} take={setLink} />
-      <div class="two"><Select label="packActivations" name="activations" now={String(here.activations ?? "")} options={[["", t("asPlanned")], ...packing.slice(0, 5)]} take={(v) => pack("activations", v)} />
-        <Select label="packGradients" name="weight_gradients" now={String(here.weight_gradients ?? "")} options={[["", t("asPlanned")], ...packing]} take={(v) => pack("weight_gradients", v)} /></div>
+      <div class="two"><Select label="packActivations" name="activations" now={String(here.activations ?? "")} options={[["", t("asPlanned")], ...named(controls.activations.values)]} take={(v) => pack("activations", v)} />
+        <Select label="packGradients" name="weight_gradients" now={String(here.weight_gradients ?? "")} options={[["", t("asPlanned")], ...named(controls.weight_gradients.values)]} take={(v) => pack("weight_gradients", v)} /></div>
       <h3>{t("tabSchedule")}</h3>
-      {slide("accumulation", "accumulation", [1, 2, 4, 8, 16], 1, times)}
-      {slide("prefetch", "prefetch", [-1, 0, 0.25, 0.5, 1, 2, 4], -1, (v) => (v < 0 ? t("asPlanned") : times(v)))}
-      {slide("localSteps", "local_steps", [1, 2, 4, 8, 16, 32, 64, 128], p.local_steps, digits)}
-      <Select label="algorithm" name="algorithm" now={String(c.algorithm ?? "hierarchical")} options={ALGORITHMS.map((a): [string, string] => [a, maybe(a)])} take={(v) => tryOut("algorithm", v === "hierarchical" ? undefined : v)} />
-      {slide("chunk", "chunk_mb", [0, 1, 4, 16, 64, 256], 0, (v) => (v ? `${v}\u00a0MB` : t("whole")))}
-      {slide("overlap", "overlap", [0, 0.25, 0.5, 0.75, 1], 1, (v) => `${v * 100}\u00a0%`)}
+      {slide("accumulation", "accumulation", times)}
+      {slide("prefetch", "prefetch", (v) => (v < 0 ? t("asPlanned") : times(v)))}
+      {slide("localSteps", "local_steps", digits)}
+      <Select label="algorithm" name="algorithm" now={String(c.algorithm ?? "hierarchical")} options={controls.algorithm.values.map((a): [string, string] => [a, maybe(a)])} take={(v) => tryOut("algorithm", v === "hierarchical" ? undefined : v)} />
+      {slide("chunk", "chunk_mb", (v) => (v ? `${v}\u00a0MB` : t("whole")))}
+      {slide("overlap", "overlap", (v) => `${v * 100}\u00a0%`)}
       <h3>{t("devices")}</h3>
       <Select label="deviceType" name="device" now={type} options={[["", t("allDevices")], ...types.map((d): [string, string] => [d, d])]} take={setType} />
-      <Slider label="deviceSpeed" name="device_factors" values={[0.5, 0.8, 1, 1.25, 1.5, 2, 4]} now={Number(speeds[type || types[0]] ?? 1)} text={times} take={speed} />
-      {slide("priceFactor", "price_factor", [0.25, 0.5, 1, 2, 4], 1, times)}
+      <Slider label="deviceSpeed" name="device_factors" values={controls.device_factors.values} now={Number(speeds[type || types[0]] ?? 1)} text={times} take={speed} />
+      {slide("priceFactor", "price_factor", times)}
     </div>
   );
 }
