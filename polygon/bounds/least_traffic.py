@@ -202,6 +202,11 @@ class LeastTraffic:
         devices = self._region_capacity(np.ones(int(self.kinds.of_pool.max()) + 1))
         return int(np.sort(devices)[-2]) if len(devices) > 1 else 1
 
+    @property
+    def per_node(self) -> int:
+        """Most devices of a node."""
+        return max(pool.devices_per_node for pool in self.tables.problem.cluster.pools if self.tables.problem.may_use(pool))
+
     @cached_property
     def _used_regions(self) -> np.ndarray:
         return np.unique(self.tables.links.region[self.kinds.of_pool >= 0])
@@ -271,9 +276,8 @@ class LeastTraffic:
         links, cluster = self.tables.links, self.tables.problem.cluster
         latency_s = links.factor * cluster.latency_s
         linked = cluster.bytes_per_s > 0
-        least_s = self.message_s(micro_batch_size)
         over = []
-        for traffic in MESSAGES:
+        for traffic, least_s in zip(MESSAGES, self.message_s(micro_batch_size)[0], strict=True):
             wire = self._wire_bytes(micro_batch_size, self._modes[traffic])
             with np.errstate(divide="ignore"):
                 rate = np.minimum(cluster.bytes_per_s / links.factor, links.capacity_bytes_per_s)
@@ -339,22 +343,24 @@ class LeastTraffic:
             near_s=np.maximum(near * last, rest - hidden_s),
         )
 
-    def message_s(self, micro_batch_size: int) -> float:
-        """Least seconds of a message between any two workers (0 without two nodes or devices to a node)."""
+    def message_s(self, micro_batch_size: int) -> np.ndarray:
+        """Least seconds of a message of a micro-batch, down the stages and up, shape (2,) of: between any two workers,
+        and between two nodes (0 where there are not two of these)."""
+        return np.array([self._messages_s(self._wire_bytes(micro_batch_size, self._modes[way])) for way in MESSAGES]).T
+
+    def _messages_s(self, n_bytes: float) -> tuple[float, float]:
         links, used = self.tables.links, self.kinds.of_pool >= 0
-        # Inside a region anything may be packed: the bound does not look for who forbids it.
-        n_bytes = self._wire_bytes(micro_batch_size, COMPRESSIONS)
         pools = self.tables.problem.cluster.pools
         several = np.array([pool.devices_per_node > 1 for pool in pools])
         node_s = links.node_latency_s + n_bytes / self.kinds.most_degree / links.node_bytes_per_s
         joined = (links.region[:, None] == links.region[None, :]) & used[:, None] & used[None, :]
         joined[np.diag_indices(len(pools))] &= np.array([pool.nodes > 1 for pool in pools])
-        seconds = min(
-            float(node_s[several & used].min(initial=np.inf)),
-            float((links.latency_s + n_bytes / links.bytes_per_s.clip(1e-300))[joined].min(initial=np.inf)),
-            self.distances.message_s(n_bytes),
+        rate = np.minimum(links.bytes_per_s, links.card_bytes_per_s[:, None]).clip(1e-300)
+        far_s = min(
+            float((links.latency_s + n_bytes / rate)[joined].min(initial=np.inf)), self.distances.message_s(n_bytes)
         )
-        return seconds if np.isfinite(seconds) else 0.0
+        near_s = min(float(node_s[several & used].min(initial=np.inf)), far_s)
+        return (near_s if near_s < np.inf else 0.0), (far_s if far_s < np.inf else 0.0)
 
     def codec_s(self, micro_batch_size: int) -> float:
         """Most seconds of packing and unpacking a gradient in a worker's backward."""

@@ -49,7 +49,8 @@ class PipelineBound:
         self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
         capacity = size.class_capacity
         ratio = capacity / capacity.min()
-        most = float(capacity.max())
+        # A worker that has whole sequences sums with nobody.
+        most = float(max(held for held, of in zip(capacity, size.kinds.classes, strict=True) if of.cp == 1))
         inside = [
             [Tier(most, 0.0, 0.0, most), *best_tiers(tiers)]
             for tiers in region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed)
@@ -123,6 +124,7 @@ class PipelineBound:
                 ),
                 tier_free=np.array([*(t.free for t in inside[1]), *(t.free for t in across[1])]),
                 message_s=traffic.message_s(size.micro_batch_size),
+                per_node=traffic.per_node,
                 passing_s=(0.0, 0.0),
                 tied_s=traffic.tied_s,
                 unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
@@ -239,7 +241,9 @@ class PipelineBound:
 
         least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
         if least_s + waits_s < known_s and sets.away.any():
-            part, most_s = pipeline._replace(whole=False), known_s - waits_s
+            # The quickest message is that which links between regions are held against.
+            near_s = np.tile(pipeline.message_s[0], (2, 1))
+            part, most_s = pipeline._replace(whole=False, message_s=near_s), known_s - waits_s
             least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
         return min(known_s, max(least_s + waits_s, self.traffic_s))
 

@@ -49,8 +49,10 @@ class Pipeline(NamedTuple):
     """(2, j) most compute that workers so placed have together."""
     tier_free: np.ndarray
     """(j,) of these, of workers that scatter inside of nodes or not at all; the others do so over nodes."""
-    message_s: float
-    """Least seconds of a message between two workers."""
+    message_s: np.ndarray
+    """(2, 2) least seconds of a message between two workers [0] and between two nodes [1], down the stages and up."""
+    per_node: int
+    """Most workers of a node."""
     passing_s: tuple[float, float]
     """Least seconds of forward and of backward in each stage before, the first left out (interleaved plans)."""
     tied_s: float
@@ -225,16 +227,23 @@ def stage_capacity(
 
 
 @kernel
+def messages_s(pipeline: Pipeline, stage: int, way: int) -> float:
+    """Least seconds of the messages of a micro-batch before a stage: a node has workers of so many stages at most."""
+    far = stage // pipeline.per_node
+    return (stage - far) * pipeline.message_s[0, way] + far * pipeline.message_s[1, way]
+
+
+@kernel
 def stage_need(
     pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float
 ) -> float:
     """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
     layers need no less than that."""
     before = max(stage - 1, 0)
-    begins_s = pipeline.forward_s[first] + stage * pipeline.message_s + before * pipeline.passing_s[0]
+    begins_s = pipeline.forward_s[first] + messages_s(pipeline, stage, 0) + before * pipeline.passing_s[0]
     tail_s = 0.0
     if first > 0:
-        tail_s = pipeline.backward_s[first] + stage * pipeline.message_s + pipeline.tied_s
+        tail_s = pipeline.backward_s[first] + messages_s(pipeline, stage, 1) + pipeline.tied_s
         tail_s += before * pipeline.passing_s[1]
     least, possible = np.inf, False
     for scatters in range(2):
