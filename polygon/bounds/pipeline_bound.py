@@ -12,7 +12,7 @@ from polygon.bounds.least_traffic import Across, LeastTraffic, hidden_part
 from polygon.bounds.region_sets import RegionSets
 from polygon.bounds.region_sums import LedSets
 from polygon.bounds.size_work import HELD, SizeWork
-from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
+from polygon.bounds.stage_bound import Pipeline, best_class, lanes_end, least_capacity
 from polygon.bounds.stage_tiers import (
     MANY_NODES,
     Tier,
@@ -107,6 +107,7 @@ class PipelineBound:
                 micro_batches=float(size.micro_batches),
                 forward_s=_least_sum(size.forward_s),
                 backward_s=_least_sum(size.backward_s),
+                work=size.worth,
                 class_s=size.fitting_s,
                 held=np.ones(1),
                 levels=np.ones(1, dtype=np.int64),
@@ -128,6 +129,9 @@ class PipelineBound:
                 passing_s=(0.0, 0.0),
                 tied_s=traffic.tied_s,
                 unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+                fewest=1,
+                end_s=np.zeros((2, len(capacity))),
+                end_work=0.0,
                 alike=False,
                 whole=True,
             )
@@ -160,9 +164,13 @@ class PipelineBound:
             if self.size.work > limit * time_s * (1 + 1e-9):
                 return False
             weights = WEIGHTS if pipeline.alike else (0.0,)
-            return all(
-                least_capacity(pipeline, time_s, most_stages, limit, further, weight) < np.inf for weight in weights
-            )
+            if any(
+                least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf for weight in weights
+            ):
+                return False
+            if not pipeline.alike or not pipeline.whole or further:
+                return True
+            return bool(lanes_end(pipeline, time_s, most_stages, limit + pipeline.end_work / time_s))
 
         low_s = max(self.size.path_s, self.size.compute_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
@@ -306,6 +314,9 @@ class PipelineBound:
             levels=levels,
             best=best_class(class_s, self.pipeline.class_capacity),
             tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
+            fewest=fewest,
+            end_s=self.size.end_s,
+            end_work=float(self.size.layer_work[run.stop :].sum()),
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,
         )

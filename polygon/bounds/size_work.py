@@ -81,6 +81,10 @@ class SizeWork:
         """The most layers of one kind that follow one another."""
         self.rest_work = float(self.layer_work.sum() - self.layer_work[self.run].sum())
         """Worth of all other layers."""
+        held = self.class_capacity[:, None]
+        ways = [np.diff(sums[:, :, way]).min(axis=1) * held for way in range(2)]
+        self.worth = np.array([running_sum(of) for of in (*(way.min(axis=0) for way in ways), self.layer_work)])
+        self.end_s = np.array([each_s[:, : self.run.start].sum(axis=1), each_s[:, self.run.stop :].sum(axis=1)])
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
         """Least seconds of forward and of backward of a layer of that run."""
 

@@ -25,6 +25,9 @@ class Pipeline(NamedTuple):
     forward_s: np.ndarray
     backward_s: np.ndarray
     """(n + 1,) running sums over the layers of the least seconds per micro-batch on any worker."""
+    work: np.ndarray
+    """(3, n + 1) running sums of what forward and backward of a micro-batch are worth at least, in compute times seconds,
+    and of both of all micro-batches."""
     class_s: np.ndarray
     """(3, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
     """
@@ -59,6 +62,13 @@ class Pipeline(NamedTuple):
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     unit: float
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
+    fewest: int
+    """Groups of an interleaved plan at least."""
+    end_s: np.ndarray
+    """(2, c) least seconds of a micro-batch in the layers that the first group has before the alike ones, and the last
+    group after them."""
+    end_work: float
+    """Worth of the layers after them, of all micro-batches."""
     alike: bool
     """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
     whole: bool
@@ -133,6 +143,71 @@ def passing_capacity(
 
 
 @kernel
+def idle_s(count: float, least_s: float, each_s: float) -> float:
+    """Least seconds that so many workers wait together, of whom the r-th waits for least_s, and for r times each_s."""
+    same = min(count, least_s / each_s) if each_s > 0 else count
+    return same * least_s + 0.5 * each_s * (count * count - same * same)
+
+
+@kernel
+def turn_count(need_s: float, time_s: float, begins_s: float, tail_s: float, begin_s: float, end_s: float) -> float:
+    """Fewest workers that compute for so long together; inf if none do (`in_turn_capacity`)."""
+    low = high = need_s / time_s
+    for _ in range(100):
+        if high * time_s - idle_s(high, begins_s, begin_s) - idle_s(high, tail_s, end_s) >= need_s:
+            break
+        low = high
+        if max(begins_s, high * begin_s) + max(tail_s, high * end_s) >= time_s:
+            return np.inf
+        high *= 1.1
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        if middle * time_s - idle_s(middle, begins_s, begin_s) - idle_s(middle, tail_s, end_s) >= need_s:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@kernel
+def in_turn_capacity(
+    pipeline: Pipeline, sharding: int, first: int, last: int, begins_s: float, tail_s: float, time_s: float, limit: float
+) -> float:
+    classes = len(pipeline.class_capacity)
+    before = limit - (pipeline.work[2, -1] - pipeline.work[2, first]) / time_s
+    if before <= 0:
+        return np.inf
+    begin_s, end_s = pipeline.work[0, first] / before, pipeline.work[1, first] / before
+    each = np.inf
+    for c in range(classes):
+        each = min(each, pipeline.class_capacity[c] * pipeline.class_s[sharding, first, last, c, -1])
+    if each == np.inf:
+        return np.inf
+    dear, count = each, np.inf
+    quick_s = np.inf
+    for _ in range(classes):
+        for c in range(classes):
+            own_s = pipeline.class_s[sharding, first, last, c, -1]
+            if pipeline.class_capacity[c] * own_s <= dear:
+                quick_s = min(quick_s, own_s)
+        count = turn_count(pipeline.micro_batches * quick_s, time_s, begins_s, tail_s, begin_s, end_s)
+        left_s = time_s - max(begins_s, count * begin_s) - max(tail_s, count * end_s)
+        if left_s <= 0:
+            worth = np.inf
+        else:
+            worth = each / left_s * (time_s - begins_s - tail_s)
+        more = np.inf
+        for c in range(classes):
+            price = pipeline.class_capacity[c] * pipeline.class_s[sharding, first, last, c, -1]
+            if dear < price < worth:
+                more = min(more, price)
+        if more == np.inf:
+            break
+        dear = more
+    return count / quick_s * each
+
+
+@kernel
 def rounded(pipeline: Pipeline, capacity: float) -> float:
     """Whole workers with so much compute or more."""
     if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
@@ -165,6 +240,9 @@ def placed_capacity(
     left_s: float,
     room: float,
     price: float,
+    begins_s: float,
+    time_s: float,
+    limit: float,
 ) -> float:
     """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
     it has no room for them. With a price, `passing_capacity` if that is more.
@@ -180,6 +258,10 @@ def placed_capacity(
         free = pipeline.tier_free[tier]
         apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
+    if stage > 0 and not pipeline.alike and need < np.inf:
+        tail_s = time_s - begins_s - left_s
+        turn = in_turn_capacity(pipeline, scatters, first, last, begins_s, tail_s, time_s, limit)
+        need = max(need, turn)
     need = rounded(pipeline, need)
     if need > room:
         return np.inf
@@ -197,6 +279,7 @@ def stage_capacity(
     tail_s: float,
     time_s: float,
     price: float,
+    limit: float,
 ) -> float:
     """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
 
@@ -218,7 +301,7 @@ def stage_capacity(
         if reduced_s >= found_s and (not scatters or free <= found_free):
             continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
-        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price)
+        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
         if need < best:
             best, found_s, found_free = need, reduced_s, free
         if best <= at_best:
@@ -234,22 +317,29 @@ def messages_s(pipeline: Pipeline, stage: int, way: int) -> float:
 
 
 @kernel
-def stage_need(
-    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float
-) -> float:
-    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
-    layers need no less than that."""
+def waiting_s(pipeline: Pipeline, stage: int, first: int) -> tuple[float, float]:
+    """Least seconds before the first micro-batch comes to a stage, and after the last one leaves it."""
     before = max(stage - 1, 0)
     begins_s = pipeline.forward_s[first] + messages_s(pipeline, stage, 0) + before * pipeline.passing_s[0]
     tail_s = 0.0
     if first > 0:
         tail_s = pipeline.backward_s[first] + messages_s(pipeline, stage, 1) + pipeline.tied_s
         tail_s += before * pipeline.passing_s[1]
+    return begins_s, tail_s
+
+
+@kernel
+def stage_need(
+    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float, total: float
+) -> float:
+    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
+    layers need no less than that."""
+    begins_s, tail_s = waiting_s(pipeline, stage, first)
     least, possible = np.inf, False
     for scatters in range(2):
         if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
             possible = True
-            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price)
+            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price, total)
             least = min(least, need)
     return least if possible else -1.0
 
@@ -291,14 +381,14 @@ def least_capacity(
             first = min(s, 1)
             needs[:] = -1.0
             for count in range(1, layers + 1 - first):
-                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price)
+                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price, limit)
                 if needs[count] < 0:
                     break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
             for b in range(a + 1, layers + 1):
-                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price)
+                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price, limit)
                 if need < 0:
                     break
                 if used[a] + need < after[b]:
@@ -310,3 +400,97 @@ def least_capacity(
         used = after
         used[layers] = np.inf
     return best if best <= room else np.inf
+
+
+LANES = 1.02
+"""Micro-batches of a lane at which the bound takes a step, one over the other, where they are many."""
+
+
+@kernel
+def most_layers(
+    pipeline: Pipeline, group: int, waits_s: np.ndarray, c: int, count: float, more_s: float, time_s: float
+) -> int:
+    """Most layers of which a worker of class c in a group does so many micro-batches, each with so much more."""
+    first = min(group, 1)
+    most = 0
+    levels = pipeline.levels[min(group, len(pipeline.levels) - 1)]
+    level = 0
+    while level + 1 < levels and pipeline.held[level + 1] <= count:
+        level += 1
+    for scatters in range(2):
+        for layers in range(most + 1, pipeline.forward_s.shape[0] - first):
+            own_s = pipeline.class_s[scatters, first, first + layers, c, level] + more_s
+            if own_s * count > (time_s - waits_s[scatters, layers]) * (1 + 1e-9):
+                break
+            most = layers
+    return most
+
+
+@kernel
+def lane_capacity(
+    pipeline: Pipeline, waits_s: np.ndarray, count: int, most_groups: int, time_s: float, room: np.ndarray
+) -> float:
+    """Least compute of a lane that does so many micro-batches; `room`: (2, n + 1)."""
+    layers, classes = pipeline.forward_s.shape[0] - 1, len(pipeline.class_capacity)
+    used, after = room[0], room[1]
+    used[:] = np.inf
+    used[0], best = 0.0, np.inf
+    for group in range(most_groups):
+        after[:] = np.inf
+        for c in range(classes):
+            capacity = pipeline.class_capacity[c]
+            more_s = pipeline.end_s[0, c] if group == 0 else 0.0
+            if group + 1 >= pipeline.fewest:
+                # As the last one.
+                most = most_layers(pipeline, group, waits_s[group], c, count, more_s + pipeline.end_s[1, c], time_s)
+                for a in range(max(layers - most, 0), layers):
+                    best = min(best, used[a] + capacity)
+            most = most_layers(pipeline, group, waits_s[group], c, count, more_s, time_s)
+            for a in range(layers if most > 0 else 0):
+                b = min(a + most, layers)
+                after[b] = min(after[b], used[a] + capacity)
+        # Whoever can have more layers can have fewer.
+        for b in range(layers - 1, -1, -1):
+            after[b] = min(after[b], after[b + 1])
+        used, after = after, used
+    return best
+
+
+@general
+def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float) -> bool:
+    """Whether an interleaved plan of so many groups can end in time.
+
+    All of its groups have as many workers, and a micro-batch takes the same one of each in every chunk: it is made of
+    lanes, one worker a group, each with micro-batches of its own. Of all lanes with so much compute for the
+    micro-batches that they do, the one with least has no more than the devices have for all.
+    """
+    layers, classes = pipeline.forward_s.shape[0] - 1, len(pipeline.class_capacity)
+    waits_s, room = np.full((most_groups, 2, layers + 1), np.inf), np.empty((2, layers + 1))
+    for group in range(most_groups):
+        first = min(group, 1)
+        begins_s, tail_s = waiting_s(pipeline, group, first)
+        for scatters in range(2):
+            for count in range(1, layers + 1 - first):
+                least_s = np.inf
+                for j in range(pipeline.tier_s.shape[3]):
+                    reduced_s = max(tail_s, pipeline.tier_s[scatters, first, first + count, j])
+                    if reduced_s >= least_s:
+                        continue
+                    left_s = time_s - begins_s - reduced_s
+                    held = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
+                    if workers_capacity(pipeline, scatters, group, first, first + count, left_s) <= held:
+                        least_s = reduced_s
+                if least_s == np.inf:
+                    break
+                waits_s[group, scatters, count] = begins_s + least_s
+    devices = pipeline.class_capacity.min()
+    count = max(1, int(np.ceil(pipeline.micro_batches * pipeline.fewest * devices / limit * (1 - 1e-9))))
+    while count <= pipeline.micro_batches:
+        more = min(max(count, int(count * LANES)), int(pipeline.micro_batches))
+        held = lane_capacity(pipeline, waits_s, count, most_groups, time_s, room)
+        if held == np.inf:
+            return False
+        if held * pipeline.micro_batches <= more * limit * (1 + 1e-9):
+            return True
+        count = more + 1
+    return False
