@@ -21,6 +21,7 @@ from polygon.bounds.stage_tiers import (
     NodeCapacity,
     best_hop,
     differences,
+    node_steps,
     least_wire_bytes,
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
@@ -55,6 +56,16 @@ def hidden_part(runtime: Runtime) -> float:
     return 0.0 if runtime.by_layer else runtime.hidden_part
 
 
+class TiedSum(NamedTuple):
+    """Least seconds of a sum of tied embeddings on a node of a pool, on so many nodes of a region at most, or across
+    several regions with so many each, then of every set of regions."""
+
+    seconds: float | np.ndarray
+    node: int | None = None
+    nodes: int = 0
+    across: bool = False
+
+
 class LeastTraffic:
     """What messages and reductions cost at least, whatever the micro-batch size."""
 
@@ -87,10 +98,13 @@ class LeastTraffic:
         # Where micro-batches scatter gradients, nodes of a region sum what those inside of nodes have scattered.
         scattered = links.hop._replace(latency_s=0.0, part=1.0)
         steps = [(fewest, more - 1) for fewest, more in pairwise((*NODES, MANY_NODES)) if fewest <= links.nodes.max()]
-        self.tied_s = 0.0
-        if tied and layers > 1:
-            once = problem.runtime.tied_once
-            self.tied_s = self._together_s(tied, links, steps) if once else self._between_nodes_s(tied)
+        self.tied_s, self.tied_sums = 0.0, []
+        if tied and layers > 1 and problem.runtime.tied_once:
+            self.tied_sums = self._together(tied, links, steps)
+            least = min((float(np.min(some.seconds)) for some in self.tied_sums), default=np.inf)
+            self.tied_s = least if least < np.inf else 0.0
+        elif tied and layers > 1:
+            self.tied_s = self._between_nodes_s(tied)
         self._sums_s = [
             (
                 most,
@@ -140,28 +154,54 @@ class LeastTraffic:
         matrix = matrix_values(problem.model)
         return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
-    def _together_s(self, n_values: float, between: Links, steps: Iterable[tuple[int, int]]) -> float:
+    def _together(self, n_values: float, between: Links, steps: Iterable[tuple[int, int]]) -> list[TiedSum]:
         """Least seconds of one sum of tied embeddings over two workers or more: on a node, on nodes of a region, or in
         several regions (`polygon.cost.stage_reduction.tied_reduction`); of a sum over several, any is taken alone."""
         tables, batch = self.tables, self.tables.problem.batch
         links, n_bytes = tables.links.arrays(tables.problem.runtime), n_values * batch.gradient_bytes
         wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), batch.gradient_bytes)[0])
-        hop, inside_s = between.hop, []
-        if between.nodes.max() > 1 and hop.bytes_per_s > 0:
-            inside_s.append(float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0]))
-        if between.nodes.max() > 1 and wire < n_bytes:  # packed parts of nodes, each over its card
-            inside_s.append(wire / hop.card_bytes_per_s)
+        hop, found = between.hop._replace(part=1.0), []
         for pool in tables.problem.cluster.pools:
             p, most = pool.index, pool.devices_per_node if self.kinds.of_pool[pool.index] >= 0 else 1
+            inside_s = []
             if most > 1 and links.collective[p, 4] == 0:
                 inside_s.append(lent_s(n_bytes, 2, links.node_latency_s[p], links.node_bytes_per_s[p], 1.0))
             for members in range(2, most + 1 if links.collective[p, 4] > 0 else 2):
                 part = n_bytes / (most // members)  # each device of a worker has a part
                 inside_s.append(collective_s(part, members, members, p, 0.0, np.inf, 2, links))
-        sums, sizes = self.sets_of_regions, (np.floor([n_bytes]), np.floor([wire]))
-        across_s = [sums.seconds(*sizes, hop, *step)[0].min(initial=np.inf) / self.local_steps for step in steps]
-        least = min([*inside_s, *across_s], default=np.inf)
-        return float(least) if np.isfinite(least) else 0.0
+            if inside_s:
+                found.append(TiedSum(min(inside_s), node=p))
+        for fewest, most in node_steps(int(between.nodes.max())) if hop.bytes_per_s > 0 else ():
+            inside = float(hop.sum_s(np.array([n_bytes]), fewest)[0])
+            if wire < n_bytes:  # packed parts of nodes, each over its card
+                inside = min(inside, 2 * (fewest - 1) / fewest * wire / hop.card_bytes_per_s)
+            found.append(TiedSum(inside, nodes=most))
+        sizes = np.floor([n_bytes]), np.floor([wire])
+        for step in steps:
+            sums_s = self.sets_of_regions.seconds(*sizes, hop, *step)[0][:, 0] / self.local_steps
+            found.append(TiedSum(sums_s, nodes=step[1], across=True))
+        return found
+
+    def tied_levels(self, device_capacity: np.ndarray) -> list[tuple[float, float]]:
+        """Least seconds of the sum of tied embeddings, rising, and the most compute of first and last stage together
+        that they are enough for."""
+        nodes = NodeCapacity(self.tables, self.kinds, device_capacity)
+        points = []
+        for some in self.tied_sums:
+            if some.node is not None:
+                pool = self.tables.problem.cluster.pools[some.node]
+                points.append((pool.devices_per_node * device_capacity[self.kinds.of_pool[some.node]], some.seconds))
+            elif some.across:
+                points += zip(self.sets_of_regions.capacity(nodes.within_regions(some.nodes)), some.seconds, strict=True)
+            else:
+                points.append((nodes.within_regions(some.nodes).max(), some.seconds))
+        levels: list[tuple[float, float]] = []
+        for capacity, seconds in sorted(points, reverse=True):
+            if seconds == np.inf:
+                continue
+            if not levels or seconds < levels[-1][0]:
+                levels.append((float(seconds), float(capacity)))
+        return levels[::-1] or [(self.tied_s, np.inf)]
 
     def _between_nodes_s(self, n_values: float) -> float:
         """Least seconds in which two workers exchange the gradient of tied embeddings."""

@@ -29,6 +29,8 @@ GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
+TIED = 5e-3
+"""Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
 TOLERANCE = 1e-3
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
@@ -102,6 +104,12 @@ class PipelineBound:
             (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tiers in across for tier in tiers),
             default=np.inf,
         )
+        self.tied_levels: list[tuple[float, float]] = []
+        for tied_s, most in traffic.tied_levels(size.device_capacity):
+            if self.tied_levels and tied_s < self.tied_levels[-1][0] + TIED * size.compute_s:
+                self.tied_levels[-1] = (self.tied_levels[-1][0], most)
+            else:
+                self.tied_levels.append((tied_s, most))
         self.pipeline = pointed(
             Pipeline(
                 micro_batches=float(size.micro_batches),
@@ -128,6 +136,7 @@ class PipelineBound:
                 per_node=traffic.per_node,
                 passing_s=(0.0, 0.0),
                 tied_s=traffic.tied_s,
+                tied_capacity=np.inf,
                 unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
                 fewest=1,
                 end_s=np.zeros((2, len(capacity))),
@@ -158,11 +167,17 @@ class PipelineBound:
             See `least_capacity`.
         """
         pipeline = only or self.pipeline
+        levels = self.tied_levels if most_stages > 1 else self.tied_levels[:1]
 
         def ends(time_s: float) -> bool:
             limit = min(capacity(time_s), self.size.capacity)
             if self.size.work > limit * time_s * (1 + 1e-9):
                 return False
+            return any(
+                ends_with(pipeline._replace(tied_s=tied_s, tied_capacity=most), time_s, limit) for tied_s, most in levels
+            )
+
+        def ends_with(pipeline: Pipeline, time_s: float, limit: float) -> bool:
             weights = WEIGHTS if pipeline.alike else (0.0,)
             if any(
                 least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf for weight in weights

@@ -60,6 +60,8 @@ class Pipeline(NamedTuple):
     """Least seconds of forward and of backward in each stage before, the first left out (interleaved plans)."""
     tied_s: float
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
+    tied_capacity: float
+    """Most compute of either of these."""
     unit: float
     """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
     fewest: int
@@ -289,12 +291,14 @@ def stage_capacity(
     """
     ends = last == pipeline.forward_s.shape[0] - 1
     # Of alike layers, the first group waits for the last one's, or for one before it; all others for the first one.
-    tied_s = pipeline.tied_s if (first == 0 if pipeline.alike else (first > 0) == ends) else 0.0
+    tied = first == 0 if pipeline.alike else (first > 0) == ends
+    tied_s = pipeline.tied_s if tied else 0.0
+    most = pipeline.tied_capacity if tied else np.inf
     best = np.inf
     at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
     found_s, found_free = np.inf, 0.0
     for j in range(pipeline.tier_s.shape[3]):
-        room, free = pipeline.tier_capacity[scatters, j] * (1 + 1e-9), pipeline.tier_free[j]
+        room, free = min(pipeline.tier_capacity[scatters, j], most) * (1 + 1e-9), pipeline.tier_free[j]
         reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j] + tied_s)
         if at_best > room or reduced_s == np.inf:
             continue
