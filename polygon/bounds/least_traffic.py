@@ -101,7 +101,7 @@ class LeastTraffic:
         self.tied_s, self.tied_sums = 0.0, []
         if tied and layers > 1 and problem.runtime.tied_once:
             self.tied_sums = self._together(tied, links, steps)
-            least = min((float(np.min(some.seconds)) for some in self.tied_sums), default=np.inf)
+            least = min((float(np.min(some.seconds, initial=np.inf)) for some in self.tied_sums), default=np.inf)
             self.tied_s = least if least < np.inf else 0.0
         elif tied and layers > 1:
             self.tied_s = self._between_nodes_s(tied)
