@@ -102,6 +102,8 @@ def fitting_s(
     shape = max(1, len(held)), len(SHARDINGS), len(kinds.classes), len(range(layers)[rows]), layers + 1
     least_s = np.full(shape, np.inf)
     for c, of in enumerate(kinds.classes):
+        if of.shards < of.cp:
+            continue  # fewer devices than a worker has
         ways = Executions(tables, of, micro_batch_size)
         for ep in ways.spreads:
             for where, work, room in _ways(tables, kinds, of, ways, ep, rows):

@@ -17,6 +17,9 @@ from polygon.domain.plan import RECOMPUTE
 
 HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 """Micro-batches in flight of these at which it takes a step."""
+SPREADS, FEW = (3, 7), 32
+"""Devices of a stage up to which they share out less than all of a pool could, and one over the part of all devices
+below which that is not looked at."""
 
 
 def size_work(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> SizeWork:
@@ -90,15 +93,37 @@ class SizeWork:
 
     @cached_property
     def fitting_s(self) -> np.ndarray:
-        """See `fitting.fitting_s`."""
-        return fitting_s(self.tables, self.kinds, self.micro_batch_size, self.rest_s)
+        """See `fitting.fitting_s`; one spread after the other."""
+        return np.concatenate(
+            [fitting_s(self.tables, of, self.micro_batch_size, self.rest_s) for of in self._spread_kinds]
+        )
+
+    @cached_property
+    def spreads(self) -> tuple[int, ...]:
+        """Devices of a pool that a stage has at most at which the bound takes a step; the last stands for all."""
+        devices = int(self.kind_devices.sum())
+        return (*(most for most in SPREADS if devices // FEW <= most < devices), devices)
+
+    @property
+    def _spread_kinds(self) -> list[Kinds]:
+        """Kinds with classes whose workers share out what they hold with others of so many devices."""
+        return [
+            Kinds(
+                of_pool=self.kinds.of_pool,
+                classes=tuple(of._replace(shards=min(of.shards, most // of.tp)) for of in self.kinds.classes),
+            )
+            for most in self.spreads
+        ]
 
     @cached_property
     def held_s(self) -> np.ndarray:
         """See `fitting.fitting_s`: the first layers of the run, with so many micro-batches in flight as `HELD` says."""
         first = self.run.start
-        found_s = fitting_s(
-            self.tables, self.kinds, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2)
+        found_s = np.concatenate(
+            [
+                fitting_s(self.tables, of, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2))
+                for of in self._spread_kinds
+            ]
         )
         return np.ascontiguousarray(found_s[:, :, first : self.run.stop + 1])
 

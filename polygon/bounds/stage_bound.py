@@ -29,8 +29,10 @@ class Pipeline(NamedTuple):
     """(3, n + 1) running sums of what forward and backward of a micro-batch are worth at least, in compute times seconds,
     and of both of all micro-batches."""
     class_s: np.ndarray
-    """(3, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
-    """
+    """(3 spreads, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do
+    not fit. All shardings of the first spread come first."""
+    spreads: np.ndarray
+    """(spreads,) least compute of a stage whose devices share out as much as those of each."""
     held: np.ndarray
     """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
     levels: np.ndarray
@@ -44,7 +46,7 @@ class Pipeline(NamedTuple):
     kind_devices: np.ndarray
     """(kinds,) all devices of a kind."""
     best: np.ndarray
-    """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
+    """(2, 3 spreads, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
     the last level."""
     tier_s: np.ndarray
     """(2, n, n + 1, j) least exposed seconds of reducing layers [a, b)."""
@@ -304,7 +306,7 @@ def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: in
 @kernel
 def placed_capacity(
     pipeline: Pipeline,
-    scatters: int,
+    sharding: int,
     tier: int,
     stage: int,
     first: int,
@@ -322,28 +324,28 @@ def placed_capacity(
     A stage of all layers has no other devices than all, each kind at its own pace.
     """
     if first == 0 and last == pipeline.forward_s.shape[0] - 1:
-        most = all_done(pipeline, scatters, stage, first, last, left_s)
+        most = all_done(pipeline, sharding, stage, first, last, left_s)
         if most < pipeline.micro_batches * (1 - 1e-9):
             return np.inf
-    need = parts_capacity(pipeline, scatters, stage, first, last, left_s)
-    if scatters and need > pipeline.tier_free[tier]:
+    need = parts_capacity(pipeline, sharding, stage, first, last, left_s)
+    if sharding % 3 and need > pipeline.tier_free[tier]:
         free = pipeline.tier_free[tier]
-        apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
+        apart = parts_capacity(pipeline, sharding + 1, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
     if stage > 0 and not pipeline.alike and need < np.inf:
         tail_s = time_s - begins_s - left_s
-        turn = in_turn_capacity(pipeline, scatters, first, last, begins_s, tail_s, time_s, limit)
+        turn = in_turn_capacity(pipeline, sharding, first, last, begins_s, tail_s, time_s, limit)
         need = max(need, turn)
     need = rounded(pipeline, need)
     if need > room:
         return np.inf
-    return max(need, passing_capacity(pipeline, scatters, stage, first, last, left_s, price)) if price > 0 else need
+    return max(need, passing_capacity(pipeline, sharding, stage, first, last, left_s, price)) if price > 0 else need
 
 
 @kernel
 def stage_capacity(
     pipeline: Pipeline,
-    scatters: int,
+    sharding: int,
     stage: int,
     first: int,
     last: int,
@@ -359,13 +361,13 @@ def stage_capacity(
     last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
     `placed_capacity`.
     """
-    ends = last == pipeline.forward_s.shape[0] - 1
+    ends, scatters = last == pipeline.forward_s.shape[0] - 1, sharding % 3
     # Of alike layers, the first group waits for the last one's, or for one before it; all others for the first one.
     tied = first == 0 if pipeline.alike else (first > 0) == ends
     tied_s = pipeline.tied_s if tied else 0.0
     most = pipeline.tied_capacity if tied else np.inf
     best = np.inf
-    at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
+    at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
     found_s, found_free = np.inf, 0.0
     for j in range(pipeline.tier_s.shape[3]):
         room, free = min(pipeline.tier_capacity[scatters, j], most) * (1 + 1e-9), pipeline.tier_free[j]
@@ -375,7 +377,7 @@ def stage_capacity(
         if reduced_s >= found_s and (not scatters or free <= found_free):
             continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
-        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
+        need = placed_capacity(pipeline, sharding, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
         if need < best:
             best, found_s, found_free = need, reduced_s, free
         if best <= at_best:
@@ -410,11 +412,14 @@ def stage_need(
     layers need no less than that."""
     begins_s, tail_s = waiting_s(pipeline, stage, first)
     least, possible = np.inf, False
-    for scatters in range(2):
-        if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
-            possible = True
-            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price, total)
-            least = min(least, need)
+    for spread in range(len(pipeline.spreads)):
+        if pipeline.spreads[spread] >= least:
+            break  # with more devices it needs no less
+        for sharding in range(3 * spread, 3 * spread + 2):
+            if workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s) <= limit:
+                possible = True
+                need = stage_capacity(pipeline, sharding, stage, first, last, begins_s, tail_s, time_s, price, total)
+                least = min(least, max(need, pipeline.spreads[spread]))
     return least if possible else -1.0
 
 
@@ -493,7 +498,7 @@ def most_layers(
         level += 1
     for scatters in range(2):
         for layers in range(most + 1, pipeline.forward_s.shape[0] - first):
-            own_s = pipeline.class_s[scatters, first, first + layers, c, level] + more_s
+            own_s = pipeline.class_s[scatters - 3, first, first + layers, c, level] + more_s
             if own_s * count > (time_s - waits_s[scatters, layers]) * (1 + 1e-9):
                 break
             most = layers
@@ -538,7 +543,7 @@ def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float)
     lanes, one worker a group, each with micro-batches of its own. Of all lanes with so much compute for the
     micro-batches that they do, the one with least has no more than the devices have for all.
     """
-    layers, classes = pipeline.forward_s.shape[0] - 1, len(pipeline.class_capacity)
+    layers, widest = pipeline.forward_s.shape[0] - 1, 3 * len(pipeline.spreads) - 3
     waits_s, room = np.full((most_groups, 2, layers + 1), np.inf), np.empty((2, layers + 1))
     for group in range(most_groups):
         first = min(group, 1)
@@ -552,7 +557,7 @@ def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float)
                         continue
                     left_s = time_s - begins_s - reduced_s
                     held = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
-                    if workers_capacity(pipeline, scatters, group, first, first + count, left_s) <= held:
+                    if workers_capacity(pipeline, widest + scatters, group, first, first + count, left_s) <= held:
                         least_s = reduced_s
                 if least_s == np.inf:
                     break
