@@ -117,7 +117,7 @@ class PipelineBound:
                 backward_s=_least_sum(size.backward_s),
                 work=size.worth,
                 class_s=size.fitting_s,
-                spreads=(1 + np.array([0, *size.spreads[:-1]])) * float(size.device_capacity.min()),
+                spreads=np.array([float(fewest) for fewest, _ in size.spreads]) * float(size.device_capacity.min()),
                 held=np.ones(1),
                 levels=np.ones(1, dtype=np.int64),
                 class_capacity=capacity,

@@ -18,8 +18,8 @@ from polygon.domain.plan import RECOMPUTE
 HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 """Micro-batches in flight of these at which it takes a step."""
 SPREADS, FEW = (3, 7), 32
-"""Devices of a stage up to which they share out less than all of a pool could, and one over the part of all devices
-below which that is not looked at."""
+"""Devices of a stage at which the bound takes a step, because they share out less than more would (experts at every
+number of devices up to the last); and one over the part of all devices below which that is not looked at."""
 
 
 def size_work(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> SizeWork:
@@ -99,20 +99,25 @@ class SizeWork:
         )
 
     @cached_property
-    def spreads(self) -> tuple[int, ...]:
-        """Devices of a pool that a stage has at most at which the bound takes a step; the last stands for all."""
+    def spreads(self) -> list[tuple[int, int]]:
+        """Fewest and most devices of a stage between the steps of the bound."""
         devices = int(self.kind_devices.sum())
-        return (*(most for most in SPREADS if devices // FEW <= most < devices), devices)
+        steps = range(1, SPREADS[-1] + 1) if self.tables.problem.model.experts else SPREADS
+        most = [*(step for step in steps if devices // FEW <= step < devices), devices]
+        return list(zip([1, *(step + 1 for step in most)], most, strict=False))
 
     @property
     def _spread_kinds(self) -> list[Kinds]:
-        """Kinds with classes whose workers share out what they hold with others of so many devices."""
+        """Kinds with classes whose workers share out what they hold with others of a stage of so many devices."""
         return [
             Kinds(
                 of_pool=self.kinds.of_pool,
-                classes=tuple(of._replace(shards=min(of.shards, most // of.tp)) for of in self.kinds.classes),
+                classes=tuple(
+                    of._replace(shards=min(of.shards, most // of.tp), stage_devices=(fewest, most))
+                    for of in self.kinds.classes
+                ),
             )
-            for most in self.spreads
+            for fewest, most in self.spreads
         ]
 
     @cached_property
