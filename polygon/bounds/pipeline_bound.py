@@ -29,6 +29,8 @@ GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
+MOST_SUMS = 4096
+"""Of what some devices compute together (`device_sums`)."""
 TIED = 5e-3
 """Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
 TOLERANCE = 1e-3
@@ -50,7 +52,6 @@ class PipelineBound:
     def __init__(self, size: SizeWork, traffic: LeastTraffic) -> None:
         self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
         capacity = size.class_capacity
-        ratio = capacity / capacity.min()
         # A worker that has whole sequences sums with nobody.
         most = float(max(held for held, of in zip(capacity, size.kinds.classes, strict=True) if of.cp == 1))
         inside = [
@@ -138,7 +139,7 @@ class PipelineBound:
                 passing_s=(0.0, 0.0),
                 tied_s=traffic.tied_s,
                 tied_capacity=np.inf,
-                unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+                sums=device_sums(size.device_capacity, size.kind_devices),
                 fewest=1,
                 end_s=np.zeros((2, len(capacity))),
                 end_work=0.0,
@@ -294,10 +295,11 @@ class PipelineBound:
         least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
         sets = sets.some(least_s < known_s)
         blocks = len(self.size.layer_work[self.size.run])
+        most = min(blocks, int(self.size.kind_devices.sum()))
         if blocks < 2 or not len(sets.capacity):
             return min(known_s, float(least_s.min()))
-        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= blocks), MANY_NODES)):
-            pipeline = self._groups(fewest)
+        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= most), MANY_NODES)):
+            pipeline, further = self._groups(fewest), fewest == GROUPS[-1] < most
             for some in sets.bins():
                 computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
                 if float(computing_s.min()) >= known_s:
@@ -308,8 +310,8 @@ class PipelineBound:
                     known_s,
                     pipeline._replace(tier_s=tier_s),
                     rest=self.size.rest_work,
-                    most_stages=more - 1 if more < MANY_NODES else fewest,
-                    further=more == MANY_NODES,
+                    most_stages=fewest if further else min(more - 1, most),
+                    further=further,
                 )
         return known_s
 
@@ -351,6 +353,24 @@ class PipelineBound:
             further=most > MOST_STAGES,
         )
         return min(known_s, max(least_s, self.meeting_s))
+
+
+def device_sums(capacity: np.ndarray, devices: np.ndarray) -> np.ndarray:
+    """What some devices compute together, ascending from 0, up to where the first that are not looked at begin.
+
+    Parameters
+    ----------
+    capacity, devices : ndarray, shape (kinds,)
+        Of a device of each kind, and how many there are.
+    """
+    found, limit = np.zeros(1), np.inf
+    for kind in np.argsort(capacity, kind="stable"):
+        count = int(min(devices[kind], MOST_SUMS // len(found)))
+        if count < devices[kind]:
+            limit = min(limit, (count + 1) * float(capacity[kind]))
+        found = np.unique((found[:, None] + np.arange(count + 1) * capacity[kind]).ravel())
+    kept: np.ndarray = found[found < limit * (1 - 1e-9)]
+    return kept
 
 
 def _least_sum(sums: np.ndarray) -> np.ndarray:

@@ -64,8 +64,8 @@ class Pipeline(NamedTuple):
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     tied_capacity: float
     """Most compute of either of these."""
-    unit: float
-    """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
+    sums: np.ndarray
+    """(sums,) ascending from 0: what whole devices compute together, as far as it is known."""
     fewest: int
     """Groups of an interleaved plan at least."""
     end_s: np.ndarray
@@ -283,10 +283,18 @@ def in_turn_capacity(
 
 @kernel
 def rounded(pipeline: Pipeline, capacity: float) -> float:
-    """Whole workers with so much compute or more."""
-    if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
-        return float(np.ceil(capacity / pipeline.unit - 1e-6) * pipeline.unit)
-    return capacity
+    """Whole devices with so much compute or more."""
+    sums, wanted = pipeline.sums, capacity * (1 - 1e-6)
+    if not pipeline.whole or not wanted < sums[-1]:
+        return capacity
+    low, high = 0, len(sums) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sums[middle] < wanted:
+            low = middle
+        else:
+            high = middle
+    return max(capacity, float(sums[high]))
 
 
 @kernel
