@@ -31,7 +31,7 @@ WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
 MOST_SUMS = 4096
 """Of what some devices compute together (`device_sums`)."""
-TIED = 5e-3
+TIED = 1e-2
 """Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
 TOLERANCE = 1e-3
 """Relative precision to which the least time is bisected (the lower end is returned)."""
@@ -168,27 +168,31 @@ class PipelineBound:
         most_stages, further
             See `least_capacity`.
         """
-        pipeline = only or self.pipeline
-        levels = self.tied_levels if most_stages > 1 else self.tied_levels[:1]
+        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further)
+        pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
+        pipeline = pipeline._replace(tied_s=levels[0][0])
+        if len(levels) > 1 and np.isfinite(known_s) and not ends(pipeline, known_s):
+            return known_s
+        for tied_s, most in levels:
+            known_s = self._first_s(partial(ends, pipeline._replace(tied_s=tied_s, tied_capacity=most)), known_s)
+        return known_s
 
-        def ends(time_s: float) -> bool:
-            limit = min(capacity(time_s), self.size.capacity)
-            if self.size.work > limit * time_s * (1 + 1e-9):
+    def _ends(
+        self, pipeline: Pipeline, time_s: float, *, capacity: Callable[[float], float], most_stages: int, further: bool
+    ) -> bool:
+        """Whether a pipeline can end in so much time."""
+        limit = min(capacity(time_s), self.size.capacity)
+        if self.size.work > limit * time_s * (1 + 1e-9):
+            return False
+        for weight in WEIGHTS if pipeline.alike else (0.0,):
+            if least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf:
                 return False
-            return any(
-                ends_with(pipeline._replace(tied_s=tied_s, tied_capacity=most), time_s, limit) for tied_s, most in levels
-            )
+        if not pipeline.alike or not pipeline.whole or further:
+            return True
+        return bool(lanes_end(pipeline, time_s, most_stages, limit + pipeline.end_work / time_s))
 
-        def ends_with(pipeline: Pipeline, time_s: float, limit: float) -> bool:
-            weights = WEIGHTS if pipeline.alike else (0.0,)
-            if any(
-                least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf for weight in weights
-            ):
-                return False
-            if not pipeline.alike or not pipeline.whole or further:
-                return True
-            return bool(lanes_end(pipeline, time_s, most_stages, limit + pipeline.end_work / time_s))
-
+    def _first_s(self, ends: Callable[[float], bool], known_s: float) -> float:
+        """First time at which something ends, if it is less than `known_s` (else that)."""
         low_s = max(self.size.path_s, self.size.compute_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s

@@ -17,7 +17,7 @@ from polygon.domain.plan import RECOMPUTE
 
 HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 """Micro-batches in flight of these at which it takes a step."""
-SPREADS, FEW = (3, 7), 32
+SPREADS, FEW = (3, 7), 8
 """Devices of a stage at which the bound takes a step, because they share out less than more would (experts at every
 number of devices up to the last); and one over the part of all devices below which that is not looked at."""
 

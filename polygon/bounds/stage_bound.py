@@ -248,7 +248,7 @@ def in_turn_capacity(
     count = pipeline.micro_batches * best_s / left_s
     if count * begin_s <= begins_s and count * end_s <= tail_s:
         return 0.0
-    if pipeline.whole and left_s <= MANY * best_s:
+    if left_s <= MANY * best_s:
         count, each = whole_count(pipeline, best_s, time_s, begins_s, tail_s, begin_s, end_s)
         alone = True
         for c in range(classes):
@@ -340,13 +340,16 @@ def placed_capacity(
         free = pipeline.tier_free[tier]
         apart = parts_capacity(pipeline, sharding + 1, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
-    if stage > 0 and not pipeline.alike and need < np.inf:
-        tail_s = time_s - begins_s - left_s
-        turn = in_turn_capacity(pipeline, sharding, first, last, begins_s, tail_s, time_s, limit)
-        need = max(need, turn)
     need = rounded(pipeline, need)
     if need > room:
         return np.inf
+    if stage > 0 and pipeline.whole and not pipeline.alike:
+        # Nobody computes while tied embeddings are exchanged.
+        ends_s = time_s - pipeline.tied_s
+        turn = in_turn_capacity(pipeline, sharding, first, last, begins_s, ends_s - begins_s - left_s, ends_s, limit)
+        need = max(need, rounded(pipeline, turn))
+        if need > room:
+            return np.inf
     return max(need, passing_capacity(pipeline, sharding, stage, first, last, left_s, price)) if price > 0 else need
 
 
@@ -362,8 +365,10 @@ def stage_capacity(
     time_s: float,
     price: float,
     limit: float,
+    at_best: float,
+    known: float,
 ) -> float:
-    """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
+    """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough or less than is known.
 
     Its workers have `time_s` less the time until the first micro-batch arrives and less the longer of what follows the
     last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
@@ -375,7 +380,6 @@ def stage_capacity(
     tied_s = pipeline.tied_s if tied else 0.0
     most = pipeline.tied_capacity if tied else np.inf
     best = np.inf
-    at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
     found_s, found_free = np.inf, 0.0
     for j in range(pipeline.tier_s.shape[3]):
         room, free = min(pipeline.tier_capacity[scatters, j], most) * (1 + 1e-9), pipeline.tier_free[j]
@@ -385,6 +389,7 @@ def stage_capacity(
         if reduced_s >= found_s and (not scatters or free <= found_free):
             continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
+        room = min(room, best, known)
         need = placed_capacity(pipeline, sharding, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
         if need < best:
             best, found_s, found_free = need, reduced_s, free
@@ -414,20 +419,34 @@ def waiting_s(pipeline: Pipeline, stage: int, first: int) -> tuple[float, float]
 
 @kernel
 def stage_need(
-    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float, total: float
+    pipeline: Pipeline,
+    stage: int,
+    first: int,
+    last: int,
+    limit: float,
+    known: float,
+    time_s: float,
+    price: float,
+    total: float,
 ) -> float:
-    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
-    layers need no less than that."""
+    """`stage_capacity` of either kind where so many stages are before; inf if it is not below what is known or above
+    the limit, -1 if more layers need no less than that."""
     begins_s, tail_s = waiting_s(pipeline, stage, first)
-    least, possible = np.inf, False
+    least, possible = known, False
     for spread in range(len(pipeline.spreads)):
-        if pipeline.spreads[spread] >= least:
+        if possible and pipeline.spreads[spread] >= least:
             break  # with more devices it needs no less
         for sharding in range(3 * spread, 3 * spread + 2):
-            if workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s) <= limit:
+            at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
+            if at_best <= limit:
                 possible = True
-                need = stage_capacity(pipeline, sharding, stage, first, last, begins_s, tail_s, time_s, price, total)
-                least = min(least, max(need, pipeline.spreads[spread]))
+                if max(at_best, pipeline.spreads[spread]) < least:
+                    need = stage_capacity(
+                        pipeline, sharding, stage, first, last, begins_s, tail_s, time_s, price, total, at_best, least
+                    )
+                    least = min(least, max(need, pipeline.spreads[spread]))
+    if possible and least == known:
+        least = np.inf
     return least if possible else -1.0
 
 
@@ -468,14 +487,18 @@ def least_capacity(
             first = min(s, 1)
             needs[:] = -1.0
             for count in range(1, layers + 1 - first):
-                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price, limit)
+                needs[count] = stage_need(pipeline, s, first, first + count, room, np.inf, time_s, price, limit)
                 if needs[count] < 0:
                     break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
             for b in range(a + 1, layers + 1):
-                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price, limit)
+                if pipeline.alike:
+                    need = needs[b - a]
+                else:
+                    known = after[b] - used[a]
+                    need = stage_need(pipeline, s, a, b, room - used[a], known, time_s, price, limit)
                 if need < 0:
                     break
                 if used[a] + need < after[b]:
