@@ -51,7 +51,9 @@ class Executions:
         model, tokens = tables.problem.model, tables.problem.batch.seq_len
         # Every tensor-parallel degree of a stage has its experts spread alike, so that ep divides all its devices.
         fewest, most = of.stage_devices
-        self.spreads = [ep for ep in divisors(model.experts or 1) if ep <= of.shards and (fewest - 1) // ep < most // ep]
+        self.spreads = [
+            ep for ep in divisors(model.experts or 1) if ep <= of.shards and (fewest - 1) // ep < most // ep
+        ]
         self._sequence = (False, True) if of.tp > 1 and tokens % (of.tp * of.cp) == 0 else (False,)
 
     def least_s(self, recompute: str, *, accumulates: bool, spread: int | None = None) -> tuple[np.ndarray, np.ndarray]:

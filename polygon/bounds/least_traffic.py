@@ -21,8 +21,8 @@ from polygon.bounds.stage_tiers import (
     NodeCapacity,
     best_hop,
     differences,
-    node_steps,
     least_wire_bytes,
+    node_steps,
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.memory import state_bytes
@@ -192,7 +192,9 @@ class LeastTraffic:
                 pool = self.tables.problem.cluster.pools[some.node]
                 points.append((pool.devices_per_node * device_capacity[self.kinds.of_pool[some.node]], some.seconds))
             elif some.across:
-                points += zip(self.sets_of_regions.capacity(nodes.within_regions(some.nodes)), some.seconds, strict=True)
+                points += zip(
+                    self.sets_of_regions.capacity(nodes.within_regions(some.nodes)), some.seconds, strict=True
+                )
             else:
                 points.append((nodes.within_regions(some.nodes).max(), some.seconds))
         levels: list[tuple[float, float]] = []
@@ -245,7 +247,8 @@ class LeastTraffic:
     @property
     def per_node(self) -> int:
         """Most devices of a node."""
-        return max(pool.devices_per_node for pool in self.tables.problem.cluster.pools if self.tables.problem.may_use(pool))
+        problem = self.tables.problem
+        return max(pool.devices_per_node for pool in problem.cluster.pools if problem.may_use(pool))
 
     @cached_property
     def _used_regions(self) -> np.ndarray:
@@ -384,9 +387,15 @@ class LeastTraffic:
         )
 
     def message_s(self, micro_batch_size: int) -> np.ndarray:
-        """Least seconds of a message of a micro-batch, down the stages and up, shape (2,) of: between any two workers,
-        and between two nodes (0 where there are not two of these)."""
-        return np.array([self._messages_s(self._wire_bytes(micro_batch_size, self._modes[way])) for way in MESSAGES]).T
+        """Least seconds of a message between any two workers [0] and between two nodes [1], down the stages and up;
+        shape (2, 2). 0 where there are not two of them.
+
+        Where the runtime does not send beside computing, workers wait for the mean of their messages, so that one
+        between nodes may count as one inside of them.
+        """
+        modes = [self._modes[way] for way in MESSAGES]
+        near_s, far_s = np.array([self._messages_s(self._wire_bytes(micro_batch_size, each)) for each in modes]).T
+        return np.array([near_s, far_s if self.tables.problem.runtime.p2p_overlap else near_s])
 
     def _messages_s(self, n_bytes: float) -> tuple[float, float]:
         links, used = self.tables.links, self.kinds.of_pool >= 0

@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from polygon.bounds.lanes import lanes_end
 from polygon.bounds.least_traffic import Across, LeastTraffic, hidden_part
+from polygon.bounds.pipeline_costs import Pipeline, best_class, device_sums
 from polygon.bounds.region_sets import RegionSets
 from polygon.bounds.region_sums import LedSets
 from polygon.bounds.size_work import HELD, SizeWork
-from polygon.bounds.stage_bound import Pipeline, best_class, lanes_end, least_capacity
+from polygon.bounds.stage_bound import least_capacity
 from polygon.bounds.stage_tiers import (
     MANY_NODES,
     Tier,
@@ -29,8 +31,6 @@ GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
-MOST_SUMS = 4096
-"""Of what some devices compute together (`device_sums`)."""
 TIED = 1e-2
 """Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
 TOLERANCE = 1e-3
@@ -338,7 +338,7 @@ class PipelineBound:
             tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
             fewest=fewest,
             end_s=self.size.end_s,
-            end_work=float(self.size.layer_work[run.stop :].sum()),
+            end_work=self.size.end_work,
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,
         )
@@ -357,24 +357,6 @@ class PipelineBound:
             further=most > MOST_STAGES,
         )
         return min(known_s, max(least_s, self.meeting_s))
-
-
-def device_sums(capacity: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """What some devices compute together, ascending from 0, up to where the first that are not looked at begin.
-
-    Parameters
-    ----------
-    capacity, devices : ndarray, shape (kinds,)
-        Of a device of each kind, and how many there are.
-    """
-    found, limit = np.zeros(1), np.inf
-    for kind in np.argsort(capacity, kind="stable"):
-        count = int(min(devices[kind], MOST_SUMS // len(found)))
-        if count < devices[kind]:
-            limit = min(limit, (count + 1) * float(capacity[kind]))
-        found = np.unique((found[:, None] + np.arange(count + 1) * capacity[kind]).ravel())
-    kept: np.ndarray = found[found < limit * (1 - 1e-9)]
-    return kept
 
 
 def _least_sum(sums: np.ndarray) -> np.ndarray:

@@ -84,10 +84,16 @@ class SizeWork:
         """The most layers of one kind that follow one another."""
         self.rest_work = float(self.layer_work.sum() - self.layer_work[self.run].sum())
         """Worth of all other layers."""
-        held = self.class_capacity[:, None]
-        ways = [np.diff(sums[:, :, way]).min(axis=1) * held for way in range(2)]
+        ways = [np.diff(way).min(axis=1) * self.class_capacity[:, None] for way in (self.forward_s, self.backward_s)]
         self.worth = np.array([running_sum(of) for of in (*(way.min(axis=0) for way in ways), self.layer_work)])
-        self.end_s = np.array([each_s[:, : self.run.start].sum(axis=1), each_s[:, self.run.stop :].sum(axis=1)])
+        """Running sums of what forward and backward of a micro-batch are worth at least, and of `layer_work`, shape
+        (3, layers + 1)."""
+        apart = np.array([self.run.start > 0, self.run.stop < len(names)])
+        self.end_s = np.stack([each_s[:, layer] * of for layer, of in zip((0, -1), apart, strict=True)])
+        """Least seconds of a micro-batch in the first and in the last layer on each class, shape (2, classes); 0 where
+        it is of that run."""
+        self.end_work = float(self.layer_work[[0, -1]] @ apart)
+        """Worth of these two layers."""
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
         """Least seconds of forward and of backward of a layer of that run."""
 
