@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,6 +34,8 @@ from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Problem
 from polygon.domain.runtime import Runtime
 
 MESSAGES = ("activations", "activation_gradients")
+MANY_VALUES = 1e12
+"""Parameters of which a device updates most in a second."""
 MOST_SPREADS = 24
 """Tiers of several regions, by their nodes and compute."""
 
@@ -244,6 +247,17 @@ class LeastTraffic:
         devices = self._region_capacity(np.ones(int(self.kinds.of_pool.max()) + 1))
         return int(np.sort(devices)[-2]) if len(devices) > 1 else 1
 
+    @cached_property
+    def update_s(self) -> float:
+        """Least seconds in which all devices together update every parameter once (`CostTables.update_s`): experts
+        spread, and then shared out among as many devices, count as that makes them."""
+        tables = self.tables
+        spread = max(Executions(tables, of, 1).spreads[-1] for of in self.kinds.classes)
+        parameters = float(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters[-1])
+        used = [pool for pool in tables.problem.cluster.pools if self.kinds.of_pool[pool.index] >= 0]
+        rates = [pool.devices * MANY_VALUES / tables.update_s(pool.index, MANY_VALUES) for pool in used]
+        return parameters / sum(rates)
+
     @property
     def per_node(self) -> int:
         """Most devices of a node."""
@@ -300,10 +314,11 @@ class LeastTraffic:
         )
 
     def sets(self, size: SizeWork) -> RegionSets:
-        """Sets of regions for micro-batches of a size."""
-        return region_sets(
+        """Sets of regions for micro-batches of a size; who agrees on the norm updates after that."""
+        sets = region_sets(
             self._region_capacity(size.device_capacity), self._ways(size.micro_batch_size), least_s=size.least_s
         )
+        return replace(sets, agree_s=np.where(sets.agree_s > 0, sets.agree_s + self.update_s, 0.0))
 
     def led(self, size: SizeWork, hidden_s: float, last: float) -> LedSets:
         """Sets of regions that each hold the whole model (`led_sets`)."""

@@ -27,7 +27,7 @@ from polygon.jit.by_pointer import pointed
 
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
-GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
+GROUPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
@@ -142,6 +142,8 @@ class PipelineBound:
                 sums=device_sums(size.device_capacity, size.kind_devices),
                 fewest=1,
                 end_s=np.zeros((2, len(capacity))),
+                back_s=np.zeros((3, len(capacity))),
+                path_s=np.zeros(len(capacity)),
                 end_work=0.0,
                 alike=False,
                 whole=True,
@@ -338,6 +340,8 @@ class PipelineBound:
             tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
             fewest=fewest,
             end_s=self.size.end_s,
+            back_s=self.size.back_s,
+            path_s=self.size.trip_s,
             end_work=self.size.end_work,
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,

@@ -67,7 +67,12 @@ class Pipeline(NamedTuple):
     fewest: int
     """Groups at least."""
     end_s: np.ndarray
-    """(2, c) least seconds of a micro-batch in the model's first and last layer; 0 where they are of the alike ones."""
+    """(2, c) least seconds of a micro-batch in the model's first and last layer; 0 where these are of the alike."""
+    back_s: np.ndarray
+    """(3, c) least seconds of backward alone: in one of the alike layers, and in these two."""
+    path_s: np.ndarray
+    """(c,) least seconds in which a micro-batch passes all layers and has gone back through the last, on workers with
+    no more compute than one of the class."""
     end_work: float
     """Worth of these two, of all micro-batches."""
     alike: bool

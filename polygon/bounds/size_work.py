@@ -92,6 +92,15 @@ class SizeWork:
         self.end_s = np.stack([each_s[:, layer] * of for layer, of in zip((0, -1), apart, strict=True)])
         """Least seconds of a micro-batch in the first and in the last layer on each class, shape (2, classes); 0 where
         it is of that run."""
+        forward_s, backward_s = (np.diff(way).min(axis=1) for way in (self.forward_s, self.backward_s))
+        self.back_s = np.stack(
+            [backward_s[:, self.run].min(axis=1), backward_s[:, 0] * apart[0], backward_s[:, -1] * apart[1]]
+        )
+        """Least seconds of backward in a layer of that run, and of `end_s`, shape (3, classes)."""
+        smaller = self.class_capacity[None, :] <= self.class_capacity[:, None]
+        self.trip_s = np.array([forward_s[of].min(axis=0).sum() + backward_s[of, -1].min() for of in smaller])
+        """Least seconds of all forwards of a micro-batch, and of backward in the last layer, on workers with no more
+        compute than one of each class, shape (classes,)."""
         self.end_work = float(self.layer_work[[0, -1]] @ apart)
         """Worth of these two layers."""
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
