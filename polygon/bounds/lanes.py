@@ -133,10 +133,11 @@ def lane_needs(
     most_groups: int,
     time_s: float,
     limit: float,
+    known: float,
     room: np.ndarray,
 ) -> float:
-    """Least compute of a lane that does from `count` to `more` micro-batches; more than the limit, or inf, if that is
-    more than the limit."""
+    """Least compute of a lane that does so many micro-batches, up to `more`, or what is known if that is more; where it
+    is above the limit, anything above that."""
     classes, least, smallest = len(pipeline.class_capacity), np.inf, np.inf
     for c in range(classes):
         smallest = min(smallest, pipeline.class_capacity[c])
@@ -144,7 +145,12 @@ def lane_needs(
         # Its largest worker is of this class.
         largest = pipeline.class_capacity[c]
         floor = largest + (pipeline.fewest - 1) * smallest
-        if floor >= least or floor > limit:
+        if floor >= least or floor > limit or least <= known:
+            continue
+        again = False
+        for other in range(c):
+            again = again or pipeline.class_capacity[other] == largest
+        if again:
             continue
         path_s = pipeline.path_s[c]
         need = lane_capacity(pipeline, waits_s, count, most_groups, time_s, largest, path_s, 0.0, room)
@@ -155,7 +161,7 @@ def lane_needs(
                     passing = lane_capacity(pipeline, waits_s, count, most_groups, time_s, largest, path_s, price, room)
                     need = max(need, passing - price * time_s)
         least = min(least, max(need, floor))
-    return least
+    return max(least, known)
 
 
 @general
@@ -194,13 +200,16 @@ def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float)
         counts[0], needs[0], different = count - 1, smallest, 1
     while count <= micro_batches:
         more = min(max(count, int(count * LANES)), micro_batches)
-        need = lane_needs(pipeline, waits_s, count, more, most_groups, time_s, limit * (1 + 1e-9), room)
+        known = needs[different - 1] if different > 0 else 0.0
+        need = lane_needs(pipeline, waits_s, count, more, most_groups, time_s, limit * (1 + 1e-9), known, room)
         if need > limit * (1 + 1e-9):
             break
         if different == 0 or need > needs[different - 1] * (1 + 1e-9):
             different += 1
         # The more micro-batches for the same compute, the better.
         counts[different - 1], needs[different - 1] = more, need
+        if np.ceil(micro_batches / more) * need <= limit:
+            return True
         count = more + 1
     for total in range(1, micro_batches + 1):
         for i in range(different):

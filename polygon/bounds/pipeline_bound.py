@@ -31,9 +31,9 @@ GROUPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
-TIED = 1e-2
+TIED = 3e-3
 """Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
-TOLERANCE = 1e-3
+TOLERANCE = 5e-4
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
 
