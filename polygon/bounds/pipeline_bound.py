@@ -144,7 +144,6 @@ class PipelineBound:
                 end_s=np.zeros((2, len(capacity))),
                 back_s=np.zeros((3, len(capacity))),
                 path_s=np.zeros(len(capacity)),
-                end_work=0.0,
                 alike=False,
                 whole=True,
             )
@@ -158,6 +157,7 @@ class PipelineBound:
         only: Pipeline | None = None,
         most_stages: int = MOST_STAGES,
         further: bool = True,
+        rest: float = 0.0,
     ) -> float:
         """Least time in which a pipeline can end, if it is less than `known_s` (else that).
 
@@ -169,8 +169,10 @@ class PipelineBound:
             With these costs.
         most_stages, further
             See `least_capacity`.
+        rest : float
+            Work that is not the pipeline's, and is not in the capacity.
         """
-        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further)
+        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, rest=rest)
         pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
         pipeline = pipeline._replace(tied_s=levels[0][0])
         if len(levels) > 1 and np.isfinite(known_s) and not ends(pipeline, known_s):
@@ -180,18 +182,25 @@ class PipelineBound:
         return known_s
 
     def _ends(
-        self, pipeline: Pipeline, time_s: float, *, capacity: Callable[[float], float], most_stages: int, further: bool
+        self,
+        pipeline: Pipeline,
+        time_s: float,
+        *,
+        capacity: Callable[[float], float],
+        most_stages: int,
+        further: bool,
+        rest: float,
     ) -> bool:
         """Whether a pipeline can end in so much time."""
         limit = min(capacity(time_s), self.size.capacity)
-        if self.size.work > limit * time_s * (1 + 1e-9):
+        if self.size.work - rest > limit * time_s * (1 + 1e-9):
             return False
         for weight in WEIGHTS if pipeline.alike else (0.0,):
             if least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf:
                 return False
         if not pipeline.alike or not pipeline.whole or further:
             return True
-        return bool(lanes_end(pipeline, time_s, most_stages, limit + pipeline.end_work / time_s))
+        return bool(lanes_end(pipeline, time_s, most_stages, limit))
 
     def _first_s(self, ends: Callable[[float], bool], known_s: float) -> float:
         """First time at which something ends, if it is less than `known_s` (else that)."""
@@ -259,6 +268,7 @@ class PipelineBound:
         """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
 
         Workers do whole micro-batches; and those whose regions are away do less of everything, parts of one included.
+        Work beside the pipeline's counts with these alone: who does not begin another micro-batch may do it meanwhile.
 
         Parameters
         ----------
@@ -270,12 +280,13 @@ class PipelineBound:
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
         least = partial(self.least_s, most_stages=most_stages, further=further)
 
-        least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
-        if least_s + waits_s < known_s and sets.away.any():
+        least_s = least(constant(most), known_s - waits_s, only=pipeline)
+        if least_s + waits_s < known_s and (sets.away.any() or rest > 0):
             # The quickest message is that which links between regions are held against.
-            near_s = np.tile(pipeline.message_s[0], (2, 1))
+            near_s = np.tile(pipeline.message_s[0], (2, 1)) if sets.away.any() else pipeline.message_s
             part, most_s = pipeline._replace(whole=False, message_s=near_s), known_s - waits_s
-            least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
+            parts_s = least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part, rest=rest)
+            least_s = max(least_s, parts_s)
         return min(known_s, max(least_s + waits_s, self.traffic_s))
 
     def single_s(self, led: LedSets, known_s: float) -> float:
@@ -342,7 +353,6 @@ class PipelineBound:
             end_s=self.size.end_s,
             back_s=self.size.back_s,
             path_s=self.size.trip_s,
-            end_work=self.size.end_work,
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,
         )

@@ -73,8 +73,6 @@ class Pipeline(NamedTuple):
     path_s: np.ndarray
     """(c,) least seconds in which a micro-batch passes all layers and has gone back through the last, on workers with
     no more compute than one of the class."""
-    end_work: float
-    """Worth of these two, of all micro-batches."""
     alike: bool
     """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
     whole: bool

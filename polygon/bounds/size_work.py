@@ -101,8 +101,6 @@ class SizeWork:
         self.trip_s = np.array([forward_s[of].min(axis=0).sum() + backward_s[of, -1].min() for of in smaller])
         """Least seconds of all forwards of a micro-batch, and of backward in the last layer, on workers with no more
         compute than one of each class, shape (classes,)."""
-        self.end_work = float(self.layer_work[[0, -1]] @ apart)
-        """Worth of these two layers."""
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
         """Least seconds of forward and of backward of a layer of that run."""
 
