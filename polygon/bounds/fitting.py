@@ -49,7 +49,11 @@ class Executions:
     def __init__(self, tables: CostTables, of: WorkerClass, micro_batch_size: int) -> None:
         self._tables, self._of, self._size = tables, of, micro_batch_size
         model, tokens = tables.problem.model, tables.problem.batch.seq_len
-        self.spreads = [ep for ep in divisors(model.experts or 1) if ep <= of.shards]
+        # Every tensor-parallel degree of a stage has its experts spread alike, so that ep divides all its devices.
+        fewest, most = of.stage_devices
+        self.spreads = [
+            ep for ep in divisors(model.experts or 1) if ep <= of.shards and (fewest - 1) // ep < most // ep
+        ]
         self._sequence = (False, True) if of.tp > 1 and tokens % (of.tp * of.cp) == 0 else (False,)
 
     def least_s(self, recompute: str, *, accumulates: bool, spread: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -102,6 +106,8 @@ def fitting_s(
     shape = max(1, len(held)), len(SHARDINGS), len(kinds.classes), len(range(layers)[rows]), layers + 1
     least_s = np.full(shape, np.inf)
     for c, of in enumerate(kinds.classes):
+        if of.shards < of.cp:
+            continue  # fewer devices than a worker has
         ways = Executions(tables, of, micro_batch_size)
         for ep in ways.spreads:
             for where, work, room in _ways(tables, kinds, of, ways, ep, rows):

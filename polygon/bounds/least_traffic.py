@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from polygon.bounds.stage_tiers import (
     best_hop,
     differences,
     least_wire_bytes,
+    node_steps,
 )
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.memory import state_bytes
@@ -32,6 +34,8 @@ from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Problem
 from polygon.domain.runtime import Runtime
 
 MESSAGES = ("activations", "activation_gradients")
+MANY_VALUES = 1e12
+"""Parameters of which a device updates most in a second."""
 MOST_SPREADS = 24
 """Tiers of several regions, by their nodes and compute."""
 
@@ -53,6 +57,16 @@ class Across(NamedTuple):
 def hidden_part(runtime: Runtime) -> float:
     """Part of a backward that hides sums of gradients, whatever the number of layers."""
     return 0.0 if runtime.by_layer else runtime.hidden_part
+
+
+class TiedSum(NamedTuple):
+    """Least seconds of a sum of tied embeddings on a node of a pool, on so many nodes of a region at most, or across
+    several regions with so many each, then of every set of regions."""
+
+    seconds: float | np.ndarray
+    node: int | None = None
+    nodes: int = 0
+    across: bool = False
 
 
 class LeastTraffic:
@@ -87,10 +101,13 @@ class LeastTraffic:
         # Where micro-batches scatter gradients, nodes of a region sum what those inside of nodes have scattered.
         scattered = links.hop._replace(latency_s=0.0, part=1.0)
         steps = [(fewest, more - 1) for fewest, more in pairwise((*NODES, MANY_NODES)) if fewest <= links.nodes.max()]
-        self.tied_s = 0.0
-        if tied and layers > 1:
-            once = problem.runtime.tied_once
-            self.tied_s = self._together_s(tied, links, steps) if once else self._between_nodes_s(tied)
+        self.tied_s, self.tied_sums = 0.0, []
+        if tied and layers > 1 and problem.runtime.tied_once:
+            self.tied_sums = self._together(tied, links, steps)
+            least = min((float(np.min(some.seconds, initial=np.inf)) for some in self.tied_sums), default=np.inf)
+            self.tied_s = least if least < np.inf else 0.0
+        elif tied and layers > 1:
+            self.tied_s = self._between_nodes_s(tied)
         self._sums_s = [
             (
                 most,
@@ -140,28 +157,56 @@ class LeastTraffic:
         matrix = matrix_values(problem.model)
         return least_wire_bytes(self._modes["weight_gradients"], n_values, problem.batch.gradient_bytes, matrix)
 
-    def _together_s(self, n_values: float, between: Links, steps: Iterable[tuple[int, int]]) -> float:
+    def _together(self, n_values: float, between: Links, steps: Iterable[tuple[int, int]]) -> list[TiedSum]:
         """Least seconds of one sum of tied embeddings over two workers or more: on a node, on nodes of a region, or in
         several regions (`polygon.cost.stage_reduction.tied_reduction`); of a sum over several, any is taken alone."""
         tables, batch = self.tables, self.tables.problem.batch
         links, n_bytes = tables.links.arrays(tables.problem.runtime), n_values * batch.gradient_bytes
         wire = float(least_wire_bytes(self._modes["weight_gradients"], np.array([n_values]), batch.gradient_bytes)[0])
-        hop, inside_s = between.hop, []
-        if between.nodes.max() > 1 and hop.bytes_per_s > 0:
-            inside_s.append(float(hop._replace(part=1.0).sum_s(np.array([n_bytes]), 2)[0]))
-        if between.nodes.max() > 1 and wire < n_bytes:  # packed parts of nodes, each over its card
-            inside_s.append(wire / hop.card_bytes_per_s)
+        hop, found = between.hop._replace(part=1.0), []
         for pool in tables.problem.cluster.pools:
             p, most = pool.index, pool.devices_per_node if self.kinds.of_pool[pool.index] >= 0 else 1
+            inside_s = []
             if most > 1 and links.collective[p, 4] == 0:
                 inside_s.append(lent_s(n_bytes, 2, links.node_latency_s[p], links.node_bytes_per_s[p], 1.0))
             for members in range(2, most + 1 if links.collective[p, 4] > 0 else 2):
                 part = n_bytes / (most // members)  # each device of a worker has a part
                 inside_s.append(collective_s(part, members, members, p, 0.0, np.inf, 2, links))
-        sums, sizes = self.sets_of_regions, (np.floor([n_bytes]), np.floor([wire]))
-        across_s = [sums.seconds(*sizes, hop, *step)[0].min(initial=np.inf) / self.local_steps for step in steps]
-        least = min([*inside_s, *across_s], default=np.inf)
-        return float(least) if np.isfinite(least) else 0.0
+            if inside_s:
+                found.append(TiedSum(min(inside_s), node=p))
+        for fewest, most in node_steps(int(between.nodes.max())) if hop.bytes_per_s > 0 else ():
+            inside = float(hop.sum_s(np.array([n_bytes]), fewest)[0])
+            if wire < n_bytes:  # packed parts of nodes, each over its card
+                inside = min(inside, 2 * (fewest - 1) / fewest * wire / hop.card_bytes_per_s)
+            found.append(TiedSum(inside, nodes=most))
+        sizes = np.floor([n_bytes]), np.floor([wire])
+        for step in steps:
+            sums_s = self.sets_of_regions.seconds(*sizes, hop, *step)[0][:, 0] / self.local_steps
+            found.append(TiedSum(sums_s, nodes=step[1], across=True))
+        return found
+
+    def tied_levels(self, device_capacity: np.ndarray) -> list[tuple[float, float]]:
+        """Least seconds of the sum of tied embeddings, rising, and the most compute of first and last stage together
+        that they are enough for."""
+        nodes = NodeCapacity(self.tables, self.kinds, device_capacity)
+        points = []
+        for some in self.tied_sums:
+            if some.node is not None:
+                pool = self.tables.problem.cluster.pools[some.node]
+                points.append((pool.devices_per_node * device_capacity[self.kinds.of_pool[some.node]], some.seconds))
+            elif some.across:
+                points += zip(
+                    self.sets_of_regions.capacity(nodes.within_regions(some.nodes)), some.seconds, strict=True
+                )
+            else:
+                points.append((nodes.within_regions(some.nodes).max(), some.seconds))
+        levels: list[tuple[float, float]] = []
+        for capacity, seconds in sorted(points, reverse=True):
+            if seconds == np.inf:
+                continue
+            if not levels or seconds < levels[-1][0]:
+                levels.append((float(seconds), float(capacity)))
+        return levels[::-1] or [(self.tied_s, np.inf)]
 
     def _between_nodes_s(self, n_values: float) -> float:
         """Least seconds in which two workers exchange the gradient of tied embeddings."""
@@ -201,6 +246,23 @@ class LeastTraffic:
         """Devices of the region that has most but one."""
         devices = self._region_capacity(np.ones(int(self.kinds.of_pool.max()) + 1))
         return int(np.sort(devices)[-2]) if len(devices) > 1 else 1
+
+    @cached_property
+    def update_s(self) -> float:
+        """Least seconds in which all devices together update every parameter once (`CostTables.update_s`): experts
+        spread, and then shared out among as many devices, count as that makes them."""
+        tables = self.tables
+        spread = max(Executions(tables, of, 1).spreads[-1] for of in self.kinds.classes)
+        parameters = float(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters[-1])
+        used = [pool for pool in tables.problem.cluster.pools if self.kinds.of_pool[pool.index] >= 0]
+        rates = [pool.devices * MANY_VALUES / tables.update_s(pool.index, MANY_VALUES) for pool in used]
+        return parameters / sum(rates)
+
+    @property
+    def per_node(self) -> int:
+        """Most devices of a node."""
+        problem = self.tables.problem
+        return max(pool.devices_per_node for pool in problem.cluster.pools if problem.may_use(pool))
 
     @cached_property
     def _used_regions(self) -> np.ndarray:
@@ -252,10 +314,11 @@ class LeastTraffic:
         )
 
     def sets(self, size: SizeWork) -> RegionSets:
-        """Sets of regions for micro-batches of a size."""
-        return region_sets(
+        """Sets of regions for micro-batches of a size; who agrees on the norm updates after that."""
+        sets = region_sets(
             self._region_capacity(size.device_capacity), self._ways(size.micro_batch_size), least_s=size.least_s
         )
+        return replace(sets, agree_s=np.where(sets.agree_s > 0, sets.agree_s + self.update_s, 0.0))
 
     def led(self, size: SizeWork, hidden_s: float, last: float) -> LedSets:
         """Sets of regions that each hold the whole model (`led_sets`)."""
@@ -271,9 +334,8 @@ class LeastTraffic:
         links, cluster = self.tables.links, self.tables.problem.cluster
         latency_s = links.factor * cluster.latency_s
         linked = cluster.bytes_per_s > 0
-        least_s = self.message_s(micro_batch_size)
         over = []
-        for traffic in MESSAGES:
+        for traffic, least_s in zip(MESSAGES, self.message_s(micro_batch_size)[0], strict=True):
             wire = self._wire_bytes(micro_batch_size, self._modes[traffic])
             with np.errstate(divide="ignore"):
                 rate = np.minimum(cluster.bytes_per_s / links.factor, links.capacity_bytes_per_s)
@@ -339,22 +401,30 @@ class LeastTraffic:
             near_s=np.maximum(near * last, rest - hidden_s),
         )
 
-    def message_s(self, micro_batch_size: int) -> float:
-        """Least seconds of a message between any two workers (0 without two nodes or devices to a node)."""
+    def message_s(self, micro_batch_size: int) -> np.ndarray:
+        """Least seconds of a message between any two workers [0] and between two nodes [1], down the stages and up;
+        shape (2, 2). 0 where there are not two of them.
+
+        Where the runtime does not send beside computing, workers wait for the mean of their messages, so that one
+        between nodes may count as one inside of them.
+        """
+        modes = [self._modes[way] for way in MESSAGES]
+        near_s, far_s = np.array([self._messages_s(self._wire_bytes(micro_batch_size, each)) for each in modes]).T
+        return np.array([near_s, far_s if self.tables.problem.runtime.p2p_overlap else near_s])
+
+    def _messages_s(self, n_bytes: float) -> tuple[float, float]:
         links, used = self.tables.links, self.kinds.of_pool >= 0
-        # Inside a region anything may be packed: the bound does not look for who forbids it.
-        n_bytes = self._wire_bytes(micro_batch_size, COMPRESSIONS)
         pools = self.tables.problem.cluster.pools
         several = np.array([pool.devices_per_node > 1 for pool in pools])
         node_s = links.node_latency_s + n_bytes / self.kinds.most_degree / links.node_bytes_per_s
         joined = (links.region[:, None] == links.region[None, :]) & used[:, None] & used[None, :]
         joined[np.diag_indices(len(pools))] &= np.array([pool.nodes > 1 for pool in pools])
-        seconds = min(
-            float(node_s[several & used].min(initial=np.inf)),
-            float((links.latency_s + n_bytes / links.bytes_per_s.clip(1e-300))[joined].min(initial=np.inf)),
-            self.distances.message_s(n_bytes),
+        rate = np.minimum(links.bytes_per_s, links.card_bytes_per_s[:, None]).clip(1e-300)
+        far_s = min(
+            float((links.latency_s + n_bytes / rate)[joined].min(initial=np.inf)), self.distances.message_s(n_bytes)
         )
-        return seconds if np.isfinite(seconds) else 0.0
+        near_s = min(float(node_s[several & used].min(initial=np.inf)), far_s)
+        return (near_s if near_s < np.inf else 0.0), (far_s if far_s < np.inf else 0.0)
 
     def codec_s(self, micro_batch_size: int) -> float:
         """Most seconds of packing and unpacking a gradient in a worker's backward."""

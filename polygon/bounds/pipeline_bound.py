@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from polygon.bounds.lanes import lanes_end
 from polygon.bounds.least_traffic import Across, LeastTraffic, hidden_part
+from polygon.bounds.pipeline_costs import Pipeline, best_class, device_sums
 from polygon.bounds.region_sets import RegionSets
 from polygon.bounds.region_sums import LedSets
 from polygon.bounds.size_work import HELD, SizeWork
-from polygon.bounds.stage_bound import Pipeline, best_class, least_capacity
+from polygon.bounds.stage_bound import least_capacity
 from polygon.bounds.stage_tiers import (
     MANY_NODES,
     Tier,
@@ -25,11 +27,13 @@ from polygon.jit.by_pointer import pointed
 
 MOST_STAGES = 8
 """Messages between stages are counted up to so many."""
-GROUPS = (2, 3, 4, 6, 8, 12, 16, 32)
+GROUPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32)
 """Groups of an interleaved plan at which the bound takes a step; of more than the last any number."""
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 """Of the time that a micro-batch takes to pass all groups of an interleaved plan (`least_capacity`)."""
-TOLERANCE = 1e-3
+TIED = 3e-3
+"""Of a step that a sum of tied embeddings takes longer than another from which the bound tells it apart."""
+TOLERANCE = 5e-4
 """Relative precision to which the least time is bisected (the lower end is returned)."""
 
 
@@ -48,8 +52,8 @@ class PipelineBound:
     def __init__(self, size: SizeWork, traffic: LeastTraffic) -> None:
         self.size, self.traffic, self.traffic_s = size, traffic, traffic.between_regions(size).least_s
         capacity = size.class_capacity
-        ratio = capacity / capacity.min()
-        most = float(capacity.max())
+        # A worker that has whole sequences sums with nobody.
+        most = float(max(held for held, of in zip(capacity, size.kinds.classes, strict=True) if of.cp == 1))
         inside = [
             [Tier(most, 0.0, 0.0, most), *best_tiers(tiers)]
             for tiers in region_tiers(traffic.tables, size.kinds, size.device_capacity, traffic.packed)
@@ -101,12 +105,20 @@ class PipelineBound:
             (float(tier.whole_s[one_layer].min()) / traffic.local_steps for tiers in across for tier in tiers),
             default=np.inf,
         )
+        self.tied_levels: list[tuple[float, float]] = []
+        for tied_s, most in traffic.tied_levels(size.device_capacity):
+            if self.tied_levels and tied_s < self.tied_levels[-1][0] + TIED * size.compute_s:
+                self.tied_levels[-1] = (self.tied_levels[-1][0], most)
+            else:
+                self.tied_levels.append((tied_s, most))
         self.pipeline = pointed(
             Pipeline(
                 micro_batches=float(size.micro_batches),
                 forward_s=_least_sum(size.forward_s),
                 backward_s=_least_sum(size.backward_s),
+                work=size.worth,
                 class_s=size.fitting_s,
+                spreads=np.array([float(fewest) for fewest, _ in size.spreads]) * float(size.device_capacity.min()),
                 held=np.ones(1),
                 levels=np.ones(1, dtype=np.int64),
                 class_capacity=capacity,
@@ -123,9 +135,15 @@ class PipelineBound:
                 ),
                 tier_free=np.array([*(t.free for t in inside[1]), *(t.free for t in across[1])]),
                 message_s=traffic.message_s(size.micro_batch_size),
+                per_node=traffic.per_node,
                 passing_s=(0.0, 0.0),
                 tied_s=traffic.tied_s,
-                unit=float(capacity.min()) if np.allclose(ratio, np.round(ratio), rtol=1e-9) else 0.0,
+                tied_capacity=np.inf,
+                sums=device_sums(size.device_capacity, size.kind_devices),
+                fewest=1,
+                end_s=np.zeros((2, len(capacity))),
+                back_s=np.zeros((3, len(capacity))),
+                path_s=np.zeros(len(capacity)),
                 alike=False,
                 whole=True,
             )
@@ -139,6 +157,7 @@ class PipelineBound:
         only: Pipeline | None = None,
         most_stages: int = MOST_STAGES,
         further: bool = True,
+        rest: float = 0.0,
     ) -> float:
         """Least time in which a pipeline can end, if it is less than `known_s` (else that).
 
@@ -150,18 +169,41 @@ class PipelineBound:
             With these costs.
         most_stages, further
             See `least_capacity`.
+        rest : float
+            Work that is not the pipeline's, and is not in the capacity.
         """
-        pipeline = only or self.pipeline
+        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, rest=rest)
+        pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
+        pipeline = pipeline._replace(tied_s=levels[0][0])
+        if len(levels) > 1 and np.isfinite(known_s) and not ends(pipeline, known_s):
+            return known_s
+        for tied_s, most in levels:
+            known_s = self._first_s(partial(ends, pipeline._replace(tied_s=tied_s, tied_capacity=most)), known_s)
+        return known_s
 
-        def ends(time_s: float) -> bool:
-            limit = min(capacity(time_s), self.size.capacity)
-            if self.size.work > limit * time_s * (1 + 1e-9):
+    def _ends(
+        self,
+        pipeline: Pipeline,
+        time_s: float,
+        *,
+        capacity: Callable[[float], float],
+        most_stages: int,
+        further: bool,
+        rest: float,
+    ) -> bool:
+        """Whether a pipeline can end in so much time."""
+        limit = min(capacity(time_s), self.size.capacity)
+        if self.size.work - rest > limit * time_s * (1 + 1e-9):
+            return False
+        for weight in WEIGHTS if pipeline.alike else (0.0,):
+            if least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf:
                 return False
-            weights = WEIGHTS if pipeline.alike else (0.0,)
-            return all(
-                least_capacity(pipeline, time_s, most_stages, limit, further, weight) < np.inf for weight in weights
-            )
+        if not pipeline.alike or not pipeline.whole or further:
+            return True
+        return bool(lanes_end(pipeline, time_s, most_stages, limit))
 
+    def _first_s(self, ends: Callable[[float], bool], known_s: float) -> float:
+        """First time at which something ends, if it is less than `known_s` (else that)."""
         low_s = max(self.size.path_s, self.size.compute_s)
         if low_s >= known_s or not ends(known_s if np.isfinite(known_s) else 1e6 * low_s):
             return known_s
@@ -226,6 +268,7 @@ class PipelineBound:
         """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
 
         Workers do whole micro-batches; and those whose regions are away do less of everything, parts of one included.
+        Work beside the pipeline's counts with these alone: who does not begin another micro-batch may do it meanwhile.
 
         Parameters
         ----------
@@ -237,10 +280,13 @@ class PipelineBound:
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
         least = partial(self.least_s, most_stages=most_stages, further=further)
 
-        least_s = least(lambda time_s: most - rest / time_s, known_s - waits_s, only=pipeline)
-        if least_s + waits_s < known_s and sets.away.any():
-            part, most_s = pipeline._replace(whole=False), known_s - waits_s
-            least_s = max(least_s, least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part))
+        least_s = least(constant(most), known_s - waits_s, only=pipeline)
+        if least_s + waits_s < known_s and (sets.away.any() or rest > 0):
+            # The quickest message is that which links between regions are held against.
+            near_s = np.tile(pipeline.message_s[0], (2, 1)) if sets.away.any() else pipeline.message_s
+            part, most_s = pipeline._replace(whole=False, message_s=near_s), known_s - waits_s
+            parts_s = least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part, rest=rest)
+            least_s = max(least_s, parts_s)
         return min(known_s, max(least_s + waits_s, self.traffic_s))
 
     def single_s(self, led: LedSets, known_s: float) -> float:
@@ -266,10 +312,11 @@ class PipelineBound:
         least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
         sets = sets.some(least_s < known_s)
         blocks = len(self.size.layer_work[self.size.run])
+        most = min(blocks, int(self.size.kind_devices.sum()))
         if blocks < 2 or not len(sets.capacity):
             return min(known_s, float(least_s.min()))
-        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= blocks), MANY_NODES)):
-            pipeline = self._groups(fewest)
+        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= most), MANY_NODES)):
+            pipeline, further = self._groups(fewest), fewest == GROUPS[-1] < most
             for some in sets.bins():
                 computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
                 if float(computing_s.min()) >= known_s:
@@ -280,8 +327,8 @@ class PipelineBound:
                     known_s,
                     pipeline._replace(tier_s=tier_s),
                     rest=self.size.rest_work,
-                    most_stages=more - 1 if more < MANY_NODES else fewest,
-                    further=more == MANY_NODES,
+                    most_stages=fewest if further else min(more - 1, most),
+                    further=further,
                 )
         return known_s
 
@@ -302,6 +349,10 @@ class PipelineBound:
             levels=levels,
             best=best_class(class_s, self.pipeline.class_capacity),
             tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
+            fewest=fewest,
+            end_s=self.size.end_s,
+            back_s=self.size.back_s,
+            path_s=self.size.trip_s,
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,
         )

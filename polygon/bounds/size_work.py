@@ -17,6 +17,9 @@ from polygon.domain.plan import RECOMPUTE
 
 HELD = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 """Micro-batches in flight of these at which it takes a step."""
+SPREADS, FEW = (3, 7), 8
+"""Devices of a stage at which the bound takes a step, because they share out less than more would (experts at every
+number of devices up to the last); and one over the part of all devices below which that is not looked at."""
 
 
 def size_work(tables: CostTables, kinds: Kinds, micro_batch_size: int) -> SizeWork:
@@ -81,20 +84,64 @@ class SizeWork:
         """The most layers of one kind that follow one another."""
         self.rest_work = float(self.layer_work.sum() - self.layer_work[self.run].sum())
         """Worth of all other layers."""
+        ways = [np.diff(way).min(axis=1) * self.class_capacity[:, None] for way in (self.forward_s, self.backward_s)]
+        self.worth = np.array([running_sum(of) for of in (*(way.min(axis=0) for way in ways), self.layer_work)])
+        """Running sums of what forward and backward of a micro-batch are worth at least, and of `layer_work`, shape
+        (3, layers + 1)."""
+        apart = np.array([self.run.start > 0, self.run.stop < len(names)])
+        self.end_s = np.stack([each_s[:, layer] * of for layer, of in zip((0, -1), apart, strict=True)])
+        """Least seconds of a micro-batch in the first and in the last layer on each class, shape (2, classes); 0 where
+        it is of that run."""
+        forward_s, backward_s = (np.diff(way).min(axis=1) for way in (self.forward_s, self.backward_s))
+        self.back_s = np.stack(
+            [backward_s[:, self.run].min(axis=1), backward_s[:, 0] * apart[0], backward_s[:, -1] * apart[1]]
+        )
+        """Least seconds of backward in a layer of that run, and of `end_s`, shape (3, classes)."""
+        smaller = self.class_capacity[None, :] <= self.class_capacity[:, None]
+        self.trip_s = np.array([forward_s[of].min(axis=0).sum() + backward_s[of, -1].min() for of in smaller])
+        """Least seconds of all forwards of a micro-batch, and of backward in the last layer, on workers with no more
+        compute than one of each class, shape (classes,)."""
         self.block_s = np.diff([self.forward_s, self.backward_s])[..., self.run].min(axis=(1, 2, 3))
         """Least seconds of forward and of backward of a layer of that run."""
 
     @cached_property
     def fitting_s(self) -> np.ndarray:
-        """See `fitting.fitting_s`."""
-        return fitting_s(self.tables, self.kinds, self.micro_batch_size, self.rest_s)
+        """See `fitting.fitting_s`; one spread after the other."""
+        return np.concatenate(
+            [fitting_s(self.tables, of, self.micro_batch_size, self.rest_s) for of in self._spread_kinds]
+        )
+
+    @cached_property
+    def spreads(self) -> list[tuple[int, int]]:
+        """Fewest and most devices of a stage between the steps of the bound."""
+        devices = int(self.kind_devices.sum())
+        steps = range(1, SPREADS[-1] + 1) if self.tables.problem.model.experts else SPREADS
+        most = [*(step for step in steps if devices // FEW <= step < devices), devices]
+        return list(zip([1, *(step + 1 for step in most)], most, strict=False))
+
+    @property
+    def _spread_kinds(self) -> list[Kinds]:
+        """Kinds with classes whose workers share out what they hold with others of a stage of so many devices."""
+        return [
+            Kinds(
+                of_pool=self.kinds.of_pool,
+                classes=tuple(
+                    of._replace(shards=min(of.shards, most // of.tp), stage_devices=(fewest, most))
+                    for of in self.kinds.classes
+                ),
+            )
+            for fewest, most in self.spreads
+        ]
 
     @cached_property
     def held_s(self) -> np.ndarray:
         """See `fitting.fitting_s`: the first layers of the run, with so many micro-batches in flight as `HELD` says."""
         first = self.run.start
-        found_s = fitting_s(
-            self.tables, self.kinds, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2)
+        found_s = np.concatenate(
+            [
+                fitting_s(self.tables, of, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2))
+                for of in self._spread_kinds
+            ]
         )
         return np.ascontiguousarray(found_s[:, :, first : self.run.stop + 1])
 

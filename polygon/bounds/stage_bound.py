@@ -2,73 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from polygon.bounds.in_turn import MANY, in_turn_capacity
+from polygon.bounds.pipeline_costs import Pipeline
 from polygon.jit.compilation import general, kernel
-
-MANY = 50
-"""Micro-batches of a worker above which parts of one are allowed."""
-
-
-class Pipeline(NamedTuple):
-    """What stages cost at best, for one micro-batch size.
-
-    Shapes: n layers, c worker classes, j tiers. A tier is a way to place the workers of a stage (one worker, one node,
-    so many nodes of a region, several regions). The sharding axis of `class_s` and `best` is that of
-    `polygon.bounds.fitting.SHARDINGS`; tiers are told apart by whether gradients are summed as a step ends (0) or
-    micro-batches scatter them (1).
-    """
-
-    micro_batches: float
-    forward_s: np.ndarray
-    backward_s: np.ndarray
-    """(n + 1,) running sums over the layers of the least seconds per micro-batch on any worker."""
-    class_s: np.ndarray
-    """(3, n, n + 1, c, levels) forward and backward of layers [a, b) as quick as memory allows; inf if they do not fit.
-    """
-    held: np.ndarray
-    """(levels,) ascending: a worker that does so many micro-batches or more has as many in flight."""
-    levels: np.ndarray
-    """(s,) of these levels, how many stand for the workers of each stage; the last for all further stages."""
-    class_capacity: np.ndarray
-    """(c,) compute of a worker, in any unit."""
-    class_kind: np.ndarray
-    """(c,) kind of its devices."""
-    class_devices: np.ndarray
-    """(c,) devices of a worker."""
-    kind_devices: np.ndarray
-    """(kinds,) all devices of a kind."""
-    best: np.ndarray
-    """(2, 3, n, n + 1) least compute times seconds of a micro-batch of any class [0], and the seconds of that [1], at
-    the last level."""
-    tier_s: np.ndarray
-    """(2, n, n + 1, j) least exposed seconds of reducing layers [a, b)."""
-    tier_capacity: np.ndarray
-    """(2, j) most compute that workers so placed have together."""
-    tier_free: np.ndarray
-    """(j,) of these, of workers that scatter inside of nodes or not at all; the others do so over nodes."""
-    message_s: float
-    """Least seconds of a message between two workers."""
-    passing_s: tuple[float, float]
-    """Least seconds of forward and of backward in each stage before, the first left out (interleaved plans)."""
-    tied_s: float
-    """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
-    unit: float
-    """Every worker's compute is a whole multiple of this; 0 if nothing is known."""
-    alike: bool
-    """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
-    whole: bool
-    """Whether workers do whole micro-batches, and stages have whole workers; else any part of them."""
-
-
-def best_class(class_s: np.ndarray, class_capacity: np.ndarray) -> np.ndarray:
-    """`Pipeline.best`; inf where no class fits."""
-    last = class_s[..., -1]
-    product = last * class_capacity
-    which = product.argmin(axis=-1)[..., None]
-    return np.stack([np.take_along_axis(values, which, axis=-1)[..., 0] for values in (product, last)])
 
 
 @kernel
@@ -132,10 +70,18 @@ def passing_capacity(
 
 @kernel
 def rounded(pipeline: Pipeline, capacity: float) -> float:
-    """Whole workers with so much compute or more."""
-    if pipeline.whole and pipeline.unit > 0 and capacity < np.inf:
-        return float(np.ceil(capacity / pipeline.unit - 1e-6) * pipeline.unit)
-    return capacity
+    """Whole devices with so much compute or more."""
+    sums, wanted = pipeline.sums, capacity * (1 - 1e-6)
+    if not pipeline.whole or not wanted < sums[-1]:
+        return capacity
+    low, high = 0, len(sums) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sums[middle] < wanted:
+            low = middle
+        else:
+            high = middle
+    return max(capacity, float(sums[high]))
 
 
 @kernel
@@ -155,7 +101,7 @@ def all_done(pipeline: Pipeline, sharding: int, stage: int, first: int, last: in
 @kernel
 def placed_capacity(
     pipeline: Pipeline,
-    scatters: int,
+    sharding: int,
     tier: int,
     stage: int,
     first: int,
@@ -163,6 +109,9 @@ def placed_capacity(
     left_s: float,
     room: float,
     price: float,
+    begins_s: float,
+    time_s: float,
+    limit: float,
 ) -> float:
     """Least compute of workers of a tier, of which some scatter gradients over nodes if the others are too many; inf if
     it has no room for them. With a price, `passing_capacity` if that is more.
@@ -170,24 +119,31 @@ def placed_capacity(
     A stage of all layers has no other devices than all, each kind at its own pace.
     """
     if first == 0 and last == pipeline.forward_s.shape[0] - 1:
-        most = all_done(pipeline, scatters, stage, first, last, left_s)
+        most = all_done(pipeline, sharding, stage, first, last, left_s)
         if most < pipeline.micro_batches * (1 - 1e-9):
             return np.inf
-    need = parts_capacity(pipeline, scatters, stage, first, last, left_s)
-    if scatters and need > pipeline.tier_free[tier]:
+    need = parts_capacity(pipeline, sharding, stage, first, last, left_s)
+    if sharding % 3 and need > pipeline.tier_free[tier]:
         free = pipeline.tier_free[tier]
-        apart = parts_capacity(pipeline, 2, stage, first, last, left_s)
+        apart = parts_capacity(pipeline, sharding + 1, stage, first, last, left_s)
         need = free + (1 - free / need) * apart if need < np.inf else np.inf
     need = rounded(pipeline, need)
     if need > room:
         return np.inf
-    return max(need, passing_capacity(pipeline, scatters, stage, first, last, left_s, price)) if price > 0 else need
+    if stage > 0 and pipeline.whole and not pipeline.alike:
+        # Nobody computes while tied embeddings are exchanged.
+        ends_s = time_s - pipeline.tied_s
+        turn = in_turn_capacity(pipeline, sharding, first, last, begins_s, ends_s - begins_s - left_s, ends_s, limit)
+        need = max(need, rounded(pipeline, turn))
+        if need > room:
+            return np.inf
+    return max(need, passing_capacity(pipeline, sharding, stage, first, last, left_s, price)) if price > 0 else need
 
 
 @kernel
 def stage_capacity(
     pipeline: Pipeline,
-    scatters: int,
+    sharding: int,
     stage: int,
     first: int,
     last: int,
@@ -195,28 +151,34 @@ def stage_capacity(
     tail_s: float,
     time_s: float,
     price: float,
+    limit: float,
+    at_best: float,
+    known: float,
 ) -> float:
-    """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough.
+    """Least compute of a stage with layers [first, last) that ends in time; inf if none is enough, or less than
+    is known.
 
     Its workers have `time_s` less the time until the first micro-batch arrives and less the longer of what follows the
     last one: reduction (the wider the tier, the longer), or backward through the stages before. `price`: see
     `placed_capacity`.
     """
-    ends = last == pipeline.forward_s.shape[0] - 1
+    ends, scatters = last == pipeline.forward_s.shape[0] - 1, sharding % 3
     # Of alike layers, the first group waits for the last one's, or for one before it; all others for the first one.
-    tied_s = pipeline.tied_s if (first == 0 if pipeline.alike else (first > 0) == ends) else 0.0
+    tied = first == 0 if pipeline.alike else (first > 0) == ends
+    tied_s = pipeline.tied_s if tied else 0.0
+    most = pipeline.tied_capacity if tied else np.inf
     best = np.inf
-    at_best = workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s)
     found_s, found_free = np.inf, 0.0
     for j in range(pipeline.tier_s.shape[3]):
-        room, free = pipeline.tier_capacity[scatters, j] * (1 + 1e-9), pipeline.tier_free[j]
+        room, free = min(pipeline.tier_capacity[scatters, j], most) * (1 + 1e-9), pipeline.tier_free[j]
         reduced_s = max(tail_s, pipeline.tier_s[scatters, first, last, j] + tied_s)
         if at_best > room or reduced_s == np.inf:
             continue
         if reduced_s >= found_s and (not scatters or free <= found_free):
             continue  # a tier with less to wait has room enough
         left_s = time_s - begins_s - reduced_s
-        need = placed_capacity(pipeline, scatters, j, stage, first, last, left_s, room, price)
+        room = min(room, best, known)
+        need = placed_capacity(pipeline, sharding, j, stage, first, last, left_s, room, price, begins_s, time_s, limit)
         if need < best:
             best, found_s, found_free = need, reduced_s, free
         if best <= at_best:
@@ -225,23 +187,54 @@ def stage_capacity(
 
 
 @kernel
-def stage_need(
-    pipeline: Pipeline, stage: int, first: int, last: int, limit: float, time_s: float, price: float
-) -> float:
-    """`stage_capacity` of either kind where so many stages are before; inf if it is not below the limit, -1 if more
-    layers need no less than that."""
+def messages_s(pipeline: Pipeline, stage: int, way: int) -> float:
+    """Least seconds of the messages of a micro-batch before a stage: a node has workers of so many stages at most."""
+    far = stage // pipeline.per_node
+    return (stage - far) * pipeline.message_s[0, way] + far * pipeline.message_s[1, way]
+
+
+@kernel
+def waiting_s(pipeline: Pipeline, stage: int, first: int) -> tuple[float, float]:
+    """Least seconds before the first micro-batch comes to a stage, and after the last one leaves it."""
     before = max(stage - 1, 0)
-    begins_s = pipeline.forward_s[first] + stage * pipeline.message_s + before * pipeline.passing_s[0]
+    begins_s = pipeline.forward_s[first] + messages_s(pipeline, stage, 0) + before * pipeline.passing_s[0]
     tail_s = 0.0
     if first > 0:
-        tail_s = pipeline.backward_s[first] + stage * pipeline.message_s + pipeline.tied_s
+        tail_s = pipeline.backward_s[first] + messages_s(pipeline, stage, 1) + pipeline.tied_s
         tail_s += before * pipeline.passing_s[1]
-    least, possible = np.inf, False
-    for scatters in range(2):
-        if workers_capacity(pipeline, scatters, stage, first, last, time_s - begins_s - tail_s) <= limit:
-            possible = True
-            need = stage_capacity(pipeline, scatters, stage, first, last, begins_s, tail_s, time_s, price)
-            least = min(least, need)
+    return begins_s, tail_s
+
+
+@kernel
+def stage_need(
+    pipeline: Pipeline,
+    stage: int,
+    first: int,
+    last: int,
+    limit: float,
+    known: float,
+    time_s: float,
+    price: float,
+    total: float,
+) -> float:
+    """`stage_capacity` of either kind where so many stages are before; inf if it is not below what is known or above
+    the limit, -1 if more layers need no less than that."""
+    begins_s, tail_s = waiting_s(pipeline, stage, first)
+    least, possible = known, False
+    for spread in range(len(pipeline.spreads)):
+        if possible and pipeline.spreads[spread] >= least:
+            break  # with more devices it needs no less
+        for sharding in range(3 * spread, 3 * spread + 2):
+            at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
+            if at_best <= limit:
+                possible = True
+                if max(at_best, pipeline.spreads[spread]) < least:
+                    need = stage_capacity(
+                        pipeline, sharding, stage, first, last, begins_s, tail_s, time_s, price, total, at_best, least
+                    )
+                    least = min(least, max(need, pipeline.spreads[spread]))
+    if possible and least == known:
+        least = np.inf
     return least if possible else -1.0
 
 
@@ -282,14 +275,18 @@ def least_capacity(
             first = min(s, 1)
             needs[:] = -1.0
             for count in range(1, layers + 1 - first):
-                needs[count] = stage_need(pipeline, s, first, first + count, room, time_s, price)
+                needs[count] = stage_need(pipeline, s, first, first + count, room, np.inf, time_s, price, limit)
                 if needs[count] < 0:
                     break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
             for b in range(a + 1, layers + 1):
-                need = needs[b - a] if pipeline.alike else stage_need(pipeline, s, a, b, room - used[a], time_s, price)
+                if pipeline.alike:
+                    need = needs[b - a]
+                else:
+                    known = after[b] - used[a]
+                    need = stage_need(pipeline, s, a, b, room - used[a], known, time_s, price, limit)
                 if need < 0:
                     break
                 if used[a] + need < after[b]:

@@ -43,6 +43,8 @@ class WorkerClass(NamedTuple):
     """Most devices of one pool that hold the same layers."""
     cp: int = 1
     """Context-parallel degree."""
+    stage_devices: tuple[int, int] = (1, 1 << 40)
+    """Fewest and most devices of its stage."""
 
     @property
     def devices(self) -> int:

@@ -1,0 +1,217 @@
+"""Interleaved plans as lanes: kernels of the lower bound.
+
+All groups of an interleaved plan have as many workers, and in every chunk a micro-batch takes the same worker of each
+group (`polygon.planning.checker`). So it is made of lanes, one worker a group, each with micro-batches of its own.
+A worker that does k of them does all k of all its layers, in what filling and draining leave of the time; the first
+group has the model's first layer, the last one its last. Let C(k) be the least compute of such a lane. Whatever the
+lanes, that of all of them is the micro-batches times the least of C(k) / k, or more.
+
+No micro-batch takes longer than the step to pass all workers of its lane: where these may be more than the lane has
+micro-batches, what it takes is added to the compute at a price, and as much of the step (a Lagrangian relaxation).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polygon.bounds.in_turn import MANY
+from polygon.bounds.pipeline_costs import Pipeline
+from polygon.bounds.stage_bound import waiting_s, workers_capacity
+from polygon.jit.compilation import general, kernel
+
+LANES = 1.02
+"""Micro-batches of a lane at which the bound takes a step, one over the other, where they are many."""
+PASSING = (0.3, 1.0, 3.0)
+"""Weights of the time that a micro-batch takes to pass a lane, where that may have more groups than micro-batches."""
+
+
+@kernel
+def own_s(
+    pipeline: Pipeline,
+    group: int,
+    waits_s: np.ndarray,
+    scatters: int,
+    layers: int,
+    c: int,
+    count: float,
+    ends: bool,
+    trip_s: float,
+    held: float,
+    time_s: float,
+) -> float:
+    """Seconds of a micro-batch on a worker of class c that has so many layers in a group, with the model's last one if
+    the group is at the end, and does so many; inf if these do not end in time.
+
+    Before its first backward it waits until a micro-batch has made a trip of so many seconds, and does so many forwards
+    at most.
+    """
+    first, level = min(group, 1), 0
+    while level + 1 < pipeline.levels[min(group, len(pipeline.levels) - 1)] and pipeline.held[level + 1] <= count:
+        level += 1
+    each_s = float(pipeline.class_s[scatters - 3, first, first + layers, c, level])
+    back_s = layers * pipeline.back_s[0, c]
+    if group == 0:
+        each_s, back_s = each_s + pipeline.end_s[0, c], back_s + pipeline.back_s[1, c]
+    if ends:
+        each_s, back_s = each_s + pipeline.end_s[1, c], back_s + pipeline.back_s[2, c]
+    if each_s * count > (time_s - waits_s[0] - waits_s[1 + scatters * pipeline.forward_s.shape[0] + layers]) * (
+        1 + 1e-9
+    ):
+        return np.inf
+    after_s = trip_s + count * each_s - min(count, held) * max(each_s - back_s, 0.0)
+    left_s = time_s - waits_s[1 + scatters * pipeline.forward_s.shape[0] + layers]
+    return each_s if after_s <= left_s * (1 + 1e-9) else np.inf
+
+
+@kernel
+def lane_capacity(
+    pipeline: Pipeline,
+    waits_s: np.ndarray,
+    count: int,
+    most_groups: int,
+    time_s: float,
+    largest: float,
+    path_s: float,
+    price: float,
+    room: np.ndarray,
+) -> float:
+    """Least compute of a lane that does so many micro-batches, on workers with so much compute at most, whose forwards
+    take a micro-batch so long; and at so much for a second, what one of them takes to pass it.
+
+    Parameters
+    ----------
+    room : ndarray, shape (2, n + 1)
+    """
+    layers = pipeline.forward_s.shape[0] - 1
+    used, after = room[0], room[1]
+    used[:] = np.inf
+    used[0], best = 0.0, np.inf
+    for group in range(most_groups):
+        after[:] = np.inf
+        behind = max(pipeline.fewest - 1 - group, 0)
+        trip_s = path_s + (2 * pipeline.fewest - 1) * pipeline.message_s[0, 0]
+        trip_s += behind * (pipeline.passing_s[1] + pipeline.message_s[0, 1])
+        held = most_groups + max(most_groups - 2 * group - 1, 0)
+        for c in range(len(pipeline.class_capacity)):
+            capacity = pipeline.class_capacity[c]
+            if capacity > largest:
+                continue
+            for scatters in range(2):
+                reached = 0
+                for own in range(1, layers + 1 - min(group, 1)):
+                    each_s = own_s(
+                        pipeline, group, waits_s[group], scatters, own, c, count, False, trip_s, held, time_s
+                    )
+                    if each_s == np.inf:
+                        break
+                    reached = own
+                    if group + 1 >= pipeline.fewest and used[layers - own] < best:
+                        last_s = own_s(
+                            pipeline, group, waits_s[group], scatters, own, c, count, True, trip_s, held, time_s
+                        )
+                        if last_s < np.inf:
+                            best = min(best, used[layers - own] + capacity + price * last_s)
+                    if price > 0:
+                        for b in range(own, layers):
+                            after[b] = min(after[b], used[b - own] + capacity + price * each_s)
+                for a in range(group, layers - 1 if price == 0 and reached > 0 else group):
+                    b = min(a + reached, layers - 1)
+                    after[b] = min(after[b], used[a] + capacity)
+        # Whoever can have more layers can have fewer, but for one a group.
+        for b in range(layers - 2, group if price == 0 else layers, -1):
+            after[b] = min(after[b], after[b + 1])
+        used, after = after, used
+    return best
+
+
+@kernel
+def lane_needs(
+    pipeline: Pipeline,
+    waits_s: np.ndarray,
+    count: int,
+    more: int,
+    most_groups: int,
+    time_s: float,
+    limit: float,
+    known: float,
+    room: np.ndarray,
+) -> float:
+    """Least compute of a lane that does so many micro-batches, up to `more`, or what is known if that is more; where it
+    is above the limit, anything above that."""
+    classes, least, smallest = len(pipeline.class_capacity), np.inf, np.inf
+    for c in range(classes):
+        smallest = min(smallest, pipeline.class_capacity[c])
+    for c in range(classes):
+        # Its largest worker is of this class.
+        largest = pipeline.class_capacity[c]
+        floor = largest + (pipeline.fewest - 1) * smallest
+        if floor >= least or floor > limit or least <= known:
+            continue
+        again = False
+        for other in range(c):
+            again = again or pipeline.class_capacity[other] == largest
+        if again:
+            continue
+        path_s = pipeline.path_s[c]
+        need = lane_capacity(pipeline, waits_s, count, most_groups, time_s, largest, path_s, 0.0, room)
+        if more < most_groups:
+            for weight in PASSING:
+                if need <= limit:
+                    price = weight * need / time_s
+                    passing = lane_capacity(pipeline, waits_s, count, most_groups, time_s, largest, path_s, price, room)
+                    need = max(need, passing - price * time_s)
+        least = min(least, max(need, floor))
+    return max(least, known)
+
+
+@general
+def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float) -> bool:
+    """Whether an interleaved plan of so many groups can end in time, with so much compute for its lanes."""
+    layers, widest = pipeline.forward_s.shape[0] - 1, 3 * len(pipeline.spreads) - 3
+    waits_s, room = np.full((most_groups, 1 + 2 * (layers + 1)), np.inf), np.empty((2, layers + 1))
+    for group in range(most_groups):
+        first = min(group, 1)
+        begins_s, tail_s = waiting_s(pipeline, group, first)
+        waits_s[group, 0] = begins_s
+        for scatters in range(2):
+            for count in range(1, layers + 1 - first):
+                least_s = np.inf
+                for j in range(pipeline.tier_s.shape[3]):
+                    reduced_s = max(tail_s, pipeline.tier_s[scatters, first, first + count, j])
+                    if reduced_s >= least_s:
+                        continue
+                    left_s = time_s - begins_s - reduced_s
+                    held = pipeline.tier_capacity[scatters, j] * (1 + 1e-9)
+                    if workers_capacity(pipeline, widest + scatters, group, first, first + count, left_s) <= held:
+                        least_s = reduced_s
+                if least_s == np.inf:
+                    break
+                waits_s[group, 1 + scatters * (layers + 1) + count] = least_s
+    micro_batches = int(pipeline.micro_batches)
+    # Least compute of lanes that do so many micro-batches together.
+    together = np.full(micro_batches + 1, np.inf)
+    together[0] = 0.0
+    counts, needs = np.zeros(micro_batches + 1, dtype=np.int64), np.zeros(micro_batches + 1)
+    smallest = pipeline.class_capacity.min() * pipeline.fewest
+    different, count = 0, int(micro_batches * smallest / limit) // 2 + 1
+    if count > MANY:
+        return True  # so many that whole ones and parts are no different
+    if count > 1:
+        counts[0], needs[0], different = count - 1, smallest, 1
+    while count <= micro_batches:
+        more = min(max(count, int(count * LANES)), micro_batches)
+        known = needs[different - 1] if different > 0 else 0.0
+        need = lane_needs(pipeline, waits_s, count, more, most_groups, time_s, limit * (1 + 1e-9), known, room)
+        if need > limit * (1 + 1e-9):
+            break
+        if different == 0 or need > needs[different - 1] * (1 + 1e-9):
+            different += 1
+        # The more micro-batches for the same compute, the better.
+        counts[different - 1], needs[different - 1] = more, need
+        if np.ceil(micro_batches / more) * need <= limit:
+            return True
+        count = more + 1
+    for total in range(1, micro_batches + 1):
+        for i in range(different):
+            together[total] = min(together[total], together[max(total - counts[i], 0)] + needs[i])
+    return bool(together[micro_batches] <= limit * (1 + 1e-9))
