@@ -195,9 +195,8 @@ class LeastTraffic:
                 pool = self.tables.problem.cluster.pools[some.node]
                 points.append((pool.devices_per_node * device_capacity[self.kinds.of_pool[some.node]], some.seconds))
             elif some.across:
-                points += zip(
-                    self.sets_of_regions.capacity(nodes.within_regions(some.nodes)), some.seconds, strict=True
-                )
+                capacities = self.sets_of_regions.capacity(nodes.within_regions(some.nodes))
+                points += zip(capacities, np.atleast_1d(some.seconds), strict=True)
             else:
                 points.append((nodes.within_regions(some.nodes).max(), some.seconds))
         levels: list[tuple[float, float]] = []

@@ -190,7 +190,7 @@ def stage_capacity(
 def messages_s(pipeline: Pipeline, stage: int, way: int) -> float:
     """Least seconds of the messages of a micro-batch before a stage: a node has workers of so many stages at most."""
     far = stage // pipeline.per_node
-    return (stage - far) * pipeline.message_s[0, way] + far * pipeline.message_s[1, way]
+    return float((stage - far) * pipeline.message_s[0, way] + far * pipeline.message_s[1, way])
 
 
 @kernel
@@ -222,17 +222,19 @@ def stage_need(
     begins_s, tail_s = waiting_s(pipeline, stage, first)
     least, possible = known, False
     for spread in range(len(pipeline.spreads)):
-        if possible and pipeline.spreads[spread] >= least:
+        # Of devices that do something else beside, a part is enough.
+        fewest = float(pipeline.spreads[spread]) if pipeline.whole else 0.0
+        if possible and fewest >= least:
             break  # with more devices it needs no less
         for sharding in range(3 * spread, 3 * spread + 2):
             at_best = workers_capacity(pipeline, sharding, stage, first, last, time_s - begins_s - tail_s)
             if at_best <= limit:
                 possible = True
-                if max(at_best, pipeline.spreads[spread]) < least:
+                if max(at_best, fewest) < least:
                     need = stage_capacity(
                         pipeline, sharding, stage, first, last, begins_s, tail_s, time_s, price, total, at_best, least
                     )
-                    least = min(least, max(need, pipeline.spreads[spread]))
+                    least = min(least, max(need, fewest))
     if possible and least == known:
         least = np.inf
     return least if possible else -1.0
