@@ -6,11 +6,12 @@
 
 `violations` draws problems (one to five regions; devices that are equal or not; runtimes, packings, local steps), plans
 each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
-depths) and random allocations against the bounds on time, money and energy. Plans that the checker does not accept are
-passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the native benchmark
-(all, or those named) where their steps go beside what the bound knows of them: a plan's devices at their best in its
-micro-batches, its busiest worker, the same schedule with messages that take no time, with those it has, and the whole
-step; the bound's compute, its stages, all of it, and the kind of plan that may be as quick.
+depths), random allocations and random interleaved plans against the bounds on time, money and energy, and each against
+the least time of its own kind in its own micro-batches, which says more than that of all kinds. Plans that the checker
+does not accept are passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the
+native benchmark (all, or those named) where their steps go beside what the bound knows of them: a plan's devices at
+their best in its micro-batches, its busiest worker, the same schedule with messages that take no time, with those it
+has, and the whole step; the bound's compute, its stages, all of it, and the kind of plan that may be as quick.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from polygon.bounds.least_traffic import LeastTraffic
 from polygon.bounds.lower_bound import lower_bound
+from polygon.bounds.pipeline_bound import PipelineBound
 from polygon.bounds.price_bound import least_energy_j, least_usd
 from polygon.bounds.size_work import size_work
 from polygon.bounds.stage_tiers import Kinds
@@ -37,7 +40,8 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
-from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem
+from polygon.domain.plan import COMPRESSIONS, Constraints, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import stage_spans
 from polygon.formats import catalogue
 from polygon.formats.files import read_plan, read_problem
 from polygon.planning.candidates import Candidates
@@ -55,6 +59,10 @@ RUNTIMES = ("polygon", "polygon", "polygon", "megatron-core", "deepspeed", "torc
 OBJECTIVES = ("time", "time", "money", "energy")
 CHANGES = 16
 """Of a plan, by one thing each, and of that as many again."""
+INTERLEAVED = 20
+"""Random interleaved plans of a problem, of which few keep the rules."""
+LONG_S = 1e9
+"""More than any step takes."""
 TOLERANCE = 1e-9
 NATIVE = Path(__file__).resolve().parents[1] / "instances" / "native"
 
@@ -156,11 +164,83 @@ def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str
         decoded = decoder.decode(candidates.random(rng))
         if not isinstance(decoded, Infeasible):
             yield "random", decoded
+    for plan in interleaved_at_random(problem, rng):
+        yield "interleaved", plan
+
+
+def interleaved_at_random(problem: Problem, rng: np.random.Generator) -> Iterator[Plan]:
+    """Plans whose groups of workers hold several runs of layers each."""
+    layers = problem.model.layers
+    sizes = CostTables(problem).micro_batch_sizes[:6]
+    for _ in range(INTERLEAVED):
+        groups, chunks, tp = int(rng.integers(2, 6)), int(rng.integers(2, 5)), int(rng.choice([1, 1, 1, 2]))
+        size = int(rng.choice(sizes))
+        workers = [
+            Worker(pool=pool.index, devices=tuple(pool.first_device + a + i for i in range(tp)))
+            for pool in problem.cluster.pools
+            for a in range(0, pool.devices - tp + 1, tp)
+            if a % pool.devices_per_node + tp <= pool.devices_per_node
+        ]
+        if rng.random() < 0.5:
+            rng.shuffle(workers)
+        most, parts = min(len(workers) // groups, problem.batch.global_batch // size), groups * chunks
+        if most < 1 or parts > layers:
+            continue
+        width = int(rng.integers(max(1, most // 2), most + 1))
+        mine = [workers[g * width : (g + 1) * width] for g in range(groups)]
+        if rng.random() < 0.5:
+            mine = [workers[g : groups * width : groups] for g in range(groups)]
+        cuts = np.round(np.linspace(0, layers, parts + 1)).astype(int)
+        if rng.random() < 0.5:
+            cuts[1:-1] = np.sort(rng.choice(np.arange(1, layers), parts - 1, replace=False))
+        zero, recompute = int(rng.choice([0, 1, 1, 2, 3])), str(rng.choice(["none", "none", "full", "selective"]))
+        stages = tuple(
+            Stage(
+                first_layer=int(cuts[s]),
+                last_layer=int(cuts[s + 1]),
+                workers=tuple(mine[s % groups]),
+                zero=zero,
+                recompute=recompute,
+            )
+            for s in range(parts)
+        )
+        lane = np.arange(problem.batch.global_batch // size) % width
+        yield Plan(
+            stages=stages,
+            routes=np.repeat(lane[:, None], parts, axis=1),
+            micro_batch_size=size,
+            spans=stage_spans(stages, [1] * parts),
+            chunks=chunks,
+        )
+
+
+class OwnBounds:
+    """Least times of the kinds of plans of a problem, by micro-batch size."""
+
+    def __init__(self, tables: CostTables) -> None:
+        self._tables, self._kinds = tables, Kinds.of(tables)
+        self._least: dict[tuple[int, str], float] = {}
+        self._traffic: dict[int, LeastTraffic] = {}
+
+    def least_s(self, plan: Plan) -> float:
+        """Of plans like this one."""
+        steps = 1 if plan.local_steps == 1 else max(allowed(self._tables.problem).local_steps)
+        kind = "local steps" if steps > 1 else "interleaved" if plan.chunks > 1 else "stages"
+        names = ("stages", "one stage") if len(plan.stages) == 1 and steps == 1 else (kind,)
+        key = plan.micro_batch_size, str(names)
+        if key not in self._least:
+            if steps not in self._traffic:
+                self._traffic[steps] = LeastTraffic(self._tables, self._kinds, steps)
+            size = size_work(self._tables, self._kinds, plan.micro_batch_size)
+            kinds = PipelineBound(size, self._traffic[steps]).kinds_of_plan(steps)
+            self._least[key] = min(kinds[name](LONG_S) for name in names)
+        return self._least[key]
 
 
 def hold(first: int, count: int) -> int:
     """Hold plans of many problems against their bounds; returns how many of them are beaten."""
-    beaten, closest, tried = 0, dict.fromkeys(("time", "money", "energy"), np.inf), dict[str, int]()
+    names = ("time", "time of its kind", "money", "energy")
+    beaten, closest, tried = 0, dict.fromkeys(names, np.inf), dict[str, int]()
     bound_s, began_s = 0.0, time.process_time()
     for seed in range(first, first + count):
         problem = drawn(seed)
@@ -172,12 +252,14 @@ def hold(first: int, count: int) -> int:
             "energy": least_energy_j(tables),
         }
         bound_s += time.process_time() - before_s
+        own = OwnBounds(tables)
         for how, plan in plans(problem, tables, seed):
             if violations(problem, plan, tables):
                 continue
             tried[how] = tried.get(how, 0) + 1
             bill = step_bill(problem, plan, step_times(plan, tables))
-            for name, value in (("time", bill.step_s), ("money", bill.usd), ("energy", bill.energy_j)):
+            least["time of its kind"] = own.least_s(plan)
+            for name, value in zip(names, (bill.step_s, bill.step_s, bill.usd, bill.energy_j), strict=True):
                 ratio = value / least[name] if least[name] > 0 else np.inf
                 closest[name] = min(closest[name], ratio)
                 if ratio < 1 - TOLERANCE:

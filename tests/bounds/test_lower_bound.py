@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.bounds import hold
 from polygon.bounds.least_traffic import LeastTraffic
 from polygon.bounds.lower_bound import lower_bound
 from polygon.bounds.pipeline_bound import PipelineBound
@@ -233,6 +234,12 @@ def test_a_shared_embedding_is_summed_where_its_stages_are(kind, blocks):
     across_s, no_s, near_s = sums_s
     assert 0.9 * model.tied_values / 1e7 < across_s and near_s < 0.1 * across_s and no_s == 0
     assert 1e3 > least_s[0] > least_s[1] + 0.7 * across_s
+
+
+@pytest.mark.parametrize("seed", [11, 116, 122, 137])
+def test_no_plan_beats_the_bound_of_its_own_kind(seed, capsys):
+    """Nor the least of all kinds: searched plans, changes of them, random and random interleaved ones."""
+    assert hold(seed, 1) == 0, capsys.readouterr().out
 
 
 def test_a_budget_leaves_what_can_be_paid():
