@@ -380,15 +380,16 @@ def _inside(candidates: Candidates, rng: np.random.Generator, effort: Effort, cl
     """
     if len(candidates.decoder.problem.cluster.regions) == 1:
         return 0, False
-    alone = [x for x in candidates.best_of(candidates.regions_of) if len(candidates.regions_of(x)) == 1]
-    made = 0
-    most = int(ALONE * effort.fluid_evaluations)
+    starts: dict[int, list[Allocation]] = {}  # the best first, of regions and in them
+    for x in candidates.different:
+        regions = candidates.regions_of(x)
+        if len(regions) == 1:
+            starts.setdefault(regions[0], []).append(x)
+    made, most = 0, int(ALONE * effort.fluid_evaluations)
     walks = Racing(racers=4, lap=max(1, most // 12))
-    for best in alone[:REGIONS_ALONE] if most else []:
-        inside = Inside(candidates, candidates.regions_of(best)[0])
-        starts = [x for x in candidates.different if candidates.regions_of(x) == candidates.regions_of(best)]
+    for region, alone in itertools.islice(starts.items(), REGIONS_ALONE if most else 0):
         stop = _limit(most, most, max(0.0, clock.left_s(0.65)))
-        result = walks.solve(inside, rng, stop, start=starts[: walks.racers])
+        result = walks.solve(Inside(candidates, region), rng, stop, start=alone[: walks.racers])
         made += result.evaluations
         if result.stopped_by == "interrupt":
             return made, True
