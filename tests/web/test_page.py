@@ -1294,6 +1294,14 @@ def test_the_focus_is_never_lost(browser, server):
         expect(page.locator(".palette input[type=text]")).to_be_focused()
         keys.press("Enter" if command else "Escape")
         expect(page.locator("#theme")).to_be_focused()
+    keys.press("Control+k")
+    expect(page.locator(".palette input[type=text]")).to_be_focused()  # and again before the dialog says that it closed
+    page.evaluate("""addEventListener("focusin", (e) => e.target.dispatchEvent(
+        new KeyboardEvent("keydown", {key: "k", ctrlKey: true, bubbles: true})), {once: true})""")
+    keys.press("Escape")
+    expect(page.locator(".palette input[type=text]")).to_be_focused()
+    keys.press("Escape")
+    expect(page.locator("#theme")).to_be_focused()
     page.locator("#language").focus()
     for _ in range(2):
         keys.press("Enter")
