@@ -25,6 +25,8 @@ NEW_STAGE = 0.1
 HURDLE = 1.3
 """Of the best step simulated: an allocation that takes longer at its first paces gets no other. These overstate drafts
 that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
+STEPS_INSIDE = 30
+"""Steps of which one that changes something inside a region is looked for."""
 DIGITS = 9
 """To which values of allocations agree that differ in idle workers alone."""
 
@@ -299,8 +301,13 @@ class Inside(SearchProblem[Allocation]):
         return self._cut(self._whole.random(rng))
 
     def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
-        """What a step leaves in the region."""
-        return self._cut(self._whole.neighbour(x, rng))
+        """What a step leaves in the region; most steps are outside of it, and are not counted."""
+        found = x
+        for _ in range(STEPS_INSIDE):
+            found = self._cut(self._whole.neighbour(x, rng))
+            if found.key != x.key:
+                break
+        return found
 
     def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
         """Of two in the region."""
