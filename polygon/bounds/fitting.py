@@ -85,6 +85,7 @@ def fitting_s(
     *,
     held: Sequence[float] = (),
     rows: slice = EVERY,
+    columns: slice = EVERY,
 ) -> np.ndarray:
     """Seconds per micro-batch of layers [a, b) with as little recomputation as fits a worker's memory.
 
@@ -94,23 +95,23 @@ def fitting_s(
         Least seconds in which a micro-batch passes layers [b, layers) and comes back.
     held : sequence of float, optional
         Micro-batches in flight, whatever a micro-batch takes: of interleaved plans.
-    rows : slice
-        First layers a that matter.
+    rows, columns : slice
+        First layers a, and ends b, that matter.
 
     Returns
     -------
-    ndarray, shape (shardings, rows, layers + 1, classes, 1 or one for each of `held`)
+    ndarray, shape (shardings, rows, columns, classes, 1 or one for each of `held`)
         inf where nothing fits.
     """
     layers = tables.problem.model.layers
-    shape = max(1, len(held)), len(SHARDINGS), len(kinds.classes), len(range(layers)[rows]), layers + 1
-    least_s = np.full(shape, np.inf)
+    some = len(range(layers)[rows]), len(range(layers + 1)[columns])
+    least_s = np.full((max(1, len(held)), len(SHARDINGS), len(kinds.classes), *some), np.inf)
     for c, of in enumerate(kinds.classes):
         if of.shards < of.cp:
             continue  # fewer devices than a worker has
         ways = Executions(tables, of, micro_batch_size)
         for ep in ways.spreads:
-            for where, work, room in _ways(tables, kinds, of, ways, ep, rows):
+            for where, work, room in _ways(tables, kinds, of, ways, ep, (rows, columns)):
                 quickest = work.held_s(room, held[0] if held else 1.0)
                 if all((quickest >= least_s[-1, sharding, c]).all() for sharding in where):
                     continue  # with more in flight it takes no less
@@ -124,7 +125,7 @@ def fitting_s(
 
 
 def _ways(
-    tables: CostTables, kinds: Kinds, of: WorkerClass, ways: Executions, ep: int, rows: slice
+    tables: CostTables, kinds: Kinds, of: WorkerClass, ways: Executions, ep: int, some: tuple[slice, slice]
 ) -> Sequence[tuple[tuple[int, ...], Work, np.ndarray]]:
     """What a micro-batch takes in layers [a, b) of a class of workers, and the room for its activations, by the ways to
     shard; and to which of `SHARDINGS` each belongs."""
@@ -135,14 +136,14 @@ def _ways(
     plain = memory["none"]
     held = differences(running_sum(plain.parameters))
     held[1:, layers] += plain.tied_parameters
-    held = held[rows]
+    held = held[some]
     divided = plain.parameters if plain.sharded_parameters is None else plain.sharded_parameters
     whole = differences(running_sum(divided))
     whole[1:, layers] += plain.tied_parameters
-    whole = whole[rows]
-    transient = np.minimum.reduce([_longest(memory[r].transient_bytes)[rows] for r in RECOMPUTE])
+    whole = whole[some]
+    transient = np.minimum.reduce([_longest(memory[r].transient_bytes)[some] for r in RECOMPUTE])
     limit = tables.limit_bytes[of.pool] - runtime.context_bytes - transient
-    activations = differences(running_sum(plain.activation_bytes))[rows]
+    activations = differences(running_sum(plain.activation_bytes))[some]
     hidden = overlap_of(runtime, tables.problem.batch).gather_hidden
     found = []
 
@@ -161,10 +162,10 @@ def _ways(
         seen_s += np.maximum(gather_s + scatter_s - hidden * backward, 0.0)
         once = running_sum(forward + backward)
         work = Work(
-            seconds=differences(once)[rows],
+            seconds=differences(once)[some],
             bytes=activations,
-            gives=[(rate, differences(running_sum(each))[rows]) for rate, each in _steps(freed, more_s)],
-            least_s=differences(running_sum(forward + backward + seen_s))[rows]
+            gives=[(rate, differences(running_sum(each))[some]) for rate, each in _steps(freed, more_s)],
+            least_s=differences(running_sum(forward + backward + seen_s))[some]
             if per_byte
             else np.zeros_like(activations),
         )

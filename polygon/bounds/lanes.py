@@ -21,6 +21,10 @@ from polygon.jit.compilation import general, kernel
 
 LANES = 1.02
 """Micro-batches of a lane at which the bound takes a step, one over the other, where they are many."""
+MOST_SPLITS = 5000
+"""Ways to share out the layers among groups of which each is looked at."""
+PRICES = (0.0, 0.3, 0.5, 0.7, 0.85, 1.2, 1.5)
+"""What a device of one kind may count over what it computes: no prices let lanes have more devices than there are."""
 PASSING = (0.3, 1.0, 3.0)
 """Weights of the time that a micro-batch takes to pass a lane, where that may have more groups than micro-batches."""
 
@@ -45,15 +49,15 @@ def own_s(
     Before its first backward it waits until a micro-batch has made a trip of so many seconds, and does so many forwards
     at most.
     """
-    first, level = min(group, 1), 0
+    first, level = 2 if ends else min(group, 1), 0
     while level + 1 < pipeline.levels[min(group, len(pipeline.levels) - 1)] and pipeline.held[level + 1] <= count:
         level += 1
     each_s = float(pipeline.class_s[scatters - 3, first, first + layers, c, level])
     back_s = layers * pipeline.back_s[0, c]
     if group == 0:
-        each_s, back_s = each_s + pipeline.end_s[0, c], back_s + pipeline.back_s[1, c]
+        back_s += pipeline.back_s[1, c]
     if ends:
-        each_s, back_s = each_s + pipeline.end_s[1, c], back_s + pipeline.back_s[2, c]
+        back_s += pipeline.back_s[2, c]
     if each_s * count > (time_s - waits_s[0] - waits_s[1 + scatters * pipeline.forward_s.shape[0] + layers]) * (
         1 + 1e-9
     ):
@@ -165,10 +169,128 @@ def lane_needs(
 
 
 @general
+def lane_counts(micro_batches: int) -> np.ndarray:
+    """Micro-batches of a lane at which the bound takes a step, ascending; the last is one more than there are."""
+    counts, different, count = np.empty(micro_batches + 1, dtype=np.int64), 0, 1
+    while count <= micro_batches:
+        counts[different] = count
+        different, count = different + 1, max(count, int(count * LANES)) + 1
+    counts[different] = micro_batches + 1
+    return counts[: different + 1]
+
+
+@general
+def able_classes(pipeline: Pipeline, waits_s: np.ndarray, groups: int, counts: np.ndarray, time_s: float) -> np.ndarray:
+    """Whether a worker of a class does so many micro-batches of so many layers in time, in exactly so many groups;
+    shape (groups, counts, n + 1, classes)."""
+    layers, path_s = pipeline.forward_s.shape[0] - 1, pipeline.path_s.min()
+    able = np.zeros((groups, len(counts), layers + 1, len(pipeline.class_capacity)), dtype=np.bool_)
+    for group in range(groups):
+        trip_s = path_s + (2 * groups - 1) * pipeline.message_s[0, 0]
+        trip_s += (groups - 1 - group) * (pipeline.passing_s[1] + pipeline.message_s[0, 1])
+        held = groups + max(groups - 2 * group - 1, 0)
+        for i in range(len(counts)):
+            for c in range(len(pipeline.class_capacity)):
+                for scatters in range(2):
+                    for own in range(1, layers + 1 - min(group, 1)):
+                        ends = group == groups - 1
+                        each_s = own_s(
+                            pipeline, group, waits_s[group], scatters, own, c, counts[i], ends, trip_s, held, time_s
+                        )
+                        if each_s == np.inf:
+                            break
+                        able[group, i, own, c] = True
+    return able
+
+
+@general
+def splits_end(pipeline: Pipeline, waits_s: np.ndarray, groups: int, time_s: float, limit: float) -> bool:
+    """Whether some split of the layers among exactly so many groups lets lanes end in time that have no more devices of
+    any kind than there are: all lanes have the same split.
+
+    At any prices of devices, lanes that do all cost the micro-batches times the least of what a lane costs over those
+    that it does, or more; and no more than all devices. Of first and last group alone they cost no more than those that
+    a tied embedding is summed among in that time.
+    """
+    layers, kinds = pipeline.forward_s.shape[0] - 1, len(pipeline.kind_devices)
+    counts = lane_counts(int(pipeline.micro_batches))
+    able = able_classes(pipeline, waits_s, groups, counts[:-1], time_s)
+    several = 1 + (len(PRICES) * kinds if kinds > 1 else 0)
+    costs = np.full((several + 1, groups, len(counts) - 1, layers + 1), np.inf)
+    limits = np.full(several + 1, limit)
+    limits[several] = pipeline.tied_capacity
+    for price in range(several):
+        kind, factor = -1, 1.0
+        if price > 0:
+            kind, factor = (price - 1) // len(PRICES), PRICES[(price - 1) % len(PRICES)]
+            limits[price] = 0.0
+        known = np.zeros(kinds, dtype=np.bool_)
+        for c in range(len(pipeline.class_capacity)):
+            of, cost = pipeline.class_kind[c], pipeline.class_capacity[c]
+            cost *= factor if of == kind else 1.0
+            if price > 0 and not known[of]:
+                limits[price] += cost / pipeline.class_devices[c] * pipeline.kind_devices[of]
+                known[of] = True
+            for group in range(groups):
+                for i in range(len(counts) - 1):
+                    for own in range(1, layers + 1):
+                        if able[group, i, own, c]:
+                            costs[price, group, i, own] = min(costs[price, group, i, own], cost)
+    costs[several] = costs[0]
+    for group in range(1, groups - 1):
+        costs[several, group] = 0.0
+    split = np.ones(groups, dtype=np.int64)
+    split[-1] = layers + 1 - groups
+    while True:
+        possible = True
+        for price in range(several + 1):
+            possible = False
+            for i in range(len(counts) - 1):
+                cost = 0.0
+                for group in range(groups):
+                    cost += costs[price, group, i, split[group]]
+                if cost * pipeline.micro_batches <= limits[price] * (counts[i + 1] - 1) * (1 + 1e-9):
+                    possible = True
+                    break
+            if not possible:
+                break
+        if possible:
+            return True
+        # The next split: one layer more in a group, one in each before, the rest in the last.
+        group, split[-1] = 0, split[-1] - 1
+        split[0] += 1
+        while split[-1] < 1:
+            if group >= groups - 2:
+                return False
+            split[-1] += split[group] - 1
+            split[group] = 1
+            group += 1
+            split[group] += 1
+            split[-1] -= 1
+
+
+@general
 def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float) -> bool:
     """Whether an interleaved plan of so many groups can end in time, with so much compute for its lanes."""
+    if most_groups == 2:  # all lanes are in first and last group
+        limit = min(limit, pipeline.tied_capacity)
+    waits_s = group_waits_s(pipeline, time_s, most_groups)
+    if not lanes_suffice(pipeline, waits_s, time_s, most_groups, limit):
+        return False
+    splits = 1.0
+    for group in range(1, most_groups):
+        splits *= (pipeline.forward_s.shape[0] - 1 - group) / group
+    if pipeline.fewest < most_groups or splits > MOST_SPLITS:
+        return True
+    return splits_end(pipeline, waits_s, most_groups, time_s, limit)
+
+
+@general
+def group_waits_s(pipeline: Pipeline, time_s: float, most_groups: int) -> np.ndarray:
+    """What the workers of each group wait before the first micro-batch, and after the last one with so many layers and
+    either sharding, shape (groups, 1 + 2 (n + 1)); inf where no tier has room."""
     layers, widest = pipeline.forward_s.shape[0] - 1, 3 * len(pipeline.spreads) - 3
-    waits_s, room = np.full((most_groups, 1 + 2 * (layers + 1)), np.inf), np.empty((2, layers + 1))
+    waits_s = np.full((most_groups, 1 + 2 * (layers + 1)), np.inf)
     for group in range(most_groups):
         first = min(group, 1)
         begins_s, tail_s = waiting_s(pipeline, group, first)
@@ -187,7 +309,13 @@ def lanes_end(pipeline: Pipeline, time_s: float, most_groups: int, limit: float)
                 if least_s == np.inf:
                     break
                 waits_s[group, 1 + scatters * (layers + 1) + count] = least_s
-    micro_batches = int(pipeline.micro_batches)
+    return waits_s
+
+
+@general
+def lanes_suffice(pipeline: Pipeline, waits_s: np.ndarray, time_s: float, most_groups: int, limit: float) -> bool:
+    """Whether lanes with so much compute do all micro-batches, each with the best split of the layers for it."""
+    micro_batches, room = int(pipeline.micro_batches), np.empty((2, pipeline.forward_s.shape[0]))
     # Least compute of lanes that do so many micro-batches together.
     together = np.full(micro_batches + 1, np.inf)
     together[0] = 0.0

@@ -141,7 +141,6 @@ class PipelineBound:
                 tied_capacity=np.inf,
                 sums=device_sums(size.device_capacity, size.kind_devices),
                 fewest=1,
-                end_s=np.zeros((2, len(capacity))),
                 back_s=np.zeros((3, len(capacity))),
                 path_s=np.zeros(len(capacity)),
                 alike=False,
@@ -157,6 +156,7 @@ class PipelineBound:
         only: Pipeline | None = None,
         most_stages: int = MOST_STAGES,
         further: bool = True,
+        lanes: bool = True,
         rest: float = 0.0,
     ) -> float:
         """Least time in which a pipeline can end, if it is less than `known_s` (else that).
@@ -169,10 +169,12 @@ class PipelineBound:
             With these costs.
         most_stages, further
             See `least_capacity`.
+        lanes : bool
+            Whether groups of an interleaved plan are looked at as lanes too.
         rest : float
             Work that is not the pipeline's, and is not in the capacity.
         """
-        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, rest=rest)
+        ends = partial(self._ends, capacity=capacity, most_stages=most_stages, further=further, lanes=lanes, rest=rest)
         pipeline, levels = only or self.pipeline, self.tied_levels if most_stages > 1 else self.tied_levels[:1]
         pipeline = pipeline._replace(tied_s=levels[0][0])
         if len(levels) > 1 and np.isfinite(known_s) and not ends(pipeline, known_s):
@@ -189,6 +191,7 @@ class PipelineBound:
         capacity: Callable[[float], float],
         most_stages: int,
         further: bool,
+        lanes: bool,
         rest: float,
     ) -> bool:
         """Whether a pipeline can end in so much time."""
@@ -198,7 +201,7 @@ class PipelineBound:
         for weight in WEIGHTS if pipeline.alike else (0.0,):
             if least_capacity(pipeline, time_s, most_stages, limit, further, weight) == np.inf:
                 return False
-        if not pipeline.alike or not pipeline.whole or further:
+        if not pipeline.alike or not pipeline.whole or further or not lanes:
             return True
         return bool(lanes_end(pipeline, time_s, most_stages, limit))
 
@@ -261,9 +264,11 @@ class PipelineBound:
         known_s: float,
         pipeline: Pipeline,
         *,
+        part: Pipeline | None = None,
         rest: float = 0.0,
         most_stages: int = MOST_STAGES,
         further: bool = True,
+        lanes: bool = True,
     ) -> float:
         """Least time of a pipeline after what all of some sets of regions wait; `known_s` if that is less.
 
@@ -272,20 +277,24 @@ class PipelineBound:
 
         Parameters
         ----------
+        part : Pipeline, optional
+            What counts where parts of micro-batches are allowed, in which `rest` is not.
+        most_stages, further, lanes
+            See `least_s`.
         rest : float
             Work beside the pipeline's.
         """
         if self.traffic_s >= known_s:
             return known_s
         waits_s, most = float(sets.waits_s.min()), float(sets.capacity.max())
-        least = partial(self.least_s, most_stages=most_stages, further=further)
+        least = partial(self.least_s, most_stages=most_stages, further=further, lanes=lanes)
 
         least_s = least(constant(most), known_s - waits_s, only=pipeline)
         if least_s + waits_s < known_s and (sets.away.any() or rest > 0):
             # The quickest message is that which links between regions are held against.
             near_s = np.tile(pipeline.message_s[0], (2, 1)) if sets.away.any() else pipeline.message_s
-            part, most_s = pipeline._replace(whole=False, message_s=near_s), known_s - waits_s
-            parts_s = least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=part, rest=rest)
+            parts, most_s = (part or pipeline)._replace(whole=False, message_s=near_s), known_s - waits_s
+            parts_s = least(lambda time_s: sets.most(time_s) - rest / time_s, most_s, only=parts, rest=rest)
             least_s = max(least_s, parts_s)
         return min(known_s, max(least_s + waits_s, self.traffic_s))
 
@@ -307,16 +316,24 @@ class PipelineBound:
         apart leave of the time. A group waits for a layer or more of every group before. Of p groups with v chunks
         group g holds (2 (p - g - 1) + p (v - 1) + 1) / v micro-batches in flight, min(p, (3 p - 1) / 2 - g) or more,
         or all that it does if these are fewer (`polygon.domain.schedule.interleaved_in_flight`). Of layers of one kind
-        any are as good as neighbours; those outside of the longest run of one kind count as compute alone.
+        any are as good as neighbours; those outside of the longest run of one kind count as compute alone,
+        but for the model's first and last layer, which the first and the last group hold (`SizeWork.held_s`).
+        Two chunks of p groups are 2 p stages of a layer or more.
         """
         least_s = np.maximum((self.size.work + sets.away) / sets.capacity, self.size.path_s) + sets.waits_s
         sets = sets.some(least_s < known_s)
         blocks = len(self.size.layer_work[self.size.run])
-        most = min(blocks, int(self.size.kind_devices.sum()))
-        if blocks < 2 or not len(sets.capacity):
+        # Two chunks of a group have a layer each.
+        most = min(blocks, len(self.size.layer_work) // 2, int(self.size.kind_devices.sum()))
+        if min(blocks, most) < 2 or not len(sets.capacity):
             return min(known_s, float(least_s.min()))
-        for fewest, more in pairwise((*(groups for groups in GROUPS if groups <= most), MANY_NODES)):
-            pipeline, further = self._groups(fewest), fewest == GROUPS[-1] < most
+        steps = pairwise((*(groups for groups in GROUPS if groups <= most), MANY_NODES))
+        # A group has none of the run if of its stages some are before it and all others, p or more further on, behind
+        # it, or all on one side: then there are p + 1 layers outside, and all groups have two.
+        without = self.size.others // 2
+        some_without = [(*step, without) for step in pairwise((*GROUPS, MANY_NODES)) if step[0] < self.size.others]
+        for fewest, more, without in [*((*step, 0) for step in steps), *some_without]:
+            (pipeline, part), further = self._groups(fewest, without), fewest == GROUPS[-1] < most
             for some in sets.bins():
                 computing_s = (self.size.work + some.away) / some.capacity + some.waits_s
                 if float(computing_s.min()) >= known_s:
@@ -326,36 +343,52 @@ class PipelineBound:
                     some,
                     known_s,
                     pipeline._replace(tier_s=tier_s),
+                    part=part._replace(tier_s=tier_s),
                     rest=self.size.rest_work,
-                    most_stages=fewest if further else min(more - 1, most),
+                    most_stages=fewest if further else min(more - 1, most) - (without > 0),
                     further=further,
+                    lanes=not without,
                 )
         return known_s
 
-    def _groups(self, fewest: int) -> Pipeline:
-        """The longest run of alike layers in so many groups or more."""
+    def _groups(self, fewest: int, without: int) -> tuple[Pipeline, Pipeline]:
+        """The longest run of alike layers in so many groups or more, up to so many of which have none of it; with the
+        model's ends, and with their memory alone where their time counts with the rest."""
         run = self.size.run
-        inside = (slice(None), slice(run.start, run.start + 2), slice(run.start, run.stop + 1))
-        group = np.arange(run.stop - run.start)
+        count = run.stop - run.start
+        group = np.arange(count)
         groups = np.maximum(fewest, group + 1)
-        levels = np.searchsorted(HELD, np.minimum(groups, 1.5 * groups - 0.5 - group), side="right")
-        nothing = np.zeros(run.stop - run.start + 1)
+        place = np.minimum(group + without, groups - 1)
+        levels = np.searchsorted(HELD, np.minimum(groups, 1.5 * groups - 0.5 - place), side="right")
+        nothing = np.zeros(count + 1)
         class_s = np.ascontiguousarray(self.size.held_s[..., : levels.max()])
-        return self.pipeline._replace(
+        ends_s, back_s = self.size.end_s, self.size.back_s
+        if without:  # the model's ends may be in groups that have none of the run
+            ends_s, back_s = np.zeros_like(ends_s), back_s * np.array([[1.0], [0.0], [0.0]])
+        rest_s = class_s.copy()
+        if self.size.at_ends:
+            rest_s[:, ::2] -= ends_s[:, None, :, None]
+        else:
+            class_s[:, ::2] += ends_s[:, None, :, None]
+        tier_s = np.full((2, 3, count + 3, self.group_tier_s.shape[-1]), np.inf)
+        for row in range(3):
+            first = run.start + min(row, 1)
+            tier_s[:, row, row + 1 : row + 1 + run.stop - first] = self.group_tier_s[:, first, first + 1 : run.stop + 1]
+        pipeline = self.pipeline._replace(
             forward_s=nothing,
             backward_s=nothing,
             class_s=class_s,
             held=np.array(HELD[: levels.max()]),
             levels=levels,
             best=best_class(class_s, self.pipeline.class_capacity),
-            tier_s=np.ascontiguousarray(self.group_tier_s[inside]),
-            fewest=fewest,
-            end_s=self.size.end_s,
-            back_s=self.size.back_s,
+            tier_s=tier_s,
+            fewest=max(1, fewest - without),
+            back_s=back_s,
             path_s=self.size.trip_s,
             passing_s=(float(self.size.block_s[0]), float(self.size.block_s[1])),
             alike=True,
         )
+        return pipeline, pipeline._replace(class_s=rest_s, best=best_class(rest_s, pipeline.class_capacity))
 
     def local_s(self, known_s: float) -> float:
         """Least time of two regions or more that each hold all layers and meet every so many steps.

@@ -66,15 +66,15 @@ class Pipeline(NamedTuple):
     """(sums,) ascending from 0: what whole devices compute together, as far as it is known."""
     fewest: int
     """Groups at least."""
-    end_s: np.ndarray
-    """(2, c) least seconds of a micro-batch in the model's first and last layer; 0 where these are of the alike."""
     back_s: np.ndarray
-    """(3, c) least seconds of backward alone: in one of the alike layers, and in these two."""
+    """(3, c) least seconds of backward alone: in one of the alike layers, and in the model's first and last layer, 0
+    where these are of the alike."""
     path_s: np.ndarray
     """(c,) least seconds in which a micro-batch passes all layers and has gone back through the last, on workers with
     no more compute than one of the class."""
     alike: bool
-    """Whether all layers are, so that it does not matter which of them a stage has: two first layers stand for all."""
+    """Whether all layers are, so that it does not matter which of them a stage has: the first layer's place stands for
+    the first group, the second's for all between, the third's for the last group."""
     whole: bool
     """Whether workers do whole micro-batches, and stages have whole workers; else any part of them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from scipy.optimize import linprog
@@ -88,6 +88,10 @@ class SizeWork:
         self.worth = np.array([running_sum(of) for of in (*(way.min(axis=0) for way in ways), self.layer_work)])
         """Running sums of what forward and backward of a micro-batch are worth at least, and of `layer_work`, shape
         (3, layers + 1)."""
+        self.others = len(names) - (self.run.stop - self.run.start)
+        """How many are outside of that run."""
+        self.at_ends = self.run.start <= 1 and self.run.stop >= len(names) - 1
+        """Whether these are the model's first and last layer alone."""
         apart = np.array([self.run.start > 0, self.run.stop < len(names)])
         self.end_s = np.stack([each_s[:, layer] * of for layer, of in zip((0, -1), apart, strict=True)])
         """Least seconds of a micro-batch in the first and in the last layer on each class, shape (2, classes); 0 where
@@ -135,15 +139,29 @@ class SizeWork:
 
     @cached_property
     def held_s(self) -> np.ndarray:
-        """See `fitting.fitting_s`: the first layers of the run, with so many micro-batches in flight as `HELD` says."""
-        first = self.run.start
-        found_s = np.concatenate(
-            [
-                fitting_s(self.tables, of, self.micro_batch_size, self.rest_s, held=HELD, rows=slice(first, first + 2))
-                for of in self._spread_kinds
-            ]
-        )
-        return np.ascontiguousarray(found_s[:, :, first : self.run.stop + 1])
+        """Seconds of a micro-batch in so many layers of the run on a worker of the first group of an interleaved plan,
+        of one between, and of the last, with so many in flight as `HELD` says (`fitting.fitting_s`).
+
+        Where these are the others (`at_ends`), the first group holds the model's first layer beside, the last its last
+        one. Shape (3 spreads, 3, n + 3, classes, levels) for a run of n, k layers of row r at r + k.
+        """
+        first, last, layers = self.run.start, self.run.stop, len(self.layer_work)
+        count = last - first
+        found_s = np.full((3 * len(self.spreads), 3, count + 3, len(self.kinds.classes), len(HELD)), np.inf)
+
+        def of(rows: slice, columns: slice) -> np.ndarray:
+            fitting = partial(fitting_s, held=HELD, rows=rows, columns=columns)
+            size = self.micro_batch_size
+            return np.concatenate([fitting(self.tables, of, size, self.rest_s) for of in self._spread_kinds])
+
+        found_s[:, 1, 2 : count + 1] = of(slice(first + 1, first + 2), slice(first + 2, last + 1))[:, 0]
+        if self.at_ends:
+            found_s[:, 0, 1 : count + 1] = of(slice(0, 1), slice(first + 1, last + 1))[:, 0]
+            found_s[:, 2, 3 : count + 3] = of(slice(first, last), slice(layers, layers + 1))[:, ::-1, 0]
+        else:
+            found_s[:, 0, 1 : count + 1] = of(slice(first, first + 1), slice(first + 1, last + 1))[:, 0]
+            found_s[:, 2, 3 : count + 3] = found_s[:, 0, 1 : count + 1]
+        return found_s
 
     @property
     def least_s(self) -> float:

@@ -265,7 +265,7 @@ def least_capacity(
     price = weight * limit / time_s
     limit *= 1 + weight
     room = limit * (1 + 1e-9)
-    used, needs = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
+    used, needs, ends = np.full(layers + 1, np.inf), np.full(layers + 1, np.inf), np.full(layers + 1, np.inf)
     used[0] = 0.0
     best = np.inf
     last = min(most_stages, layers) - 1
@@ -280,12 +280,18 @@ def least_capacity(
                 needs[count] = stage_need(pipeline, s, first, first + count, room, np.inf, time_s, price, limit)
                 if needs[count] < 0:
                     break
+            ends[:] = np.inf
+            for count in range(1, layers + 1 - first if s + 1 >= pipeline.fewest else 0):
+                ends[count] = stage_need(pipeline, s, 2, 2 + count, room, np.inf, time_s, price, limit)
+                if ends[count] < 0:
+                    ends[count] = np.inf
+                    break
         for a in range(s, layers):
             if used[a] > limit:
                 continue
             for b in range(a + 1, layers + 1):
                 if pipeline.alike:
-                    need = needs[b - a]
+                    need = needs[b - a] if b < layers or needs[b - a] < 0 else ends[b - a]
                 else:
                     known = after[b] - used[a]
                     need = stage_need(pipeline, s, a, b, room - used[a], known, time_s, price, limit)

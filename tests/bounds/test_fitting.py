@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polygon.bounds.fitting import Work, _least_scatter, _steps
+from polygon.bounds.size_work import size_work
 from polygon.bounds.stage_tiers import Kinds, differences
 from polygon.cost.reduction import collective_s
 from polygon.cost.tables import CostTables, running_sum
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.domain.schedule import interleaved_units
+from tests.drawn_problems import small_problem
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases
 
@@ -85,3 +87,16 @@ def test_groups_of_interleaved_plans_hold_as_much_as_their_place_says():
         least = min(interleaved_units(groups, chunks, group) / chunks for chunks in range(2, 200))
         law = min(groups, 1.5 * groups - 0.5 - group)
         assert law <= least <= law * 1.2
+
+
+def test_the_last_group_has_room_for_the_head():
+    """An interleaved plan's last group holds the model's last layer beside its blocks: it takes longer."""
+    tables = CostTables(small_problem(3))
+    kinds = Kinds.of(tables)
+    size = size_work(tables, kinds, tables.micro_batch_sizes[0])
+    blocks = size.run.stop - size.run.start
+    for layers in range(1, blocks):
+        between, last = size.held_s[:, 1, 1 + layers], size.held_s[:, 2, 2 + layers]
+        apart = size.end_s[1][:, None] > 0
+        assert (last >= np.where(np.isfinite(between), between, 0.0) * (1 - 1e-9)).all()
+        assert ((last > between) | ~np.isfinite(last) | ~apart).all()
