@@ -61,7 +61,7 @@ class Pipeline(NamedTuple):
     tied_s: float
     """Least seconds to exchange the gradient of tied embeddings, if first and last stage are two."""
     tied_capacity: float
-    """Most compute of either of these."""
+    """Most compute of these two together."""
     sums: np.ndarray
     """(sums,) ascending from 0: what whole devices compute together, as far as it is known."""
     fewest: int

@@ -66,12 +66,12 @@ export function Palette(): JSX.Element {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const found = !asking.value ? [] : commands().filter((c) => words.every((w) => c.name.toLowerCase().includes(w)));
   const run = (c: Command | undefined): void => { dialog.current?.close(); asking.value = false; c?.run(); };
-  // A dialog says late that it closed, the keys may have opened it again by then: Escape is told to all at once.
   const key = (e: KeyboardEvent): void => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[e.key];
     if (to !== undefined) { e.preventDefault(); setAt((to + found.length) % Math.max(1, found.length)); }
     if (e.key === "Enter") { e.preventDefault(); run(found[at]); }
   };
+  // A dialog says late that it closed, the keys may have opened it again by then: Escape is told to all at once.
   return (
     <dialog ref={dialog} class="palette" aria-label={t("palette")} onCancel={(e) => { e.preventDefault(); asking.value = false; }} onClose={() => (asking.value = !!dialog.current?.open)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>{asking.value && <>
       <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
