@@ -128,6 +128,8 @@ class CostTables:
         """What memory needs of a group's stages (`polygon.cost.estimate.group_rows`)."""
         self.begun = Kept[Any](1)
         """Where searches begin (`polygon.planning.search_engine`)."""
+        self.parts = Kept[CostTables](KEPT_PLANS)
+        """Tables of searches in some regions alone, by problem and regions."""
         self.polished = Kept[Any](KEPT_PLANS)
         """What small changes make of a plan, by problem, objective, value and number of changes: a value, the plan and
         its allocation."""

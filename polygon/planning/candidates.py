@@ -25,8 +25,6 @@ NEW_STAGE = 0.1
 HURDLE = 1.3
 """Of the best step simulated: an allocation that takes longer at its first paces gets no other. These overstate drafts
 that memory holds back by up to a quarter, which is more than a search has between its best allocations."""
-STEPS_INSIDE = 30
-"""Steps of which one that changes something inside a region is looked for."""
 DIGITS = 9
 """To which values of allocations agree that differ in idle workers alone."""
 
@@ -275,43 +273,6 @@ class Candidates(SearchProblem[Allocation]):
         """A repaired mixture of the matrices; the setting of one parent."""
         mixed = self.space.crossover(a.workers, b.workers, rng)
         return (a if rng.random() < 0.5 else b).with_workers(self.compact(mixed))
-
-    def key(self, x: Allocation) -> Hashable:
-        """Stages and setting."""
-        return x.key
-
-
-class Inside(SearchProblem[Allocation]):
-    """Allocations in one region alone, kept among all others (`Candidates`)."""
-
-    def __init__(self, whole: Candidates, region: int) -> None:
-        self._whole, self._outside = whole, np.flatnonzero(whole.region_of_class != region)
-
-    def _cut(self, x: Allocation) -> Allocation:
-        workers = x.workers.copy()
-        workers[:, self._outside] = 0
-        return x.with_workers(self._whole.compact(workers))
-
-    def evaluate(self, x: Allocation) -> float:
-        """The objective at the fluid step time."""
-        return self._whole.evaluate(x)
-
-    def random(self, rng: np.random.Generator) -> Allocation:
-        """What a random allocation has in the region."""
-        return self._cut(self._whole.random(rng))
-
-    def neighbour(self, x: Allocation, rng: np.random.Generator) -> Allocation:
-        """What a step leaves in the region; most steps are outside of it, and are not counted."""
-        found = x
-        for _ in range(STEPS_INSIDE):
-            found = self._cut(self._whole.neighbour(x, rng))
-            if found.key != x.key:
-                break
-        return found
-
-    def crossover(self, a: Allocation, b: Allocation, rng: np.random.Generator) -> Allocation:
-        """Of two in the region."""
-        return self._whole.crossover(a, b, rng)
 
     def key(self, x: Allocation) -> Hashable:
         """Stages and setting."""

@@ -16,7 +16,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
-from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, Inside
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.decode import Allocation, Decoder, Infeasible
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
@@ -30,7 +30,7 @@ from polygon.planning.initial_solutions import (
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
-from polygon.planning.telling import EXACT, MEMETIC, POLISH, STARTS, Tell, of_round, phase_of, share
+from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, Tell, of_round, phase_of, share
 from polygon.planning.uniform_starts import uniform_starts
 from solvers.ants import Ants
 from solvers.genetic import Genetic
@@ -57,8 +57,6 @@ MOST_LAPS, LAP, SHORTEST_LAP = 4, 60, 12
 """Halvings of a race, and moves of every racer in its first lap: fewer where there are fewer evaluations."""
 RACERS = 2**MOST_LAPS
 """Starts of a race and of the genetic search, if there are evaluations enough."""
-REGIONS_ALONE, ALONE = 4, 0.05
-"""Regions in each of which a search begins, and the part of the evaluations that each of them gets."""
 RACE = 0.3
 """Part of the evaluations that the race before the genetic search takes at most."""
 CYCLE = 8_000
@@ -70,6 +68,12 @@ MOST_CELLS = 3_000_000
 LATE = 30
 """Moves for which walks of the second race may be worse."""
 
+PARTS, MOST_OF_REGIONS = 3, 0.75
+"""Sets of regions in each of which a short search is made, and the part of all regions that such a set is at most."""
+NEARLY = 0.1
+"""Part by which the best plan in such a set is worse than the best of all, at most."""
+SHORT = 0.25
+"""Evaluations of such a search, of those of a whole one."""
 RUNNER_UP = 0.08
 """Part by which an allocation may be worse than the best and still be polished, as polishing may turn them."""
 MOST_RUNNERS_UP = 4
@@ -89,6 +93,8 @@ class Effort:
     """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
     patience: int = 6_000
     """Fluid evaluations without improvement after which the first phase ends."""
+    in_parts: bool = True
+    """Whether a round also searches, shortly, in the regions alone of the best plans that leave some out."""
     rounds: int = 1
     """Searches of which the best is taken, with a generator each (`find_in_rounds`); the other counts are of one."""
     begins_with: Effort | None = None
@@ -318,6 +324,10 @@ def find_plan(
     if draft is None:
         return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
+    if not interrupted and effort.in_parts:
+        found, interrupted = _in_parts(decoder, exact, draft[0], rng, effort, clock, tell)
+        evaluations += sum(part.evaluations for part, _ in found)
+        draft = min([draft, *(new for _, new in found if new)], key=lambda entry: entry[0])
     if not interrupted:
         draft, interrupted = _polish(decoder, exact, draft, begun.uniform, effort, clock, tell)
     # What is allowed with less may be all that is found with more, and was polished there.
@@ -349,10 +359,7 @@ def _explore(
     if begun.interrupted:
         return 0, True
     cycles = max(1, round(effort.fluid_evaluations / CYCLE))
-    made, interrupted = _inside(candidates, rng, effort, clock)
-    if interrupted:
-        return made, True
-    each = (effort.fluid_evaluations - made) // cycles
+    made, each = 0, effort.fluid_evaluations // cycles
     walks, fewest, _ = _race(each // 2, LATE)
     late = each // 2 if fewest else 0
     memetic = _memetic(each - late, effort.patience)
@@ -366,30 +373,6 @@ def _explore(
             continue
         stop = _limit(count, patience, max(0.0, clock.left_s(0.65)))
         result = solver.solve(candidates, rng, stop, start=candidates.different[:RACERS], callback=callback)
-        made += result.evaluations
-        if result.stopped_by == "interrupt":
-            return made, True
-    return made, False
-
-
-def _inside(candidates: Candidates, rng: np.random.Generator, effort: Effort, clock: _Clock) -> tuple[int, bool]:
-    """Search within each of the regions that are best by themselves; evaluations, and whether broken.
-
-    All regions together have many more pipelines, of which the fluid value misjudges more: a search that does not leave
-    a region is no worse for the others.
-    """
-    if len(candidates.decoder.problem.cluster.regions) == 1:
-        return 0, False
-    starts: dict[int, list[Allocation]] = {}  # the best first, of regions and in them
-    for x in candidates.different:
-        regions = candidates.regions_of(x)
-        if len(regions) == 1:
-            starts.setdefault(regions[0], []).append(x)
-    made, most = 0, int(ALONE * effort.fluid_evaluations)
-    walks = Racing(racers=4, lap=max(1, most // 12))
-    for region, alone in itertools.islice(starts.items(), REGIONS_ALONE if most else 0):
-        stop = _limit(most, most, max(0.0, clock.left_s(0.65)))
-        result = walks.solve(Inside(candidates, region), rng, stop, start=alone[: walks.racers])
         made += result.evaluations
         if result.stopped_by == "interrupt":
             return made, True
@@ -562,6 +545,78 @@ def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Dra
     if uniform and (best is None or uniform[0][0] < best[0]):
         return uniform[0]
     return best
+
+
+def _in_parts(
+    decoder: Decoder,
+    exact: ExactCandidates,
+    value: float,
+    rng: np.random.Generator,
+    effort: Effort,
+    clock: _Clock,
+    tell: Tell | None,
+) -> tuple[list[tuple[Found, _Draft | None]], bool]:
+    """Short searches in sets of regions whose plans were nearly as good; what they found, and whether interrupted.
+
+    All regions together have many more pipelines, of which the fluid value misjudges more: what it says against those
+    that leave some regions out is less sure than what it says among these.
+    """
+    met: list[tuple[Found, _Draft | None]] = []
+    short = replace(
+        effort,
+        fluid_evaluations=int(SHORT * effort.fluid_evaluations),
+        exact_evaluations=int(SHORT * effort.exact_evaluations),
+        polish_evaluations=0,
+        in_parts=False,
+    )
+    parts = _likely_parts(exact, value)
+    for i, part in enumerate(parts):
+        phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
+        left_s = clock.left_s()
+        if left_s <= 0:
+            break
+        tables = _tables_of_part(decoder, part)
+        found = find_plan(
+            tables.problem, rng, effort=replace(short, time_limit_s=left_s), tables=tables, objective=decoder.objective
+        )
+        bills = [(bill, _among_all(decoder, part, x)) for bill, x in found.bills]
+        exact.bills += bills
+        met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))
+        if found.interrupted:
+            return met, True
+    return met, False
+
+
+def _likely_parts(exact: ExactCandidates, value: float) -> list[tuple[int, ...]]:
+    """The sets of regions, not nearly all, whose best plan met is little worse; the best first."""
+    best: dict[tuple[int, ...], float] = {}
+    for x, other in exact.met():
+        regions = exact.regions_of(x)
+        best[regions] = min(other, best.get(regions, math.inf))
+    most = MOST_OF_REGIONS * len(np.unique(exact.region_of_class))
+    near = [part for part in best if len(part) <= most and best[part] <= value + NEARLY * abs(value)]
+    return sorted(near, key=best.__getitem__)[:PARTS]
+
+
+def _tables_of_part(decoder: Decoder, part: tuple[int, ...]) -> CostTables:
+    """Tables of the problem in some regions alone; kept, as other rounds may search there."""
+    problem = decoder.problem
+    kept = decoder.tables.parts.get((problem,), part)
+    if kept is None:
+        names = {region.name for i, region in enumerate(problem.cluster.regions) if i not in part}
+        forbidden = tuple(sorted(names.union(problem.constraints.forbidden_regions)))
+        inner = replace(problem, constraints=replace(problem.constraints, forbidden_regions=forbidden))
+        kept = decoder.tables.parts.put(decoder.tables.with_other_links(inner), (problem,), part)
+    return kept
+
+
+def _among_all(decoder: Decoder, part: tuple[int, ...], x: Allocation) -> Allocation:
+    """An allocation in some regions, in the classes of all."""
+    pools = decoder.problem.cluster.pools
+    own = [c for c, (pool, _) in enumerate(decoder.classes) if pools[pool].region in part]
+    workers = np.zeros((len(x.workers), len(decoder.classes)), dtype=np.int64)
+    workers[:, own] = x.workers
+    return x.with_workers(workers)
 
 
 def _polish(

@@ -11,8 +11,8 @@ Tell = Callable[[Message, float, float], None]
 with the best so far."""
 
 STARTS, MEMETIC = Message("phase.starts"), Message("phase.memetic")
-EXACT, POLISH = Message("phase.exact"), Message("phase.polish")
-ENDS = {STARTS.kind: 0.25, MEMETIC.kind: 0.5, EXACT.kind: 0.7, POLISH.kind: 1.0}
+EXACT, IN_PARTS, POLISH = Message("phase.exact"), Message("phase.in_parts"), Message("phase.polish")
+ENDS = {STARTS.kind: 0.25, MEMETIC.kind: 0.45, EXACT.kind: 0.65, IN_PARTS.kind: 0.8, POLISH.kind: 1.0}
 """Part of a search that is done at the end of a phase, about what takes its time on clusters of all sizes."""
 
 

@@ -12,7 +12,7 @@ from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats import catalogue
 from polygon.formats.recognition import cluster_from_data
 from polygon.planning import candidates as candidates_module
-from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates, Inside
+from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
 from polygon.planning.checker import violations
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import block_rates
@@ -153,19 +153,6 @@ def test_another_degree_keeps_the_devices(decoder):
         [0] * 6,
         [0] * 6,
     ]
-
-
-def test_a_search_inside_a_region_never_leaves_it(decoder):
-    """Every step, mixture and random allocation; what it meets is kept among all others."""
-    whole = Candidates(decoder, 4)
-    inside, rng = Inside(whole, 1), np.random.default_rng(0)
-    x = allocation([0, 0, 0, 4])
-    for _ in range(300):
-        x = inside.neighbour(x, rng)
-        assert whole.regions_of(x) in ((1,), ())
-        assert whole.regions_of(inside.random(rng)) in ((1,), ())
-        inside.evaluate(x)
-    assert {whole.regions_of(x) for x in whole.elite} == {(1,)}
 
 
 def test_a_stage_gets_other_workers_that_are_as_quick(decoder):
