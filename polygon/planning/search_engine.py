@@ -93,8 +93,6 @@ class Effort:
     """Small changes of the finished plan that are priced (`polygon.planning.polish`)."""
     patience: int = 6_000
     """Fluid evaluations without improvement after which the first phase ends."""
-    in_parts: bool = True
-    """Whether a round also searches, shortly, in the regions alone of the best plans that leave some out."""
     rounds: int = 1
     """Searches of which the best is taken, with a generator each (`find_in_rounds`); the other counts are of one."""
     begins_with: Effort | None = None
@@ -279,6 +277,26 @@ def find_plan(
         gentle, effort = [x for _, x in before.bills[:1]], half
         kept = [before.plan] if before.plan is not None else []
         known, tell = [*known, *gentle], share(tell, 0.5, 1.0)
+    return _found(
+        problem, rng, effort, tables, objective, groups=groups, tell=tell, known=known, gentle=gentle, kept=kept
+    )
+
+
+def _found(
+    problem: Problem,
+    rng: np.random.Generator,
+    effort: Effort,
+    tables: CostTables | None,
+    objective: Objective,
+    *,
+    groups: Groups | None = None,
+    tell: Tell | None = None,
+    known: Sequence[Allocation] = (),
+    gentle: Sequence[Allocation] = (),
+    kept: Sequence[Plan] = (),
+    in_parts: bool = True,
+) -> Found:
+    """`find_plan` at one level of parity, after allocations and plans of gentler ones; whether also `in_parts`."""
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
@@ -320,11 +338,11 @@ def find_plan(
         start=[*known, *(x for _, _, x in begun.uniform), *likely],
     )
     evaluations += result.evaluations
-    draft = _draft(decoder, ([] if result.solution is None else [result.solution]) + gentle, begun.uniform)
+    draft = _draft(decoder, [*([] if result.solution is None else [result.solution]), *gentle], begun.uniform)
     if draft is None:
         return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
-    if not interrupted and effort.in_parts:
+    if not interrupted and in_parts:
         found, interrupted = _in_parts(decoder, exact, draft[0], rng, effort, clock, tell)
         evaluations += sum(part.evaluations for part, _ in found)
         draft = min([draft, *(new for _, new in found if new)], key=lambda entry: entry[0])
@@ -567,18 +585,16 @@ def _in_parts(
         fluid_evaluations=int(SHORT * effort.fluid_evaluations),
         exact_evaluations=int(SHORT * effort.exact_evaluations),
         polish_evaluations=0,
-        in_parts=False,
     )
     parts = _likely_parts(exact, value)
     for i, part in enumerate(parts):
         phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
-        left_s = clock.left_s()
+        left_s = clock.left_s(0.85)
         if left_s <= 0:
             break
         tables = _tables_of_part(decoder, part)
-        found = find_plan(
-            tables.problem, rng, effort=replace(short, time_limit_s=left_s), tables=tables, objective=decoder.objective
-        )
+        limited = replace(short, time_limit_s=left_s)
+        found = _found(tables.problem, rng, limited, tables, decoder.objective, in_parts=False)
         bills = [(bill, _among_all(decoder, part, x)) for bill, x in found.bills]
         exact.bills += bills
         met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))

@@ -299,8 +299,7 @@ def test_a_region_more_is_not_slower_for_searches_that_are_led_away():
 
 
 def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monkeypatch):
-    """Their allocations, in the classes of all regions, are worth what they were there; sets are not nearly all regions,
-    best first."""
+    """Their allocations, in the classes of all regions, are worth what they were there; no set has all regions."""
     problem = larger_problems(7)[1]["region"]
     met = []
     in_parts = engine._in_parts
