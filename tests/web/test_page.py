@@ -732,7 +732,8 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
 
 
 def test_a_screen_reader_is_told_once(page, server, wide_plan):
-    """Of a plan the whole sentence, of a what-if what comes out of it; nothing else speaks by itself."""
+    """Of a plan how long its step takes while its limit is looked for, then the limit: the sentence in two
+    parts; of a what-if what comes out of it; nothing else speaks by itself."""
     page.goto("about:blank")
     page.goto(server.url)
     page.locator("#calculate:enabled").wait_for()
@@ -742,15 +743,65 @@ def test_a_screen_reader_is_told_once(page, server, wide_plan):
       new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
         .observe(spoken, { childList: true, characterData: true, subtree: true });
     }""")
+    held = Held(page, "**/limits/events")
     page.evaluate(f"location.hash = '#plan={wide_plan}'")
     expect(page.locator("#spoken")).to_contain_text("a step on")
-    assert page.evaluate("window.heard") == [page.locator(".sentence").text_content().strip()]
+    held.release()
+    expect(page.locator("#spoken")).to_contain_text("limited")
+    assert ", ".join(page.evaluate("window.heard")) == page.locator(".sentence").text_content().strip()
     page.locator("#drawer-whatif").click()
     slide(page, "bandwidth_factor", "1")
     expect(page.locator("#spoken")).to_contain_text("tokens/s")
     assert card(page, "step") in page.locator("#spoken").text_content()
-    speaking = page.locator("[aria-live], [role=status], [role=alert]")
+    speaking = page.locator("[aria-live], [role=status], [role=alert], output")
     assert sorted(speaking.evaluate_all("all => all.map((e) => e.id || e.className)")) == ["notice", "spoken"]
+
+
+def test_a_screen_reader_hears_each_thing_once_by_its_name(page, server, wide_plan):
+    """Regions, stages, rows of the step and sliders say what they are and nothing below them says it again, nor
+    anything new when they get the focus (a reader would lose its place); heads of a comparison are names alone; a row
+    of a stage says which; parts of the rail and the drawer are headings."""
+    visit(page, server, wide_plan)
+    view = server.request("POST", f"/api/v1/plans/{wide_plan}/view", {})[2]
+    tokyo = next(r for r in view["regions"] if r["name"] == "tokyo")
+    said = f"tokyo {tokyo['used']}/{sum(tokyo['devices'].values())} devices used"
+    spot = page.locator(".region[data-region=tokyo]")
+    for _ in range(2):
+        assert yaml.safe_load(spot.aria_snapshot()) == [f'button "{said}"']
+        spot.focus()
+    [strip] = yaml.safe_load(page.locator(".strip").aria_snapshot())
+    assert [str(stage).split(":")[0] for stage in strip["list"]] == [
+        f'listitem "Stage {i}' for i in range(len(view["stages"]))
+    ]
+    row = page.locator("[data-chart=gantt] li").first
+    width, device = view["stages"][0]["width"], view["stages"][0]["workers"][0]["device"]
+    assert re.search(f"Stage 0, worker \\d+ of {width}: {device} · .*; Busy [\\d.]+", row.aria_snapshot())
+    for part in ("Cluster", "Model and batch", "Goal and limits", "Plans", "Where it runs", "Stages", "Predicted step",
+                 "Why and what if"):  # fmt: skip
+        expect(page.get_by_role("heading", level=2, name=re.compile(f"^{part}"))).to_have_count(1)
+    assert page.get_by_role("button", name="Edit: Cluster", exact=True).count() == 1
+    page.locator("#drawer-whatif").click()
+    slider = page.get_by_role("slider", name="Latency between regions", exact=True)
+    expect(slider).to_have_attribute("aria-valuetext", "×\u00a01")
+    visit(page, server, wide_plan, "strategy")
+    table = page.get_by_role("table").first
+    heads = table.get_by_role("rowheader").all_text_contents()
+    assert heads == [str(i) for i, stage in enumerate(view["stages"]) for _ in stage["workers"]]
+    visit(page, server, wide_plan, "compare", f"&with={variant(server, wide_plan)}")
+    assert page.locator("#terms thead").get_by_role("button").count() == 0
+
+
+def test_the_commands_field_is_heard_before_a_command(page, server, plan_id):
+    """None is active until something is typed or an arrow pressed; then it is what Enter does."""
+    visit(page, server, plan_id)
+    page.keyboard.press("Control+k")
+    field = page.get_by_role("combobox", name="Type what you want to do", exact=True)
+    expect(field).to_be_focused()
+    assert field.get_attribute("aria-activedescendant") is None
+    page.keyboard.type("strategy")
+    expect(field).to_have_attribute("aria-activedescendant", "command-0")
+    page.keyboard.press("Enter")
+    page.locator("#tab-strategy[aria-selected=true]").wait_for()
 
 
 def test_the_map_shows_what_a_plan_uses_and_all_on_demand(page, server):

@@ -54,12 +54,16 @@ export function keys(e: KeyboardEvent): void {
 export function Palette(): JSX.Element {
   const [text, setText] = useState("");
   const [at, setAt] = useState(0);
+  // The field is told first: of one that has a command active at once Orca 43 hears the command alone, and takes what is
+  // typed for its own keys.
+  const [chosen, choose] = useState(false);
   const dialog = useRef<HTMLDialogElement>(null);
   // Before the next key: what is typed at once after the keys that open it goes into it.
   useLayoutEffect(() => {
     if (!asking.value) return dialog.current?.close(); // what had the focus has it again
     setText("");
     setAt(0);
+    choose(false);
     dialog.current?.showModal();
   }, [asking.value]);
   useEffect(() => dialog.current?.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" }), [at]);
@@ -68,13 +72,13 @@ export function Palette(): JSX.Element {
   const run = (c: Command | undefined): void => { dialog.current?.close(); asking.value = false; c?.run(); };
   const key = (e: KeyboardEvent): void => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[e.key];
-    if (to !== undefined) { e.preventDefault(); setAt((to + found.length) % Math.max(1, found.length)); }
+    if (to !== undefined) { e.preventDefault(); choose(true); setAt((to + found.length) % Math.max(1, found.length)); }
     if (e.key === "Enter") { e.preventDefault(); run(found[at]); }
   };
   // A dialog says late that it closed, the keys may have opened it again by then: Escape is told to all at once.
   return (
     <dialog ref={dialog} class="palette" aria-label={t("palette")} onCancel={(e) => { e.preventDefault(); asking.value = false; }} onClose={() => (asking.value = !!dialog.current?.open)} onClick={(e) => { if (e.target === dialog.current) asking.value = false; }}>{asking.value && <>
-      <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={found[at] ? `command-${at}` : undefined} aria-label={t("palette")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); }} onKeyDown={key} />
+      <input autofocus type="text" role="combobox" aria-expanded="true" aria-controls="palette-list" aria-activedescendant={chosen && found[at] ? `command-${at}` : undefined} aria-label={t("paletteHint")} placeholder={t("paletteHint")} value={text} onInput={(e) => { setText(e.currentTarget.value); setAt(0); choose(true); }} onKeyDown={key} />
       <ul role="listbox" id="palette-list" aria-label={t("palette")}>{found.map((c, i) => <li key={c.name + i} id={`command-${i}`} role="option" aria-selected={i === at} onPointerMove={() => setAt(i)} onClick={() => run(c)}><span>{c.name}</span>{c.keys && <Shortcut keys={c.keys} />}</li>)}</ul>
       {found.length === 0 && <p class="empty" role="status">{t("nothingFound")}</p>}
       <label class="check"><input type="checkbox" id="single-keys" checked={singleKeys.value} onChange={(e) => setSingleKeys(e.currentTarget.checked)} />{t("singleKeys")}</label>

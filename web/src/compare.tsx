@@ -36,6 +36,8 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
   const called = (x: Side): string => x.row.name || x.id;
   // Plans of one cluster have one name unless somebody gave another.
   const title = (x: Side): string => (list.some((y) => y !== x && called(y) === called(x)) ? `${called(x)} · ${x.row.note}` : called(x));
+  // A head is read with every number below it: the name alone.
+  const mark = (x: Side, i: number): JSX.Element => <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{title(x)}</span>;
   const name = (x: Side, i: number): JSX.Element => (
     <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? title(x) : <button type="button" class="link" onClick={() => openPlan(x.id)}>{title(x)}</button>}
       {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: x.row.name })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
@@ -58,9 +60,9 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
           <div class="stack" role="img" aria-label={TERMS.map((k) => `${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`).join(", ")} style={{ width: `${(100 * x.v.estimate.step_s) / most}%` }}>{TERMS.map((k, j) => <i key={k} title={`${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`} style={{ flexGrow: x.v.estimate.terms[k], background: colors[j] }} />)}</div></li>))}</ul>
       <span class="legend">{TERMS.map((k, j) => <span key={k}><i class="swatch" style={{ background: colors[j] }} />{maybe(`term_${k}`)}</span>)}</span>
       <h3>{t("whereTime")}</h3>
-      <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
+      <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
       <h3>{t("whatElse")}</h3>
-      <Table label={t("whatElse")} head={["", ...list.map(name)]} numeric={list.map((_, i) => i + 1)} rows={[
+      <Table label={t("whatElse")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[
         line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), percent, "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />

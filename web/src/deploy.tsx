@@ -42,8 +42,8 @@ function Export({ data }: { data: Data }): JSX.Element {
   const now = names.includes(file) ? file : names.find((n) => ["ds_config.json", "arguments.txt", "flags.txt"].includes(n)) ?? names[0];
   return (
     <>
-      <div id="losses" aria-live="polite">
-        <p>{t("plannedAndWith", { planned: seconds(data.plan_step_s), now: seconds(data.step_s), target: TARGETS[data.target] })}</p>
+      <div id="losses">
+        <p aria-live="polite">{t("plannedAndWith", { planned: seconds(data.plan_step_s), now: seconds(data.step_s), target: TARGETS[data.target] })}</p>
         {data.losses.length ? <Table label={t("cannot")} head={[t("cannot"), t("step")]} numeric={[1]} rows={data.losses.map((l: Data) => [l.what, l.cost_s === null ? "—" : signed(l.cost_s, seconds)])} /> : <p class="good">{t("nothingLost")}</p>}
         <p>{t("start")}: <code>{data.start}</code></p>
         <ul class="plain soft">{data.notes.map((n: string) => <li key={n}>{n}</li>)}</ul>
@@ -80,10 +80,10 @@ function Write({ target }: { target: string }): JSX.Element {
         <p class="soft" id="hosts-wanted">{t("hostsOf", { n: wanted, places: places.map((p) => `${p.nodes} × ${p.device} · ${p.region}`).join(", ") })}{lines > 0 && <b> {lines} / {wanted}</b>}</p>
         <button class="main" id="deploy" type="button" onClick={write}>{t("deployButton")}</button>
         {error && <p class="error" role="alert" id="deploy-error">{error}</p>}
-        {result && <div id="deploy-result" role="status">
+        {result && <div id="deploy-result">
           <p>{t("start")}: <code>cd deployments/{result.name} &amp;&amp; {result.start}</code></p>
           {!hosts.trim() && <p class="error">{t("madeUpHosts")}</p>}
-          <p class={right ? "good" : "error"}>deployments/{result.name}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
+          <p role="status" class={right ? "good" : "error"}>deployments/{result.name}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
           <Table label={t("checks")} head={[t("checks"), ""]} rows={result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])} />
         </div>}
       </Section>

@@ -21,9 +21,10 @@ export function Drawer(): JSX.Element | null {
   const walk = walks(TABS.findIndex(([name]) => name === now), TABS.length, (to) => { tab.value = TABS[to][0]; });
   return (
     <aside class="drawer" aria-label={t("drawer")} onKeyDown={(e) => { if (e.key === "Escape") close(); }}>
+      <h2 class="hidden">{t("drawer")}</h2>
       <div class="drawer-head"><div role="tablist" aria-label={t("drawer")} onKeyDown={walk}>{TABS.map(([name, key]) => (
         <button type="button" role="tab" key={name} id={`drawer-${name}`} aria-selected={now === name} aria-controls="drawer-panel" tabIndex={now === name ? 0 : -1} onClick={() => (tab.value = name)}>{t(key)}</button>))}</div>
-        <button type="button" class="small" aria-label={t("close")} onClick={close}>×</button></div>
+        <button type="button" class="small" aria-label={`${t("close")}: ${t("drawer")}`} onClick={close}>×</button></div>
       <div class="drawer-body" id="drawer-panel" role="tabpanel" tabIndex={0} aria-labelledby={`drawer-${now}`}>
         {now === "limits" ? <Limits /> : now === "whatif" ? <WhatIf key={planId.value} /> : now === "whynot" ? <WhyNot key={planId.value} /> : <Assumed />}
       </div>

@@ -97,7 +97,7 @@ function Notice(): JSX.Element {
     const timer = setTimeout(() => set(""), 2500);
     return () => clearTimeout(timer);
   }, [notice.value]);
-  return <div class={shownNow ? "notice on" : "notice"} role="status">{shownNow}</div>;
+  return <div class={shownNow ? "notice on" : "notice"} aria-live="polite">{shownNow}</div>;
 }
 
 onToken(() => new Promise((resolve) => {

@@ -254,7 +254,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
   const inside = x >= 0 && x <= width && y >= 0 && y <= height;
   return (
     <g data-region={p.name} class={light ? "region lit" : "region"} tabindex={inside ? 0 : -1} role="button"
-      aria-label={`${brief(p.name, 20)} ${said(p)}: ${p.used === undefined ? t("nDevices", { n: p.devices }) : t("usedOf", { used: p.used, all: p.devices })}`}
+      aria-label={`${brief(p.name, 20)} ${p.used === undefined ? t("nDevices", { n: p.devices }) : t("usedOf", { used: p.used, all: p.devices })}`}
       onPointerEnter={() => (pointed.value = { region: p.name })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => (pointed.value = { region: p.name })} onBlur={() => (pointed.value = {})}
       onClick={() => onSelect?.(p.name)} onKeyDown={(e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); onSelect?.(p.name); } }}
@@ -262,7 +262,7 @@ function Region({ p, color, spot, label, width, height, onSelect, onDrag }: OneR
       onPointerMove={(e) => { if (onDrag && e.buttons === 1 && e.currentTarget.hasPointerCapture(e.pointerId)) onDrag(e, p.name); }}>
       <circle cx={x} cy={y} r={r} fill={color} fill-opacity={p.used ? 0.92 : p.used === 0 ? 0.12 : 0.45} stroke={color} stroke-width="1.5" />
       {p.used !== undefined && p.used > 0 && p.used < p.devices && <circle cx={x} cy={y} r={r + 2.5} fill="none" stroke={color} stroke-width="1" stroke-dasharray={`${(p.used / p.devices) * 2 * Math.PI * (r + 2.5)} 999`} />}
-      {(label || light) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label">{brief(p.name, 20)} <tspan>{said(p)}</tspan></text>}
+      {(label || light) && <text x={label?.x ?? x + r + 4} y={label?.y ?? y + 4} text-anchor={label?.anchor ?? "start"} class="map-label" aria-hidden="true">{brief(p.name, 20)} <tspan>{said(p)}</tspan></text>}
     </g>
   );
 }

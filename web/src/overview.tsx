@@ -75,17 +75,20 @@ function Stage({ s, i, index, at }: { s: Data; i: number; index: Map<string, num
   const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
   const who = (w: Data): string => `${w.region}: ${w.workers}${w.tp > 1 ? ` × ${w.tp}` : " ×"} ${w.device}`;
   const busy = Math.max(...s.workers.map((w: Data) => w.busy));
-  const spoken = `${t("stage")} ${i}: ${s.layers}; ${s.workers.map(who).join(", ")}; ${t("busy")} ${percent(busy)}; ${t("memory")} ${percent(full.peak_bytes / full.limit_bytes)}`;
+  const memory = t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) });
+  const spoken = `${t("stage")} ${i}: ${s.layers}; ${s.workers.map(who).join(", ")}; ${t("busy")} ${percent(busy)}; ${t("memory")} ${percent(full.peak_bytes / full.limit_bytes)}, ${memory}`;
   return (
     <li class={light.value ? "lit" : undefined} tabIndex={here.value ? 0 : -1} data-stage={i} aria-label={spoken}
       onPointerEnter={() => (pointed.value = { stage: i })} onPointerLeave={() => (pointed.value = {})}
       onFocus={() => { at.value = i; pointed.value = { stage: i }; }} onBlur={() => (pointed.value = {})}>
+      <div aria-hidden="true">
       <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
       <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
         <li key={j} title={who(w)}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
       ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
       <Bar name={t("busy")} part={busy} />
-      <Bar name={t("memory")} part={full.peak_bytes / full.limit_bytes} title={t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) })} />
+      <Bar name={t("memory")} part={full.peak_bytes / full.limit_bytes} title={memory} />
+      </div>
     </li>
   );
 }

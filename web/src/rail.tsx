@@ -43,7 +43,7 @@ function ClusterSummary(): JSX.Element {
   const known = catalogue.value?.instances ?? [];
   return (
     <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
-      tools={<button type="button" class="small" id="edit-cluster" aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
+      tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void attempt(async () => { const cluster = await get(`/instances/${name}`); edit((d) => { d.cluster = cluster; d.constraints = {}; }); })} />
       <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />

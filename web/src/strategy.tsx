@@ -39,7 +39,7 @@ export function Strategy(): JSX.Element {
   const v = shown.value;
   const answer = useAnswer((stop) => get(`/plans/${planId.value}/alternatives`, stop), planId.value);
   const rows = v.stages.flatMap((s: Data, i: number) => s.workers.map((w: Data, k: number) => [
-    k === 0 ? String(i) : "", k === 0 ? s.layers : "", w.region, <span class="whole">{w.workers} × {w.tp > 1 ? `${w.tp} ` : ""}{w.device}</span>,
+    k === 0 ? String(i) : <span class="hidden">{i}</span>, k === 0 ? s.layers : "", w.region, <span class="whole">{w.workers} × {w.tp > 1 ? `${w.tp} ` : ""}{w.device}</span>,
     w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
     <span class={w.peak_bytes > w.limit_bytes ? "error" : undefined}>{gib(w.peak_bytes)} / {gib(w.limit_bytes)}</span>,
     k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : ""].filter(Boolean).join(", ") : "",

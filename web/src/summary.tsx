@@ -85,17 +85,18 @@ export function Sentence(): JSX.Element {
 const opened = (v: Data, step: string): string => t("sentence", { step, used: v.devices.used, all: v.devices.all });
 
 const RESTED_MS = 500;
-/** What a screen reader is told, once: that a search runs, then the sentence when it is whole, and what comes out of what
-    is tried when it rests. */
+/** What a screen reader is told, once: that a search runs, how long a step of the plan takes as soon as there is one, what
+    limits it when that is known for good, and what comes out of what is tried when it rests. */
 export function Spoken(): JSX.Element {
   const v = planned.value, whole = limits.value?.whole && assumed.value;
-  const now = progress.value ? t("working") : !v || !shown.value ? "" : tried.value ? comesOut() : whole ? opened(v, seconds(v.estimate.step_s)) + limited() : "";
+  const found = v && shown.value && !progress.value ? opened(v, seconds(v.estimate.step_s)) : "";
+  const now = progress.value ? t("working") : found && tried.value ? comesOut() : found && whole ? found + limited() : found;
   const [told, tell] = useState("");
   useEffect(() => {
-    const timer = setTimeout(() => tell(now), RESTED_MS);
+    const timer = setTimeout(() => tell((said) => (said && said === found ? now.replace(found, "").replace(/^[,.，。] ?/, "") || now : now)), RESTED_MS);
     return () => clearTimeout(timer);
   }, [now]);
-  return <div class="hidden" role="status" id="spoken">{told}</div>;
+  return <div class="hidden" aria-live="polite" aria-atomic="true" id="spoken">{told}</div>;
 }
 /** The step with what is tried, and how many tokens more or less that is. */
 export function comesOut(): string {

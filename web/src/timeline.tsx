@@ -64,7 +64,7 @@ export function Timeline(): JSX.Element {
 export function Legend({ sends }: { sends: boolean }): JSX.Element {
   const colors = kindColors();
   const kinds = ["F", "B", "idle", "exposed", "reduce", "update", ...(shown.value?.chunks > 1 ? ["other"] : []), ...(sends ? ["send"] : [])];
-  return <span class="legend">{kinds.map((kind) => <span key={kind}><i class="swatch" style={{ background: colors[kind], boxShadow: kind === "idle" ? `inset 0 0 0 1px ${ink().line}` : undefined }} />{maybe(SPOKEN[kind])}</span>)}</span>;
+  return <span class="legend" aria-hidden="true">{kinds.map((kind) => <span key={kind}><i class="swatch" style={{ background: colors[kind], boxShadow: kind === "idle" ? `inset 0 0 0 1px ${ink().line}` : undefined }} />{maybe(SPOKEN[kind])}</span>)}</span>;
 }
 
 interface RowsProps {
@@ -137,9 +137,9 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   return (
     <div class="gantt" data-chart={name}>
       <ul class="gantt-labels" style={{ width: `${Math.min(LABEL, innerWidth * 0.3)}px` }}>{rows.map((r, i) => (
-        <RowLabel key={`${r.stage} ${r.worker}`} r={r} first={i === 0 || rows[i - 1].stage !== r.stage} opened={opened.includes(r.stage)} toggle={toggle} color={index.has(r.region) ? regionColor(index.get(r.region)!) : undefined} />))}</ul>
+        <RowLabel key={`${r.stage} ${r.worker}`} r={r} first={i === 0 || rows[i - 1].stage !== r.stage} opened={opened.includes(r.stage)} toggle={toggle} busy={r.busy_s / ends} color={index.has(r.region) ? regionColor(index.get(r.region)!) : undefined} />))}</ul>
       <div class="gantt-place" ref={place}>
-        <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}. ${t("ganttHint")}`} onKeyDown={key}
+        <canvas ref={canvas} style={{ width: `${width}px`, height: `${height}px` }} tabIndex={0} role="img" aria-label={`${label}: ${seconds(now.from)} – ${seconds(now.to)}`} aria-description={t("ganttHint")} onKeyDown={key}
           onPointerMove={hover} onPointerLeave={() => { setTip(null); pointed.value = {}; }}
           onPointerDown={(e) => { drag.current = { x: e.clientX, from: now.from, to: now.to }; canvas.current!.setPointerCapture(e.pointerId); }}
           onPointerUp={() => (drag.current = null)} onDblClick={(e) => zoom(0.25, e.offsetX / width)} />
@@ -149,15 +149,16 @@ export function Rows({ name, label, rows, kinds, window: now, whole, opened, tog
   );
 }
 
-interface LabelProps { r: Data; first: boolean; opened: boolean; toggle?: (stage: number) => void; color?: string }
-function RowLabel({ r, first, opened, toggle, color }: LabelProps): JSX.Element {
+interface LabelProps { r: Data; first: boolean; opened: boolean; toggle?: (stage: number) => void; busy: number; color?: string }
+function RowLabel({ r, first, opened, toggle, busy, color }: LabelProps): JSX.Element {
   const light = useComputed(() => lit.value?.stages.has(r.stage) === true);
   return (
     <li style={{ height: `${ROW}px` }} class={light.value ? "lit" : undefined} onPointerEnter={() => (pointed.value = { stage: r.stage })} onPointerLeave={() => (pointed.value = {})}>
       {toggle && r.width > 1 && first
         ? <button type="button" class="twist" aria-expanded={opened} aria-label={t("openStage", { stage: r.stage, n: r.width })} onClick={() => toggle(r.stage)}>{opened ? "▾" : "▸"}</button> : <span class="twist" />}
       {color && <i class="dot" style={{ background: color }} />}
-      <b>{r.stage}</b> <span>{r.device}{r.width > 1 && !opened && toggle ? ` · 1/${r.width}` : ""}</span>
+      <span class="hidden">{`${t("stage")} ${r.stage}${r.width > 1 ? `, ${t("workerOf", { i: r.worker + 1, n: r.width })}` : ""}: ${r.device}${r.region ? ` · ${r.region}` : ""}; ${t("busy")} ${percent(busy)}`}</span>
+      <b aria-hidden="true">{r.stage}</b> <span aria-hidden="true">{r.device}{r.width > 1 && !opened && toggle ? ` · 1/${r.width}` : ""}</span>
     </li>
   );
 }

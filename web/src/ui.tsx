@@ -36,7 +36,7 @@ export function Fold({ id, title, summary, children, tools }: { id: string; titl
   const isOpen = folds.value[id] === true;
   return (
     <section class={isOpen ? "fold open" : "fold"}>
-      <div class="fold-head"><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist" aria-hidden="true">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button>{tools}</div>
+      <div class="fold-head"><h2><button type="button" id={`fold-${id}`} aria-expanded={isOpen} onClick={() => fold(id, !isOpen)}><span class="twist" aria-hidden="true">{isOpen ? "▾" : "▸"}</span><span><b>{title}</b><small>{summary}</small></span></button></h2>{tools}</div>
       {isOpen && <div class="fold-body">{children()}</div>}
     </section>
   );

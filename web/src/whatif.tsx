@@ -16,8 +16,8 @@ interface SliderProps { label: Key; name: string; values: number[]; now: number;
 function Slider({ label, name, values, now, text, take }: SliderProps): JSX.Element {
   const near = values.reduce((best, v, i) => (Math.abs(v - now) < Math.abs(values[best] - now) ? i : best), 0);
   return (
-    <label class="slider"><span>{t(label)}</span><output>{text(now)}</output>
-      <input type="range" min={0} max={values.length - 1} step={1} value={near} data-change={name} aria-valuetext={text(now)} onInput={(e) => take(values[Number(e.currentTarget.value)])} /></label>
+    <label class="slider"><span>{t(label)}</span><b>{text(now)}</b>
+      <input type="range" aria-label={t(label)} min={0} max={values.length - 1} step={1} value={near} data-change={name} aria-valuetext={text(now)} onInput={(e) => take(values[Number(e.currentTarget.value)])} /></label>
   );
 }
 function Select({ label, name, options, now, take }: { label: Key; name: string; options: [string, string][]; now: string; take: (v: string) => void }): JSX.Element {
