@@ -587,19 +587,22 @@ def _in_parts(
         polish_evaluations=0,
     )
     parts = _likely_parts(exact, value)
-    for i, part in enumerate(parts):
-        phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
-        left_s = clock.left_s(0.85)
-        if left_s <= 0:
-            break
-        tables = _tables_of_part(decoder, part)
-        limited = replace(short, time_limit_s=left_s)
-        found = _found(tables.problem, rng, limited, tables, decoder.objective, in_parts=False)
-        bills = [(bill, _among_all(decoder, part, x)) for bill, x in found.bills]
-        exact.bills += bills
-        met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))
-        if found.interrupted:
-            return met, True
+    try:
+        for i, part in enumerate(parts):
+            phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
+            left_s = clock.left_s(0.85)
+            if left_s <= 0:
+                break
+            tables = _tables_of_part(decoder, part)
+            limited = replace(short, time_limit_s=left_s)
+            found = _found(tables.problem, rng, limited, tables, decoder.objective, in_parts=False)
+            bills = [(bill, _among_all(decoder, part, x)) for bill, x in found.bills]
+            exact.bills += bills
+            met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))
+            if found.interrupted:
+                return met, True
+    except KeyboardInterrupt:
+        return met, True
     return met, False
 
 

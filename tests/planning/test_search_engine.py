@@ -325,6 +325,24 @@ def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monk
         assert decoder.bill(decoder.decode(x)).step_s == pytest.approx(outcome.bills[0][0].step_s, rel=0.02)
 
 
+def test_whoever_stops_a_search_in_parts_keeps_the_plan_so_far():
+    """Before the first of them, and before the next."""
+    problem, told = larger_problems(7)[1]["region"], []
+
+    def tell(phase, part, best):
+        if phase.kind == "phase.in_parts":
+            told.append(best)
+            if len(told) == stop:
+                raise KeyboardInterrupt
+
+    for stop in (1, 2):
+        told.clear()
+        found = find_plan(problem, np.random.default_rng(0), effort=LONGER, tell=tell)
+        assert found.interrupted and len(told) == stop
+        assert found.value_s <= told[-1] * (1 + 1e-9)
+        assert violations(problem, found.plan) == []
+
+
 def test_gentler_levels_are_searched_with_the_same_measurements(monkeypatch):
     """Profiles decide which degrees a worker may have, so a search without them would speak of other workers."""
     problem = Problem(
