@@ -36,9 +36,9 @@ from polygon.cost.step_times import step_times
 from polygon.domain.errors import InputError
 from polygon.formats import files
 from polygon.formats.serialization import format_json
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.initial_solutions import kind_sequences
-from polygon.planning.search_engine import Effort, Found, find_plan, most_stages
+from polygon.planning.search_engine import Effort, Found, find_plan
 
 INSTANCES = Path(__file__).parents[1] / "instances"
 FREE = Effort(fluid_evaluations=1_500, exact_evaluations=40, patience=600)

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from polygon.bounds.lower_bound import lower_bound_s
 from polygon.cost.tables import CostTables
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.exact import AllAllocations, find_optimum
-from polygon.planning.search_engine import find_plan, most_stages
+from polygon.planning.search_engine import find_plan
 from tests.drawn_problems import small_problem
 
 MOST = 200_000

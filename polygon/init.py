@@ -43,8 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     from polygon.formats import files
     from polygon.formats.convert import runtime_data
     from polygon.messages.report import describe_groups, seconds
+    from polygon.planning.decode import most_stages
     from polygon.planning.objectives import objective_named
-    from polygon.planning.search_engine import Effort, find_groups, most_stages
+    from polygon.planning.search_engine import Effort, find_groups
 
     stages = args.stages or getattr(problem.cluster, "stages", None)
     if stages:

@@ -20,21 +20,20 @@ from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem, Stage
 from polygon.planning.candidates import Candidates
-from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.decode import Allocation, Decoder, carried_over, most_stages
 from polygon.planning.initial_solutions import region_walks
 from polygon.planning.naive_plans import NaivePlans, memory_variants, variant
 from polygon.planning.nearby import (
     Outcome,
     allocation_of,
     best_of,
-    carried_over,
     checked,
     faster_of,
     search_around,
     with_idle,
 )
 from polygon.planning.polish import fitted, with_wide_spans
-from polygon.planning.search_engine import Effort, find_plan, most_stages
+from polygon.planning.search_engine import Effort, find_plan
 
 SHORT = Effort(fluid_evaluations=1_000, exact_evaluations=20, patience=400)
 """Of the search behind an idea."""

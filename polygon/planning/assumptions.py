@@ -23,8 +23,8 @@ from polygon.domain.cluster import Cluster, Link, Region
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.alternatives import SHORT
-from polygon.planning.decode import Decoder
-from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts
+from polygon.planning.decode import Decoder, carried_over
+from polygon.planning.nearby import allocation_of, best_starts, fresh_starts
 from polygon.planning.search_engine import find_plan
 from polygon.planning.what_ifs import Change, sensitivities
 

@@ -67,6 +67,9 @@ NEARLY = 1.01
 """Of several numbers of local steps, the fewest within this factor of the best are taken."""
 
 
+MAX_STAGES = 32
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
     """Tensor-parallel groups of each class in each stage, and how they work.
@@ -581,3 +584,19 @@ def _out(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         np.zeros((3, rows), dtype=np.int64),
         np.zeros(3, dtype=np.int64),
     )
+
+
+def most_stages(problem: Problem) -> int:
+    """More stages than these are never tried: layers, devices, and 32."""
+    return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
+
+
+def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Allocation:
+    """The allocation in the classes of another problem on the same pools; what that problem forbids is left out."""
+    column = {key: c for c, key in enumerate(target.classes)}
+    workers = np.zeros((most_stages(target.problem), len(target.classes)), dtype=np.int64)
+    rows = allocation.workers[allocation.workers.any(axis=1)][: len(workers)]
+    for c, key in enumerate(source.classes):
+        if key in column:
+            workers[: len(rows), column[key]] = rows[:, c]
+    return replace(allocation, workers=workers)

@@ -21,10 +21,10 @@ from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.allocation_bound import floors_s, limits_of
 from polygon.planning.candidates import Candidates
-from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
-from polygon.planning.search_engine import Effort, Found, find_plan, most_stages
+from polygon.planning.search_engine import Effort, Found, find_plan
 from polygon.planning.telling import Tell, share
 from solvers.allocation import AllocationSpace
 from solvers.exhaustive import Exhaustive

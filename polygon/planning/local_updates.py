@@ -8,10 +8,9 @@ from polygon.cost.convergence import allowed, assumptions, rows
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.initial_solutions import replicated_starts
 from polygon.planning.nearby import allocation_of, search_around
-from polygon.planning.search_engine import most_stages
 
 LEAST_GAIN = 1.05
 """Times the tokens per second, below which local updates are not worth a word."""

@@ -13,10 +13,9 @@ from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.planning.candidates import ExactCandidates
 from polygon.planning.checker import violations
-from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.initial_solutions import even_parts, simple_starts
 from polygon.planning.polish import polished
-from polygon.planning.search_engine import most_stages
 from solvers.local_search import Restarts
 from solvers.stop import MaxEvaluations
 
@@ -47,17 +46,6 @@ def allocation_of(decoder: Decoder, plan: Plan) -> Allocation:
                 workers[s, column[worker.pool, worker.tp]] += worker.cp
     cp, ep = max(worker.cp for worker in plan.workers), max(stage.ep for stage in stages)
     return Allocation(workers=workers, micro_batch_size=plan.micro_batch_size, cp=cp, ep=ep)
-
-
-def carried_over(allocation: Allocation, source: Decoder, target: Decoder) -> Allocation:
-    """The allocation in the classes of another problem on the same pools; what that problem forbids is left out."""
-    column = {key: c for c, key in enumerate(target.classes)}
-    workers = np.zeros((most_stages(target.problem), len(target.classes)), dtype=np.int64)
-    rows = allocation.workers[allocation.workers.any(axis=1)][: len(workers)]
-    for c, key in enumerate(source.classes):
-        if key in column:
-            workers[: len(rows), column[key]] = rows[:, c]
-    return replace(allocation, workers=workers)
 
 
 def with_idle(decoder: Decoder, allocation: Allocation, pool: int, idle: int) -> Iterator[Allocation]:

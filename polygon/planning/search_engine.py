@@ -17,7 +17,7 @@ from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Constraints, Plan, Problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
-from polygon.planning.decode import Allocation, Decoder, Infeasible
+from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
     closed_starts,
@@ -38,7 +38,6 @@ from solvers.local_search import Racing, Restarts
 from solvers.population import Solver
 from solvers.stop import AnyOf, MaxEvaluations, NoImprovement, Progress, Stop, TimeLimit
 
-MAX_STAGES = 32
 FEWEST_STARTS = 100
 """Simple starts that are looked at however short the time limit, so that something feasible is met."""
 MOST_OF_LENGTH = 1_000
@@ -124,11 +123,6 @@ class Found:
     """What every allocation costs that was simulated exactly; the chosen one first."""
     proved: bool = False
     """Whether no allocation of devices to stages decodes to a better plan (`polygon.planning.exact`)."""
-
-
-def most_stages(problem: Problem) -> int:
-    """More stages than these are never tried: layers, devices, and 32."""
-    return min(problem.model.layers, problem.cluster.devices, problem.constraints.most_stages or MAX_STAGES, MAX_STAGES)
 
 
 def find_groups(
@@ -596,7 +590,8 @@ def _in_parts(
             tables = _tables_of_part(decoder, part)
             limited = replace(short, time_limit_s=left_s)
             found = _found(tables.problem, rng, limited, tables, decoder.objective, in_parts=False)
-            bills = [(bill, _among_all(decoder, part, x)) for bill, x in found.bills]
+            inner = Decoder(tables.problem, tables=tables)
+            bills = [(bill, carried_over(x, inner, decoder)) for bill, x in found.bills]
             exact.bills += bills
             met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))
             if found.interrupted:
@@ -627,15 +622,6 @@ def _tables_of_part(decoder: Decoder, part: tuple[int, ...]) -> CostTables:
         inner = replace(problem, constraints=replace(problem.constraints, forbidden_regions=forbidden))
         kept = decoder.tables.parts.put(decoder.tables.with_other_links(inner), (problem,), part)
     return kept
-
-
-def _among_all(decoder: Decoder, part: tuple[int, ...], x: Allocation) -> Allocation:
-    """An allocation in some regions, in the classes of all."""
-    pools = decoder.problem.cluster.pools
-    own = [c for c, (pool, _) in enumerate(decoder.classes) if pools[pool].region in part]
-    workers = np.zeros((len(x.workers), len(decoder.classes)), dtype=np.int64)
-    workers[:, own] = x.workers
-    return x.with_workers(workers)
 
 
 def _polish(

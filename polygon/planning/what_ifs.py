@@ -22,8 +22,8 @@ from polygon.domain.cluster import Cluster
 from polygon.domain.errors import require
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
-from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.nearby import allocation_of, best_starts, carried_over, fresh_starts, search_around
+from polygon.planning.decode import Allocation, Decoder, carried_over
+from polygon.planning.nearby import allocation_of, best_starts, fresh_starts, search_around
 
 GBPS = 1e9 / 8
 AFRESH = 2

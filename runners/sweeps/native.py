@@ -24,13 +24,13 @@ from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan, Problem
 from polygon.formats.files import read_problem
 from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandidates
-from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.efforts import EFFORTS
 from polygon.planning.exact import MOST_ALLOCATIONS, AllAllocations, find_optimum
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.grid_plans import find_grid_plan
 from polygon.planning.polish import polished
-from polygon.planning.search_engine import Effort, Found, most_stages
+from polygon.planning.search_engine import Effort, Found
 from runners.sweeps import best_known
 from solvers.ants import Ants
 from solvers.local_search import Restarts

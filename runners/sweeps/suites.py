@@ -145,8 +145,7 @@ def _ptafm(files: list[str]) -> Suite:
 
 def _planning(problem: Problem) -> SearchProblem[Any]:
     from polygon.planning.candidates import Candidates
-    from polygon.planning.decode import Decoder
-    from polygon.planning.search_engine import most_stages
+    from polygon.planning.decode import Decoder, most_stages
 
     return Candidates(Decoder(problem), most_stages(problem))
 

@@ -15,11 +15,11 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem, StageRule
 from polygon.planning.allocation_bound import floor_s, limits_of
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.exact import AllAllocations, find_optimum
 from polygon.planning.fluid import work_for
 from polygon.planning.problem_arrays import Setting
-from polygon.planning.search_engine import Effort, find_plan, most_stages
+from polygon.planning.search_engine import Effort, find_plan
 from tests.drawn_problems import small_problem
 from tests.linked_regions import cluster_of, small_gpt
 from tests.nightly import cases

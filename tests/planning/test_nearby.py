@@ -10,8 +10,8 @@ from polygon.domain.message import Message
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
 from polygon.planning import nearby
-from polygon.planning.decode import Allocation, Decoder
-from polygon.planning.nearby import Outcome, best_of, best_starts, carried_over, faster_of, fresh_starts, with_idle
+from polygon.planning.decode import Allocation, Decoder, carried_over
+from polygon.planning.nearby import Outcome, best_of, best_starts, faster_of, fresh_starts, with_idle
 from tests.linked_regions import cluster_of, small_gpt
 
 PROBLEM = Problem(

@@ -21,10 +21,10 @@ from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder, Infeasible
+from polygon.planning.decode import Decoder, Infeasible, most_stages
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.objectives import MONEY, STEP_TIME
-from polygon.planning.search_engine import Effort, find_groups, find_plan, most_stages
+from polygon.planning.search_engine import Effort, find_groups, find_plan
 from tests.drawn_problems import larger_problems
 from tests.linked_regions import TYPES, cluster_of, small_gpt
 from tests.nightly import cases

@@ -9,9 +9,9 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Plan, Problem
 from polygon.grid3d.splits import EVERYTHING
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.grid_plans import find_grid_plan
-from polygon.planning.search_engine import Effort, find_plan, most_stages
+from polygon.planning.search_engine import Effort, find_plan
 from polygon.planning.uniform_starts import uniform_starts
 from tests.linked_regions import cluster_of, small_gpt
 
