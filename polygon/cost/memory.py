@@ -26,7 +26,9 @@ fp32; Megatron works in place on one fp32 copy; one fused kernel writes the grad
 OUTER_BYTES = 8.0
 """Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
 UNFUSED_FACTOR = 1.9
-"""Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit (Galvatron)."""
+"""Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit of 16 bits (Galvatron).
+In 32 bits nothing is cast and kept twice: the blocks of `sailor_profiles.json` keep 43, 33 and 27 numbers a token and
+unit, 32, 16 and 16 of them their softmax's."""
 
 ROUTED_COPIES = 2
 """Of a token, for each expert that it goes to, kept for backward: the expert's input in its order, and the result that
@@ -211,7 +213,7 @@ def _block_held(block: Block, way: _Way) -> _Held:
     ):
         inside += e * (way.cp - 1) * max(block.kv_heads / tp, 1.0) * (block.head_dim + block.value_dim)
     whole = tokens * (outside + inside)
-    if not way.fused:
+    if not way.fused and e < 4:
         whole *= UNFUSED_FACTOR
     if block.experts:
         # Rows sorted by expert as they arrive there, and the results before they are weighted.
@@ -223,9 +225,10 @@ def _block_held(block: Block, way: _Way) -> _Held:
         whole = tokens * e * (h / shard + kept / tp)
     whole += 2 * way.gathered(h)
     heads = 0 if block.linear is not None else block.heads * (2 if block.cross else 1)
-    # Per score the softmax, what is left of it by dropout, and a byte of mask: the 5 a s^2 of Korthikanti et al. in 16
-    # bits. Fused attention keeps a number a row, which is left out.
-    scores = 0.0 if way.flash_attention else tokens * way.seq_len * heads / tp * (2 * e + 1)
+    # Per score the softmax, and with dropout what is left of it and a byte of mask: the 5 a s^2 of Korthikanti et al.
+    # in 16 bits. Fused attention keeps a number a row, which is left out.
+    per_score = 2 * e + 1 if way.dropout else e
+    scores = 0.0 if way.flash_attention else tokens * way.seq_len * heads / tp * per_score
     # What is recomputed is held for one block at a time: it moves from what every micro-batch keeps to the transient.
     if way.recompute == "full":
         return _Held(parameters, elsewhere, tokens * h * e / shard, whole + scores)

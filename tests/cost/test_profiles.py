@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from polygon.cost.compute import layer_times
 from polygon.cost.link_curves import LinkCurve, link_curves
+from polygon.cost.memory import layer_memory
 from polygon.cost.profiles import _seq_len, kind_profile, model_profiles
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -20,6 +21,7 @@ from polygon.domain.cluster import Cluster, Link, NodeGroup, Region
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
+from polygon.formats import catalogue
 from polygon.formats.catalogue import device
 from tests.nightly import cases
 from tests.small_problems import routed_problem
@@ -273,3 +275,16 @@ def test_only_unnamed_zones_stand_for_any_zone():
     zone, device, _, _ = next(names for names in curves.between if names[0] == names[2] and names[1] == names[3])
     assert curves.transfer_s(1e8, zone, device, zone, device) == curves.transfer_s(1e8, "", device, "", device) > 0
     assert curves.transfer_s(1e8, "elsewhere", device, "elsewhere", device) is None
+
+
+@pytest.mark.parametrize(
+    "profiled, name", [("OPT-350", "opt-350m"), ("GPT-Neo-2.7", "gpt-neo-2.7b"), ("OPT-30", "opt-30b")]
+)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_blocks_keep_what_the_catalogues_program_says_without_a_profile(profiled: str, name: str, tp: int):
+    """Sailor's layers in 32 bits: a number a score and no mask, and no cast beside what it was made of."""
+    ours = catalogue.model(name)
+    said = layer_memory(ours, BATCH, tp=tp, runtime=catalogue.runtime("sailor"))
+    measured = PROFILES[profiled].memory(ours, BATCH, tp, 1, "none")
+    assert measured is not None
+    assert said.activation_bytes[1] == pytest.approx(measured.activation_bytes[1], rel=0.25)
