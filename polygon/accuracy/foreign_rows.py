@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from polygon.cost.kernels import architecture_of
 from polygon.domain.cluster import Device
 from polygon.domain.errors import InputError
 from polygon.domain.runtime import DP_OVERLAP, Runtime
@@ -57,9 +58,11 @@ def in_our_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not row.get("gpu_type"):
         raise NotExpressibleError("gpu_type is missing")
     same = {name: next((row[o] for o in (name, *others) if row.get(o)), None) for name, others in SAME.items()}
-    runtime = runtime_of_program(str(row.get("framework") or ""), str(row.get("date") or ""))
     precision = _word(row, "precision", PRECISIONS, "bf16")
     device = device_named(str(row["gpu_type"]))
+    runtime = runtime_of_program(
+        str(row.get("framework") or ""), str(row.get("date") or ""), architecture_of(device), precision
+    )
     recompute = _word(row, "recompute", RECOMPUTE, "none")
     return {
         **row,

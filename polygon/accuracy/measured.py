@@ -22,6 +22,7 @@ from polygon.domain.plan import Plan, Problem
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.formats.catalogue import device as device_by_name
+from polygon.formats.catalogue import model as model_by_name
 from polygon.formats.catalogue import runtime_from_spec, usual_link
 from polygon.formats.convert_plan import plan_from_spec
 from polygon.formats.schema import PlanSpec, RuntimeSpec, check
@@ -138,7 +139,8 @@ def published_run(row: Mapping[str, Any], runtime: Runtime | None = None) -> Mea
     """
     if not row.get("predictable", True):
         raise NotExpressibleError(f"marked as not predictable: {row.get('notes') or 'no reason given'}")
-    for key in ("layers", "hidden_size", "attention_heads", "sequence_length_tokens", "gpu_count"):
+    shape = () if row.get("model") else ("layers", "hidden_size", "attention_heads")
+    for key in (*shape, "sequence_length_tokens", "gpu_count"):
         if not row.get(key):
             raise NotExpressibleError(f"{key} is missing")
     row = in_our_fields(row)
@@ -201,6 +203,9 @@ def _step_s(row: Mapping[str, Any], global_batch: int) -> float | None:
 
 
 def _model(row: Mapping[str, Any], tp: int, *, pads_vocabulary: bool) -> Model:
+    """The model that a row describes, or names: the catalogue's `model`, where the row's fields cannot say it."""
+    if row.get("model"):
+        return model_by_name(str(row["model"]))
     hidden, heads = int(row["hidden_size"]), int(row["attention_heads"])
     gated = bool(row.get("gated_mlp"))
     tied = row.get("tied_embeddings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from polygon.cost.kernels import Silicon, attention_s, delta_rule_s, gemm_s, stream_s
@@ -36,8 +37,9 @@ positions as complex fp32 numbers."""
 HOST_PART = {False: 1.0, True: 15 / 24}
 """What the host launches of an eager block's kernels, by whether element-wise ones are fused: Megatron's block is then
 15 kernels in forward, else 24."""
-ROUTING_HOST_PART = 12 / 24
-"""The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block."""
+ROUTING_HOST_PART = {"none": 12 / 24, "routing": 6 / 24, "step": 0.0}
+"""The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block, half of
+them the router's and what prepares the dispatch."""
 CHECKPOINT_HOST_PART = 0.32
 """What a checkpoint costs the host beyond a second forward, over what it needs for both passes: random states kept and
 put back, a graph within a graph (0.31 to 0.34 by `python -m benchmarks.host_launches`)."""
@@ -45,6 +47,9 @@ HOST_ERROR = 0.5
 """Half of a 90 % interval over what the host needs: another processor, Python or library."""
 EXPERT_CASTS = (2, 1)
 """Kernels per product of an expert that cast its operands to 8 bits, forward and backward."""
+TOKEN_VECTOR = 8
+"""The gradient of a weight sums over tokens, which lie apart in memory: any number of them is read as well as the next
+multiple of this (in 8 bits programs pad them, Megatron-LM's moe_router_padding_for_fp8)."""
 HIDING = 0.8
 """Part of a communication that overlap hides where the overlapped compute is long enough."""
 
@@ -82,7 +87,8 @@ class LayerSplit:
 def linear_s(chip: Silicon, rows: float, columns: float, inner: float) -> tuple[float, float]:
     """Forward, and backward with respect to input and weight, of a linear layer."""
     forward = gemm_s(chip, rows, columns, inner)
-    return forward, gemm_s(chip, rows, inner, columns) + gemm_s(chip, inner, columns, rows)
+    summed = math.ceil(rows / TOKEN_VECTOR) * TOKEN_VECTOR
+    return forward, gemm_s(chip, rows, inner, columns) + gemm_s(chip, inner, columns, summed)
 
 
 Seconds = tuple[float, float, float, float]
@@ -107,7 +113,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         forward, backward = forward + cast_f, backward + cast_b
 
     # An accelerator waits where the host launches more slowly than it computes; beyond that the host costs nothing.
-    hosted = 1.0 if split.hosted else 0.0
+    hosted = 1.0 if split.hosted and runtime.graphs != "step" else 0.0
     eager_f = hosted * chip.efficiency.host_forward_s * runtime.host_forward_factor
     eager_b = hosted * chip.efficiency.host_backward_s
     host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
@@ -121,9 +127,9 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
         # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
         launches = 2 * (block.experts // split.experts.members) if chip.operand_bytes == 1 else 0
-        casts = launches * chip.efficiency.launch_s
-        forward += ROUTING_HOST_PART * eager_f + EXPERT_CASTS[0] * casts
-        backward += ROUTING_HOST_PART * eager_b + EXPERT_CASTS[1] * casts
+        casts, part = launches * chip.efficiency.launch_s, ROUTING_HOST_PART[runtime.graphs]
+        forward += part * eager_f + EXPERT_CASTS[0] * casts
+        backward += part * eager_b + EXPERT_CASTS[1] * casts
     sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
     if split.runtime.context == "heads" and block.linear is None:
         ring_f = ring_b = _exchanged_heads_s(block, chip, split)
@@ -334,16 +340,17 @@ def _expert_exchange_s(block: Block, chip: Silicon, split: LayerSplit, element_b
         token /= split.tp
     share = block.experts_per_token * token / group.members
     card = group.inter_node.bytes_per_s / group.devices_per_node
-    nodes, messages = group.members / group.per_node, group.members - 1.0
+    nodes, steps = group.members / group.per_node, group.members - 1.0
     near, far = (group.per_node - 1) * share, (group.members - group.per_node) * share
+    if split.runtime.expert_dispatch == "nodes":
+        steps = (nodes > 1) + (group.per_node > 1)
     if split.runtime.expert_dispatch == "nodes" and nodes > 1:
         reached = min(nodes, max(1.0, nodes * block.groups_per_token / block.expert_groups))
         far = token * reached * (1 - (1 - 1 / reached) ** block.experts_per_token) * (nodes - 1) / nodes
         near = token * block.experts_per_token * (group.per_node - 1) / group.per_node  # passed on where it arrives
-        messages = nodes - 1 + group.per_node - 1
     wire_s = max(near / group.intra_node.bytes_per_s, far / card) / FABRIC_EFFICIENCY
     latency_s = group.inter_node.latency_s if nodes > 1 else group.intra_node.latency_s
-    return split.communication * (wire_s + messages * (RING_STEP_S + latency_s))
+    return split.communication * (wire_s + steps * (RING_STEP_S + latency_s))
 
 
 def _attention_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:

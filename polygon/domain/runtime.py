@@ -15,6 +15,7 @@ SELECTIVE = ("attention", "operators")
 EXPERT_DISPATCH = ("experts", "nodes")
 CONTEXT = ("ring", "heads")
 CASTS = ("fused", "apart")
+GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
 
 TURNS = (2, 3, 5, 7, 11, 13)
@@ -65,6 +66,9 @@ class Runtime:
     host_forward_factor: float = 1.0
     """What the host needs to launch the forward of an eager block over what it needs for one in Sailor's profiles
     (`polygon.cost.kernels.EAGER_HOST_S`)."""
+    graphs: str = "none"
+    """Which launches CUDA graphs take from the host: `none`; those of a mixture's router and of what prepares its
+    dispatch (`routing`); or all of the `step`, which then waits for no routing either."""
     loss: str = "torch"
     """How the loss is computed from the logits (`polygon.cost.compute.LOSS_BYTES`)."""
     autograd: bool = False
@@ -185,6 +189,7 @@ class Runtime:
             ("selective", SELECTIVE),
             ("expert_dispatch", EXPERT_DISPATCH),
             ("casts", CASTS),
+            ("graphs", GRAPHS),
             ("context", CONTEXT),
             ("experts", EXPERTS),
             ("tp_overlap", TP_OVERLAP),

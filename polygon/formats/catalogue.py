@@ -136,11 +136,11 @@ def runtime(name: str) -> Runtime:
     return runtimes()[_find(name, runtimes(), _runtime_aliases(), "runtime")]
 
 
-def runtime_of_program(program: str, date: str = "") -> Runtime:
+def runtime_of_program(program: str, date: str = "", architecture: str = "", precision: str = "") -> Runtime:
     """The runtime that a table means by a program's name, in the version of a date (year or year-month).
 
     The alias decides whose words stand first in the name, and of those the longest; `unknown` where none does. Without
-    a date the newest version is meant.
+    a date the program's own entry is meant, and a version of an architecture or a precision with these alone.
     """
     words = f"-{_normal(program)}-"
     found = [(words.index(f"-{alias}-"), -len(alias), alias) for alias in _runtime_aliases() if f"-{alias}-" in words]
@@ -150,7 +150,13 @@ def runtime_of_program(program: str, date: str = "") -> Runtime:
     entries = _runtime_entries()
     if entries[name].program or not date:
         return runtimes()[name]  # a version by its own name
-    versions = [other for other, entry in entries.items() if other == name or entry.program == name]
+    versions = [
+        other
+        for other, entry in entries.items()
+        if (other == name or entry.program == name)
+        and entry.architecture in ("", architecture)
+        and entry.precision in ("", precision)
+    ]
     before = [other for other in versions if entries[other].since[: len(date)] <= date]
     return runtimes()[max(before or versions, key=lambda other: entries[other].since)]
 

@@ -261,6 +261,8 @@ class RuntimeEntry(Strict):
     version: str
     program: str = ""
     since: str = ""
+    architecture: str = ""
+    precision: str = ""
     extends: str = ""
     aliases: list[Name] = []
     switches: dict[Name, SwitchSpec] = {}

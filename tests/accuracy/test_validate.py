@@ -154,11 +154,11 @@ def test_nine_rows_of_ten_lie_in_their_intervals(remade):
     """In every shipped collection, without a profile: intervals are made of these errors, so no wider, no narrower."""
     found, _, _ = remade
     rows = {row["dataset"] + "/" + row["id"]: row for row in found["rows"] if row["quantity"] == "time"}
-    for file in ("published", "collected", "megatron", "recipe", "plan"):
+    for file in ("published", "collected", "megatron", "recipe", "bridge", "plan"):
         listed = json.loads((MEASURED / f"{file}_runs.json").read_text())["rows"]
         mine = [rows.get(f"{entry['dataset']}/{entry['id']}") for entry in listed]
         inside = [row["low"] <= row["measured"] <= row["high"] for row in mine if row and row["split"] == "test"]
-        assert len(inside) > 50 and 85 <= 100 * np.mean(inside) <= 97, file
+        assert len(inside) > 50 and 85 <= 100 * np.mean(inside) <= 98, file
     sailors = [row for row in rows.values() if row["runtime"] == "sailor"]
     assert len(sailors) == 29 and {row["source"] for row in sailors} == {"spec"}
     assert 85 <= 100 * np.mean([row["low"] <= row["measured"] <= row["high"] for row in sailors]) <= 97
@@ -434,6 +434,15 @@ def test_rows_of_other_collections_are_read_by_their_fields(fields, runtime):
     run = published_run(OTHERS | fields)
     assert run.problem.runtime == catalogue.runtime(runtime)
     assert run.pool.device == catalogue.device("a100-80gb")
+
+
+def test_a_row_may_name_a_model_of_the_catalogue():
+    """Where its fields cannot say it; they need not be there then."""
+    shape = ("layers", "hidden_size", "attention_heads", "kv_heads", "head_dim", "ffn_size", "vocab_size")
+    run = published_run({key: value for key, value in OTHERS.items() if key not in shape} | {"model": "kimi-k2"})
+    assert run.problem.model == catalogue.model("kimi-k2")
+    with pytest.raises(InputError, match="model 'kimi-k9'"):
+        published_run(OTHERS | {"model": "kimi-k9"})
 
 
 def test_our_rows_in_their_old_form_name_the_same_program():

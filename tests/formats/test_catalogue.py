@@ -141,7 +141,9 @@ def test_an_unknown_program_has_the_widest_interval():
         ("DeepSpeed", "", "deepspeed"),
         ("OneFlow (static graph; Megatron shapes)", "2021-08", "oneflow"),
         ("NVIDIA NeMo 24.07", "2024", "nemo-24"),
+        ("NeMo 25.04", "2025-04", "nemo-25"),
         ("NeMo 25.11 Megatron-Bridge", "2025-11", "nemo"),
+        ("NeMo 26.06", "2026-06", "nemo"),
         ("TorchTitan FSDP2", "2024-12", "torchtitan-2024"),
         ("torchtitan", "2025-06", "torchtitan"),
         ("PyTorch FSDP (fms-fsdp)", "2024-02", "fsdp"),
@@ -152,6 +154,21 @@ def test_an_unknown_program_has_the_widest_interval():
 def test_programs_as_tables_name_them(program, date, name):
     """Whole words decide, the first of them, and the date picks the version."""
     assert catalogue.runtime_of_program(program, date).name == name
+
+
+@pytest.mark.parametrize(
+    ("date", "architecture", "precision", "name"),
+    [
+        ("2026-06", "blackwell", "fp8", "nemo-blackwell"),
+        ("", "blackwell", "fp8", "nemo"),
+        ("2026-04", "blackwell", "fp8", "nemo"),
+        ("2026-06", "blackwell", "bf16", "nemo"),
+        ("2026-06", "hopper", "fp8", "nemo"),
+    ],
+)
+def test_a_version_of_some_devices_or_a_precision_is_meant_with_these_alone(date, architecture, precision, name):
+    """NeMo's recipes of June 2026 hold a step in one graph in 8 bits on Blackwell."""
+    assert catalogue.runtime_of_program("NeMo", date, architecture, precision).name == name
 
 
 def test_published_files_of_plan_runs_call_amps_program_by_its_own_entry():
