@@ -43,6 +43,8 @@ class Row:
     """Tokens per step."""
     runtime: str
     device: str
+    fullness: float
+    """Predicted bytes of the fullest device over those that it has; as the run ran, above one is wrong."""
 
     @property
     def error(self) -> float:
@@ -66,6 +68,8 @@ class Accuracy:
     """Rows whose measurement lies in the 90 % interval."""
     regret_pct: float | None
     """What is lost on average by running the configuration predicted to be fastest; None where there is no choice."""
+    refused_pct: float
+    """Rows of runs that ran and are said not to fit."""
 
 
 def predict(run: MeasuredRun, profiles: Sequence[ModelProfile] = ()) -> tuple[Estimate, MemoryBreakdown]:
@@ -81,7 +85,7 @@ def predict(run: MeasuredRun, profiles: Sequence[ModelProfile] = ()) -> tuple[Es
 
 def rows_of(run: MeasuredRun, estimated: Estimate, peak: MemoryBreakdown) -> list[Row]:
     """The rows (time, memory) that a run gives."""
-    model = run.model
+    model, devices = run.model, run.problem.cluster.catalogue
     same: dict[str, Any] = {
         "identifier": run.identifier,
         "dataset": run.dataset,
@@ -98,6 +102,7 @@ def rows_of(run: MeasuredRun, estimated: Estimate, peak: MemoryBreakdown) -> lis
         "runtime": run.problem.runtime.name,
         "device": "+".join(sorted(run.devices)),
         "source": estimated.sources["compute"],
+        "fullness": max(one.peak_bytes / devices[one.device].memory_bytes for one in estimated.workers),
     }
     rows = []
     if run.step_s:
@@ -148,6 +153,7 @@ def accuracy(rows: Sequence[Row]) -> Accuracy:
         spearman=_rank_correlation(rows),
         interval_coverage_pct=100 * float(inside.mean()),
         regret_pct=_regret_pct(rows),
+        refused_pct=100 * float(np.mean([row.fullness > 1 for row in rows])),
     )
 
 

@@ -165,6 +165,7 @@ def report_of(rows: Sequence[Row], skipped: Sequence[Mapping[str, str]], by: str
                 "largest": row.owner,
                 "terms": dict(row.terms),
                 "device": row.device,
+                "fullness": row.fullness,
             }
             for row in rows
         ],
@@ -206,13 +207,13 @@ def text_of(rows: Sequence[Row], skipped: Sequence[Mapping[str, str]], by: str =
 
 def _table(title: str, table: Mapping[str, Mapping[str, Accuracy]]) -> list[str]:
     head = f"{title:28s} {'':6s} {'rows':>4s} {'mean':>6s} {'median':>6s} {'p90':>6s} {'worst':>6s} {'bias':>6s}"
-    lines = [head + f" {'rank':>6s} {'in 90%':>7s} {'regret':>6s}   (errors in percent)"]
+    lines = [head + f" {'rank':>6s} {'in 90%':>7s} {'regret':>6s} {'refused':>7s}   (percent)"]
     for name, kinds in table.items():
         for quantity, a in kinds.items():
             lines.append(
                 f"{name:28s} {quantity:6s} {a.rows:4d} {a.mean_abs_pct:6.1f} {a.median_abs_pct:6.1f}"
                 f" {a.p90_abs_pct:6.1f} {a.worst_abs_pct:6.1f} {a.bias_pct:+6.1f} {_optional(a.spearman, '6.3f'):>6s}"
-                f" {a.interval_coverage_pct:6.0f}% {_optional(a.regret_pct, '6.1f'):>6s}"
+                f" {a.interval_coverage_pct:6.0f}% {_optional(a.regret_pct, '6.1f'):>6s} {a.refused_pct:6.0f}%"
             )
     return lines
 

@@ -25,11 +25,6 @@ fp32; Megatron works in place on one fp32 copy; one fused kernel writes the grad
 
 OUTER_BYTES = 8.0
 """Per parameter of an outer optimizer: weights at the last meeting and momentum, in fp32."""
-UNFUSED_FACTOR = 1.9
-"""Frameworks without fused element-wise kernels hold 64 rather than 34 bytes per token and unit of 16 bits (Galvatron).
-In 32 bits nothing is cast and kept twice: the blocks of `sailor_profiles.json` keep 43, 33 and 27 numbers a token and
-unit, 32, 16 and 16 of them their softmax's."""
-
 ROUTED_COPIES = 2
 """Of a token, for each expert that it goes to, kept for backward: the expert's input in its order, and the result that
 is weighted (so the experts of `runners`, and Megatron-LM's token dispatcher)."""
@@ -93,7 +88,7 @@ class _Way(NamedTuple):
     keep_gathered: bool
     gather_keys: bool
     """Whether a device's heads that cannot be shared out have the keys and values of all tokens."""
-    logit_bytes: int
+    logit_bytes: float
 
     @property
     def tokens(self) -> float:
@@ -213,8 +208,11 @@ def _block_held(block: Block, way: _Way) -> _Held:
     ):
         inside += e * (way.cp - 1) * max(block.kv_heads / tp, 1.0) * (block.head_dim + block.value_dim)
     whole = tokens * (outside + inside)
-    if not way.fused and e < 4:
-        whole *= UNFUSED_FACTOR
+    if not way.fused:
+        # Operations apart keep more: an RMS norm its input and what it makes of it in 32 bits, a gate's MLP what the
+        # activation gives.
+        whole += tokens * (block.norms * (8 - e) * h / shard if block.rms_norm else 0.0)
+        whole += tokens * (e * block.width / tp if block.gated_mlp else 0.0)
     if block.experts:
         # Rows sorted by expert as they arrive there, and the results before they are weighted.
         whole += tokens * ROUTED_COPIES * block.experts_per_token * e * h / shard
@@ -278,7 +276,7 @@ def layer_memory(
         keep_operators=runtime.selective == "operators",
         keep_gathered=runtime.keeps_gathered,
         gather_keys=runtime.context == "heads",
-        logit_bytes=LOGIT_BYTES[runtime.loss],
+        logit_bytes=runtime.logit_bytes or LOGIT_BYTES[runtime.loss],
     )
     return _layer_memory(model, way)
 

@@ -71,6 +71,9 @@ class Runtime:
     dispatch (`routing`); or all of the `step`, which then waits for no routing either."""
     loss: str = "torch"
     """How the loss is computed from the logits (`polygon.cost.compute.LOSS_BYTES`)."""
+    logit_bytes: float = 0.0
+    """Bytes held per logit beside it while the loss is computed; 0: as that way of computing it does
+    (`polygon.cost.memory.LOGIT_BYTES`)."""
     autograd: bool = False
     """Whether what backward needs is counted as torch's autograd keeps it, operation by operation, of eager layers and
     weights in 32 bits (`polygon.cost.autograd_memory`)."""
@@ -200,6 +203,7 @@ class Runtime:
         for name in (
             *("hidden_part", "last_bucket", "contention", "context_bytes", "gradient_copies", "time_error"),
             *("posted_messages", "posted_bytes", "p2p_buffer_bytes", "host_buffer_bytes_per_s", "message_gathers"),
+            "logit_bytes",
         ):
             require_number(getattr(self, name), f"runtime.{name}", at_least=0)
         for name in ("bucket_bytes", "reserved_factor", "host_forward_factor"):

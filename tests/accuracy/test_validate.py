@@ -290,6 +290,7 @@ def row(measured: float, predicted: float, work: float = 1.0) -> Row:
         work=work,
         runtime="unknown",
         device="a100-80gb",
+        fullness=0.8 if predicted < 10 else 1.2,
     )
 
 
@@ -298,6 +299,7 @@ def test_statistics_by_hand():
     found = accuracy([row(10, 11), row(10, 8), row(5, 9)])
     assert found.mean_abs_pct == pytest.approx((10 + 20 + 80) / 3)
     assert found.median_abs_pct == pytest.approx(20)
+    assert found.refused_pct == pytest.approx(100 / 3)
     assert found.worst_abs_pct == pytest.approx(80)
     assert found.regret_pct == pytest.approx(100)
     assert found.interval_coverage_pct == pytest.approx(100 / 3)

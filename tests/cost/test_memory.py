@@ -189,3 +189,19 @@ def test_what_is_outside_of_blocks_is_embedding_and_head(first: int, last: int):
     layers = layer_memory(gpt(blocks=4, tied_embeddings=False), Batch(global_batch=1, seq_len=128))
     expected = sum(layers.parameters[i] for i in (0, 5) if i in range(first, last))
     assert stage_rows(layers, first, last)[5] == pytest.approx(expected)
+
+
+def test_kernels_apart_keep_what_norms_and_gates_make():
+    """Of RMS norms and a gate 6 h a norm and the activation's output more, in 16 bits; of GPT-2's block nothing."""
+    batch = Batch(global_batch=1, seq_len=1024)
+    llama = gpt(gated_mlp=True, rms_norm=True)
+    for model, more in ((gpt(), 0.0), (llama, 1024 * (2 * 6 * 1024 + 2 * 4096))):
+        fused, apart = (layer_memory(model, batch, runtime=Runtime(fused=fused)) for fused in (True, False))
+        assert apart.activation_bytes[1] - fused.activation_bytes[1] == pytest.approx(more)
+
+
+def test_a_runtime_may_say_what_it_holds_of_a_logit():
+    """Beside the kind of its loss, whose passes are another matter."""
+    batch = Batch(global_batch=1, seq_len=1024)
+    torch, own = (layer_memory(gpt(), batch, runtime=Runtime(logit_bytes=held)) for held in (0.0, 4.0))
+    assert torch.transient_bytes[-1] - own.transient_bytes[-1] == pytest.approx(1024 * 51200 * 8)
