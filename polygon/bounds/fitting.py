@@ -172,8 +172,6 @@ def _ways(
         found.append((where, work, limit - need))
 
     need = held * (per_weight + per_gradient) + whole / of.shards * per_optimizer
-    if not runtime.zero2_by_micro_batch:
-        need = np.minimum(need, held * per_weight + whole / of.shards * (per_gradient + per_optimizer))
     add((0,), need, 1, 0.0)
     add((1,), held * (per_weight + per_gradient + per_optimizer), 1, 0.0)
     for where, shards in (((1,), min(of.shards, node_shards(tables, of))), ((1, 2), of.shards)):

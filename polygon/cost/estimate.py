@@ -145,7 +145,9 @@ def group_memory(
     if less == (zero, shards):
         return peak
     batch, tied = tables.problem.batch, tables.problem.model.head_weight_parameters() / tp
-    return divided_less(peak, tied, batch, (zero, shards), less, gradient_copies(batch, tables.problem.runtime, zero))
+    runtime = tables.problem.runtime
+    copies = gradient_copies(batch, runtime, zero)
+    return divided_less(peak, tied, batch, (zero, shards), less, copies, scattered=runtime.zero2_by_micro_batch)
 
 
 def _tied_end(plan: Plan, tables: CostTables, group: int, shards: int) -> tuple[int, int]:
@@ -205,6 +207,7 @@ def memory_of(
         context_bytes=runtime.context_bytes,
         gradient_copies=gradient_copies(batch, runtime, zero),
         passing=passing_bytes(batch, runtime, zero),
+        scattered=runtime.zero2_by_micro_batch,
         outer=steps > 1,
     )
 

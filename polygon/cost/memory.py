@@ -417,8 +417,13 @@ def breakdown(
     gradient_copies: float = 0.0,
     outer: bool = False,
     passing: float | None = None,
+    scattered: bool = True,
 ) -> MemoryBreakdown:
-    """Peak bytes from what `stage_rows` says of a stage; `passing`: see `passing_bytes`."""
+    """Peak bytes from what `stage_rows` says of a stage; `passing`: see `passing_bytes`.
+
+    ZeRO-2 divides gradients where it scatters them after every micro-batch (`scattered`); until a sum at the end of the
+    step all of them are there.
+    """
     per_weight, per_gradient, per_optimizer = state_bytes(batch)
     if shards > 1:
         transient_bytes = transient_bytes + largest * (
@@ -427,7 +432,9 @@ def breakdown(
     return MemoryBreakdown(
         # `sharded` counts the experts of all devices of a group where `held` has one's own: ZeRO divides them all.
         weights=(sharded / shards if zero >= 3 else held) * per_weight,
-        gradients=(sharded / shards if zero >= 2 else held) * per_gradient * (1 + gradient_copies),
+        gradients=(sharded / shards if zero == 3 or (zero == 2 and scattered) else held)
+        * per_gradient
+        * (1 + gradient_copies),
         optimizer=(sharded / shards if zero >= 1 else held) * per_optimizer
         + outside_bytes(batch) * outside / (shards if zero >= 1 else 1)
         + (held * OUTER_BYTES if outer else 0.0),
@@ -444,6 +451,8 @@ def divided_less(
     own: tuple[int, int],
     less: tuple[int, int],
     copies: float = 0.0,
+    *,
+    scattered: bool = True,
 ) -> MemoryBreakdown:
     """Memory of a device on which ZeRO divides some parameters less than the others: a tied weight, by what both its
     stages do.
@@ -454,13 +463,14 @@ def divided_less(
         How many, on this device.
     own, less : pair of int
         ZeRO stage, and devices over which it divides: of `peak`, and of these parameters.
-    copies : float
-        As `gradient_copies` of `breakdown`.
+    copies, scattered
+        As `gradient_copies` and `scattered` of `breakdown`.
     """
     parts = [
         breakdown(
             parameters, 0.0, 0.0, 0.0, parameters, parameters,
             in_flight=0.0, zero=zero, shards=shards, batch=batch, context_bytes=0.0, gradient_copies=copies,
+            scattered=scattered,
         )
         for zero, shards in (own, less)
     ]  # fmt: skip

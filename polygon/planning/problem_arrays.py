@@ -163,8 +163,9 @@ def state_bytes_per_parameter(tables: CostTables) -> np.ndarray:
         for divided, row in enumerate(table):
             rows = (0.0, 0.0, 0.0, 0.0, 1.0) if divided else (1.0, 0.0, 0.0, 0.0, 0.0)
             parts = breakdown(
-                *rows, in_flight=0, zero=zero, shards=1, batch=batch, context_bytes=0.0, gradient_copies=copies
-            )
+                *rows, in_flight=0, zero=zero, shards=1, batch=batch, context_bytes=0.0, gradient_copies=copies,
+                scattered=runtime.zero2_by_micro_batch,
+            )  # fmt: skip
             row[zero] = parts.total_bytes
     return table
 

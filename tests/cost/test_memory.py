@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polygon.cost.compute import layer_times
 from polygon.cost.estimate import estimate
 from polygon.cost.memory import layer_memory, stage_memory, stage_rows
+from polygon.domain.cluster import Link
 from polygon.domain.model import Batch, Model
 from polygon.domain.runtime import Runtime
 from polygon.domain.uniform import ParallelConfig, uniform_plan
@@ -205,3 +206,14 @@ def test_a_runtime_may_say_what_it_holds_of_a_logit():
     batch = Batch(global_batch=1, seq_len=1024)
     torch, own = (layer_memory(gpt(), batch, runtime=Runtime(logit_bytes=held)) for held in (0.0, 4.0))
     assert torch.transient_bytes[-1] - own.transient_bytes[-1] == pytest.approx(1024 * 51200 * 8)
+
+
+@pytest.mark.parametrize(("runtime", "divides"), [("megatron-core", False), ("polygon", True)])
+def test_gradients_that_are_summed_once_a_step_are_whole_until_then(runtime: str, divides: bool):
+    """ZeRO-2 of a program that does not scatter them after every micro-batch holds what ZeRO-1 does."""
+    link, device = Link(latency_s=1e-5, bytes_per_s=1e10), catalogue.device("a100-80gb")
+    problem = equal_nodes(gpt(), BATCH, device, nodes=1, between=link, runtime=catalogue.runtime(runtime))
+    peaks = [lane(problem, ParallelConfig(dp=8, micro_batch_size=1, zero=zero)).peak for zero in (1, 2, 3)]
+    first, second, third = (peak.gradients for peak in peaks)
+    assert first == pytest.approx(8 * third)
+    assert second == pytest.approx(third if divides else first)
