@@ -1129,6 +1129,7 @@ def test_logs_that_are_opened_stand_beside_the_plan(page, server, plan_id, tmp_p
     assert any(x == pytest.approx(said["step_s"], rel=0.01) for x in numbers)
     assert [point[1] for point in chart_data(page, "run-loss")[0]] == [point[2] for point in said["points"]]
     assert len(said["points"]) == 9
+    expect(page.locator("#outcome")).to_have_text(page.locator("#run-sentence").inner_text())
 
 
 def test_plans_are_named_put_away_and_deleted(page, server):
@@ -1160,13 +1161,16 @@ def test_why_not_is_worked_out_on_the_page(page, server, plan_id):
     visit(page, server, plan_id)
     page.locator("#drawer-whynot").click()
     page.locator("#why-not").wait_for()
-    if page.locator("#explain").count() and not page.locator("#why-not .ideas").count():
+    begun = page.locator("#explain").count() and not page.locator("#why-not .ideas").count()
+    if begun:
         page.locator("#explain").click()
     page.locator("#why-not .ideas").first.wait_for()
     kept = server.request("GET", f"/api/v1/plans/{plan_id}/explanation")[2]["answers"]
     felt = [s for s in kept["sensitivities"] if min(s["same_plan"], s["replanned"]) < -1e-4]
     wanted = len(kept["alternatives"]) + len(kept["different_plans"]) + len(felt)
     expect(page.locator("#why-not .ideas > li")).to_have_count(wanted)
+    if begun:
+        expect(page.locator("#outcome")).to_have_text(f"{wanted} ideas worked out")
 
 
 def test_strategy_and_communication_show_what_they_compute(page, server, wide_plan):

@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
-import { anew, assumed, attempt, follow, go, limits, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
+import { anew, assumed, attempt, follow, go, limits, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { focusSoon } from "./focus";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton, walks } from "./ui";
@@ -144,13 +144,16 @@ function WhyNot(): JSX.Element {
       if (!running(found)) return;
       const left = timeLeft();
       await follow(`/jobs/${found.id}`, stop.signal, (now) => set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })));
-      set(await get(`/plans/${id}/explanation`, stop.signal));
+      const ended = await get(`/plans/${id}/explanation`, stop.signal), a = ended.answers;
+      set(ended);
+      if (a) outcome.value = t("ideasFound", { n: a.different_plans.length + a.alternatives.length + felt(a).length });
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     return () => stop.abort();
   }, [id, state?.begun]);
   const start = (): Promise<void> => attempt(async () => {
     await post(`/plans/${id}/explanation`, { time_limit_s: limit });
+    outcome.value = t("working");
     set({ state: "queued", progress: 0, begun: Date.now() });
   });
   if (error) return <p class="error" role="alert">{error}</p>;
@@ -166,18 +169,18 @@ function WhyNot(): JSX.Element {
   const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];
   return <div id="why-not"><Ideas a={a} />{missing.length > 0 && <><p class="soft" id="left-out-ideas">{t(state.state === "cancelled" ? "stoppedBefore" : "leftOutIdeas", { what: missing.join("; ") })}</p>{begin(t("whyNotMore"))}</>}</div>;
 }
+const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
 function Ideas({ a }: { a: Data }): JSX.Element {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
     <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
-  const felt = a.sensitivities.filter((s: Data) => Math.min(s.same_plan, s.replanned) < -1e-4).sort((x: Data, y: Data) => x.replanned - y.replanned);
   return (
     <>
       {part(t("differentPlans"), a.different_plans)}
       {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
       {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
-      {felt.length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt.map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
+      {felt(a).length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
       <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
     </>
   );

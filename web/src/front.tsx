@@ -7,7 +7,7 @@ import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { draft } from "./draft";
 import { seconds, usd } from "./format";
-import { attempt, follow, loadJobs, openPlan, requested, running, timeLeft, workNote } from "./state";
+import { attempt, follow, loadJobs, openPlan, outcome, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
@@ -36,7 +36,9 @@ export function Front(): JSX.Element {
         looked = Date.now();
         get(`/fronts/${job}`, stop.signal).then((so: Data) => setData((old: Data) => ({ ...old, points: so.points })), () => undefined);
       });
-      setData(await get(`/fronts/${job}`, stop.signal));
+      const ended = await get(`/fronts/${job}`, stop.signal);
+      setData(ended);
+      if (ended.points?.length) outcome.value = t("frontFound", { n: ended.points.length });
       await loadJobs();
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) { setError(e.message); sessionStorage.removeItem(KEY); } });
@@ -46,6 +48,7 @@ export function Front(): JSX.Element {
     const asked = await requested();
     const begun = await post("/fronts", { ...asked, name: `${t("front")} · ${asked.name}`.slice(0, 120) });
     sessionStorage.setItem(KEY, begun.id);
+    outcome.value = t("working");
     setData(begun);
     setJob(begun.id);
     await loadJobs();

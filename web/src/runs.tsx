@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, kindColors, palette } from "./colors";
 import { digits, percent, roundSeconds, seconds, signed } from "./format";
-import { attempt, follow, go, openRun, planId, runName } from "./state";
+import { attempt, follow, go, openRun, outcome, planId, runName } from "./state";
 import { t, type Key } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Empty, Section, Skeleton, Table, Upload, useAnswer } from "./ui";
@@ -61,6 +61,9 @@ function Beside({ name, changed }: { name: string; changed: () => void }): JSX.E
     go(() => (runName.value = ""));
     changed();
   });
+  const sentence = !run ? "" : run.step_s === null ? t("runPredicted", { predicted: seconds(run.predicted_step_s) }) : t(run.device === "cpu" ? "runSentenceOnCpu" : "runSentence", { measured: seconds(run.step_s), predicted: seconds(run.predicted_step_s), error: signed(run.error, percent) });
+  const rests = run && !goesOn(run);
+  useEffect(() => { if (rests) outcome.value = sentence; }, [rests]);
   if (error) return <p class="error" role="alert">{error}</p>;
   if (!run) return <Skeleton lines={6} />;
   const own = run.kind === "rehearsal" || run.kind === "import";
@@ -68,7 +71,7 @@ function Beside({ name, changed }: { name: string; changed: () => void }): JSX.E
     <>
       <Section title={name} id="run" note={<><State run={run} /> · {steps(run)} · {t("runRanks", { ranks: run.ranks })}</>}
         tools={<><StopRun run={run} />{own && !goesOn(run) && <button type="button" class="small danger" onClick={() => void remove()}>{t("removeRun")}</button>}</>}>
-        <p class="run-sentence" id="run-sentence">{run.step_s === null ? t("runPredicted", { predicted: seconds(run.predicted_step_s) }) : t(run.device === "cpu" ? "runSentenceOnCpu" : "runSentence", { measured: seconds(run.step_s), predicted: seconds(run.predicted_step_s), error: signed(run.error, percent) })}</p>
+        <p class="run-sentence" id="run-sentence">{sentence}</p>
         {run.device === "cpu" && <p class="soft">{t("runOnCpu")}</p>}
         {run.points.length > 0 && <div class="half-half">
           <Lines name="run-loss" label={t("runLoss")} points={run.points.map((p: number[]) => [p[0], p[2]])} text={(v) => digits(v)} />
@@ -119,7 +122,7 @@ function Traced({ name, of, waits }: { name: string; of: string; waits: boolean 
               {/* Who waits does so for the rest of the step; medians of the parts need not add up to the median of steps. */}
               {PARTS.filter((p) => fill[p]).map((p) => <i key={p} title={`${t(`part_${p}` as Key)} ${seconds(s[p][i])}`} style={{ flex: p === "waiting" ? "1" : `0 0 ${Math.min(100, (100 * s[p][i]) / both[i])}%`, background: fill[p] }} />)}</div></div>)}</li>))}</ol>
         <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("stagesBeside")} head={[t("stage"), ...PARTS.map((p) => t(`part_${p}` as Key))]} numeric={PARTS.map((_, i) => i + 1)}
-          rows={found.stages.map((s: Data) => [String(s.stage), ...PARTS.map((p) => <>{seconds(s[p][1])} <small class="soft">{seconds(s[p][0])}</small></>)])} /></details>
+          rows={found.stages.map((s: Data) => [String(s.stage), ...PARTS.map((p) => <>{seconds(s[p][1])} <small class="soft"><span class="hidden">{t("predictedName")} </span>{seconds(s[p][0])}</small></>)])} /></details>
       </Section>
       <Section title={t("timelineBeside")} note={t("timelineBesideNote")} tools={<Legend sends={false} />}>
         {sides.map((side, i) => <div key={side}><div class="section-head"><h3>{side}</h3><span class="soft">{seconds(both[i])}</span></div><OneStep name={name} which={i ? "measured" : "predicted"} of={of} label={side} /></div>)}

@@ -36,6 +36,8 @@ export const jobs = signal<Data[] | null>(null);
 export const progress = signal<Data>(null);
 export const trouble = signal("");
 export const notice = signal("");
+/** What a screen reader alone is told: what came out of work that a pane began. */
+export const outcome = signal("");
 export const loading = signal(false);
 /** Whether the draft is another plan's still, and what the plan that is being opened was asked for will take its place. */
 export const arriving = signal(false);

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
-import { anew, assumed, attempt, limits, loadJobs, loading, openPlan, planId, planned, progress, row, setChanges, shown, tried, changes, view } from "./state";
+import { anew, assumed, attempt, changes, limits, loading, loadJobs, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
 import { language, maybe, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
@@ -96,7 +96,7 @@ export function Spoken(): JSX.Element {
     const timer = setTimeout(() => tell((said) => (said && said === found ? now.replace(found, "").replace(/^[,.，。] ?/, "") || now : now)), RESTED_MS);
     return () => clearTimeout(timer);
   }, [now]);
-  return <div class="hidden" aria-live="polite" aria-atomic="true" id="spoken">{told}</div>;
+  return <><div class="hidden" aria-live="polite" aria-atomic="true" id="spoken">{told}</div><div class="hidden" aria-live="polite" aria-atomic="true" id="outcome">{outcome.value}</div></>;
 }
 /** The step with what is tried, and how many tokens more or less that is. */
 export function comesOut(): string {
