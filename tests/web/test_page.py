@@ -733,7 +733,7 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
 
 def test_a_screen_reader_is_told_once(page, server, wide_plan):
     """Of a plan how long its step takes while its limit is looked for, then the limit: the sentence in two
-    parts; of a what-if what comes out of it; nothing else speaks by itself."""
+    parts; of a what-if what comes out of it; nothing else speaks by itself (`outcome` of what a pane began)."""
     page.goto("about:blank")
     page.goto(server.url)
     page.locator("#calculate:enabled").wait_for()
@@ -754,7 +754,9 @@ def test_a_screen_reader_is_told_once(page, server, wide_plan):
     expect(page.locator("#spoken")).to_contain_text("tokens/s")
     assert card(page, "step") in page.locator("#spoken").text_content()
     speaking = page.locator("[aria-live], [role=status], [role=alert], output")
-    assert sorted(speaking.evaluate_all("all => all.map((e) => e.id || e.className)")) == ["notice", "spoken"]
+    names = speaking.evaluate_all("all => all.map((e) => e.id || e.className)")
+    assert sorted(names) == ["notice", "outcome", "spoken"]
+    expect(page.locator("#outcome")).to_be_empty()
 
 
 def test_a_screen_reader_hears_each_thing_once_by_its_name(page, server, wide_plan):
