@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 from benchmarks.ablation import forget
 from polygon.accuracy.foreign_rows import NotExpressibleError
 from polygon.accuracy.measured import MeasuredRun, published_run
-from polygon.cost import compute, kernels, sharding
+from polygon.cost import blocks, kernels, sharding
 from polygon.cost.compute import layer_times
 from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
@@ -74,6 +74,19 @@ START = {
 }
 
 
+def _place(name: str) -> Any:
+    """The module that a coefficient of all architectures lives in."""
+    return next(module for module in (blocks, sharding) if hasattr(module, name))
+
+
+def stated() -> dict[tuple[str, str], float]:
+    """The coefficients in use, as `START` names them."""
+    return {
+        (architecture, name): getattr(kernels.EFFICIENCY[architecture] if architecture else _place(name), name)
+        for architecture, name in START
+    }
+
+
 def apply(values: dict[tuple[str, str], float]) -> None:
     """Put coefficients into the model and forget what was computed with others."""
     for (architecture, name), value in values.items():
@@ -81,7 +94,7 @@ def apply(values: dict[tuple[str, str], float]) -> None:
             changed: dict[str, Any] = {name: value}
             kernels.EFFICIENCY[architecture] = replace(kernels.EFFICIENCY[architecture], **changed)
         else:
-            setattr(sharding if name == "SHARD_COPIES" else compute, name, value)
+            setattr(_place(name), name, value)
     forget()
 
 
@@ -159,9 +172,10 @@ def main() -> None:
     """Fit, print; then leave out every model size in turn, which is what the stated intervals rest on."""
     layers = json.loads((MEASURED / "layer_times.json").read_text())
     runs = [run for run in calibration_runs() if run.batch.precision != "fp8"]
+    now = stated()
     best = fit(runs, layers, np.array(list(START.values())))
-    for (architecture, name), value in zip(START, best, strict=True):
-        print(f"{architecture or 'all':8s} {name:18s} {value:.3f}")
+    for ((architecture, name), in_use), value in zip(now.items(), best, strict=True):
+        print(f"{architecture or 'all':8s} {name:18s} {value:.3f} (in use: {in_use:.3f})")
     errors = np.abs(np.expm1(residuals(runs, layers, best)))
     print(f"runs: mean {errors[: len(runs)].mean():.1%}, median {np.median(errors[: len(runs)]):.1%}")
     print(f"single layers: mean {errors[len(runs) :].mean():.1%}, worst {errors[len(runs) :].max():.1%}")
