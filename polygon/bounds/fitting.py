@@ -145,6 +145,8 @@ def _ways(
     limit = tables.limit_bytes[of.pool] - runtime.context_bytes - transient
     activations = differences(running_sum(plain.activation_bytes))[some]
     hidden = overlap_of(runtime, tables.problem.batch).gather_hidden
+    # Experts of which every device has others are gathered and scattered by nobody.
+    summed = plain.parameters - plain.spread_over(ep)
     found = []
 
     def add(where: tuple[int, ...], need: np.ndarray, zero: int, per_byte: float) -> None:
@@ -156,8 +158,8 @@ def _ways(
             sum(ways.least_s(recompute, accumulates=accumulates, spread=ep)) - forward - backward
             for recompute in RECOMPUTE[1:]
         ]
-        gather_s = plain.parameters * per_weight * per_byte if zero == 3 else np.zeros(layers)
-        scatter_s = plain.parameters * per_gradient * per_byte
+        gather_s = summed * per_weight * per_byte if zero == 3 else np.zeros(layers)
+        scatter_s = summed * per_gradient * per_byte
         seen_s = np.maximum(gather_s - hidden * forward, 0.0)
         seen_s += np.maximum(gather_s + scatter_s - hidden * backward, 0.0)
         once = running_sum(forward + backward)

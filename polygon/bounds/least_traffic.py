@@ -28,7 +28,7 @@ from polygon.bounds.stage_tiers import (
 from polygon.cost.convergence import TRAFFIC, allowed, level_needed
 from polygon.cost.memory import state_bytes
 from polygon.cost.reduction import collective_s, least_part, lent_s
-from polygon.cost.tables import CostTables
+from polygon.cost.tables import CostTables, running_sum
 from polygon.cost.transfers import boundary_values, codec_s, matrix_values, packed_bytes
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS, Problem
 from polygon.domain.runtime import Runtime
@@ -79,7 +79,9 @@ class LeastTraffic:
         self._modes = {traffic: _kinds(problem, traffic) for traffic in TRAFFIC}
         layers = problem.model.layers
         spread = max(Executions(tables, of, 1).spreads[-1] for of in kinds.classes)
-        values = differences(tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).parameters)
+        held = tables.memory(1, tables.micro_batch_sizes[0], "none", ep=spread).layers
+        # Where no two devices have the same experts, nobody sums their gradients.
+        values = differences(running_sum(held.parameters - held.spread_over(spread)))
         tied = float(problem.model.tied_values)
         if problem.runtime.tied_once:  # what is left is each stage's own
             values[0, 1:layers] -= tied

@@ -23,6 +23,11 @@ CAST_BYTES = {"fused": (4, 4, 0), "apart": (14, 19, 19)}
 what they took when it is cast once more in backward; the last two with their transpose. `apart`: element-wise kernels
 on an H200 would move 14 in the time of a cast by torch's compiler, and 5 in that of a transposed copy
 (instances/measured/gpu_check_h200.json)."""
+EXPERT_BIAS_BYTES = (24, 40)
+"""Bytes moved per number that the experts give, forward and backward, where they have biases: grouped products add
+none, and a bias times the router's weight in fp32 is added expert by expert by kernels of their own (product, sum,
+joining, cast; casts, both products and their sums; megatron/core/transformer/moe/experts.py of Megatron-LM,
+`_apply_bias`)."""
 SCORE_PASSES = {True: (7, 9), False: (7, 16)}
 """Passes over materialised attention scores, forward and backward, with a fused softmax or an eager one: products,
 softmax, mask and dropout each read and write them; the eager backward holds mask, dropout and scale apart."""
@@ -219,6 +224,7 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
     if block.experts:  # rows are gathered by expert and put back
         routed = 4 * block.experts_per_token * h / (tp if split.whole_experts else 1)
         moved_f, moved_b = moved_f + routed, moved_b + routed
+    given = block.experts_per_token * h if block.experts and block.linear_bias else 0.0
     mixed = block.mixed_size / tp if block.attention_gate else 0.0
     inner_f, inner_b = _inner_norms(block, tp)
     moved_f += inner_f + GATE_PASSES[0] * mixed
@@ -227,6 +233,7 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
     if block.rotary:
         turned = 2 * chip.element_bytes * heads / tp
         bytes_f, bytes_b = bytes_f + turned, bytes_b + turned
+    bytes_f, bytes_b = bytes_f + EXPERT_BIAS_BYTES[0] * given, bytes_b + EXPERT_BIAS_BYTES[1] * given
     if not runtime.fused and block.rms_norm:
         bytes_f += block.norms * EAGER_NORM_BYTES[0] * outer + EAGER_ROTARY_BYTES[0] * heads / tp
         bytes_b += block.norms * EAGER_NORM_BYTES[1] * outer + EAGER_ROTARY_BYTES[1] * heads / tp

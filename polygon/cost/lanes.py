@@ -28,6 +28,7 @@ from polygon.cost.step_times import (
     part_at_end,
     received_s,
     seen_s,
+    spread_parameters,
     stage_seconds,
     tied_embedding,
     tied_parameters,
@@ -266,8 +267,11 @@ class Lanes:
             held = self._once(("held", together, *how[:3]), partial(self._held, plan, group))
             summed = config.tp * held - tied_parameters(plan, tables, group)
             part = part_at_end(plan, tables, group)
+            spread = self._once(("spread", together, *how[:3]), partial(self._spread, plan, group))
             key = (
                 summed,
+                spread,
+                config.ep,
                 part,
                 config.tp,
                 config.cp,
@@ -277,10 +281,13 @@ class Lanes:
                 config.shards,
             )
             nodes = int(first.place.nodes[group][1][0])
-            cost = self._once(("sums", nodes, config.dp, *key), partial(self._sums, plan, first, group, summed, part))
+            cost = self._once(
+                ("sums", nodes, config.dp, *key),
+                partial(self._sums, plan, first, group, summed, part, config.tp * spread),
+            )
             sums[:, group] = cost.streamed_s, cost.last_s, cost.gather_s
             # Under ZeRO a device's optimizer works on its own part.
-            own = held / (shards if config.zero else 1)
+            own = (held + (config.ep - 1) * spread) / shards if config.zero else held
             updates[group] = self._once(("update", own), partial(tables.update_s, 0, own))
         return Execution(
             plan=plan,
@@ -305,11 +312,17 @@ class Lanes:
         tp = plan.stages[group].workers[0].tp
         return sum(held_parameters(plan, self.tables, s, tp) for s in range(group, len(plan.stages), plan.groups))
 
-    def _sums(self, plan: Plan, first: Round, group: int, values: float, part: float) -> Any:
+    def _spread(self, plan: Plan, group: int) -> float:
+        """Of these the experts that a group spreads."""
+        tp = plan.stages[group].workers[0].tp
+        return sum(spread_parameters(plan, self.tables, s, tp) for s in range(group, len(plan.stages), plan.groups))
+
+    def _sums(self, plan: Plan, first: Round, group: int, values: float, part: float, spread_values: float) -> Any:
         problem, one = self.tables.problem, np.ones((1, 1))
         return stage_reduction(
             *(plan, group, values, problem.batch, self.tables.links, first.place, one, problem.runtime, problem.model),
             part,
+            spread_values,
         )
 
     def _step(

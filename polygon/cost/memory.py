@@ -46,6 +46,13 @@ class LayerMemory:
     """Shape (layers,): what ZeRO divides by the workers: `parameters`, with each expert counted once per
     expert-parallel rank, because only so many fewer workers share its state. None: `parameters`."""
 
+    def spread_over(self, ep: int) -> np.ndarray:
+        """Shape (layers,): of `parameters` the experts, which the other `ep` - 1 devices of an expert-parallel group
+        have others of; none where there is no such group."""
+        if ep == 1 or self.sharded_parameters is None:
+            return np.zeros_like(self.parameters)
+        return (self.sharded_parameters - self.parameters) / (ep - 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:

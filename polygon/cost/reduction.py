@@ -165,8 +165,37 @@ def collective_s(
 
 
 @kernel
+def apart_sums_s(
+    n_bytes: float,
+    spread_bytes: float,
+    spread: int,
+    members: int,
+    per_node: int,
+    pool: int,
+    latency_s: float,
+    bytes_per_s: float,
+    passes: int,
+    links: LinkArrays,
+) -> float:
+    """`collective_s` of what all devices of a group have and, after it, of what every `spread`-th of them has alike.
+
+    Parameters
+    ----------
+    n_bytes, spread_bytes : float
+        Of one device: all of it, and of that the experts, which differ along an expert-parallel group.
+    """
+    both_s = collective_s(n_bytes - spread_bytes, members, per_node, pool, latency_s, bytes_per_s, passes, links)
+    if spread_bytes > 0:
+        alike, near = members // spread, max(1, per_node // spread)
+        both_s += collective_s(spread_bytes, alike, near, pool, latency_s, bytes_per_s, passes, links)
+    return both_s
+
+
+@kernel
 def levels_s(
     n_bytes: float,
+    spread_bytes: float,
+    spread: int,
     count: int,
     pools: np.ndarray,
     nodes: np.ndarray,
@@ -185,8 +214,10 @@ def levels_s(
 
     Parameters
     ----------
-    n_bytes : float
-        Gradient bytes that a worker holds.
+    n_bytes, spread_bytes : float
+        Gradient bytes that a worker holds, and of these the experts'.
+    spread : int
+        Expert parallelism: every so many workers hold the same experts, and all of them the rest.
     count : int
         How many of the pools.
     pools, nodes, members, degrees : ndarray, shape (at least count,)
@@ -231,19 +262,23 @@ def levels_s(
                     rate = min(rate, links.ring_bytes_per_s[pools[j], pools[k]])
                     room.latency_s[a] = max(room.latency_s[a], links.latency_s[pools[j], pools[k]])
                     room.bytes_per_s[a] = min(room.bytes_per_s[a], links.bytes_per_s[pools[j], pools[k]])
-        own_s, own_node_s = 0.0, 0.0
+        own_s, own_node_s, most = 0.0, 0.0, 0.0
         for j in range(i, end):
             p = pools[j]
             if nccl:
                 near = members[j] if apart[r] else workers
-                own_s = max(own_s, collective_s(n_bytes / degrees[j], near, members[j], p, latency, rate, 2, links))
+                d = degrees[j]
+                each = apart_sums_s(n_bytes / d, spread_bytes / d, spread, near, members[j], p, latency, rate, 2, links)
+                own_s = max(own_s, each)
             else:
+                # A node's first worker gets the experts of all others as well.
+                here = n_bytes + (min(spread, members[j]) - 1) * spread_bytes
                 passes = passes_of_card(members[j], total > 1 or places > 1)
-                each = lent_s(n_bytes, members[j], links.node_latency_s[p], links.node_bytes_per_s[p], passes)
-                own_node_s = max(own_node_s, each)
+                each = lent_s(here, members[j], links.node_latency_s[p], links.node_bytes_per_s[p], passes)
+                own_node_s, most = max(own_node_s, each), max(most, here)
         if not nccl and not apart[r]:
             passes = passes_of_card(total, whole and places > 1)
-            own_s = links.collective[pools[i], 5] * lent_s(n_bytes, total, latency, rate, passes)
+            own_s = links.collective[pools[i], 5] * lent_s(most, total, latency, rate, passes)
         node_s, region_s = max(node_s, own_node_s), max(region_s, own_s)
         if total > 1 and not apart[r] and places > 1:
             leaders = 1 if whole else total

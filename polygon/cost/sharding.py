@@ -11,7 +11,7 @@ import numpy as np
 from polygon.cost.kernels import silicon, stream_s
 from polygon.cost.memory import state_bytes
 from polygon.cost.overlap import overlap_of, visible_s
-from polygon.cost.reduction import collective_s
+from polygon.cost.reduction import apart_sums_s
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Stage
 
@@ -57,7 +57,8 @@ class ShardingTraffic:
         gathers, scatters = stage.zero == 3, stage.zero == 3 or (stage.zero == 2 and runtime.zero2_by_micro_batch)
         if shards < 2 or not scatters:
             return
-        held = tables.layers_of(stage, tp=tp, micro_batch_size=micro_batch_size).parameters
+        layers = tables.layers_of(stage, tp=tp, micro_batch_size=micro_batch_size)
+        held, spread = layers.parameters, layers.spread_over(stage.ep)
         model, links = tables.problem.model, tables.links
         arrays, near = links.arrays(runtime), min(per_node, shards)
         latency_s, rate = float(links.ring_latency_s[pool, pool]), float(links.ring_bytes_per_s[pool, pool])
@@ -69,8 +70,8 @@ class ShardingTraffic:
         kinds: dict[tuple[str, bool], list[int]] = {}
         for layer in range(*stage.layers):
             kinds.setdefault((model.layer_kind(layer), layer < stage.recomputed_until), []).append(layer)
-        for number, ((_, recomputed), layers) in enumerate(kinds.items()):
-            at, count = layers[0], len(layers)
+        for number, ((_, recomputed), alike) in enumerate(kinds.items()):
+            at, count = alike[0], len(alike)
             times = tables.times(
                 pool,
                 tp,
@@ -82,7 +83,19 @@ class ShardingTraffic:
                 accumulates=stage.zero < 3,
             ).layers
             once = [
-                pieces * collective_s(held[at] * size / pieces, shards, near, pool, latency_s, rate, 1, arrays)
+                pieces
+                * apart_sums_s(
+                    held[at] * size / pieces,
+                    spread[at] * size / pieces,
+                    stage.ep,
+                    shards,
+                    near,
+                    pool,
+                    latency_s,
+                    rate,
+                    1,
+                    arrays,
+                )
                 for size in (weight_bytes, gradient_bytes)
             ]
             gather_s, scatter_s = (once[0] if gathers else 0.0), once[1]

@@ -186,6 +186,7 @@ def stage_reduction(
     runtime: Runtime,
     model: Model,
     part: float,
+    spread_values: float = 0.0,
 ) -> ReductionCost:
     """Cost of one reduction of a stage's gradients, and of gathering the weights that ZeRO has divided.
 
@@ -197,6 +198,9 @@ def stage_reduction(
         How many stages reduce over each pair of regions (they share its capacity).
     part : float
         Of the gradient, what a runtime that sums layer by layer has last (`seen_parts`).
+    spread_values : float
+        Of `n_values` the experts, where the stage spreads them: workers that hold others sum them apart, and all of
+        them go from place to place.
     """
     if (plan.stages[stage].width == 1 and place.cp[stage] == 1) or n_values <= 0:
         return ReductionCost(node_s=0.0, region_s=0.0, across_s=0.0)
@@ -204,20 +208,25 @@ def stage_reduction(
     (pools, nodes, members), places = known or place.derived.setdefault(
         ("standing", stage), _standing(place, stage, links)
     )
-    held = Held(pools, nodes, members, place.degrees[stage], n_values)
+    spread = plan.stages[stage].ep
+    held = Held(pools, nodes, members, place.degrees[stage], n_values, spread_values, spread)
+    all_values = n_values + (spread - 1) * spread_values
     mode, layers = group_packing(plan, places.regions), len(range(*plan.stages[stage].layers))
 
     def fixed() -> Fixed:
         tp, (_, last) = place.tp[place.members(stage)], seen_parts(layers, part, overlap_of(runtime, batch))
-        crossing = _crossing(mode, places, n_values, batch, matrix_values(model))
+        crossing = _crossing(mode, places, all_values, batch, matrix_values(model))
         return Fixed.of(crossing, last, held, tp, places, batch, links)
 
-    own = _kept(place, stage, fixed, (batch, runtime, model, links.cluster.pools), mode, n_values, part, layers)
+    objects, values = (batch, runtime, model, links.cluster.pools), (mode, n_values, all_values, part, layers)
+    own = _kept(place, stage, fixed, objects, *values)
     crossing, last = own.crossing, own.last
     arrays, share = links.arrays(runtime), pair_share.astype(float)
     room = own_room(len(pools))
     node_s, region_s, across_s, latency_s, card_s = levels_s(
         float(n_values * batch.gradient_bytes),
+        float(spread_values * batch.gradient_bytes),
+        spread,
         len(pools),
         pools,
         held.nodes,
@@ -242,7 +251,8 @@ def stage_reduction(
     if plan.gradient_everywhere and 1 < len(places.regions) <= MOST_LEADING:
         # What ZeRO leaves for the step's end of the sums inside regions.
         seen = (node_s + region_s) / summed_s if summed_s else 1.0
-        n_bytes = seen * n_values * batch.gradient_bytes
+        on_card = n_values + (min(spread, int(members.max())) - 1) * spread_values
+        n_bytes = seen * on_card * batch.gradient_bytes
         cards_s = _cards_s(places, n_bytes, crossing, pools, room, arrays, nccl=own.nccl)
         ways = _ways(places, crossing, pools, share, arrays, room, own.codec_s, seen, cards_s, last)
     return ReductionCost(
@@ -275,13 +285,15 @@ def tied_reduction(
     mode = group_packing(plan, places.regions)
 
     def fixed() -> Fixed:
-        held = Held(pools, nodes, members, degrees, n_values)
+        held = Held(pools, nodes, members, degrees, n_values, 0.0, 1)
         return Fixed.of(_crossing(mode, places, n_values, batch, n_values), 1.0, held, tp, places, batch, links)
 
     own = _kept(place, "tied", fixed, (batch, links.cluster.pools), mode, n_values)
     crossing = own.crossing
     node_s, region_s, across_s, latency_s, _ = levels_s(
         n_values * batch.gradient_bytes,
+        0.0,
+        1,
         len(pools),
         pools,
         nodes,

@@ -291,6 +291,16 @@ def held_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> floa
     return count
 
 
+def spread_parameters(plan: Plan, tables: CostTables, stage: int, tp: int) -> float:
+    """Of `held_parameters` the experts, of which the other devices of an expert-parallel group have others; 0 where
+    there is no such group."""
+    held = plan.stages[stage]
+    if held.ep == 1:
+        return 0.0
+    layers = tables.layers_of(held, tp=tp, micro_batch_size=plan.micro_batch_size)
+    return float(layers.spread_over(held.ep)[held.first_layer : held.last_layer].sum())
+
+
 def part_at_end(plan: Plan, tables: CostTables, group: int) -> float:
     """Part of the gradients that stages on one group of workers sum that comes last: the first layer's, and with an
     embedding, whose backward takes no time, that of the layer before which it is."""
@@ -393,12 +403,14 @@ class GroupTerms:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupWork:
     """The part of `GroupTerms` that links between regions do not change; `n_values` are the gradients that a worker
-    holds, all its tensor-parallel ranks together, and `part` is of `part_at_end`."""
+    holds, all its tensor-parallel ranks together, `spread_values` those of them that are experts spread over several
+    workers, and `part` is of `part_at_end`."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     first_s: float
     n_values: float
+    spread_values: float
     part: float
     update_s: np.ndarray
 
@@ -532,6 +544,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
             problem.runtime,
             problem.model,
             work.part,
+            work.spread_values,
         ),
         n_bytes=float(work.n_values * problem.batch.gradient_bytes),
         update_s=work.update_s,
@@ -558,17 +571,21 @@ def group_work(plan: Plan, tables: CostTables, place: Placement, group: int) -> 
             )
             first_s = max(first_s, seen_s)
         forward[row], backward[row] = of_kind[:, kind]
-    held = {tp: sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in set(place.tp[mine].tolist())}
-    # The optimizer works on what ZeRO leaves a device of the parameters.
+    degrees = set(place.tp[mine].tolist())
+    held = {tp: sum(held_parameters(plan, tables, part, tp) for part in parts) for tp in degrees}
+    spread = {tp: sum(spread_parameters(plan, tables, part, tp) for part in parts) for tp in degrees}
+    # The optimizer works on what ZeRO leaves a device of the parameters: of experts only so many fewer devices share.
     divided = place.shards[group] if stage.zero else np.ones(stage.width, dtype=np.int64)
+    also = stage.ep - 1 if stage.zero else 0
     kinds, kind = alike(place.pool[mine], place.tp[mine], divided)
-    each = np.array([tables.update_s(pool, held[tp] / k) for pool, tp, k in kinds])
+    each = np.array([tables.update_s(pool, (held[tp] + also * spread[tp]) / k) for pool, tp, k in kinds])
     made = GroupWork(
         forward_s=forward,
         backward_s=backward,
         first_s=first_s,
         # Norms are whole on every tensor-parallel rank: a worker of more ranks holds more of them.
         n_values=max(tp * count for tp, count in held.items()) - tied_parameters(plan, tables, group),
+        spread_values=max(tp * count for tp, count in spread.items()),
         part=part_at_end(plan, tables, group),
         update_s=each[kind],
     )

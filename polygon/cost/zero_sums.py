@@ -38,8 +38,10 @@ class Held(NamedTuple):
     ----------
     pools, nodes, members, degrees : ndarray, shape (pools used,)
         As of `levels_s`.
-    values : float
-        Weight gradients of one worker.
+    values, spread_values : float
+        Weight gradients of one worker, and of these the experts'.
+    spread : int
+        Expert parallelism.
     """
 
     pools: np.ndarray
@@ -47,6 +49,8 @@ class Held(NamedTuple):
     members: np.ndarray
     degrees: np.ndarray
     values: float
+    spread_values: float
+    spread: int
 
 
 def with_zero(
@@ -71,14 +75,26 @@ def with_zero(
     if len(pools) == 1:
         per_node = int(held.members[0])
         near = per_node if apart[links.region[pools[0]]] else int(nodes[0]) * per_node
+        degree, spread = int(held.degrees[0]), held.spread
         group = Shards(
-            values=held.values / int(held.degrees[0]),
+            values=(held.values - held.spread_values) / degree,
             members=near,
             per_node=per_node,
             shards=min(plan.stages[stage].shards or near, int(place.shards[stage].min())),
             pool=int(pools[0]),
         )
-        return 0.0, *zero_sums_s(group, zero, batch, runtime, links, whole_s=inside_s, model=model)
+        experts = Shards(
+            values=held.spread_values / degree,
+            members=near // spread,
+            per_node=max(1, per_node // spread),
+            shards=max(1, group.shards // spread),
+            pool=group.pool,
+        )
+        sum_s, gather_s = zero_sums_s(group, zero, batch, runtime, links, whole_s=inside_s, model=model)
+        if held.spread_values:
+            also = zero_sums_s(experts, zero, batch, runtime, links, whole_s=0.0, model=model)
+            sum_s, gather_s = sum_s + also[0], gather_s + also[1]
+        return 0.0, sum_s, gather_s
     if runtime.owned_weights:
         return node_s, region_s, 0.0
     gather_s = 0.0 if zero == 3 else 0.5 * inside_s * state_bytes(batch)[0] / batch.gradient_bytes

@@ -163,7 +163,7 @@ def reduction_floor_s(
     wire = n_bytes * ratio
     room.turns[1] = 1  # with fewer nodes than these, turns may be others
     _, _, across_s, far_s, _ = levels_s(
-        n_bytes, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
+        n_bytes, 0.0, 1, used, pools, most, alone, alone, wire, ones, none, bank.links, limits.whole, 0.0, room
     )
     room.turns[1] = 0
     inside_s, total, card, latency_s = 0.0, 0, 0.0, np.inf

@@ -49,6 +49,7 @@ from polygon.planning.layer_split import (
     part_at_end,
     split_layers,
     split_layers_under_way,
+    spread_bytes,
     whole_makespan_s,
 )
 from polygon.planning.node_sharing import (
@@ -102,10 +103,11 @@ class Reductions(NamedTuple):
     tied_inside: np.ndarray
     """Seconds of the update, and before it of the sum of tied embeddings; of that inside regions."""
     n_bytes: np.ndarray
+    spread_bytes: np.ndarray
     card_bytes: np.ndarray
     wire_bytes: np.ndarray
-    """Gradient bytes of a worker, of these what nodes of a region sum at the end of a step, and what of them goes from
-    place to place."""
+    """Gradient bytes of a worker, of these the experts' where workers spread them; of all experts what nodes of a
+    region sum at the end of a step, and what goes from place to place."""
     begin: np.ndarray
     tail: np.ndarray
     zeros: np.ndarray
@@ -164,7 +166,9 @@ class FluidWork(NamedTuple):
 @gives_pointed
 def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
-    whole, last, inside, inside_last, update, tied, tied_inside, n_bytes, card_bytes, wire_bytes = np.zeros((10, rows))
+    whole, last, inside, inside_last, update, tied, tied_inside, *sizes = np.zeros((11, rows))
+    n_bytes, spread, card_bytes, wire_bytes = sizes
+
     begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
@@ -175,6 +179,7 @@ def reductions_for(rows: int) -> Reductions:
         tied=tied,
         tied_inside=tied_inside,
         n_bytes=n_bytes,
+        spread_bytes=spread,
         card_bytes=card_bytes,
         wire_bytes=wire_bytes,
         begin=begin,
@@ -659,18 +664,21 @@ def _price_reductions(bank: Bank, work: FluidWork, n: int, bounds: np.ndarray, o
         tied, tied_inside = _tied_s(bank, work, n - 1)
     for s in range(n):
         m = stages.members[s]
-        of.n_bytes[s], update = 0.0, 0.0
+        of.n_bytes[s], of.spread_bytes[s], update = 0.0, 0.0, 0.0
         for i in range(m):
             c, count = stages.classes[s, i], stages.counts[s, i]
             here = held_parameters(bank, bank.parameters, c, bounds[s], bounds[s + 1])
             of.n_bytes[s] = max(of.n_bytes[s], gradient_bytes(bank, c, bounds[s], bounds[s + 1]))
-            shards = count * bank.cp if options[ZERO, s] > 0 else 1
-            update = max(update, here / shards * bank.update_s_per_parameter[c])
+            of.spread_bytes[s] = max(of.spread_bytes[s], spread_bytes(bank, c, bounds[s], bounds[s + 1]))
+            if options[ZERO, s] > 0:
+                here = held_parameters(bank, bank.divided, c, bounds[s], bounds[s + 1]) / (count * bank.cp)
+            update = max(update, here * bank.update_s_per_parameter[c])
         of.update[s] = update
         of.tied[s], of.tied_inside[s] = (tied, tied_inside) if s == 0 or s == n - 1 else (0.0, 0.0)
         of.whole[s], of.last[s], of.inside[s], of.inside_last[s] = 0.0, 0.0, 0.0, 0.0
-        of.card_bytes[s] = of.n_bytes[s] * _summed_part(bank, options[ZERO, s])
-        of.wire_bytes[s] = of.n_bytes[s] * (1.0 if stages.plain[0] else bank.packed_ratio)
+        more = (bank.ep - 1) * of.spread_bytes[s]
+        of.card_bytes[s] = (of.n_bytes[s] + more) * _summed_part(bank, options[ZERO, s])
+        of.wire_bytes[s] = (of.n_bytes[s] + more) * (1.0 if stages.plain[0] else bank.packed_ratio)
         for a in regions:
             work.packed[s, a] = False
         if of.n_bytes[s] > 0 and (m > 1 or stages.counts[s, 0] * bank.cp > 1):
@@ -760,12 +768,14 @@ def _find_sum(bank: Bank, work: FluidWork, s: int, zero: int, last: float, apart
     n_bytes, rings = work.reduction.n_bytes[s], _find_rings(bank, work, s)
     node_s, region_s, across_s, far_s, card_s = levels_s(
         n_bytes,
+        work.reduction.spread_bytes[s],
+        bank.ep,
         rings,
         work.pools,
         work.ring_nodes,
         work.near,
         work.degrees,
-        n_bytes * (1.0 if work.stages.plain[0] else bank.packed_ratio),
+        work.reduction.wire_bytes[s],
         work.pair_share,
         apart,
         bank.links,
@@ -812,7 +822,8 @@ def _packing_s(bank: Bank, work: FluidWork, s: int, apart: np.ndarray) -> float:
         c = stages.classes[s, i]
         pack_s, unpack_s = max(pack_s, bank.gradient_codec_s[0, c]), max(unpack_s, bank.gradient_codec_s[1, c])
         slices = slices if bank.tp[c] == slices else 1
-    values = work.reduction.n_bytes[s] / bank.gradient_bytes / lanes / slices
+    n_bytes = work.reduction.n_bytes[s] + (bank.ep - 1) * work.reduction.spread_bytes[s]
+    values = n_bytes / bank.gradient_bytes / lanes / slices
     return float(values * (pack_s + unpackings(places, False) * unpack_s))
 
 
@@ -960,6 +971,8 @@ def tied_sum_s(bank: Bank, work: FluidWork, last: int, apart: np.ndarray) -> tup
     n_bytes = bank.tied_values * bank.gradient_bytes
     node_s, region_s, across_s, _, _ = levels_s(
         n_bytes,
+        0.0,
+        1,
         rings,
         work.pools,
         work.ring_nodes,

@@ -101,6 +101,15 @@ def gradient_bytes(bank: Bank, c: int, first: int, last: int) -> float:
 
 
 @inner
+def spread_bytes(bank: Bank, c: int, first: int, last: int) -> float:
+    """Of `gradient_bytes` the experts', where a group of workers spreads them."""
+    if bank.ep == 1:
+        return 0.0
+    others = bank.divided[c, last] - bank.divided[c, first] - (bank.parameters[c, last] - bank.parameters[c, first])
+    return float(others / (bank.ep - 1) * bank.tp[c] * bank.gradient_bytes)
+
+
+@inner
 def part_at_end(bank: Bank, c: int, first: int, last: int) -> float:
     """As `polygon.cost.step_times.part_at_end`, of layers [first, last) on a class."""
     after = min(first + (2 if first == 0 else 1), last)

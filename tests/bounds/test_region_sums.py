@@ -52,7 +52,7 @@ def price_s(links, members, used, n_bytes, wire, whole, nccl, apart, last):
         )  # fmt: skip
         one = np.ones(len(members), dtype=np.int64)
         *parts, far_s, _ = levels_s(
-            n_bytes, len(members), np.array(members), np.array(used), one, one,
+            n_bytes, 0.0, 1, len(members), np.array(members), np.array(used), one, one,
             wire, np.ones((n, n)), apart, arrays, whole, last, levels_room(n, n),
         )  # fmt: skip
     return sum(parts), far_s

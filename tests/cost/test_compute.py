@@ -238,6 +238,19 @@ def test_a_number_of_tokens_that_is_no_whole_vector_costs_no_more_than_the_next(
     assert odd <= even
 
 
+def test_biases_of_experts_are_added_by_kernels_of_their_own():
+    """Of gpt-oss's four experts a token, 2,880 numbers each: 24 bytes a number in forward, 40 in backward."""
+    oss = catalogue.model("gpt-oss-120b")
+    card, batch = catalogue.device("h100-sxm"), Batch(global_batch=8, seq_len=4096)
+    seconds = [
+        layer_times(replace(oss, linear_bias=bias), batch, card, NVLINK, micro_batch_size=8) for bias in (True, False)
+    ]
+    numbers = 8 * 4096 * oss.experts_per_token * oss.hidden_size
+    rate = card.memory_bytes_per_s * EFFICIENCY["hopper"].memory
+    assert seconds[0].forward_s[1] - seconds[1].forward_s[1] == pytest.approx(24 * numbers / rate, rel=1e-3)
+    assert seconds[0].backward_s[1] - seconds[1].backward_s[1] == pytest.approx(40 * numbers / rate, rel=1e-3)
+
+
 def test_graphs_take_launches_from_the_host():
     """Of the router first; of the whole step then, which waits for nobody: small blocks gain, dense ones too."""
     moe = replace(catalogue.model("qwen3-30b-a3b"), hidden_size=256)
