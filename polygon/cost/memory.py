@@ -51,7 +51,8 @@ class LayerMemory:
         have others of; none where there is no such group."""
         if ep == 1 or self.sharded_parameters is None:
             return np.zeros_like(self.parameters)
-        return (self.sharded_parameters - self.parameters) / (ep - 1)
+        others: np.ndarray = self.sharded_parameters - self.parameters
+        return others / (ep - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
