@@ -126,6 +126,25 @@ class Held:
             route.fallback()
 
 
+def listen(page, region):
+    """Keep what a live region says, in the order in which it says it."""
+    page.evaluate(
+        """(region) => {
+      const spoken = document.getElementById(region);
+      window.heard = [];
+      new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
+        .observe(spoken, { childList: true, characterData: true, subtree: true });
+    }""",
+        region,
+    )
+
+
+def heard(page, words):
+    """Whether that was said since `listen`, waited for; all that was."""
+    page.wait_for_function("words => window.heard.some((said) => said.includes(words))", arg=words)
+    return page.evaluate("window.heard")
+
+
 def fill(page, path, text):
     page.locator(f"[data-path='{path}']").fill(text)
 
@@ -737,26 +756,65 @@ def test_a_screen_reader_is_told_once(page, server, wide_plan):
     page.goto("about:blank")
     page.goto(server.url)
     page.locator("#calculate:enabled").wait_for()
-    page.evaluate("""() => {
-      const spoken = document.getElementById("spoken");
-      window.heard = [];
-      new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
-        .observe(spoken, { childList: true, characterData: true, subtree: true });
-    }""")
+    listen(page, "spoken")
     held = Held(page, "**/limits/events")
     page.evaluate(f"location.hash = '#plan={wide_plan}'")
-    expect(page.locator("#spoken")).to_contain_text("a step on")
+    heard(page, "a step on")
     held.release()
-    expect(page.locator("#spoken")).to_contain_text("limited")
-    assert ", ".join(page.evaluate("window.heard")) == page.locator(".sentence").text_content().strip()
+    assert ", ".join(heard(page, "limited")) == page.locator(".sentence").text_content().strip()
     page.locator("#drawer-whatif").click()
     slide(page, "bandwidth_factor", "1")
-    expect(page.locator("#spoken")).to_contain_text("tokens/s")
-    assert card(page, "step") in page.locator("#spoken").text_content()
+    assert card(page, "step") in heard(page, "tokens/s")[-1]
     speaking = page.locator("[aria-live], [role=status], [role=alert], output")
     names = speaking.evaluate_all("all => all.map((e) => e.id || e.className)")
     assert sorted(names) == ["notice", "outcome", "spoken"]
     expect(page.locator("#outcome")).to_be_empty()
+
+
+def test_what_was_told_is_not_met_again(browser, server, plan_id):
+    """Live regions are empty some seconds after they spoke: who reads on to the end of the page finds nothing there."""
+    page = new_page(browser, server)
+    page.clock.install()
+    visit(page, server, plan_id)
+    listen(page, "outcome")
+    run = {"name": "rank-0.jsonl", "mimeType": "text/plain", "buffer": run_lines(9).encode()}
+    page.locator("#tab-runs").click()
+    page.locator("#open-run").set_input_files(run)
+    heard(page, "measured")
+    page.clock.fast_forward(10_000)
+    expect(page.locator("#outcome")).to_be_empty()
+    expect(page.locator("#spoken")).to_be_empty()
+    page.context.close()
+
+
+@pytest.mark.parametrize("pane", ["front", "whynot"])
+def test_the_end_of_a_pane_s_work_is_told_with_what_came_out(browser, server, pane):
+    """Until its answer is here it goes on: no form stands there for a moment, whose button would take the focus and be
+    gone before a reader has said its name. Then one line says how many were found."""
+    page = new_page(browser, server)
+    plan = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
+    visit(page, server, plan)
+    listen(page, "outcome")
+    kept = []
+
+    def ask(route):
+        answer = route.fetch()
+        ended = route.request.method == "GET" and answer.json()["state"] == "done"
+        kept.append((route, answer)) if ended else route.fulfill(response=answer)
+
+    page.route(re.compile("/fronts/|/explanation$"), ask)
+    begin = page.locator({"front": "#start-front", "whynot": "#explain"}[pane])
+    page.locator({"front": "#tab-front", "whynot": "#drawer-whynot"}[pane]).click()
+    begin.focus()
+    page.keyboard.press("Enter")
+    assert eventually(lambda: page.wait_for_timeout(1) or kept)
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    assert begin.count() == 0
+    expect(page.get_by_role("button", name="Stop")).to_be_focused()
+    for route, answer in kept:
+        route.fulfill(response=answer)
+    heard(page, {"front": " plans found", "whynot": " ideas worked out"}[pane])
+    page.context.close()
 
 
 def test_a_screen_reader_hears_each_thing_once_by_its_name(page, server, wide_plan):
