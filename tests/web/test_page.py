@@ -530,6 +530,20 @@ def test_the_file_is_there_before_the_server_answers(fresh, server):
     assert fresh.faults == []
 
 
+def test_an_opened_file_is_shown_as_it_was_written(fresh):
+    """Letters of every language stay letters; one is not counted as many; a fault is said with the file's name."""
+    text = "name: 東京 only\nregions:\n- {name: Zürich, nodes: [{device: t4, count: 1, devices_per_node: 1}]}\n"
+    fresh.locator("#fold-cluster").click()
+    for name, what in (("mine.yaml", text.replace("count: 1", "count: -1")), ("mine.yaml", text)):
+        fresh.locator("#upload-cluster").set_input_files({"name": name, "mimeType": "", "buffer": what.encode()})
+        if what != text:
+            expect(fresh.locator("#trouble")).to_contain_text("mine: regions[0].nodes[0].count: found -1")
+    expect(fresh.locator("#fold-cluster")).to_contain_text("1 device in 1 region")
+    assert "1 regions" not in fresh.locator("#fold-cluster").inner_text()
+    fresh.locator("#edit-cluster").click()
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: 東京 only\n.*- name: Zürich", re.DOTALL))
+
+
 def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
     """Not what the server read before the last change, however late it answers; a draft that is wrong is not saved."""
     fresh.locator("#tab-cluster").click()
@@ -1190,6 +1204,15 @@ def test_logs_that_are_opened_stand_beside_the_plan(page, server, plan_id, tmp_p
     assert [point[1] for point in chart_data(page, "run-loss")[0]] == [point[2] for point in said["points"]]
     assert len(said["points"]) == 9
     expect(page.locator("#outcome")).to_have_text(page.locator("#run-sentence").inner_text())
+
+
+def test_a_traced_run_names_its_stages_once(page, server, wide_plan):
+    """A line of bars is read as what it is of, and whether it was predicted or measured is said once."""
+    visit(page, server, wide_plan, "runs", f"&run={opened_run(server, wide_plan)}")
+    first = page.locator("#beside > li").first
+    first.wait_for()
+    said = first.aria_snapshot()
+    assert re.search(r"Stage 0\b", said) and said.count("Predicted") == said.count("Measured") == 1
 
 
 def test_plans_are_named_put_away_and_deleted(page, server):
