@@ -148,7 +148,9 @@ def format_yaml(data: Any) -> str:
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(_plain(data), Dumper=dumper, sort_keys=False, default_flow_style=None, width=2**20)
+    return yaml.dump(
+        _plain(data), Dumper=dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=2**20
+    )
 
 
 def _format(data: Any, depth: int) -> str:

@@ -90,3 +90,8 @@ def test_aliases_of_a_small_text_are_read():
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
     with pytest.raises(InputError, match="thousands of digits"):
         cluster_from_text("regions: [{name: a, nodes: [{device: t4, count: -0x" + "f" * 3900 + "}]}]", "x")
+
+
+def test_yaml_keeps_the_letters_of_every_language():
+    """What people read and edit has no escapes in it."""
+    assert format_yaml({"name": "Zürich 東京"}) == "{name: Zürich 東京}\n"

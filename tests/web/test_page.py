@@ -126,6 +126,25 @@ class Held:
             route.fallback()
 
 
+def listen(page, region):
+    """Keep what a live region says, in the order in which it says it."""
+    page.evaluate(
+        """(region) => {
+      const spoken = document.getElementById(region);
+      window.heard = [];
+      new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
+        .observe(spoken, { childList: true, characterData: true, subtree: true });
+    }""",
+        region,
+    )
+
+
+def heard(page, words):
+    """Whether that was said since `listen`, waited for; all that was."""
+    page.wait_for_function("words => window.heard.some((said) => said.includes(words))", arg=words)
+    return page.evaluate("window.heard")
+
+
 def fill(page, path, text):
     page.locator(f"[data-path='{path}']").fill(text)
 
@@ -511,6 +530,20 @@ def test_the_file_is_there_before_the_server_answers(fresh, server):
     assert fresh.faults == []
 
 
+def test_an_opened_file_is_shown_as_it_was_written(fresh):
+    """Letters of every language stay letters; one is not counted as many; a fault is said with the file's name."""
+    text = "name: 東京 only\nregions:\n- {name: Zürich, nodes: [{device: t4, count: 1, devices_per_node: 1}]}\n"
+    fresh.locator("#fold-cluster").click()
+    for name, what in (("mine.yaml", text.replace("count: 1", "count: -1")), ("mine.yaml", text)):
+        fresh.locator("#upload-cluster").set_input_files({"name": name, "mimeType": "", "buffer": what.encode()})
+        if what != text:
+            expect(fresh.locator("#trouble")).to_contain_text("mine: regions[0].nodes[0].count: found -1")
+    expect(fresh.locator("#fold-cluster")).to_contain_text("1 device in 1 region")
+    assert "1 regions" not in fresh.locator("#fold-cluster").inner_text()
+    fresh.locator("#edit-cluster").click()
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("name: 東京 only\n.*- name: Zürich", re.DOTALL))
+
+
 def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
     """Not what the server read before the last change, however late it answers; a draft that is wrong is not saved."""
     fresh.locator("#tab-cluster").click()
@@ -737,26 +770,65 @@ def test_a_screen_reader_is_told_once(page, server, wide_plan):
     page.goto("about:blank")
     page.goto(server.url)
     page.locator("#calculate:enabled").wait_for()
-    page.evaluate("""() => {
-      const spoken = document.getElementById("spoken");
-      window.heard = [];
-      new MutationObserver(() => spoken.textContent && window.heard.push(spoken.textContent))
-        .observe(spoken, { childList: true, characterData: true, subtree: true });
-    }""")
+    listen(page, "spoken")
     held = Held(page, "**/limits/events")
     page.evaluate(f"location.hash = '#plan={wide_plan}'")
-    expect(page.locator("#spoken")).to_contain_text("a step on")
+    heard(page, "a step on")
     held.release()
-    expect(page.locator("#spoken")).to_contain_text("limited")
-    assert ", ".join(page.evaluate("window.heard")) == page.locator(".sentence").text_content().strip()
+    assert ", ".join(heard(page, "limited")) == page.locator(".sentence").text_content().strip()
     page.locator("#drawer-whatif").click()
     slide(page, "bandwidth_factor", "1")
-    expect(page.locator("#spoken")).to_contain_text("tokens/s")
-    assert card(page, "step") in page.locator("#spoken").text_content()
+    assert card(page, "step") in heard(page, "tokens/s")[-1]
     speaking = page.locator("[aria-live], [role=status], [role=alert], output")
     names = speaking.evaluate_all("all => all.map((e) => e.id || e.className)")
     assert sorted(names) == ["notice", "outcome", "spoken"]
     expect(page.locator("#outcome")).to_be_empty()
+
+
+def test_what_was_told_is_not_met_again(browser, server, plan_id):
+    """Live regions are empty some seconds after they spoke: who reads on to the end of the page finds nothing there."""
+    page = new_page(browser, server)
+    page.clock.install()
+    visit(page, server, plan_id)
+    listen(page, "outcome")
+    run = {"name": "rank-0.jsonl", "mimeType": "text/plain", "buffer": run_lines(9).encode()}
+    page.locator("#tab-runs").click()
+    page.locator("#open-run").set_input_files(run)
+    heard(page, "measured")
+    page.clock.fast_forward(10_000)
+    expect(page.locator("#outcome")).to_be_empty()
+    expect(page.locator("#spoken")).to_be_empty()
+    page.context.close()
+
+
+@pytest.mark.parametrize("pane", ["front", "whynot"])
+def test_the_end_of_a_pane_s_work_is_told_with_what_came_out(browser, server, pane):
+    """Until its answer is here it goes on: no form stands there for a moment, whose button would take the focus and be
+    gone before a reader has said its name. Then one line says how many were found."""
+    page = new_page(browser, server)
+    plan = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
+    visit(page, server, plan)
+    listen(page, "outcome")
+    kept = []
+
+    def ask(route):
+        answer = route.fetch()
+        ended = route.request.method == "GET" and answer.json()["state"] == "done"
+        kept.append((route, answer)) if ended else route.fulfill(response=answer)
+
+    page.route(re.compile("/fronts/|/explanation$"), ask)
+    begin = page.locator({"front": "#start-front", "whynot": "#explain"}[pane])
+    page.locator({"front": "#tab-front", "whynot": "#drawer-whynot"}[pane]).click()
+    begin.focus()
+    page.keyboard.press("Enter")
+    assert eventually(lambda: page.wait_for_timeout(1) or kept)
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    assert begin.count() == 0
+    expect(page.get_by_role("button", name="Stop")).to_be_focused()
+    for route, answer in kept:
+        route.fulfill(response=answer)
+    heard(page, {"front": " plans found", "whynot": " ideas worked out"}[pane])
+    page.context.close()
 
 
 def test_a_screen_reader_hears_each_thing_once_by_its_name(page, server, wide_plan):
@@ -1132,6 +1204,15 @@ def test_logs_that_are_opened_stand_beside_the_plan(page, server, plan_id, tmp_p
     assert [point[1] for point in chart_data(page, "run-loss")[0]] == [point[2] for point in said["points"]]
     assert len(said["points"]) == 9
     expect(page.locator("#outcome")).to_have_text(page.locator("#run-sentence").inner_text())
+
+
+def test_a_traced_run_names_its_stages_once(page, server, wide_plan):
+    """A line of bars is read as what it is of, and whether it was predicted or measured is said once."""
+    visit(page, server, wide_plan, "runs", f"&run={opened_run(server, wide_plan)}")
+    first = page.locator("#beside > li").first
+    first.wait_for()
+    said = first.aria_snapshot()
+    assert re.search(r"Stage 0\b", said) and said.count("Predicted") == said.count("Measured") == 1
 
 
 def test_plans_are_named_put_away_and_deleted(page, server):

@@ -143,18 +143,19 @@ function WhyNot(): JSX.Element {
       set(found);
       if (!running(found)) return;
       const left = timeLeft();
-      await follow(`/jobs/${found.id}`, stop.signal, (now) => set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })));
+      // Its end is shown with the answers: without them there is the form again, which would take the focus for a moment.
+      await follow(`/jobs/${found.id}`, stop.signal, (now) => { if (running(now)) set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })); });
       const ended = await get(`/plans/${id}/explanation`, stop.signal), a = ended.answers;
-      set(ended);
+      set((old: Data) => ({ ...ended, begun: old?.begun }));
       if (a) outcome.value = t("ideasFound", { n: a.different_plans.length + a.alternatives.length + felt(a).length });
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     return () => stop.abort();
   }, [id, state?.begun]);
   const start = (): Promise<void> => attempt(async () => {
-    await post(`/plans/${id}/explanation`, { time_limit_s: limit });
+    const begun = await post(`/plans/${id}/explanation`, { time_limit_s: limit });
     outcome.value = t("working");
-    set({ state: "queued", progress: 0, begun: Date.now() });
+    set({ ...begun, begun: Date.now() });
   });
   if (error) return <p class="error" role="alert">{error}</p>;
   if (!state) return <Skeleton />;

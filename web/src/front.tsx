@@ -31,8 +31,9 @@ export function Front(): JSX.Element {
       const left = timeLeft();
       let looked = 0;
       await follow(`/jobs/${job}`, stop.signal, (now) => {
+        if (!running(now)) return; // its end comes with all points
         setData((old: Data) => ({ ...old, ...now, left_s: left(now.progress) }));
-        if (!running(now) || Date.now() - looked < LOOK_MS) return;
+        if (Date.now() - looked < LOOK_MS) return;
         looked = Date.now();
         get(`/fronts/${job}`, stop.signal).then((so: Data) => setData((old: Data) => ({ ...old, points: so.points })), () => undefined);
       });

@@ -37,7 +37,7 @@ export function Overview(): JSX.Element {
   return (
     <div class="overview">
       <section class="section" aria-label={t("mapTitle")}>
-        <div class="section-head"><h2>{t("mapTitle")}</h2><span class="grow" />{!all.every(placed) && <span class="soft">{t("noPositions")}</span>}<UseScale /></div>
+        <div class="section-head"><h2>{t("mapTitle")}</h2><span class="grow" />{all.length > 1 && !all.every(placed) && <span class="soft">{t("noPositions")}</span>}<UseScale /></div>
         <WorldMap places={all} links={used(v)} height={Math.round(Math.max(200, Math.min(380, innerHeight * 0.27)))} label={t("mapTitle")} onSelect={() => go(() => (view.value = "communication"))} />
       </section>
       {rest && <><Strip v={v} /><Timeline /></>}

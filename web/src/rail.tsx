@@ -32,9 +32,12 @@ export function Rail(): JSX.Element {
 
 const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
 
+/** What a file says; a fault in it is said with its name. */
+const readOf = (kind: string, text: string, name: string): Promise<Data> =>
+  post("/read", { kind, text, name }).catch((error: Error) => { throw new Error(`${name}: ${error.message}`); });
 export function readCluster(text: string, name: string): Promise<void> {
   return attempt(async () => {
-    const cluster = await post("/read", { kind: "cluster", text, name });
+    const cluster = await readOf("cluster", text, name);
     edit((d) => { d.cluster = cluster; });
   });
 }
@@ -65,7 +68,7 @@ function ModelSummary(): JSX.Element {
   return (
     <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>{() => <>
       <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
-      <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await post("/read", { kind: "model", text, name: file }); edit((it) => { it.model = model; }); })} />
+      <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await readOf("model", text, file); edit((it) => { it.model = model; }); })} />
       <button type="button" id="export-model" onClick={() => void attempt(async () => download("config.json", JSON.stringify(await post("/config", { model: d.model }), null, 2), "application/json"))}>{t("exportModel")}</button>
       <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
         <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>

@@ -117,8 +117,8 @@ function Traced({ name, of, waits }: { name: string; of: string; waits: boolean 
     <>
       <Section title={t("stagesBeside")} note={t("besideNote", { steps: found.steps })} tools={<span class="legend">{PARTS.filter((p) => fill[p]).map((p) => <span key={p}><i class="swatch" style={{ background: fill[p] }} />{t(`part_${p}` as Key)}</span>)}</span>}>
         <ol class="beside" id="beside">{found.stages.map((s: Data) => (
-          <li key={s.stage}><b>{s.stage}</b><span class="soft">{s.layers} · {s.regions.join(", ")}</span>
-            {sides.map((side, i) => <div class="beside-line" key={side}><small>{side}</small><div class="stack" role="img" aria-label={`${side}: ${PARTS.map((p) => `${t(`part_${p}` as Key)} ${seconds(s[p][i])}`).join(", ")}`}>
+          <li key={s.stage}><b><span class="hidden">{t("stage")} </span>{s.stage}</b><span class="soft">{s.layers} · {s.regions.join(", ")}</span>
+            {sides.map((side, i) => <div class="beside-line" key={side}><small aria-hidden="true">{side}</small><div class="stack" role="img" aria-label={`${side}: ${PARTS.map((p) => `${t(`part_${p}` as Key)} ${seconds(s[p][i])}`).join(", ")}`}>
               {/* Who waits does so for the rest of the step; medians of the parts need not add up to the median of steps. */}
               {PARTS.filter((p) => fill[p]).map((p) => <i key={p} title={`${t(`part_${p}` as Key)} ${seconds(s[p][i])}`} style={{ flex: p === "waiting" ? "1" : `0 0 ${Math.min(100, (100 * s[p][i]) / both[i])}%`, background: fill[p] }} />)}</div></div>)}</li>))}</ol>
         <details class="as-table"><summary>{t("workersTable")}</summary><Table label={t("stagesBeside")} head={[t("stage"), ...PARTS.map((p) => t(`part_${p}` as Key))]} numeric={PARTS.map((_, i) => i + 1)}

@@ -17,9 +17,10 @@ export function setLanguage(to: Language): void {
   language.value = to;
   document.title = t("title");
 }
+/** The words of a key with its values; `{n:device|devices}` is a number and its noun. */
 export function t(key: Key, values: Record<string, string | number> = {}): string {
   const words = catalogue[key][language.value === "zh" ? 1 : 0];
-  return words.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
+  return words.replace(/\{(\w+)(?::([^|}]+)\|([^}]+))?\}/g, (_, name, one, many) => `${values[name] ?? ""}${one ? ` ${String(values[name]) === "1" ? one : many}` : ""}`);
 }
 /** The words of a key that the server gave; the key itself where there are none. */
 export function maybe(key: string): string {

@@ -1,7 +1,7 @@
 // One sentence and four figures of the open plan, and what is different where something is tried.
 
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
 import { anew, assumed, attempt, changes, limits, loading, loadJobs, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
@@ -84,18 +84,25 @@ export function Sentence(): JSX.Element {
 
 const opened = (v: Data, step: string): string => t("sentence", { step, used: v.devices.used, all: v.devices.all });
 
-const RESTED_MS = 500;
+const RESTED_MS = 500, HEARD_MS = 10_000;
 /** What a screen reader is told, once: that a search runs, how long a step of the plan takes as soon as there is one, what
-    limits it when that is known for good, and what comes out of what is tried when it rests. */
+    limits it when that is known for good, and what comes out of what is tried when it rests. Who reads to the end of the
+    page later does not meet it again. */
 export function Spoken(): JSX.Element {
   const v = planned.value, whole = limits.value?.whole && assumed.value;
   const found = v && shown.value && !progress.value ? opened(v, seconds(v.estimate.step_s)) : "";
   const now = progress.value ? t("working") : found && tried.value ? comesOut() : found && whole ? found + limited() : found;
   const [told, tell] = useState("");
+  const last = useRef("");
   useEffect(() => {
-    const timer = setTimeout(() => tell((said) => (said && said === found ? now.replace(found, "").replace(/^[,.，。] ?/, "") || now : now)), RESTED_MS);
+    const timer = setTimeout(() => {
+      last.current = last.current && last.current === found ? now.replace(found, "").replace(/^[,.，。] ?/, "") || now : now;
+      tell(last.current);
+    }, RESTED_MS);
     return () => clearTimeout(timer);
   }, [now]);
+  useEffect(() => { const timer = setTimeout(() => tell(""), HEARD_MS); return () => clearTimeout(timer); }, [told]);
+  useEffect(() => { const timer = setTimeout(() => (outcome.value = ""), HEARD_MS); return () => clearTimeout(timer); }, [outcome.value]);
   return <><div class="hidden" aria-live="polite" aria-atomic="true" id="spoken">{told}</div><div class="hidden" aria-live="polite" aria-atomic="true" id="outcome">{outcome.value}</div></>;
 }
 /** The step with what is tried, and how many tokens more or less that is. */
