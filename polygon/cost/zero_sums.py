@@ -83,15 +83,15 @@ def with_zero(
             shards=min(plan.stages[stage].shards or near, int(place.shards[stage].min())),
             pool=int(pools[0]),
         )
-        experts = Shards(
-            values=held.spread_values / degree,
-            members=near // spread,
-            per_node=max(1, per_node // spread),
-            shards=max(1, group.shards // spread),
-            pool=group.pool,
-        )
         sum_s, gather_s = zero_sums_s(group, zero, batch, runtime, links, whole_s=inside_s, model=model)
         if held.spread_values:
+            experts = Shards(
+                values=held.spread_values / degree,
+                members=near // spread,
+                per_node=max(1, per_node // spread),
+                shards=max(1, group.shards // spread),
+                pool=group.pool,
+            )
             also = zero_sums_s(experts, zero, batch, runtime, links, whole_s=0.0, model=model)
             sum_s, gather_s = sum_s + also[0], gather_s + also[1]
         return 0.0, sum_s, gather_s

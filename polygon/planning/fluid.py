@@ -168,7 +168,6 @@ def reductions_for(rows: int) -> Reductions:
     """Room for allocations of so many rows."""
     whole, last, inside, inside_last, update, tied, tied_inside, *sizes = np.zeros((11, rows))
     n_bytes, spread, card_bytes, wire_bytes = sizes
-
     begin, tail, zeros, late = np.zeros((4, rows))
     return Reductions(
         whole=whole,
