@@ -388,7 +388,8 @@ class GroupTerms:
     reduction : ReductionCost
         Of all their gradients, every step.
     n_bytes : float
-        Of the gradients that a worker holds.
+        Of the gradients that a worker holds, and of the experts that others of its group hold in their place: what its
+        region's cards pass.
     update_s : ndarray, shape (width,)
     """
 
@@ -546,7 +547,7 @@ def _group_terms(plan: Plan, tables: CostTables, place: Placement, traffic: Traf
             work.part,
             work.spread_values,
         ),
-        n_bytes=float(work.n_values * problem.batch.gradient_bytes),
+        n_bytes=float((work.n_values + (stages[0].ep - 1) * work.spread_values) * problem.batch.gradient_bytes),
         update_s=work.update_s,
     )
     tables.group_terms.put(made, (traffic, *stages), group, plan.reduction)
