@@ -673,6 +673,25 @@ def test_a_running_search_opens_in_another_browser(browser, tmp_path):
     server.stop()
 
 
+def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
+    """Chosen, and the button pushed before it is here: it is asked for, not what stood there before; of two the later."""
+    held = Held(fresh, "**/api/v1/instances/*")
+    choose(fresh, "gpt3-1.3b", "world-64")
+    fresh.locator("[data-path=instance]").select_option("two-campus")
+    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 2)
+    asked = Held(fresh, "**/api/v1/jobs", "POST")
+    fresh.locator("#calculate").click()
+    held.released = True
+    for route in reversed(held.routes):
+        with fresh.expect_response(route.request.url):
+            route.fallback()
+    asked.wait()
+    assert asked.routes[0].request.post_data_json["problem"]["cluster"]["name"] == "two-campus"
+    asked.release()
+    fresh.locator("[data-card=step]").wait_for()
+    expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
+
+
 def test_constraints_and_objective_reach_the_planner(fresh, server):
     """What the rail says is what is asked; a fault is told; the plan remembers it for another browser."""
     choose(fresh, "gpt3-1.3b")

@@ -93,6 +93,22 @@ export function edit(change: (next: Draft) => void, of = ""): void {
   future.value = [];
   draft.value = next;
 }
+// What was chosen and is being fetched, by the part of the draft that it will be.
+const coming = new Map<string, Promise<void>>();
+/** Change a part of the draft once what was chosen for it is here; of two choices the later one stays. */
+export async function onceHere(part: "cluster" | "model", wanted: Promise<Data>, change: (found: Data) => void): Promise<void> {
+  const work: Promise<void> = wanted.then((found) => { if (coming.get(part) === work) change(found); });
+  coming.set(part, work);
+  try {
+    await work;
+  } finally {
+    if (coming.get(part) === work) coming.delete(part);
+  }
+}
+/** Wait for what was chosen and is not here yet.
+
+    @throws Error where it cannot be had. */
+export const arrived = async (): Promise<void> => void (await Promise.all(coming.values()));
 export function undo(): void {
   const last = past.value[past.value.length - 1];
   if (!last) return;
@@ -122,6 +138,7 @@ export function start(cluster: Data): void {
 }
 /** Take over what a plan or a search was asked for, as the server says it. */
 export function take(request: Data, names: string[], id: string): void {
+  coming.clear();
   const { cluster, model, batch, constraints, runtime } = request.problem;
   const known = names.includes(model?.name ?? model);
   const next: Draft = {

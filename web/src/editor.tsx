@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { draft, edit, guess, isGuessed, isMeasured, rename, request, takeMeasured, type Draft } from "./draft";
+import { draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -131,11 +131,10 @@ function Tools(): JSX.Element {
 }
 
 async function readMeasured(text: string, name: string): Promise<void> {
-  await attempt(async () => {
-    const found = await post("/measured", { problem: request().problem, text, name });
+  await attempt(() => onceHere("cluster", post("/measured", { problem: request().problem, text, name }), (found) => {
     takeMeasured(found.cluster, found.measured);
     notice.value = t("measuredTaken", { n: found.measured.length });
-  });
+  }));
 }
 
 const USUAL_GBPS = 1; // between regions of which nobody said anything

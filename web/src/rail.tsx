@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
-import { changed, draft, edit } from "./draft";
+import { changed, draft, edit, onceHere } from "./draft";
 import { digits, moment, percent } from "./format";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
@@ -36,10 +36,7 @@ const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: D
 const readOf = (kind: string, text: string, name: string): Promise<Data> =>
   post("/read", { kind, text, name }).catch((error: Error) => { throw new Error(`${name}: ${error.message}`); });
 export function readCluster(text: string, name: string): Promise<void> {
-  return attempt(async () => {
-    const cluster = await readOf("cluster", text, name);
-    edit((d) => { d.cluster = cluster; });
-  });
+  return attempt(() => onceHere("cluster", readOf("cluster", text, name), (cluster) => edit((d) => { d.cluster = cluster; })));
 }
 function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;
@@ -48,7 +45,7 @@ function ClusterSummary(): JSX.Element {
     <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
       tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
-        set={(name) => name && void attempt(async () => { const cluster = await get(`/instances/${name}`); edit((d) => { d.cluster = cluster; d.constraints = {}; }); })} />
+        set={(name) => name && void attempt(() => onceHere("cluster", get(`/instances/${name}`), (cluster) => edit((d) => { d.cluster = cluster; d.constraints = {}; })))} />
       <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
         <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
     </>}</Fold>
@@ -68,7 +65,7 @@ function ModelSummary(): JSX.Element {
   return (
     <Fold id="model" title={t("work")} summary={t("modelSummary", { model: name, batch: d.batch.global_batch, seq: d.batch.seq_len })}>{() => <>
       <Choice label={t("model")} path="model" value={name} options={[...own, ...models.map((m): [string, string] => [m.name, `${m.name} · ${digits(m.parameters / 1e9)} B`])]} set={choose} />
-      <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(async () => { const model = await readOf("model", text, file); edit((it) => { it.model = model; }); })} />
+      <Upload label={t("uploadModel")} id="upload-model" take={(text, file) => void attempt(() => onceHere("model", readOf("model", text, file), (model) => edit((it) => { it.model = model; })))} />
       <button type="button" id="export-model" onClick={() => void attempt(async () => download("config.json", JSON.stringify(await post("/config", { model: d.model }), null, 2), "application/json"))}>{t("exportModel")}</button>
       <div class="two"><Field label={t("globalBatch")} path="batch.global_batch" value={d.batch.global_batch} mode="numeric" set={(v) => setBatch("global_batch", v)} />
         <Field label={t("seqLen")} path="batch.seq_len" value={d.batch.seq_len} mode="numeric" set={(v) => setBatch("seq_len", v)} /></div>

@@ -2,7 +2,7 @@
 
 import { batch, computed, effect, signal } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
-import { changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
+import { arrived, changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
@@ -252,10 +252,11 @@ export async function loadJobs(): Promise<void> {
   // What runs, here or in another window, says in the list how far it is.
   if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
-/** What a search is asked, with what was just typed into the file beside the fields.
+/** What a search is asked, with what was just chosen or typed into the file beside the fields.
 
     @throws Error where that has a fault: what is asked would not be what stands there. */
 export async function requested(): Promise<Data> {
+  await arrived();
   if (await readFile()) return request();
   open("cluster");
   focusSoon("yaml");
