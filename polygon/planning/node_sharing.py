@@ -57,6 +57,8 @@ class Hosts(NamedTuple):
     places: np.ndarray
     leaders: np.ndarray
     """(rows, regions) how many places a stage sums in (`polygon.cost.stage_reduction.Places`), and nodes of each."""
+    all_places: np.ndarray
+    """(rows,) of them in all regions."""
     end_s: np.ndarray
     tail_s: np.ndarray
     """(entries,) of the card looked at: when those that have used it end, and what the one of them with most to do has
@@ -91,6 +93,7 @@ def hosts_for(bank: Bank, rows: int) -> Hosts:
         turns=np.ones(rows, dtype=np.int64),
         places=np.zeros((rows, regions), dtype=np.int64),
         leaders=np.zeros((rows, regions), dtype=np.int64),
+        all_places=np.zeros(rows, dtype=np.int64),
         end_s=np.zeros(entries),
         tail_s=np.zeros(entries),
     )
@@ -259,7 +262,7 @@ def find_crowds(hosts: Hosts, n: int, nodes: np.ndarray, leaving: np.ndarray, cr
 
 @inner
 def find_sums(hosts: Hosts, n: int, nodes: np.ndarray, apart: np.ndarray, turns: int) -> None:
-    """Fill `places`, `leaders` and `turns` of n stages.
+    """Fill `places`, `leaders`, `all_places` and `turns` of n stages.
 
     Parameters
     ----------
@@ -271,20 +274,19 @@ def find_sums(hosts: Hosts, n: int, nodes: np.ndarray, apart: np.ndarray, turns:
         `Runtime.sum_turns`.
     """
     for s in range(n):
+        hosts.all_places[s] = 0
         for r in range(nodes.shape[1]):
             count = nodes[s, r]
             hosts.places[s, r] = count if apart[s, r] else min(count, 1)
             hosts.leaders[s, r] = min(count, 1) if apart[s, r] else count
+            hosts.all_places[s] += hosts.places[s, r]
         hosts.turns[s] = turns_between(hosts.leaders[s], turns)
 
 
 @inner
-def _sent_bytes(hosts: Hosts, s: int, a: int, b: int, regions: np.ndarray, wire_bytes: float) -> float:
+def _sent_bytes(hosts: Hosts, s: int, a: int, b: int, wire_bytes: float) -> float:
     """What a stage sends from one region to another: of its packed gradient, there and back as sums."""
-    total = 0
-    for r in regions:
-        total += hosts.places[s, r]
-    return float(2 * wire_bytes * hosts.places[s, a] * hosts.places[s, b] / total)
+    return float(2 * wire_bytes * hosts.places[s, a] * hosts.places[s, b] / hosts.all_places[s])
 
 
 @inner
@@ -320,12 +322,11 @@ def cards_free_s(
     for s in range(n - 1, -1, -1):
         for r in regions:
             count, e = nodes[s, r], hosts.first[s, r]
-            away, members = 0.0, 0
-            for b in regions[: len(regions) if e != NONE else 0]:
-                members += hosts.places[s, b]
-                if b != r and not apart[s, r]:
-                    away += _sent_bytes(hosts, s, r, b, regions, wire_bytes[s]) / count
-            members, sent = (members, wire_bytes[s]) if apart[s, r] else (count, n_bytes[s])
+            away = 0.0
+            for b in regions[: 0 if e == NONE or apart[s, r] else len(regions)]:
+                if b != r:
+                    away += _sent_bytes(hosts, s, r, b, wire_bytes[s]) / count
+            members, sent = (hosts.all_places[s], wire_bytes[s]) if apart[s, r] else (count, n_bytes[s])
             while e != NONE:
                 above = hosts.above[e]
                 end, tail = 0.0, 0.0
@@ -369,14 +370,14 @@ def pairs_free_s(
             end, tail, users = 0.0, 0.0, 0
             for s in range(n - 1, -1, -1):
                 if nodes[s, a] > 0 and nodes[s, b] > 0:
-                    sent = _sent_bytes(hosts, s, a, b, regions, wire_bytes[s])
+                    sent = _sent_bytes(hosts, s, a, b, wire_bytes[s])
                     end = max(end, begin_s[s]) + sent * _largest_part(hosts, nodes, s, a, b) / rate
                     tail = max(tail, tail_s[s])
                     users += 1
             if users > 1 and end + tail > latest:  # if all were on one node pair
                 for s in range(n - 1, -1, -1):
                     if nodes[s, a] > 0 and nodes[s, b] > 0:
-                        free = _pair_free_s(hosts, nodes, n, s, a, b, regions, wire_bytes, 1 / rate, begin_s, tail_s)
+                        free = _pair_free_s(hosts, nodes, n, s, a, b, wire_bytes, 1 / rate, begin_s, tail_s)
                         latest = max(latest, free)
     return latest
 
@@ -403,7 +404,6 @@ def _pair_free_s(
     s: int,
     a: int,
     b: int,
-    regions: np.ndarray,
     wire_bytes: np.ndarray,
     s_per_byte: float,
     begin_s: np.ndarray,
@@ -418,7 +418,7 @@ def _pair_free_s(
         for t in range(n - 1, s - 1, -1):
             part = _part_of_pair(hosts, nodes, t, a, b, hosts.node[e], hosts.node[other])
             if part > 0:
-                sent = _sent_bytes(hosts, t, a, b, regions, wire_bytes[t])
+                sent = _sent_bytes(hosts, t, a, b, wire_bytes[t])
                 end = max(end, begin_s[t]) + sent * part * s_per_byte
                 tail = max(tail, tail_s[t])
                 users += 1
