@@ -25,6 +25,10 @@ MOST_WALKED = 150
 """Regions of all walks together, but for two walks in any case."""
 FIRST_ALONE, MOST_ALONE = 4, 60
 """Regions in which everything is tried alone, and the best of these by which the others are tried."""
+MANY_ALONE, FEW_ALONE = 12, 12
+"""Regions tried so, and the best by which those after them are: of the weakest of many regions few ways matter."""
+IN_VAIN = 8
+"""Regions by which a start does not grow, one after another, before it grows no more."""
 
 
 def block_rates(decoder: Decoder, micro_batch_size: int) -> np.ndarray:
@@ -223,8 +227,9 @@ def grown_starts(
             continue
         grown.add(entry.how)
         value, x, region, stages = entry.value, entry.allocation(decoder, rows), entry.region, entry.how[0]
+        in_vain = 0
         for other in order:
-            if other == region or seconds_left() <= 0:
+            if other == region or in_vain == IN_VAIN or seconds_left() <= 0:
                 continue
             additions = [
                 x.workers + more
@@ -234,8 +239,9 @@ def grown_starts(
             ]
             options = [replace(x, workers=w) for w in additions]
             values = [value_of(option) for option in options]
+            in_vain += 1
             if values and min(values) < value:
-                value, x = min(values), options[int(np.argmin(values))]
+                value, x, in_vain = min(values), options[int(np.argmin(values))], 0
         result.append(x)
     return result
 
@@ -246,6 +252,7 @@ def replicated_starts(
     sizes: Sequence[int],
     value_of: Callable[[Allocation], float],
     seconds_left: Callable[[], float],
+    hopeless: float = math.inf,
 ) -> list[Allocation]:
     """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
 
@@ -259,6 +266,8 @@ def replicated_starts(
         Micro-batch sizes.
     value_of, seconds_left : callable
         As for `grown_starts`.
+    hopeless : float
+        A value that is so bad that no other width or micro-batch size is tried.
     """
     region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
     memory = {p: float(decoder.tables.limit_bytes[p]) for p in decoder.columns}
@@ -276,6 +285,8 @@ def replicated_starts(
                 workers = sum(part for part in parts if part is not None)
                 if isinstance(workers, int) or (workers == before).all() or seconds_left() <= 0:
                     break
+                if hopeless < own < math.inf:
+                    break
                 before = workers
                 for size in sizes:
                     x = Allocation(workers=workers, micro_batch_size=size)
@@ -283,6 +294,8 @@ def replicated_starts(
                     own = min(own, value)
                     if value < best.get(stages, (math.inf, x))[0]:
                         best[stages] = value, x
+                    if hopeless < value < math.inf:
+                        break
             if own <= FAR * min((value for value, _ in best.values()), default=0.0):
                 break
     result = []
@@ -441,16 +454,17 @@ def _regions_alone(
     power = {r: sum(rate_of.get(p, 0.0) * pools[p].devices for p in members) for r, members in regions.items()}
     found: list[_Alone] = []
 
-    def likely() -> set[tuple[int, int, int]]:
+    def likely(most: int) -> set[tuple[int, int, int]]:
         """Stages, degrees and micro-batch sizes of the best so far."""
-        return {entry.how for entry in sorted(found, key=lambda entry: entry.value)[:MOST_ALONE]}
+        return {entry.how for entry in sorted(found, key=lambda entry: entry.value)[:most]}
 
     for i, r in enumerate(sorted(regions, key=lambda r: -power[r])):
         subsets = [regions[r], *([p] for p in regions[r])]
         # After the first few regions, and of few workers for each stage, only what was among the best is tried.
-        tried = None if i < FIRST_ALONE else likely()
+        most = MOST_ALONE if i < MANY_ALONE else FEW_ALONE
+        tried = None if i < FIRST_ALONE else likely(most)
         for width in (None, 1, 2, 4, 8, 16, 32):
-            tried = likely() if tried is None and width is not None else tried
+            tried = likely(most) if tried is None and width is not None else tried
             for members, stages in itertools.product(subsets[0 if width is None else 1 :], STAGE_COUNTS):
                 for tp in sorted({t for p in members for _, t in decoder.columns[p]}) if stages <= rows else ():
                     if width is not None and width * stages * tp >= pools[members[0]].devices:
