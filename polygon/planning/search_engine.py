@@ -514,9 +514,7 @@ def _begin(
     try:
         starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
         sizes = likely_sizes()
-        starts += replicated_starts(
-            decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), HOPELESS * best
-        )
+        starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), HOPELESS * best)
         starts += window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
         sizes = likely_sizes()
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
