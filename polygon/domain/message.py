@@ -111,7 +111,7 @@ def say(message: Message | str, language: Language = "en") -> str:
     """The words of a message in a language; text is said as it is.
 
     Templates are those of `str.format` with named places. Messages in a place are said in the same language, tuples
-    are joined by what follows the colon (a comma if nothing does), ``{n_bytes:GiB}`` stands for bytes in GiB,
+    are joined by what follows the colon (a comma if nothing does), ``{n_bytes:memory}`` stands for bytes in MiB, GiB or TiB,
     ``{n:stage|stages}`` for a number and its noun, and ``{word:phrase}`` for its `phrases`.
     """
     if isinstance(message, str):
@@ -122,6 +122,10 @@ def say(message: Message | str, language: Language = "en") -> str:
         text if name is None else text + fill.format_field(fill.convert_field(message.arguments[name], how), spec or "")
         for text, name, spec, how in _parts(template)
     )
+
+
+MEMORY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
+"""Of memory, largest first."""
 
 
 @cache
@@ -142,8 +146,9 @@ class _Words(Formatter):
             return say(value, self._language)
         if isinstance(value, (tuple, list)):
             return (format_spec or ", ").join(self.format_field(item, "") for item in value)
-        if format_spec == "GiB":
-            return f"{value / 2**30:.1f} GiB"
+        if format_spec == "memory":
+            unit, scale = next(((u, s) for u, s in MEMORY_UNITS if value >= s), MEMORY_UNITS[-1])
+            return f"{value / scale:.1f} {unit}"
         if format_spec == "phrase":
             return str(value) if self._language == "en" else words()["phrases"].get(value, str(value))
         if "|" in format_spec:

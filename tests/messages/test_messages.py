@@ -163,13 +163,15 @@ def test_all_evidence_of_the_ledger_is_said_in_chinese():
 
 
 def test_a_message_is_said_with_its_numbers_nouns_and_parts():
-    """GiB from bytes, a noun by its number, messages within messages in the same language, tuples joined."""
+    """Memory from bytes, a noun by its number, messages within messages in the same language, tuples joined."""
     lacking = Message("reason.lacks_memory", stage=1, device="t4", region="a", lacking_bytes=3 * 2**29,
                       owner=Message("memory.weights"))  # fmt: skip
     assert say(lacking) == str(lacking) == "stage 1 on t4 in a lacks 1.5 GiB, most of it weights"
     assert say(lacking, "zh") == "第 1 级（a 的 t4）缺 1.5 GiB，主要是权重"
+    for n_bytes, size in ((2902.4 * 2**30, "2.8 TiB"), (3 * 2**18, "0.8 MiB"), (2.0**30, "1.0 GiB")):
+        assert f"lacks {size}," in say(Message(lacking.kind, **lacking.arguments | {"lacking_bytes": n_bytes}))
     one, two = (Message("idea.structure", stages=n, devices=n, regions=("a", "b")[:n]) for n in (1, 2))
-    assert (str(one), str(two)) == ("1 stage on 1 devices in a", "2 stages on 2 devices in a, b")
+    assert (str(one), str(two)) == ("1 stage on 1 device in a", "2 stages on 2 devices in a, b")
     over = tuple(Message(f"limit.{kind}", value=2.0, limit=1.0) for kind in ("step_s", "usd_per_step"))
     both = Message("reason.no_plan_within_limits", over=over)
     assert str(both).endswith("step: 2 s, 1.0 s are allowed; step: 2 USD, 1.0 are allowed")

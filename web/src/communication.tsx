@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { post, type Data } from "./api";
 import { axis, Chart, escape, tooltip } from "./chart";
 import { dark, ink, palette } from "./colors";
-import { brief, bytes, digits, gbps, gib, ms, percent, roundBytes, seconds, signed } from "./format";
+import { brief, bytes, digits, gbps, ofMemory, ms, percent, roundBytes, seconds, signed } from "./format";
 import { used } from "./overview";
 import { changes, planId, planned, setChanges, shown, tab } from "./state";
 import { maybe, t, type Key } from "./strings";
@@ -66,7 +66,7 @@ function Advice({ data }: { data: Data }): JSX.Element {
         <details key={kind} open={kind === data.case} class="more"><summary>{t(`case_${kind}` as Key)} <small class="soft">· {t("nMeasures", { n: useful(kind).length })}</small></summary>
           {useful(kind).length === 0 ? <Empty>{t("noMeasure")}</Empty> : <Table label={t(`case_${kind}` as Key)} head={[t("measure"), t("effect"), t("step"), t("hiddenAfter"), ""]} numeric={[1, 2, 3]} rows={useful(kind).map((m) => [
             maybe(`m_${m.key}`), signed(m.speedup, percent), seconds(m.step_s), percent(m.hidden),
-            m.over_memory > 0 ? <span class="error">{t("overMemory", { n: gib(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}
+            m.over_memory > 0 ? <span class="error">{t("overMemory", { n: ofMemory(m.over_memory) })}</span> : <button type="button" class="small" aria-label={`${t("apply")}: ${maybe(`m_${m.key}`)}`} onClick={() => { setChanges({ ...changes.value, ...m.change }); if (innerWidth > 900) tab.value = "whatif"; }}>{t("apply")}</button>])} />}
         </details>))}
     </>
   );

@@ -6,7 +6,7 @@ import { useEffect, useState } from "preact/hooks";
 import type { Data } from "./api";
 import { regionColor } from "./colors";
 import { WorldMap, UseScale, placed, type Place } from "./map";
-import { brief, gib, percent } from "./format";
+import { brief, ofMemory, percent } from "./format";
 import { go, lit, planId, pointed, shown, view } from "./state";
 import { t } from "./strings";
 import { Timeline } from "./timeline";
@@ -75,7 +75,7 @@ function Stage({ s, i, index, at }: { s: Data; i: number; index: Map<string, num
   const full = s.workers.reduce((a: Data, b: Data) => (b.peak_bytes / b.limit_bytes > a.peak_bytes / a.limit_bytes ? b : a));
   const who = (w: Data): string => `${w.region}: ${w.workers}${w.tp > 1 ? ` × ${w.tp}` : " ×"} ${w.device}`;
   const busy = Math.max(...s.workers.map((w: Data) => w.busy));
-  const memory = t("memoryUse", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes) });
+  const memory = t("memoryUse", { peak: ofMemory(full.peak_bytes), limit: ofMemory(full.limit_bytes) });
   const spoken = `${t("stage")} ${i}: ${s.layers}; ${s.workers.map(who).join(", ")}; ${t("busy")} ${percent(busy)}; ${t("memory")} ${percent(full.peak_bytes / full.limit_bytes)}, ${memory}`;
   return (
     <li class={light.value ? "lit" : undefined} tabIndex={here.value ? 0 : -1} data-stage={i} aria-label={spoken}

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { get, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
-import { bytes, digits, gib, percent, runs, seconds, signed } from "./format";
+import { bytes, digits, ofMemory, percent, runs, seconds, signed } from "./format";
 import { attempt, copyLink, planId, savePlan, shown } from "./state";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
@@ -27,7 +27,7 @@ function reasons(v: Data): string[] {
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
     ...(v.traffic.total_s > 0 ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
-    t("reasonMemory", { peak: gib(full.peak_bytes), limit: gib(full.limit_bytes), owner: full.memory_owner }),
+    t("reasonMemory", { peak: ofMemory(full.peak_bytes), limit: ofMemory(full.limit_bytes), owner: full.memory_owner }),
   ];
 }
 const span = (values: number[]): string => {
@@ -41,7 +41,7 @@ export function Strategy(): JSX.Element {
   const rows = v.stages.flatMap((s: Data, i: number) => s.workers.map((w: Data, k: number) => [
     k === 0 ? String(i) : <span class="hidden">{i}</span>, k === 0 ? s.layers : "", w.region, <span class="whole">{w.workers} × {w.tp > 1 ? `${w.tp} ` : ""}{w.device}</span>,
     w.share_low === w.share_high ? w.share_low : `${w.share_low}–${w.share_high}`, percent(w.busy),
-    <span class={w.peak_bytes > w.limit_bytes ? "error" : undefined}>{gib(w.peak_bytes)} / {gib(w.limit_bytes)}</span>,
+    <span class={w.peak_bytes > w.limit_bytes ? "error" : undefined}>{ofMemory(w.peak_bytes)} / {ofMemory(w.limit_bytes)}</span>,
     k === 0 ? [s.zero ? `ZeRO-${s.zero}` : "", s.recompute !== "none" ? `${t("recompute")} ${s.recompute}` : ""].filter(Boolean).join(", ") : "",
   ]));
   const degrees = `${t("pipelineDegree")} ${v.stages.length} · ${t("dataDegree")} ${span(v.stages.map((s: Data) => s.width))} · ${t("tensorDegree")} ${span(v.stages.flatMap((s: Data) => s.workers.map((w: Data) => w.tp)))}`;

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import type { Data } from "./api";
-import { digits, gib, seconds } from "./format";
+import { digits, ofMemory, seconds } from "./format";
 import { useKept } from "./kept";
 import * as controls from "../../polygon/web/controls.json";
 import { changes, planId, planned, setChanges, shown, tried, tryOut } from "./state";
@@ -57,7 +57,7 @@ export function WhatIf(): JSX.Element {
     <div id="controls" class="controls">
       <p class="soft">{t("whatifHint")}</p>
       <p class="comes-out">{tried.value ? <><b>{comesOut()}</b> <button type="button" class="link" onClick={() => setChanges({})}>{t("reset")}</button></> : <span class="soft">{t("step")} {seconds(p.estimate.step_s)}</span>}</p>
-      {over > 0 && <p class="error" role="alert">{t("overMemory", { n: gib(over) })}</p>}
+      {over > 0 && <p class="error" role="alert">{t("overMemory", { n: ofMemory(over) })}</p>}
       <h3>{t("links")}</h3>
       {slide("bwFactor", "bandwidth_factor", times)}
       {slide("latFactor", "latency_factor", times)}
