@@ -21,6 +21,8 @@ MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 """Regions around which windows are opened, windows in which everything is tried, and the best that are kept."""
 FAR = 2.0
 """Times the best start so far from which on devices with little memory are left out."""
+FARTHEST = 8.0
+"""Times the best start from which on other widths and micro-batch sizes of a pipeline in every region are left out."""
 MOST_WALKED = 150
 """Regions of all walks together, but for two walks in any case."""
 FIRST_ALONE, MOST_ALONE = 4, 60
@@ -252,7 +254,7 @@ def replicated_starts(
     sizes: Sequence[int],
     value_of: Callable[[Allocation], float],
     seconds_left: Callable[[], float],
-    hopeless: float = math.inf,
+    known: float = math.inf,
 ) -> list[Allocation]:
     """The same pipeline in every region whose pools have the workers for it, less the regions that only hold it up.
 
@@ -266,8 +268,8 @@ def replicated_starts(
         Micro-batch sizes.
     value_of, seconds_left : callable
         As for `grown_starts`.
-    hopeless : float
-        A value that is so bad that no other width or micro-batch size is tried.
+    known : float
+        The least value of other starts.
     """
     region_of = decoder.tables.links.region[[p for p, _ in decoder.classes]]
     memory = {p: float(decoder.tables.limit_bytes[p]) for p in decoder.columns}
@@ -285,7 +287,7 @@ def replicated_starts(
                 workers = sum(part for part in parts if part is not None)
                 if isinstance(workers, int) or (workers == before).all() or seconds_left() <= 0:
                     break
-                if hopeless < own < math.inf:
+                if FARTHEST * known < own < math.inf:
                     break
                 before = workers
                 for size in sizes:
@@ -294,7 +296,7 @@ def replicated_starts(
                     own = min(own, value)
                     if value < best.get(stages, (math.inf, x))[0]:
                         best[stages] = value, x
-                    if hopeless < value < math.inf:
+                    if FARTHEST * known < value < math.inf:
                         break
             if own <= FAR * min((value for value, _ in best.values()), default=0.0):
                 break

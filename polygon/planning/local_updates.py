@@ -63,6 +63,7 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
             tuple(dict.fromkeys((own.micro_batch_size, *decoder.tables.micro_batch_sizes[:2]))),
             lambda x: decoder.fluid_s(x)[0],
             lambda: 1.0,
+            decoder.fluid_s(own)[0],
         ),
     ]
     found = search_around(decoder, starts, evaluations=EVALUATIONS, seed=plan.seed or 0)

@@ -47,8 +47,6 @@ MOST_SEQUENCES = 3_000
 
 TOLD = 50
 """Starts, one in so many of which is told."""
-HOPELESS = 8.0
-"""Times the best start so far from which on others of its kind are not tried."""
 MOST_IN_ALL = 1_000
 """Starts that are valued in all context- and expert-parallel degrees."""
 MOST_CLOSED = 200
@@ -514,7 +512,7 @@ def _begin(
     try:
         starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
         sizes = likely_sizes()
-        starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), HOPELESS * best)
+        starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
         starts += window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
         sizes = likely_sizes()
         for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
