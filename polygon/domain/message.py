@@ -111,8 +111,8 @@ def say(message: Message | str, language: Language = "en") -> str:
     """The words of a message in a language; text is said as it is.
 
     Templates are those of `str.format` with named places. Messages in a place are said in the same language, tuples
-    are joined by what follows the colon (a comma if nothing does), ``{n_bytes:memory}`` stands for bytes in MiB, GiB or TiB,
-    ``{n:stage|stages}`` for a number and its noun, and ``{word:phrase}`` for its `phrases`.
+    are joined by what follows the colon (a comma if nothing does), ``{n_bytes:memory}`` stands for bytes in MiB, GiB or
+    TiB, ``{n:stage|stages}`` for a number and its noun, and ``{word:phrase}`` for its `phrases`.
     """
     if isinstance(message, str):
         return message
