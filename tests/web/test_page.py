@@ -674,7 +674,7 @@ def test_a_running_search_opens_in_another_browser(browser, tmp_path):
 
 
 def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
-    """Chosen, and the button pushed before it is here: it is asked for, not what stood there before; of two the later."""
+    """Of two that are chosen the later is asked for, and not what stood there before, however late it is here."""
     held = Held(fresh, "**/api/v1/instances/*")
     choose(fresh, "gpt3-1.3b", "world-64")
     fresh.locator("[data-path=instance]").select_option("two-campus")
