@@ -4,8 +4,8 @@
     python benchmarks/bounds.py gaps PLAN.json ...
     python benchmarks/bounds.py shares [INSTANCE ...]
 
-`violations` draws problems (one to five regions; devices that are equal or not; runtimes, packings, local steps), plans
-each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
+`violations` draws problems (one to five regions; devices that are equal or not; dense models and, one in five, experts;
+runtimes, packings, local steps), plans each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
 depths), random allocations and random interleaved plans against the bounds on time, money and energy, and each against
 the least time of its own kind in its own micro-batches, which says more than that of all kinds. Plans that the checker
 does not accept are passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the
@@ -125,8 +125,24 @@ def fast_links(rng: np.random.Generator) -> Problem:
     return Problem(cluster=cluster, model=model, batch=batch)
 
 
+def with_experts(problem: Problem, rng: np.random.Generator) -> Problem:
+    """A problem whose model has experts in some of its blocks, few of them or many."""
+    dense = problem.model
+    experts = int(rng.choice([2, 4, 8, 32]))
+    model = replace(
+        dense,
+        experts=experts,
+        experts_per_token=int(rng.integers(1, min(experts, 4) + 1)),
+        expert_ffn_size=dense.hidden_size * int(rng.choice([1, 4])) // int(rng.choice([1, 4])),
+        shared_experts=int(rng.integers(2)),
+        dense_blocks=int(rng.integers(2)),
+        expert_every=int(rng.integers(1, 3)),
+    )
+    return replace(problem, model=model)
+
+
 def drawn(seed: int) -> Problem:
-    """A problem of one of four kinds."""
+    """A problem of one of five kinds."""
     rng = np.random.default_rng(seed)
     if seed % 5 == 0:
         return replace(small_problem(seed), constraints=Constraints())
@@ -134,6 +150,8 @@ def drawn(seed: int) -> Problem:
         return larger_problems(seed)[0]
     if seed % 5 == 2:
         return fast_links(rng)
+    if seed % 5 == 4:
+        return with_experts(fast_links(rng) if rng.random() < 0.3 else regions_apart(rng), rng)
     return regions_apart(rng)
 
 
@@ -158,6 +176,9 @@ def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str
             yield "packed", replace(best, links=links, local_steps=steps)
         for depth in (1, 2, best.micro_batches):
             yield "depth", replace(best, spans=tuple(tuple(depth for _ in row) for row in best.spans))
+        if problem.model.experts:
+            for plan in (found.plan, best):
+                yield from (("experts", other) for other in spread_experts(plan))
     decoder = Decoder(problem, tables=tables)
     candidates = Candidates(decoder, min(6, problem.model.layers))
     for _ in range(4):
@@ -166,6 +187,14 @@ def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str
             yield "random", decoded
     for plan in interleaved_at_random(problem, rng):
         yield "interleaved", plan
+
+
+def spread_experts(plan: Plan) -> Iterator[Plan]:
+    """A plan with experts over other numbers of devices, under each way of ZeRO."""
+    for ep in (1, 2, 4, 8, 16):
+        for zero in (0, 1, 2, 3):
+            stages = tuple(replace(stage, ep=ep, zero=zero, shards=0) for stage in plan.stages)
+            yield replace(plan, stages=stages)
 
 
 def interleaved_at_random(problem: Problem, rng: np.random.Generator) -> Iterator[Plan]:
@@ -193,6 +222,11 @@ def interleaved_at_random(problem: Problem, rng: np.random.Generator) -> Iterato
         cuts = np.round(np.linspace(0, layers, parts + 1)).astype(int)
         if rng.random() < 0.5:
             cuts[1:-1] = np.sort(rng.choice(np.arange(1, layers), parts - 1, replace=False))
+        # Of the devices of any pool in a group whole sets share the experts.
+        spread = [e for e in (1, 2, 4, 8) if problem.model.experts % e == 0 and problem.model.experts]
+        alike = [sum(w.pool == pool for w in of) for of in mine for pool in {w.pool for w in of}]
+        spread = [e for e in spread if all(n % e == 0 for n in alike)]
+        ep = int(rng.choice(spread or [1]))
         zero, recompute = int(rng.choice([0, 1, 1, 2, 3])), str(rng.choice(["none", "none", "full", "selective"]))
         stages = tuple(
             Stage(
@@ -201,6 +235,7 @@ def interleaved_at_random(problem: Problem, rng: np.random.Generator) -> Iterato
                 workers=tuple(mine[s % groups]),
                 zero=zero,
                 recompute=recompute,
+                ep=ep,
             )
             for s in range(parts)
         )
