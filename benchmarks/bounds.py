@@ -5,10 +5,11 @@
     python benchmarks/bounds.py shares [INSTANCE ...]
 
 `violations` draws problems (one to five regions; devices that are equal or not; dense models and, one in five, experts;
-runtimes, packings, local steps), plans each by a short search, and holds the plan, changes of it (borders, ZeRO, recomputation, chunks, packings, warm-up
-depths), random allocations and random interleaved plans against the bounds on time, money and energy, and each against
-the least time of its own kind in its own micro-batches, which says more than that of all kinds. Plans that the checker
-does not accept are passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the
+runtimes, packings, local steps), plans each by a short search, and holds the plan, changes of it (borders, ZeRO,
+recomputation, chunks, packings, warm-up depths, experts over other numbers of devices), random allocations and random
+interleaved plans against the bounds on time, money and energy, and each against the least time of its own kind in its
+own micro-batches, which says more than that of all kinds. Plans that the checker does
+not accept are passed over. `gaps` prints a line for every plan file. `shares` says for the best known plans of the
 native benchmark (all, or those named) where their steps go beside what the bound knows of them: a plan's devices at
 their best in its micro-batches, its busiest worker, the same schedule with messages that take no time, with those it
 has, and the whole step; the bound's compute, its stages, all of it, and the kind of plan that may be as quick.
