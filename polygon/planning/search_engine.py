@@ -69,6 +69,8 @@ LATE = 30
 
 PARTS, MOST_OF_REGIONS = 3, 0.75
 """Sets of regions in each of which a short search is made, and the part of all regions that such a set is at most."""
+MANY_REGIONS = 12
+"""Regions above which such a search has no starts of its own."""
 NEARLY = 0.1
 """Part by which the best plan in such a set is worse than the best of all, at most."""
 SHORT = 0.25
@@ -289,14 +291,16 @@ def _found(
     gentle: Sequence[Allocation] = (),
     kept: Sequence[Plan] = (),
     in_parts: bool = True,
+    begins_with: Sequence[Allocation] = (),
 ) -> Found:
-    """`find_plan` at one level of parity, after allocations and plans of gentler ones; whether also `in_parts`."""
+    """`find_plan` at one level of parity, after allocations and plans of gentler ones; whether also `in_parts`, and
+    what it `begins_with` in place of the simple starts."""
     decoder = Decoder(problem, tables=tables, objective=objective)
     if not decoder.classes:
         return Found(plan=None, value_s=math.inf, reason=Message("reason.all_forbidden"))
     decoder.warm_up()
     clock = _Clock(effort.time_limit_s)
-    begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell)
+    begun, candidates = _begin_once(decoder, groups, known, effort, clock, tell, begins_with)
     # A large cluster takes long to evaluate: of it fewer allocations are.
     most = min(effort.fluid_evaluations, MOST_CELLS // candidates.space.classes)
     effort = replace(effort, fluid_evaluations=most)
@@ -337,7 +341,7 @@ def _found(
         return ended(None, math.inf, (), reason=_why_not(decoder, candidates.elite[:8]))
     interrupted = interrupted or result.stopped_by == "interrupt"
     if not interrupted and in_parts:
-        found, interrupted = _in_parts(decoder, exact, draft[0], rng, effort, clock, tell)
+        found, interrupted = _in_parts(decoder, candidates, exact, draft[0], rng, effort, clock, tell)
         evaluations += sum(part.evaluations for part, _ in found)
         draft = min([draft, *(new for _, new in found if new)], key=lambda entry: entry[0])
     if not interrupted:
@@ -453,10 +457,14 @@ def _begin_once(
     effort: Effort,
     clock: _Clock,
     tell: Tell | None,
+    begins_with: Sequence[Allocation] = (),
 ) -> tuple[_Begun, Candidates]:
     """`_begin`, once for all searches of a problem that begin alike: there is no chance in it, unless time ends it."""
-    of = (decoder.problem, decoder.objective, groups, *known)
     most_rows = effort.fluid_evaluations // 3 if len(decoder.problem.cluster.pools) == 1 else 0
+    if begins_with:
+        candidates = Candidates(decoder, most_stages(decoder.problem))
+        return _begin(decoder, candidates, groups, known, most_rows, clock, tell, begins_with), candidates
+    of = (decoder.problem, decoder.objective, groups, *known)
     found: tuple[_Begun, Candidates] | None = decoder.tables.begun.get(of, most_rows)
     if found is None:
         candidates = Candidates(decoder, most_stages(decoder.problem))
@@ -474,13 +482,14 @@ def _begin(
     most_rows: int,
     clock: _Clock,
     tell: Tell | None = None,
+    begins_with: Sequence[Allocation] = (),
 ) -> _Begun:
-    """Value the simple starts by the fluid objective, and the best of so many uniform splits exactly, in half of the
-    time."""
+    """Value the simple starts, or what it `begins_with`, by the fluid objective, and the best of so many uniform splits
+    exactly, in half of the time."""
     interrupted = False
     ranked: list[tuple[float, int]] = []
     uniform: list[_Draft] = []
-    starts = list(known)
+    starts = [*known, *begins_with]
     rows = candidates.space.groups
     degrees, valued, best = candidates.degrees, 0, math.inf
     told = phase_of(tell, STARTS)
@@ -509,16 +518,19 @@ def _begin(
         """Micro-batch sizes of the best so far, ascending; all while there is none."""
         return tuple(sorted({x.micro_batch_size for x in likely()})) or candidates.sizes
 
-    try:
-        starts += grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
+    def simple() -> Iterator[Allocation]:
+        """All that are made for the problem."""
+        yield from grown_starts(decoder, rows, value_of_start, lambda: clock.left_s(0.3))
         sizes = likely_sizes()
-        starts += replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
-        starts += window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
-        sizes = likely_sizes()
-        for i, x in enumerate(_starts(decoder, candidates, groups, sizes)):
+        yield from replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
+        yield from window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
+        for i, x in enumerate(_starts(decoder, candidates, groups, likely_sizes())):
             if i > FEWEST_STARTS and clock.left_s(0.4) <= 0:
                 break
-            starts.append(x)
+            yield x
+
+    try:
+        starts += [] if begins_with else simple()
         if decoder.rules:
             starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
 
@@ -561,6 +573,7 @@ def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Dra
 
 def _in_parts(
     decoder: Decoder,
+    candidates: Candidates,
     exact: ExactCandidates,
     value: float,
     rng: np.random.Generator,
@@ -571,7 +584,8 @@ def _in_parts(
     """Short searches in sets of regions whose plans were nearly as good; what they found, and whether interrupted.
 
     All regions together have many more pipelines, of which the fluid value misjudges more: what it says against those
-    that leave some regions out is less sure than what it says among these.
+    that leave some regions out is less sure than what it says among these. In parts of many regions they begin with the
+    best met there so far, as all starts of such a cluster were valued before.
     """
     met: list[tuple[Found, _Draft | None]] = []
     short = replace(
@@ -581,6 +595,7 @@ def _in_parts(
         polish_evaluations=0,
     )
     parts = _likely_parts(exact, value)
+    many = len(decoder.problem.cluster.regions) > MANY_REGIONS
     try:
         for i, part in enumerate(parts):
             phase_of(tell, IN_PARTS)(i / len(parts), min([value, *(found.value_s for found, _ in met)]))
@@ -588,9 +603,12 @@ def _in_parts(
             if left_s <= 0:
                 break
             tables = _tables_of_part(decoder, part)
-            limited = replace(short, time_limit_s=left_s)
-            found = _found(tables.problem, rng, limited, tables, decoder.objective, in_parts=False)
-            inner = Decoder(tables.problem, tables=tables)
+            limited, inner = replace(short, time_limit_s=left_s), Decoder(tables.problem, tables=tables)
+            here = [x for x in candidates.elite if set(candidates.regions_of(x)) <= set(part)] if many else []
+            found = _found(
+                tables.problem, rng, limited, tables, decoder.objective, in_parts=False,
+                begins_with=[carried_over(x, decoder, inner) for x in here],
+            )  # fmt: skip
             bills = [(bill, carried_over(x, inner, decoder)) for bill, x in found.bills]
             exact.bills += bills
             met.append((found, (found.value_s, found.plan, bills[0][1]) if found.plan is not None else None))
