@@ -28,6 +28,15 @@ EXPERT_BIAS_BYTES = (24, 40)
 none, and a bias times the router's weight in fp32 is added expert by expert by kernels of their own (product, sum,
 joining, cast; casts, both products and their sums; megatron/core/transformer/moe/experts.py of Megatron-LM,
 `_apply_bias`)."""
+EXPERT_BIAS_KERNELS = (2, 5)
+"""How many of these kernels every expert has."""
+EXPERT_LIMIT_BYTES = (16, 20)
+"""Bytes moved per number of the width of experts with biases and a gate, forward and backward: gpt-oss, the one such
+model, limits the gate and what it is multiplied with before the activation, which no compiled function has (two
+`clamp` and what joins them; the gradient of either and what joins these; megatron/core/fusions/fused_bias_geglu.py of
+Megatron-LM, `weighted_bias_quick_geglu_impl`)."""
+FUSED_CAST_PART = 0.5
+"""Of a cast's bytes those that are written: what fused products of experts cast, they do not read from memory."""
 SCORE_PASSES = {True: (7, 9), False: (7, 16)}
 """Passes over materialised attention scores, forward and backward, with a fused softmax or an eager one: products,
 softmax, mask and dropout each read and write them; the eager backward holds mask, dropout and scale apart."""
@@ -42,6 +51,12 @@ positions as complex fp32 numbers."""
 HOST_PART = {False: 1.0, True: 15 / 24}
 """What the host launches of an eager block's kernels, by whether element-wise ones are fused: Megatron's block is then
 15 kernels in forward, else 24."""
+MERGED_BYTES = (40, 59)
+"""Bytes moved per number of a device's queries for each part of attention that is put together with those before it, as
+operations apart. Forward: keys and values laid end to end (8), what the part gave cast to 32 bits and added, weighted
+(38; half of the parts are of half of the queries, put back: 19 and 8). Backward: the same 8, the gradients of keys and
+values summed (20, or 26 for half of them) and laid end to end (16), that of queries summed (10, or 13)
+(torch/distributed/tensor/experimental/_attention.py, torch 2.6 and later)."""
 ROUTING_HOST_PART = {"none": 12 / 24, "routing": 6 / 24, "step": 0.0}
 """The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block, half of
 them the router's and what prepares the dispatch."""
@@ -131,13 +146,16 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
         # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
-        launches = 2 * (block.experts // split.experts.members) if chip.operand_bytes == 1 else 0
-        casts, part = launches * chip.efficiency.launch_s, ROUTING_HOST_PART[runtime.graphs]
-        forward += part * eager_f + EXPERT_CASTS[0] * casts
-        backward += part * eager_b + EXPERT_CASTS[1] * casts
+        part, apart_f, apart_b = ROUTING_HOST_PART[runtime.graphs], *_expert_launches_s(block, chip, split)
+        forward += part * eager_f + apart_f
+        backward += part * eager_b + apart_b
     sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
     if split.runtime.context == "heads" and block.linear is None:
         ring_f = ring_b = _exchanged_heads_s(block, chip, split)
+    elif split.runtime.context == "gathered" and block.linear is None:
+        merged_f, merged_b = _merged_s(block, chip, split)
+        forward, backward = forward + merged_f, backward + merged_b
+        ring_f, ring_b = _gathered_keys_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
     else:
         ring_f, ring_b = _ring_attention_s(block, chip, split, attention_f + idle_f, attention_b + idle_b)
     expert_f = expert_b = 0.0
@@ -156,9 +174,34 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         communication += sent_f + ring_f + expert_f
         return forward, backward + recomputed, communication, longer_f + longer_again + longer_b
     if split.recompute == "selective":
-        # By operators every second product is kept: the other half, and what lies between, is made again.
-        backward += attention_f if runtime.selective == "attention" else 0.5 * products_f + moved_f
+        backward += _repeated_s(block, chip, split, products_f, attention_f, moved_f)
     return forward, backward, communication, longer_f + longer_b
+
+
+def _expert_launches_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Forward and backward seconds of launching kernels that every expert on a device has beside its products."""
+    casts = 2 if chip.operand_bytes == 1 else 0  # of what either product takes
+    biases = 1 if block.linear_bias and not split.runtime.fused_experts else 0
+    one_s = block.experts // split.experts.members * chip.efficiency.launch_s
+    forward, backward = (
+        casts * cast + biases * bias for cast, bias in zip(EXPERT_CASTS, EXPERT_BIAS_KERNELS, strict=True)
+    )
+    return forward * one_s, backward * one_s
+
+
+def _repeated_s(
+    block: Block, chip: Silicon, split: LayerSplit, products_f: float, attention_f: float, moved_f: float
+) -> float:
+    """What selective recomputation computes once more, of the forward's seconds."""
+    kind = split.runtime.selective
+    if kind == "attention":
+        return attention_f
+    if kind == "operators":  # every second product is kept: the other half, and what lies between, is made again
+        return 0.5 * products_f + moved_f
+    outer = block.hidden_size / split.tp if split.sequence_parallel else block.hidden_size
+    norms_bytes = chip.element_bytes * NORM_PASSES[0] * block.norms * outer
+    activation_bytes = _activation_bytes(block, chip, split)[0] if block.experts else 0.0
+    return stream_s(chip, split.tokens * (norms_bytes + activation_bytes), block.norms + 1)
 
 
 def _sums_s(
@@ -213,18 +256,22 @@ def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, 
 
 def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
     """Forward and backward of element-wise kernels: norms, residuals, activation, positions, gates, routing."""
-    h, tp, runtime, up = block.hidden_size, split.tp, split.runtime, 2 if block.gated_mlp else 1
+    h, tp, runtime = block.hidden_size, split.tp, split.runtime
     heads = block.query_size + block.key_size
-    width = block.width / tp
     passes = 1.0 if runtime.fused else UNFUSED_PASSES
     outer = h / tp if split.sequence_parallel else h
     drop = 1.0 if runtime.dropout else 0.0
-    moved_f = (10 + drop + NORM_PASSES[0] * (block.norms - 2)) * outer + (1 + up) * width
-    moved_b = (15 + 2 * drop + NORM_PASSES[1] * (block.norms - 2)) * outer + (2 + 2 * up) * width
+    moved_f = (10 + drop + NORM_PASSES[0] * (block.norms - 2)) * outer
+    moved_b = (15 + 2 * drop + NORM_PASSES[1] * (block.norms - 2)) * outer
     if block.experts:  # rows are gathered by expert and put back
         routed = 4 * block.experts_per_token * h / (tp if split.whole_experts else 1)
+        if (
+            runtime.sorts_arrivals
+            and runtime.expert_dispatch == "experts"
+            and block.experts > split.experts.members > 1
+        ):
+            routed *= 2  # sorted by expert where they arrive, the results put back, each read and written once
         moved_f, moved_b = moved_f + routed, moved_b + routed
-    given = block.experts_per_token * h if block.experts and block.linear_bias else 0.0
     mixed = block.mixed_size / tp if block.attention_gate else 0.0
     inner_f, inner_b = _inner_norms(block, tp)
     moved_f += inner_f + GATE_PASSES[0] * mixed
@@ -233,11 +280,28 @@ def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, flo
     if block.rotary:
         turned = 2 * chip.element_bytes * heads / tp
         bytes_f, bytes_b = bytes_f + turned, bytes_b + turned
-    bytes_f, bytes_b = bytes_f + EXPERT_BIAS_BYTES[0] * given, bytes_b + EXPERT_BIAS_BYTES[1] * given
+    if block.experts and block.linear_bias and not runtime.fused_experts:
+        given = block.experts_per_token * h
+        bytes_f, bytes_b = bytes_f + EXPERT_BIAS_BYTES[0] * given, bytes_b + EXPERT_BIAS_BYTES[1] * given
+    activation_f, activation_b = _activation_bytes(block, chip, split)
+    bytes_f, bytes_b = bytes_f + passes * activation_f, bytes_b + passes * activation_b
     if not runtime.fused and block.rms_norm:
         bytes_f += block.norms * EAGER_NORM_BYTES[0] * outer + EAGER_ROTARY_BYTES[0] * heads / tp
         bytes_b += block.norms * EAGER_NORM_BYTES[1] * outer + EAGER_ROTARY_BYTES[1] * heads / tp
     return stream_s(chip, split.tokens * bytes_f, 8 * passes), stream_s(chip, split.tokens * bytes_b, 12 * passes)
+
+
+def _activation_bytes(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Bytes a token that the activation of the MLP moves, forward and backward."""
+    e, up, width = chip.element_bytes, 2 if block.gated_mlp else 1, block.width / split.tp
+    routed = block.experts_per_token * block.expert_ffn_size / split.tp if block.experts else 0.0
+    forward, backward = e * (1 + up) * width, e * (2 + 2 * up) * width
+    if split.runtime.fused_experts:
+        # The first product's kernel applies it; the second's backward reads what that product gave.
+        return forward - e * (1 + up) * routed, backward - e * (2 + up) * routed
+    if block.linear_bias and block.gated_mlp:
+        forward, backward = forward + EXPERT_LIMIT_BYTES[0] * routed, backward + EXPERT_LIMIT_BYTES[1] * routed
+    return forward, backward
 
 
 def _inner_norms(block: Block, tp: int) -> tuple[float, float]:
@@ -259,6 +323,8 @@ def _inner_norms(block: Block, tp: int) -> tuple[float, float]:
 def _casts_s(block: Block, weights: float, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
     """Forward and backward of casts to 8 bits: of what products take, and of the gradients of what they gave."""
     h, tp, up, width = block.hidden_size, split.tp, 2 if block.gated_mlp else 1, block.width / split.tp
+    if split.runtime.fused_experts and block.experts:
+        width -= (1 - FUSED_CAST_PART) * block.experts_per_token * block.expert_ffn_size / tp
     taken = split.tokens * (2 * h + block.ranks + block.mixed_size / tp + width)
     qkv = block.query_size + block.key_size + block.value_size
     given = split.tokens * (2 * h + block.ranks + qkv / tp + up * width)
@@ -289,6 +355,35 @@ def _ring_attention_s(
     exposed_f = sent - HIDING * min(sent, attention_f * (split.cp - 1) / split.cp)
     exposed_b = 2 * sent - HIDING * min(2 * sent, attention_b * (split.cp - 1) / split.cp)
     return exposed_f, exposed_b
+
+
+def _merged_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
+    """Seconds in which the parts of attention are put together, forward and backward."""
+    queries = (split.cp - 1) * split.tokens * block.heads / split.tp * block.head_dim
+    return stream_s(chip, MERGED_BYTES[0] * queries, 0), stream_s(chip, MERGED_BYTES[1] * queries, 0)
+
+
+def _gathered_keys_s(
+    block: Block, chip: Silicon, split: LayerSplit, attention_f: float, attention_b: float
+) -> tuple[float, float]:
+    """Exposed seconds of gathering keys and values of all heads, in forward and again in backward, and there of passing
+    on their gradients in 32 bits, cp times.
+
+    Beside a gather is the first of cp parts of attention, beside a message the next part; beside the last is none.
+    """
+    if split.cp == 1:
+        return 0.0, 0.0
+    values = split.tokens * block.heads / split.tp * (block.head_dim + block.value_dim)
+    rate, message_s = split.cp_link.bytes_per_s * FABRIC_EFFICIENCY, split.cp_link.latency_s + RING_STEP_S
+    gather_s = split.communication * (split.cp - 1) * (message_s + values * chip.element_bytes / rate)
+    passed_s = split.communication * (message_s + 4 * values / rate)
+
+    def hidden_s(sent_s: float, attention_s: float) -> float:
+        return HIDING * min(sent_s, attention_s / split.cp)
+
+    exposed_b = gather_s - hidden_s(gather_s, attention_b)
+    exposed_b += split.cp * passed_s - (split.cp - 1) * hidden_s(passed_s, attention_b)
+    return gather_s - hidden_s(gather_s, attention_f), exposed_b
 
 
 def _exchanged_heads_s(block: Block, chip: Silicon, split: LayerSplit) -> float:

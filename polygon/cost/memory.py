@@ -92,7 +92,7 @@ class _Way(NamedTuple):
     dropout: bool
     cp: int
     ep: int
-    keep_operators: bool
+    selective: str
     keep_gathered: bool
     gather_keys: bool
     """Whether a device's heads that cannot be shared out have the keys and values of all tokens."""
@@ -204,9 +204,11 @@ def _block_held(block: Block, way: _Way) -> _Held:
     # Inputs of norms, and of attention (twice with an encoder's output) and MLP, which may be one.
     inputs = block.norms + (1 if block.parallel and block.norms == 1 else 3 if block.cross else 2)
     # Dropout behind attention and behind the MLP: a byte a value each.
-    outside = (inputs * e + (2 if way.dropout else 0)) * h / shard
+    # With norms computed once more what they give, and what the experts' activation gives, is not kept.
+    again = way.recompute == "selective" and way.selective == "norms"
+    outside = ((inputs - (block.norms if again else 0)) * e + (2 if way.dropout else 0)) * h / shard
     # The MLP before and after its activation; with a gate the gate as well.
-    per_width = 3 if block.gated_mlp else 2
+    per_width = (3 if block.gated_mlp else 2) - (1 if again and block.experts else 0)
     inside = e * (block.mixing_size + per_width * block.width) / tp + e * block.latent_size
     # Keys and values of the other parts of the sequence, where heads are too few to be exchanged instead.
     if (
@@ -224,7 +226,7 @@ def _block_held(block: Block, way: _Way) -> _Held:
     if block.experts:
         # Rows sorted by expert as they arrive there, and the results before they are weighted.
         whole += tokens * ROUTED_COPIES * block.experts_per_token * e * h / shard
-    if way.recompute == "selective" and way.keep_operators:
+    if way.recompute == "selective" and way.selective == "operators":
         # Every second product's output (queries, values, the MLP's first, and its last if it is gated), the
         # attention's, and the input of the block.
         kept = block.query_size + block.mixed_size + block.value_size + block.width + (h if block.gated_mlp else 0)
@@ -238,7 +240,7 @@ def _block_held(block: Block, way: _Way) -> _Held:
     # What is recomputed is held for one block at a time: it moves from what every micro-batch keeps to the transient.
     if way.recompute == "full":
         return _Held(parameters, elsewhere, tokens * h * e / shard, whole + scores)
-    if way.recompute == "selective":
+    if way.recompute == "selective" and not again:
         return _Held(parameters, elsewhere, whole, scores)
     return _Held(parameters, elsewhere, whole + scores, 0.0)
 
@@ -281,7 +283,7 @@ def layer_memory(
         dropout=runtime.dropout,
         cp=cp,
         ep=ep,
-        keep_operators=runtime.selective == "operators",
+        selective=runtime.selective,
         keep_gathered=runtime.keeps_gathered,
         gather_keys=runtime.context == "heads",
         logit_bytes=runtime.logit_bytes or LOGIT_BYTES[runtime.loss],

@@ -11,9 +11,9 @@ ATTENTION = ("flash", "flash2", "triton", "materialised")
 TP_OVERLAP = ("none", "backward", "pipelined")
 DP_OVERLAP = ("none", "backward", "full")
 LOSSES = ("torch", "vocab-parallel", "fused")
-SELECTIVE = ("attention", "operators")
+SELECTIVE = ("attention", "operators", "norms")
 EXPERT_DISPATCH = ("experts", "nodes")
-CONTEXT = ("ring", "heads")
+CONTEXT = ("ring", "heads", "gathered")
 CASTS = ("fused", "apart")
 GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
@@ -85,8 +85,9 @@ class Runtime:
     """Inside a fused attention kernel."""
     deterministic: bool = False
     selective: str = "attention"
-    """What selective recomputation repeats: `attention`, or every second product and what is element-wise
-    (`operators`, torchtitan's per-operator checkpointing)."""
+    """What selective recomputation repeats: `attention`; every second product and what is element-wise (`operators`,
+    torchtitan's per-operator checkpointing); or `norms` and the activation of experts (Megatron-LM's
+    --recompute-modules layernorm moe_act)."""
     cached_casts: bool = False
     """Whether weights are cast to 8 bits once a step and not in every micro-batch (TransformerEngine's "FP8 weight
     caching", docs.nvidia.com/deeplearning/transformer-engine, Performance Optimizations)."""
@@ -99,7 +100,9 @@ class Runtime:
     context: str = "ring"
     """How devices that hold parts of a sequence attend to the others': keys and values pass round a `ring`, beside
     attention; or for attention each gets some `heads` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509), and where
-    these cannot be shared out all keys and values (arXiv:2407.21783, section 3.3.2)."""
+    these cannot be shared out all keys and values (arXiv:2407.21783, section 3.3.2); or as torch's context_parallel
+    does it (`gathered`): keys and values, of as many heads as queries have, are gathered beside the first part of
+    attention, the parts are put together in 32 bits, and their gradients pass round in these."""
     experts: str = "cut"
     """What a tensor-parallel group that splits the tokens has of routed experts: slices of each (`cut`), or each device
     some of its own, to which all send tokens (`whole`): they are then spread over ep x tp devices, which may be more
@@ -128,6 +131,12 @@ class Runtime:
     expert_dispatch: str = "experts"
     """To whom tokens are sent: a copy to each of a token's `experts`, or one to each of the `nodes` that have some of
     them, where it is passed on over the node's fabric (DeepEP; arXiv:2412.19437, section 3.2.2)."""
+    sorts_arrivals: bool = False
+    """Whether a device with several experts sorts the tokens that others send to its `experts` once more when they have
+    arrived, rank by rank, and puts results back into that order before they return."""
+    fused_experts: bool = False
+    """Whether the products of experts add biases, limit and apply the activation, and cast to 8 bits in their own
+    kernels, so that none of it passes through memory by itself (TransformerEngine's fused grouped MLP)."""
     narrow_dispatch: bool = False
     """Whether tokens go to experts in 8 bits where products are in 8 bits; they come back in full precision."""
     ep_overlap: bool = False

@@ -17,7 +17,8 @@ from polygon.cost.compute import (
     model_flops_per_step,
     update_s,
 )
-from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY
+from polygon.cost.kernels import EAGER_HOST_S, EFFICIENCY, LAUNCH_S
+from polygon.cost.memory import layer_memory
 from polygon.cost.network import FABRIC_EFFICIENCY, RING_STEP_S, Group
 from polygon.cost.tables import CostTables
 from polygon.domain.block import LinearAttention
@@ -239,16 +240,74 @@ def test_a_number_of_tokens_that_is_no_whole_vector_costs_no_more_than_the_next(
 
 
 def test_biases_of_experts_are_added_by_kernels_of_their_own():
-    """Of gpt-oss's four experts a token, 2,880 numbers each: 24 bytes a number in forward, 40 in backward."""
+    """Of gpt-oss's four experts a token, 2,880 numbers each: 24 bytes a number in forward, 40 in backward, 16 and 20
+    more for the limits of what the activation takes; each of 128 experts launches two and five kernels. Fused products
+    do none of it, nor do they write what the activation takes and gives."""
     oss = catalogue.model("gpt-oss-120b")
     card, batch = catalogue.device("h100-sxm"), Batch(global_batch=8, seq_len=4096)
-    seconds = [
-        layer_times(replace(oss, linear_bias=bias), batch, card, NVLINK, micro_batch_size=8) for bias in (True, False)
-    ]
+
+    def seconds(bias: bool, **switches: bool) -> np.ndarray:
+        model, runtime = replace(oss, linear_bias=bias), Runtime(**switches)
+        times = layer_times(model, batch, card, NVLINK, micro_batch_size=8, runtime=runtime)
+        return np.array([times.forward_s[1], times.backward_s[1]])
+
     numbers = 8 * 4096 * oss.experts_per_token * oss.hidden_size
+    assert oss.expert_ffn_size == oss.hidden_size
     rate = card.memory_bytes_per_s * EFFICIENCY["hopper"].memory
-    assert seconds[0].forward_s[1] - seconds[1].forward_s[1] == pytest.approx(24 * numbers / rate, rel=1e-3)
-    assert seconds[0].backward_s[1] - seconds[1].backward_s[1] == pytest.approx(40 * numbers / rate, rel=1e-3)
+    biased, plain = seconds(True), seconds(False)
+    launches_s = 128 * LAUNCH_S * np.array([2, 5])
+    assert biased - plain == pytest.approx(np.array([40, 60]) * numbers / rate + launches_s, rel=1e-3)
+    fused = seconds(True, fused_experts=True)
+    # Three numbers of the width pass in forward; of six in backward two are read still.
+    assert plain - fused == pytest.approx(2 * np.array([3, 4]) * numbers / rate, rel=1e-3)
+    assert fused == pytest.approx(seconds(False, fused_experts=True), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ep", "experts", "dispatch", "sorted_again"),
+    [
+        (8, 64, "experts", True),
+        (8, 64, "nodes", False),
+        (64, 64, "experts", False),  # one a device: as they arrive
+        (1, 64, "experts", False),
+    ],
+)
+def test_tokens_of_many_ranks_are_sorted_by_expert_where_they_arrive(ep, experts, dispatch, sorted_again):
+    """Read and written, and back the same way: four passes over all that a device's tokens send, each way."""
+    model = replace(catalogue.model("qwen3-30b-a3b"), experts=experts)
+    card, batch = catalogue.device("h100-sxm"), Batch(global_batch=8, seq_len=4096)
+
+    def seconds(sorts: bool) -> np.ndarray:
+        runtime = Runtime(expert_dispatch=dispatch, sorts_arrivals=sorts, graphs="step")
+        times = layer_times(model, batch, card, NVLINK, micro_batch_size=2, ep=ep, runtime=runtime)
+        return np.array([times.forward_s[1], times.backward_s[1]])
+
+    sent_bytes = 2 * 2 * 4096 * model.experts_per_token * model.hidden_size
+    rate = card.memory_bytes_per_s * EFFICIENCY["hopper"].memory
+    expected = 4 * sent_bytes / rate if sorted_again else 0.0
+    assert seconds(True) - seconds(False) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_norms_and_the_activation_of_experts_are_computed_once_more():
+    """Of a block of Qwen3-30B: 2 x 2 passes over 2,048 numbers and three over 8 x 768, in fewer bytes held."""
+    model, runtime = catalogue.model("qwen3-30b-a3b"), Runtime(selective="norms", graphs="step")
+    card, batch = catalogue.device("h100-sxm"), Batch(global_batch=8, seq_len=4096)
+
+    def seconds(recompute: str) -> np.ndarray:
+        times = layer_times(model, batch, card, NVLINK, recompute=recompute, runtime=runtime)
+        return np.array([times.forward_s[1], times.backward_s[1]])
+
+    again = seconds("selective") - seconds("none")
+    rate = card.memory_bytes_per_s * EFFICIENCY["hopper"].memory
+    assert again[0] == 0
+    assert again[1] == pytest.approx(2 * 4096 * (4 * 2048 + 3 * 8 * 768) / rate + 3 * LAUNCH_S, rel=1e-9)
+    kept, dropped = (
+        layer_memory(model, batch, recompute=recompute, runtime=runtime) for recompute in ("none", "selective")
+    )
+    # What either norm gives, and one of three numbers of the width.
+    saved_bytes = 2 * 4096 * (2 * 2048 + 8 * 768)
+    assert kept.activation_bytes[1] - dropped.activation_bytes[1] == pytest.approx(saved_bytes, rel=1e-9)
+    assert dropped.transient_bytes[1] == kept.transient_bytes[1]
 
 
 def test_graphs_take_launches_from_the_host():
@@ -347,6 +406,31 @@ def test_a_ring_hides_behind_attention_as_far_as_it_goes():
     assert fixed[1] - plain[1] == pytest.approx((1 - 0.8 * 7 / 8) * one[1] / 8)
     forward_s, backward_s = dropped[:2] - plain[:2]
     assert plain[2] - dropped[2] == pytest.approx(0.7 / 0.3 * (forward_s + backward_s))
+
+
+def test_gathered_keys_are_of_all_heads_and_their_gradients_of_32_bits():
+    """Where attention hides all but 0.2, seven of eight parts of keys and values come in forward and in backward; there
+    the gradients pass on eight times in twice the bytes, the last beside nothing. With an eighth of the heads of keys
+    that is no less, unlike in a ring; and parts are put together in what memory takes for 40 and 59 bytes a number."""
+    link, batch = Link(latency_s=0.0, bytes_per_s=600e9), Batch(global_batch=8, seq_len=65536)
+    numbers = 65536 / 8 * 1024
+
+    def seconds(context: str, kv_heads: int = 16) -> np.ndarray:
+        model, runtime = replace(gpt(), kv_heads=kv_heads), Runtime(context=context)
+        times = layer_times(model, batch, A100, link, cp=8, cp_link=link, runtime=runtime)
+        return np.array([times.forward_s[1], times.backward_s[1], times.communication_s[1]])
+
+    assert gpt().heads == 16
+    gather_s = 7 * (RING_STEP_S + 2 * numbers * 2 / (600e9 * FABRIC_EFFICIENCY))
+    passed_s = RING_STEP_S + 2 * numbers * 4 / (600e9 * FABRIC_EFFICIENCY)
+    exposed_s = 0.2 * (2 * gather_s + 7 * passed_s) + passed_s
+    all_heads = seconds("gathered")
+    assert all_heads[2] == pytest.approx(exposed_s)
+    assert seconds("gathered", kv_heads=2)[2] == all_heads[2]
+    assert seconds("ring", kv_heads=2)[2] < seconds("ring")[2] / 4
+    rate = A100.memory_bytes_per_s * EFFICIENCY["ampere"].memory
+    computed = all_heads[:2].sum() - all_heads[2] - (seconds("ring")[:2].sum() - seconds("ring")[2])
+    assert computed == pytest.approx(7 * (40 + 59) * numbers / rate)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
