@@ -298,15 +298,18 @@ def test_a_region_more_is_not_slower_for_searches_that_are_led_away():
     assert other <= plain * (1 + 1e-9)
 
 
-def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monkeypatch):
-    """Their allocations, in the classes of all regions, are worth what they were there; no set has all regions."""
+@pytest.mark.parametrize("many", [engine.MANY_REGIONS, 1])
+def test_searches_in_parts_keep_to_their_regions_and_are_plans_of_the_whole(monkeypatch, many):
+    """Their allocations, in the classes of all regions, are worth what they were there; no set has all regions. So too
+    where they begin with what was met there."""
+    monkeypatch.setattr(engine, "MANY_REGIONS", many)
     problem = larger_problems(7)[1]["region"]
     met = []
     in_parts = engine._in_parts
 
-    def watched(decoder, exact, *args):
+    def watched(decoder, candidates, exact, *args):
         parts, known = engine._likely_parts(exact, args[0]), len(exact.bills)
-        found, interrupted = in_parts(decoder, exact, *args)
+        found, interrupted = in_parts(decoder, candidates, exact, *args)
         met.append((decoder, parts, exact, exact.bills[known:], found))
         return found, interrupted
 
