@@ -22,7 +22,8 @@ MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
 FAR = 2.0
 """Times the best start so far from which on devices with little memory are left out."""
 FARTHEST = 8.0
-"""Times the best start from which on other widths and micro-batch sizes of a pipeline in every region are left out."""
+"""Times the best start from which on other widths of a pipeline in every region, other micro-batch sizes of any start,
+and the same with fewer regions are left out."""
 MOST_WALKED = 150
 """Regions of all walks together, but for two walks in any case."""
 FIRST_ALONE, MOST_ALONE = 4, 60
@@ -260,7 +261,7 @@ def replicated_starts(
 
     All numbers of stages, degrees and few widths are valued, of all devices, and where these cannot hold the stages, or
     are far from the best, of those with more memory alone. From the best of each of three numbers of stages regions are
-    left out, one after another, where that does not make the step longer.
+    left out, one after another, where that does not make the step longer, unless others are much better.
 
     Parameters
     ----------
@@ -302,7 +303,7 @@ def replicated_starts(
                 break
     result = []
     for value, x in sorted(best.values(), key=lambda entry: entry[0])[:3]:
-        for region in sorted(set(region_of.tolist())):
+        for region in sorted(set(region_of.tolist())) if value <= FARTHEST * known else ():
             fewer = replace(x, workers=np.where(region_of == region, 0, x.workers))
             if fewer.workers.any() and fewer.workers.sum() < x.workers.sum() and seconds_left() > 0:
                 less = value_of(fewer)

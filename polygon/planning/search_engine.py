@@ -20,6 +20,7 @@ from polygon.planning.candidates import Candidates, ExactCandidates, GroupCandid
 from polygon.planning.decode import Allocation, Decoder, Infeasible, carried_over, most_stages
 from polygon.planning.fluid import FIRST, SECOND, THIRD
 from polygon.planning.initial_solutions import (
+    FARTHEST,
     closed_starts,
     grown_starts,
     kind_sequences,
@@ -49,6 +50,8 @@ TOLD = 50
 """Starts, one in so many of which is told."""
 MOST_IN_ALL = 1_000
 """Starts that are valued in all context- and expert-parallel degrees."""
+MOST_IN_VAIN = 100
+"""Starts much slower than the best (`FARTHEST`), one after another, after which no more are looked at."""
 MOST_CLOSED = 200
 """Of the starts, the best of which the closed ones are looked at."""
 
@@ -534,11 +537,24 @@ def _begin(
         if decoder.rules:
             starts += [replace(x, workers=y) for x in starts for y in decoder.rules.starts(x.workers)]
 
+        far: set[bytes] = set()
+
         def rank(first: int) -> None:
+            in_vain = 0
             for i, x in enumerate(starts[first:], first):
+                workers = x.workers.tobytes()
+                if workers in far:
+                    continue  # in micro-batches of another size it was much slower than others
+                if in_vain >= MOST_IN_VAIN:
+                    break
                 own = candidates.degrees if i < len(known) else degrees
                 value, starts[i] = value_in(x, own)
                 ranked.append((value, i))
+                if value <= FARTHEST * best:
+                    in_vain = 0
+                elif math.isfinite(value):
+                    far.add(workers)
+                    in_vain += 1
                 if clock.left_s(0.4) <= 0 and math.isfinite(min(ranked)[0]):
                     break
 
@@ -553,7 +569,7 @@ def _begin(
         interrupted = True
     # A large cluster's are gigabytes: they are needed to say why none of them is a plan.
     tried = [] if candidates.elite else starts
-    return _Begun(looked_at=len(starts), tried=tried, uniform=uniform, interrupted=interrupted)
+    return _Begun(looked_at=len(ranked), tried=tried, uniform=uniform, interrupted=interrupted)
 
 
 def _draft(decoder: Decoder, found: Sequence[Allocation], uniform: Sequence[_Draft]) -> _Draft | None:

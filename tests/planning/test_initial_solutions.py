@@ -1,5 +1,6 @@
 """Starts: one pipeline in every region, and one over regions that are near each other."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
 from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.initial_solutions import (
+    FARTHEST,
     _regions_alone,
     _sequences,
     closed_starts,
@@ -38,6 +40,31 @@ def test_regions_are_alike_and_the_best_is_no_worse_than_all_of_them(decoder):
         assert (rows.sum(axis=0) > 0).any()
     everywhere = Allocation(workers=np.array([[1, 1, 1, 0]] * 2 + [[0] * 4] * 2), micro_batch_size=1)
     assert min(decoder.value(x) for x in starts) <= decoder.value(everywhere)
+
+
+def test_what_is_far_from_the_best_is_not_tried_with_fewer_regions(decoder):
+    """Regions are left out of the best only where other starts are not `FARTHEST` times as quick."""
+
+    def looked_at(known):
+        met = []
+
+        def value_of(x):
+            met.append(x)
+            return decoder.value(x)
+
+        replicated_starts(decoder, 4, (1, 2), value_of, lambda: math.inf, known)
+        return met
+
+    def with_less(met):
+        """Whether one is another without the workers of some regions."""
+        return any(
+            (y <= x).all() and set(np.flatnonzero(y.any(axis=0))) < set(np.flatnonzero(x.any(axis=0)))
+            for x, y in itertools.combinations((start.workers for start in met), 2)
+        )
+
+    best = min(decoder.value(x) for x in looked_at(0.0))
+    assert with_less(looked_at(1.01 * best / FARTHEST))
+    assert not with_less(looked_at(0.99 * best / FARTHEST))
 
 
 def test_every_region_is_tried_alone(decoder):

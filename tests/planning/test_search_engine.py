@@ -21,7 +21,7 @@ from polygon.domain.plan import PARITY_LEVELS, Constraints, Problem
 from polygon.planning import search_engine as engine
 from polygon.planning.candidates import Candidates
 from polygon.planning.checker import violations
-from polygon.planning.decode import Decoder, Infeasible, most_stages
+from polygon.planning.decode import Allocation, Decoder, Infeasible, most_stages
 from polygon.planning.frontier import find_within_limits
 from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.search_engine import Effort, find_groups, find_plan
@@ -484,6 +484,35 @@ def test_searches_that_begin_alike_begin_once(monkeypatch):
     ended(0, limited, time_limit_s=60.0)
     ended(0, tables, fluid_evaluations=FAST.fluid_evaluations + 1)
     assert len(begun) == 5
+
+
+@pytest.mark.parametrize(("far_in_a_row", "looked_at"), [(engine.MOST_IN_VAIN - 1, True), (engine.MOST_IN_VAIN, False)])
+def test_starts_much_slower_than_the_best_are_not_looked_at_further(far_in_a_row, looked_at):
+    """In other micro-batch sizes no more, and after so many in a row no others, whatever is impossible between them."""
+    values = {1: 1.0, 2: engine.FARTHEST + 0.01, 3: math.inf, 4: engine.FARTHEST}
+    met = []
+
+    class Told(Candidates):
+        def evaluate_degrees(self, x, degrees):
+            met.append((int(x.workers[0, 0]), x.micro_batch_size))
+            return values[met[-1][0] % 10], x
+
+    cluster = cluster_of([[("a100-40gb", 1, 4), ("t4", 1, 4)]])
+    decoder = Decoder(Problem(cluster=cluster, model=small_gpt(), batch=Batch(global_batch=16, seq_len=512)))
+    candidates, clock = Told(decoder, 4), engine._Clock(math.inf)
+
+    def start(kind, size=1):
+        workers = np.zeros((4, len(decoder.classes)), dtype=np.int64)
+        workers[0, 0] = kind
+        return Allocation(workers=workers, micro_batch_size=size)
+
+    starts = [start(1), start(2), start(2, size=2), start(3), start(3, size=2), start(4), start(4, size=2)]
+    starts += [start(10 * i + 2) for i in range(1, far_in_a_row + 1)] + [start(13), start(21)]
+    begun = engine._begin(decoder, candidates, None, [], 0, clock, begins_with=starts)
+    first = [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)]
+    again = [(10 * i + 2, 1) for i in range(1, far_in_a_row + 1)]
+    assert met == first + again + ([(13, 1), (21, 1)] if looked_at else [])
+    assert begun.looked_at == len(met)
 
 
 def test_of_many_classes_of_workers_fewer_allocations_are_looked_at(monkeypatch):
