@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polygon.cost.convergence import allowed, assumptions, rows
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
-from polygon.planning.decode import Decoder, most_stages
+from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.initial_solutions import replicated_starts
 from polygon.planning.nearby import allocation_of, search_around
 
 LEAST_GAIN = 1.05
 """Times the tokens per second, below which local updates are not worth a word."""
-EVALUATIONS = 16
-"""Plans that are priced exactly beside the starts."""
+EVALUATIONS, MOST_ACTIONS = 16, 300_000
+"""Plans that are priced exactly beside the starts, and their micro-batches times stages in all where these are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +57,19 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
     other = replace(problem, constraints=replace(limits, local_steps=steps))
     decoder = Decoder(other, tables=tables.with_other_links(other))
     own = allocation_of(decoder, plan)
-    starts = [
-        own,
-        *replicated_starts(
-            decoder,
-            most_stages(other),
-            tuple(dict.fromkeys((own.micro_batch_size, *decoder.tables.micro_batch_sizes[:2]))),
-            lambda x: decoder.fluid_s(x)[0],
-            lambda: 1.0,
-            decoder.fluid_s(own)[0],
-        ),
-    ]
-    found = search_around(decoder, starts, evaluations=EVALUATIONS, seed=plan.seed or 0)
+    step_s, own_s = decoder.step_times(plan).step_s, decoder.fluid_s(own)[0]
+    replicated = replicated_starts(
+        decoder,
+        most_stages(other),
+        tuple(dict.fromkeys((own.micro_batch_size, *decoder.tables.micro_batch_sizes[:2]))),
+        lambda x: decoder.fluid_s(x)[0],
+        lambda: 1.0,
+        own_s if math.isfinite(own_s) else step_s,
+    )
+    found = search_around(decoder, [own, *replicated], evaluations=_affordable(other, replicated), seed=plan.seed or 0)
     if found.plan is None or found.bill is None or found.plan.local_steps == 1:
         return None
-    times = decoder.step_times(plan).step_s / found.bill.step_s
+    times = step_s / found.bill.step_s
     if times < LEAST_GAIN:
         return None
     return LocalUpdates(
@@ -79,3 +79,9 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
         devices=found.plan.world_size,
         evidence=assumptions(other, found.plan)[-1],
     )
+
+
+def _affordable(problem: Problem, starts: Sequence[Allocation]) -> int:
+    """How many plans like the largest of some starts are priced."""
+    actions = (problem.batch.global_batch // x.micro_batch_size * len(x.stages) for x in starts)
+    return min(EVALUATIONS, MOST_ACTIONS // max(actions, default=1))

@@ -8,6 +8,7 @@ from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
+from polygon.planning import local_updates as module
 from polygon.planning.checker import violations
 from polygon.planning.local_updates import LEAST_GAIN, local_updates
 from polygon.planning.search_engine import Effort, find_plan
@@ -50,3 +51,23 @@ def test_nothing_is_said_where_links_are_fast_or_local_steps_were_asked_about():
     for steps in ((1,), (1, 30)):
         listed = problem_of(1e8, local_steps=steps)
         assert local_updates(listed, found_in(listed), CostTables(listed)) is None
+
+
+def test_of_large_steps_fewer_plans_are_priced(monkeypatch):
+    """As many as one gets for so many micro-batches times stages, the largest start's."""
+    problem, asked = problem_of(1e8), []
+    plan, tables = found_in(problem), CostTables(problem)
+    plain = module.search_around
+
+    def search_around(decoder, starts, *, evaluations, seed):
+        largest = max(64 // x.micro_batch_size * len(x.stages) for x in starts[1:])
+        asked.append((largest, evaluations))
+        return plain(decoder, starts, evaluations=evaluations, seed=seed)
+
+    monkeypatch.setattr(module, "search_around", search_around)
+    for most in (300_000, 100, 10):
+        monkeypatch.setattr(module, "MOST_ACTIONS", most)
+        local_updates(problem, plan, tables)
+    largest = asked[0][0]
+    assert asked == [(largest, evaluations) for evaluations in (module.EVALUATIONS, 100 // largest, 0)]
+    assert 0 < 100 // largest < module.EVALUATIONS
