@@ -11,7 +11,8 @@ by name, and what the host needed to launch them.
 The file says of each what was run, how long it took and what came out, of which machine and which commit; it is written
 after every part, and parts that are named (by the beginning of their name) are done again in a file that is there.
 `--plan-for` makes plans and predictions where there is no GPU, in the folder beside the file: where they are there the
-machine with the GPU only runs them.
+machine with the GPU only runs them (with `--only-run`, which leaves out what is predicted from its bench: the
+planner's kernels take a minute or two to compile).
 Without a GPU one line and exit 2; exit 1 where a part failed, the others being done all the same. `--device cpu
 --quick` rehearses it with a small model on a core. Two ranks need two GPUs: NCCL refuses two on one.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -39,6 +41,7 @@ import numpy as np
 from polygon.formats.catalogue import device as known_device
 from polygon.formats.catalogue import runtime
 from polygon.formats.files import read_plan, write_plan
+from runners.profile_layers import processor_name
 from runners.traces.kineto import GPU_CATEGORIES, load
 from runners.traces.record import FOLDER as PROFILE_FOLDER
 from runners.traces.record import trace_name
@@ -177,12 +180,10 @@ def streams_and_nccl(device: str) -> dict[str, Any]:
     return {"sums": found, "bytes_there_and_back": 2 * values.nbytes, "seconds": end() - start()}
 
 
-def bench(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
+def bench(folder: Path, device: str, *, seconds: float) -> dict[str, Any]:
     """What single operators reach."""
     path = folder / "bench.json"
-    output_of(
-        "runners.bench_device", "-o", str(path), "--device", device, "--seconds", "5" if quick else "120", "--quiet"
-    )
+    output_of("runners.bench_device", "-o", str(path), "--device", device, "--seconds", str(seconds), "--quiet")
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -236,7 +237,7 @@ def planned(folder: Path, of: Configuration) -> Path:
     return path
 
 
-def configuration(folder: Path, device: str, of: Configuration) -> dict[str, Any]:
+def configuration(folder: Path, device: str, of: Configuration, *, only_run: bool = False) -> dict[str, Any]:
     """A model planned for this device and trained for some steps: step and memory, measured and predicted.
 
     The plan is the catalogue's; `errors` are predicted over measured less 1, per what the prediction is made from, and
@@ -245,7 +246,7 @@ def configuration(folder: Path, device: str, of: Configuration) -> dict[str, Any
     """
     path, bench_file, logs = planned(folder, of), folder / "bench.json", folder / of.file_name
     plan = json.loads(path.read_text(encoding="utf-8"))
-    known = {"bench": ("--bench", str(bench_file))} if bench_file.is_file() else {}
+    known = {"bench": ("--bench", str(bench_file))} if bench_file.is_file() and not only_run else {}
     predicted = {"catalogue": plan["estimate"]} | {
         source: json.loads(output_of("polygon.evaluate", str(path), *more, "--json")) for source, more in known.items()
     }
@@ -340,6 +341,7 @@ def provenance(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
         "python": platform.python_version(),
+        "host": f"{os.cpu_count()} cores of {processor_name()}",
     }
 
 
@@ -353,7 +355,9 @@ def cluster_file(folder: Path, kind: str) -> None:
     )
 
 
-def check(out: Path, device: str, only: Sequence[str], *, quick: bool) -> bool:
+def check(
+    out: Path, device: str, only: Sequence[str], *, quick: bool, seconds: float = 120.0, only_run: bool = False
+) -> bool:
     """Do all of it, or parts whose names begin so, and write what was found; whether all that was done went well."""
     import torch
 
@@ -363,12 +367,12 @@ def check(out: Path, device: str, only: Sequence[str], *, quick: bool) -> bool:
     cluster_file(folder, device_name(None, torch.device(device)))
     parts: dict[str, Callable[[], Any]] = {
         "streams and NCCL": lambda: streams_and_nccl(device),
-        "bench": lambda: bench(folder, device, quick=quick),
+        "bench": lambda: bench(folder, device, seconds=5.0 if quick else seconds),
         "profile": lambda: profile(folder, device, quick=quick),
         "recipes": lambda: recipes(folder, device, quick=quick),
     }
     for given in QUICK if quick else CONFIGURATIONS:
-        parts[given.name] = partial(configuration, folder, device, given)
+        parts[given.name] = partial(configuration, folder, device, given, only_run=only_run)
     if unknown := [name for name in only if not any(part.startswith(name) for part in parts)]:
         print(f"gpu-check: no part begins with {unknown[0]!r}; parts: {'; '.join(parts)}", file=sys.stderr)
         return False
@@ -409,6 +413,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, default=Path("out/gpu-check.json"), help="default %(default)s")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="default %(default)s")
     parser.add_argument("--quick", action="store_true", help="small models and few seconds: a rehearsal")
+    parser.add_argument("--bench-seconds", type=float, default=120.0, help="of the bench (default %(default)g)")
+    parser.add_argument("--only-run", action="store_true", help="predict nothing from the bench")
     parser.add_argument("--plan-for", metavar="DEVICE", help="only plan and predict, for a device of the catalogue")
     args = parser.parse_args(argv)
     if args.plan_for:
@@ -419,7 +425,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: torch sees no GPU here: nothing was checked", file=sys.stderr)
         return 2
-    return 0 if check(args.out, args.device, args.parts, quick=args.quick) else 1
+    done = check(
+        *(args.out, args.device, args.parts),
+        quick=args.quick,
+        seconds=args.bench_seconds,
+        only_run=args.only_run,
+    )
+    return 0 if done else 1
 
 
 if __name__ == "__main__":
