@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.host_launches import engine_launches
 from polygon.formats.catalogue import device as known_device
 from polygon.formats.catalogue import runtime
 from polygon.formats.files import read_plan, write_plan
@@ -185,6 +186,44 @@ def bench(folder: Path, device: str, *, seconds: float) -> dict[str, Any]:
     path = folder / "bench.json"
     output_of("runners.bench_device", "-o", str(path), "--device", device, "--seconds", str(seconds), "--quiet")
     return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def host(device: str, *, quick: bool) -> list[dict[str, Any]]:
+    """What the host needs to launch blocks of the engine, experts among them."""
+    import torch
+
+    return engine_launches(torch.device(device), 0.05 if quick else 1.0)
+
+
+def masked_attention(device: str, *, quick: bool) -> list[dict[str, Any]]:
+    """Attention of a piece of queries to the keys that a window lets any of them see, under a mask, and causal
+    attention as far: `runners.engine.windows`."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    from runners.bench_device import BenchWork, Timer
+    from runners.engine.windows import window_mask
+
+    window, heads = (64, 2) if quick else (4096, 16)
+    place, kind = torch.device(device), torch.float32 if quick else torch.bfloat16
+    rows = []
+    for keys, head_dim in ((2 * window - 1, 128), (2 * window - 1, 64), (window, 128)):
+        q = torch.randn(1, heads, window, head_dim, device=place, dtype=kind, requires_grad=True)
+        k, v = (torch.randn(1, heads, keys, head_dim, device=place, dtype=kind, requires_grad=True) for _ in range(2))
+        mask = window_mask(window, keys - window, window, kind, place) if keys > window else None
+        forward = partial(attend, q, k, v, attn_mask=mask, is_causal=mask is None)
+        backward = partial(torch.autograd.grad, forward(), (q, k, v), torch.randn_like(q), retain_graph=True)
+        seconds = []
+        for call in (forward, backward):
+            work = BenchWork(call=call)
+            for _ in range(5):
+                Timer(place).visit(work)
+            seconds.append(median(work.samples_s))
+        rows.append(
+            {"queries": window, "keys": keys, "heads": heads, "head_dim": head_dim, "masked": mask is not None}
+            | {"forward_s": seconds[0], "backward_s": seconds[1]}
+        )
+    return rows
 
 
 def profile(folder: Path, device: str, *, quick: bool) -> dict[str, Any]:
@@ -368,6 +407,8 @@ def check(
     parts: dict[str, Callable[[], Any]] = {
         "streams and NCCL": lambda: streams_and_nccl(device),
         "bench": lambda: bench(folder, device, seconds=5.0 if quick else seconds),
+        "host": lambda: host(device, quick=quick),
+        "masked attention": lambda: masked_attention(device, quick=quick),
         "profile": lambda: profile(folder, device, quick=quick),
         "recipes": lambda: recipes(folder, device, quick=quick),
     }
