@@ -43,6 +43,10 @@ softmax, mask and dropout each read and write them; the eager backward holds mas
 DROPOUT_SLOWS = (1.25, 1.5)
 """Fused attention with dropout draws a random number per score: 75-85 % of the forward's rate and 60-70 % of the
 backward's are left (FlashAttention-4 measurements, Dao-AILab/flash-attention pull request 2597)."""
+MASK_SLOWS = (2.5, 1.8)
+"""Attention of queries in blocks to the keys of a window, under a mask that the kernel reads (`windows_in_blocks`):
+what torch needs, over attention without one (an H100 does 0.20 and 0.23 of its peak, forward and backward, not 0.50
+and 0.42; instances/measured/gpu_check_h100.json, `masked_attention`; other cards were not measured)."""
 DETERMINISTIC_SLOWS = 1.3
 """Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
 EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
@@ -60,10 +64,11 @@ values summed (20, or 26 for half of them) and laid end to end (16), that of que
 ROUTING_HOST_PART = {"none": 12 / 24, "routing": 6 / 24, "step": 0.0}
 """The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block, half of
 them the router's and what prepares the dispatch."""
-LOOPED_EXPERT_HOST_PART = {True: (0.20, 0.16), False: (0.14, 0.16)}
-"""What the host needs for the forward and the backward of one expert of those that run one after another, over what it
-needs for an eager block of GPT, by whether the expert has a gate: five kernels and three, and what autograd adds (0.20,
-0.14; 0.16, 0.17 by `python -m benchmarks.host_launches`)."""
+LOOPED_EXPERT_HOST_PART = {True: (5 / 24, 16 / 70), False: (3 / 24, 15 / 70)}
+"""What the host launches in forward and backward for one expert of those that run one after another, over an eager
+block, by whether the expert has a gate. Forward: products, activation and gate. Backward: two products for each and
+what goes with it (the gradient cast to 32 bits and added, sums of biases), of the 70 kernels of the engine's block of
+GPT (counted on an H100, instances/measured/gpu_check_h100.json, where `host` has what they took)."""
 CHECKPOINT_HOST_PART = 0.32
 """What a checkpoint costs the host beyond a second forward, over what it needs for both passes: random states kept and
 put back, a graph within a graph (0.31 to 0.34 by `python -m benchmarks.host_launches`)."""
@@ -517,6 +522,8 @@ def _scores_s(block: Block, chip: Silicon, split: LayerSplit, keys: float) -> tu
         )
         if split.runtime.attention_dropout:
             forward_s, backward_s = forward_s * DROPOUT_SLOWS[0], backward_s * DROPOUT_SLOWS[1]
+        if block.window and block.window < split.seq_len and split.runtime.windows_in_blocks:
+            forward_s, backward_s = forward_s * MASK_SLOWS[0], backward_s * MASK_SLOWS[1]
         if split.runtime.deterministic:
             backward_s *= DETERMINISTIC_SLOWS
         return forward_s + launch_s, backward_s + 2 * launch_s
