@@ -13,7 +13,9 @@ from benchmarks.gpu_check import (
     bench,
     cluster_file,
     configuration,
+    host,
     main,
+    masked_attention,
     output_of,
     recorded_step,
     streams_and_nccl,
@@ -31,6 +33,17 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, tmp_path):
 def test_sums_of_one_rank_with_itself_are_right():
     """The part that checks streams and communicators does, on what is there (here a core)."""
     assert streams_and_nccl("cpu")["sums"] == [((1 << 20) - 1.0) * times for times in range(1, 5)]
+
+
+def test_hosts_and_masks_are_measured_of_what_the_engine_runs():
+    """Experts that run one after another take a host several times as long as a block without; every mask is one of
+    more keys than queries, and the row without one is of as many."""
+    rows = {(row["gated"], row["experts"]): row for row in host("cpu", quick=True)}
+    for gated in (False, True):
+        for part in ("forward_s", "backward_s"):
+            assert rows[gated, 32][part] > 2 * rows[gated, 0][part] > 0
+    for row in masked_attention("cpu", quick=True):
+        assert row["masked"] == (row["keys"] > row["queries"]) and row["forward_s"] > 0 and row["backward_s"] > 0
 
 
 def test_what_a_part_said_last_is_kept():
