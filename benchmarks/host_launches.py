@@ -1,21 +1,25 @@
-"""What checkpointing a block costs the host beside running its forward a second time.
+"""What the host needs to launch blocks of the engine, and what checkpointing a block costs it.
 
     python -m benchmarks.host_launches
 
-Tensors are so small that nothing but dispatch is timed, on one core, without an accelerator: what counts is the ratio,
-for an accelerator's host runs the same Python. The block has the operations of Megatron-LM's of 2021 without fusions,
-the fork of the random state around dropout among them.
+Tensors are so small that nothing but dispatch is timed, on one core, without an accelerator where there is none: what
+counts are the ratios, for an accelerator's host runs the same Python. The block that is checkpointed has the operations
+of Megatron-LM's of 2021 without fusions, the fork of the random state around dropout among them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from polygon.domain.model import Model
+from runners.profile_layers import LayerBench
 
 WIDTH, HEADS, LENGTH, REPEATS = 8, 2, 4, 300
 
@@ -55,9 +59,40 @@ def seconds(run: Callable[[], object]) -> float:
     return min(rounds)
 
 
+EXPERTS = (0, 8, 32)
+"""Of the engine's blocks."""
+SEQUENCES, TOKENS = 4, 64
+"""Of their inputs: every expert gets some."""
+
+
+def engine_block(*, gated: bool, experts: int) -> Model:
+    """A narrow model whose block has all that a wide one launches: as of GPT, or with a gate and turned positions."""
+    return Model(
+        name="narrow", family="llama" if gated else "gpt", blocks=1, hidden_size=64, heads=1, kv_heads=1, head_dim=64,
+        ffn_size=64, vocab_size=64, max_seq_len=TOKENS, gated_mlp=gated, rms_norm=gated, learned_positions=not gated,
+        linear_bias=not gated, qkv_bias=not gated, experts=experts, experts_per_token=min(4, experts),
+        expert_ffn_size=64 if experts else 0,
+    )  # fmt: skip
+
+
+def engine_launches(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """Seconds of the host for forward and backward of the engine's blocks in bf16."""
+    rows = []
+    for gated in (False, True):
+        for experts in EXPERTS:
+            bench = LayerBench(engine_block(gated=gated, experts=experts), "block", 1, device, "bf16")
+            forward_s, backward_s = bench.launches(SEQUENCES, TOKENS, seconds)
+            rows.append({"gated": gated, "experts": experts, "forward_s": forward_s, "backward_s": backward_s})
+    return rows
+
+
 def main() -> None:
-    """Print the host's time of a forward, of both passes, and of both with a checkpoint."""
+    """Print the host's time of the engine's blocks; then of a forward, both passes, and both with a checkpoint."""
     torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for row in engine_launches(device, 1.0):
+        block_of = f"{'gated, turned' if row['gated'] else 'GPT'} block, {row['experts']} experts"
+        print(f"{block_of}: forward {1e6 * row['forward_s']:.0f} us, backward {1e6 * row['backward_s']:.0f}")
     block, x = Block(), torch.randn(LENGTH, 1, WIDTH, requires_grad=True)
     forward = seconds(lambda: block(x))
     both = seconds(lambda: block(x).sum().backward())

@@ -209,6 +209,30 @@ class LayerBench:
             row["peak_bytes"] = self._peak_bytes(inputs, gradient) / self.copies
         return row
 
+    def launches(self, size: int, seq_len: int, seconds: float) -> tuple[float, float]:
+        """Median seconds in which the host launches forward and backward of one layer; the device is never far behind.
+
+        One pass follows another, and 16-bit weights are cast once, as in a step of several micro-batches.
+        """
+        import torch
+
+        inputs = _inputs(self.model, self.kind, size, seq_len, self.dtype, self.device)
+        forwards: list[float] = []
+        backwards: list[float] = []
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            gradient = torch.ones_like(self._forward(inputs, False))
+            end_s = time.perf_counter() + seconds
+            while len(forwards) < WARM_UPS + LEAST_REPEATS or time.perf_counter() < end_s:
+                start_s = time.perf_counter()
+                output = self._forward(inputs, False)
+                forward_s = time.perf_counter()
+                with torch.autocast(self.device.type, enabled=False):
+                    output.backward(gradient)
+                forwards.append(forward_s - start_s)
+                backwards.append(time.perf_counter() - forward_s)
+        passed = slice(WARM_UPS, None)
+        return median(forwards[passed]) / self.copies, median(backwards[passed]) / self.copies
+
     def _repeat(
         self, inputs: tuple, gradient: torch.Tensor | None, recompute: bool, seconds: float
     ) -> tuple[float, float, float]:

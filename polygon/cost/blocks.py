@@ -43,6 +43,10 @@ softmax, mask and dropout each read and write them; the eager backward holds mas
 DROPOUT_SLOWS = (1.25, 1.5)
 """Fused attention with dropout draws a random number per score: 75-85 % of the forward's rate and 60-70 % of the
 backward's are left (FlashAttention-4 measurements, Dao-AILab/flash-attention pull request 2597)."""
+MASK_SLOWS = (2.5, 1.8)
+"""Attention of queries in blocks to the keys of a window, under a mask that the kernel reads (`windows_in_blocks`):
+what torch needs, over attention without one (an H100 does 0.20 and 0.23 of its peak, forward and backward, not 0.50
+and 0.42; instances/measured/gpu_check_h100.json, `masked_attention`; other cards were not measured)."""
 DETERMINISTIC_SLOWS = 1.3
 """Deterministic backward of fused attention: up to 37.9 % of the throughput is lost (DASH, arXiv:2601.21824)."""
 EAGER_NORM_BYTES, EAGER_ROTARY_BYTES = (28, 40), (16, 16)
@@ -60,6 +64,11 @@ values summed (20, or 26 for half of them) and laid end to end (16), that of que
 ROUTING_HOST_PART = {"none": 12 / 24, "routing": 6 / 24, "step": 0.0}
 """The same for router, dispatch and combination of experts, taken for half as many kernels as an eager block, half of
 them the router's and what prepares the dispatch."""
+LOOPED_EXPERT_HOST_PART = {True: (5 / 24, 16 / 70), False: (3 / 24, 15 / 70)}
+"""What the host launches in forward and backward for one expert of those that run one after another, over an eager
+block, by whether the expert has a gate. Forward: products, activation and gate. Backward: two products for each and
+what goes with it (the gradient cast to 32 bits and added, sums of biases), of the 70 kernels of the engine's block of
+GPT (counted on an H100, instances/measured/gpu_check_h100.json, where `host` has what they took)."""
 CHECKPOINT_HOST_PART = 0.32
 """What a checkpoint costs the host beyond a second forward, over what it needs for both passes: random states kept and
 put back, a graph within a graph (0.31 to 0.34 by `python -m benchmarks.host_launches`)."""
@@ -124,7 +133,7 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         Weights on this device that products in 8 bits cast, where the runtime does not keep the casts.
     """
     runtime = split.runtime
-    products_f, products_b = _products_s(block, chip, split)
+    products_f, products_b, routed_f = _products_s(block, chip, split)
     attention_f, attention_b = _attention_s(block, chip, split)
     moved_f, moved_b = _moved_s(block, chip, split)
     forward, backward = products_f + (attention_f + moved_f), products_b + (attention_b + moved_b)
@@ -137,18 +146,37 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
     eager_f = hosted * chip.efficiency.host_forward_s * runtime.host_forward_factor
     eager_b = hosted * chip.efficiency.host_backward_s
     host_f, host_b = HOST_PART[runtime.fused] * eager_f, HOST_PART[runtime.fused] * eager_b
-    idle_f, idle_b = max(0.0, host_f - forward), max(0.0, host_b - backward)  # what is sent is hidden by it as well
-    slack_f = max(0.0, forward - host_f)
+    loop_f = loop_b = 0.0
+    looped = block.experts > 0 and runtime.looped_experts
+    if looped:
+        host_f += ROUTING_HOST_PART[runtime.graphs] * eager_f
+        host_b += ROUTING_HOST_PART[runtime.graphs] * eager_b
+        each_f, each_b = LOOPED_EXPERT_HOST_PART[block.gated_mlp]
+        here = block.experts // split.experts.members
+        loop_f, loop_b = here * each_f * eager_f, here * each_b * eager_b
+
+    def idle_s(slower: float) -> tuple[float, float]:
+        """What the accelerator waits for a host that needs so many times as long, forward and backward."""
+        # In forward the host knows how many rows an expert gets when the device has come as far: it launches experts
+        # behind nothing, and the rest of the block behind what of the experts is still to be done.
+        ahead_s = max(0.0, routed_f - slower * loop_f)
+        waits_f = max(0.0, slower * loop_f - routed_f) + max(0.0, slower * host_f - ahead_s - (forward - routed_f))
+        return waits_f, max(0.0, slower * (host_b + loop_b) - backward)
+
+    idle_f, idle_b = idle_s(1.0)  # what is sent is hidden by it as well
+    slower_f, slower_b = idle_s(1 + HOST_ERROR)
+    longer_f, longer_b = slower_f - idle_f, slower_b - idle_b
+    slack_f = max(0.0, forward - host_f - loop_f)
     forward, backward = forward + idle_f, backward + idle_b
-    longer_f = max(0.0, (1 + HOST_ERROR) * host_f - forward)
-    longer_b = max(0.0, (1 + HOST_ERROR) * host_b - backward)
-    if block.experts:
+    if block.experts and not looped:
         # The host learns from the device how many rows each expert gets before it can launch the experts, so what it
         # does for them is hidden behind nothing ("host-boundedness", arXiv:2603.07685). Router, dispatch and
         # combination are taken for as many kernels as the rest of the block; `gemm_s` has the products' own.
-        part, apart_f, apart_b = ROUTING_HOST_PART[runtime.graphs], *_expert_launches_s(block, chip, split)
-        forward += part * eager_f + apart_f
-        backward += part * eager_b + apart_b
+        forward += ROUTING_HOST_PART[runtime.graphs] * eager_f
+        backward += ROUTING_HOST_PART[runtime.graphs] * eager_b
+    if block.experts:
+        apart_f, apart_b = _expert_launches_s(block, chip, split)
+        forward, backward = forward + apart_f, backward + apart_b
     sent_f, exposed_f, exposed_b = _sums_s(block, chip, split, products_f, products_b, idle_f, idle_b)
     if split.runtime.context == "heads" and block.linear is None:
         ring_f = ring_b = _exchanged_heads_s(block, chip, split)
@@ -163,9 +191,9 @@ def block_s(block: Block, cast_parameters: float, chip: Silicon, split: LayerSpl
         expert_f, expert_b, slower_f, slower_b = _experts_s(block, chip, split, forward, backward)
         forward, backward = forward + slower_f, backward + slower_b
     # What is computed once more in backward sends once more, and nobody hides that; the host has more to do for it.
-    checkpoint_s = CHECKPOINT_HOST_PART * (host_f + host_b)
+    checkpoint_s = CHECKPOINT_HOST_PART * (host_f + loop_f + host_b + loop_b)
     again_f = forward + max(0.0, checkpoint_s - slack_f)
-    longer_again = max(0.0, (1 + HOST_ERROR) * (host_f + checkpoint_s) - again_f)
+    longer_again = max(0.0, (1 + HOST_ERROR) * (host_f + loop_f + checkpoint_s) - again_f)
     recomputed = again_f + sent_f + ring_f + expert_f
     forward += exposed_f + ring_f + expert_f
     backward += exposed_b + ring_b + expert_b
@@ -232,9 +260,10 @@ def _sums_s(
     return sent_f, sent_f - hidden_f, sent_b - (hidden_b if runtime.tp_overlap != "none" else 0.0)
 
 
-def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
-    """Forward and backward of the linear layers; experts take their share of the tokens of all who exchange them."""
-    forward = backward = 0.0
+def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float, float]:
+    """Forward and backward of the linear layers, and the experts' part of the forward; experts take their share of the
+    tokens of all who exchange them."""
+    forward = backward = routed = 0.0
     members = split.experts.members
     for product in block.products():
         rows, count, tp = split.tokens, product.copies, split.tp
@@ -251,7 +280,8 @@ def _products_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, 
             inner = product.inner / tp
         one = linear_s(chip, rows, columns, inner)
         forward, backward = forward + count * one[0], backward + count * one[1]
-    return forward, backward
+        routed += count * one[0] if product.routed else 0.0
+    return forward, backward, routed
 
 
 def _moved_s(block: Block, chip: Silicon, split: LayerSplit) -> tuple[float, float]:
@@ -492,6 +522,8 @@ def _scores_s(block: Block, chip: Silicon, split: LayerSplit, keys: float) -> tu
         )
         if split.runtime.attention_dropout:
             forward_s, backward_s = forward_s * DROPOUT_SLOWS[0], backward_s * DROPOUT_SLOWS[1]
+        if block.window and block.window < split.seq_len and split.runtime.windows_in_blocks:
+            forward_s, backward_s = forward_s * MASK_SLOWS[0], backward_s * MASK_SLOWS[1]
         if split.runtime.deterministic:
             backward_s *= DETERMINISTIC_SLOWS
         return forward_s + launch_s, backward_s + 2 * launch_s

@@ -52,6 +52,11 @@ judgement, of four cores, operation by operation: one core of a Xeon E5 v3 reach
 pugetsystems.com/labs/hpc/memory-performance-for-intel-xeon-haswell-ep-ddr4-596)."""
 
 
+APART_BYTES = 4 + 8 + 4
+"""Of a gradient in fp32, whose norm is found, which is clipped and set to zero, each in a kernel of its own
+(runners/engine/update.py, runners/engine/agreement.py)."""
+
+
 class LayerProfile(Protocol):
     """Measured layer times (see `polygon.cost.profiles`)."""
 
@@ -225,14 +230,15 @@ def _head_s(model: Model, chip: Silicon, split: LayerSplit) -> tuple[float, floa
 
 
 def update_s(
-    parameters_held: float, device: Device, batch: Batch, *, fused: bool = True, by_host: bool = False
+    parameters_held: float, device: Device, batch: Batch, *, way: str = "fused", by_host: bool = False
 ) -> float:
     """Seconds of the optimizer for as many parameters as one device updates.
 
     Gradient, what the optimizer reads and writes (`OPTIMIZERS`) and the low-precision copy; fp16 adds the passes that
-    unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`. Where the
-    host updates (`by_host`), the same passes are over its memory, after fp32 gradients have been copied there and
-    before weights are copied back.
+    unscale, check and clip. Memory bound; the products that make Muon's step orthogonal are `orthogonal_s`. `way` is
+    that of `Runtime.update`: where these are passes apart, fp32 gradients are read for their norm, read and written
+    clipped, and written as zeros, and weights are read once more to be cast. Where the host updates (`by_host`), the
+    same passes are over its memory, after fp32 gradients have been copied there and before weights are copied back.
     """
     chip = silicon(device, batch.precision)
     # 16-bit weights are written beside the fp32 ones that are updated.
@@ -242,7 +248,9 @@ def update_s(
     per_parameter += 4 + batch.gradient_bytes  # norm of the gradients and clipping
     if batch.precision == "fp16":
         per_parameter += 6 + 4
-    if not fused:
+    if way == "apart":
+        per_parameter = optimizer.update_bytes + 4 + APART_BYTES + (4 + low if low else 0)
+    elif way == "operations":
         per_parameter = optimizer.unfused_bytes
     if by_host:
         copied = 4 + (low or 4)

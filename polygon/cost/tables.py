@@ -270,7 +270,7 @@ class CostTables:
         if measured is not None:
             return factor * parameters_held * measured
         runtime, batch = self.problem.runtime, self.problem.batch
-        seconds = update_s(parameters_held, device, batch, fused=runtime.fused, by_host=runtime.host_update)
+        seconds = update_s(parameters_held, device, batch, way=runtime.update_way, by_host=runtime.host_update)
         if OPTIMIZERS[batch.optimizer].orthogonal:
             seconds += parameters_held * orthogonal_s(self.problem.model.hidden_size, device)
         return factor * seconds

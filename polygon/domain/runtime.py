@@ -17,6 +17,7 @@ CONTEXT = ("ring", "heads", "gathered")
 CASTS = ("fused", "apart")
 GRAPHS = ("none", "routing", "step")
 EXPERTS = ("cut", "whole")
+UPDATES = ("", "fused", "apart", "operations")
 
 TURNS = (2, 3, 5, 7, 11, 13)
 """Prime, so that no two regions turn alike."""
@@ -62,7 +63,11 @@ class Runtime:
     attention: str = "flash"
     """Kernel: `flash` (the vendor's), `flash2`, `triton` (the first generation), `materialised` (scores written)."""
     fused: bool = True
-    """Whether element-wise operations and the optimizer run as fused kernels."""
+    """Whether element-wise operations run as fused kernels, and the optimizer where `update` does not say."""
+    update: str = ""
+    """How the optimizer runs: one kernel that clips and writes 16-bit weights too (`fused`); one kernel, beside which
+    norm, clipping, zeroing gradients and 16-bit copies of weights pass through memory by themselves (`apart`); or
+    operation by operation (`operations`). Empty: by `fused`, the first or the last."""
     host_forward_factor: float = 1.0
     """What the host needs to launch the forward of an eager block over what it needs for one in Sailor's profiles
     (`polygon.cost.kernels.EAGER_HOST_S`)."""
@@ -137,6 +142,9 @@ class Runtime:
     fused_experts: bool = False
     """Whether the products of experts add biases, limit and apply the activation, and cast to 8 bits in their own
     kernels, so that none of it passes through memory by itself (TransformerEngine's fused grouped MLP)."""
+    looped_experts: bool = False
+    """Whether experts are layers that run one after another, each with launches of its own, once the host knows how
+    many rows each gets; else grouped products take all of them at once."""
     narrow_dispatch: bool = False
     """Whether tokens go to experts in 8 bits where products are in 8 bits; they come back in full precision."""
     ep_overlap: bool = False
@@ -204,6 +212,7 @@ class Runtime:
             ("graphs", GRAPHS),
             ("context", CONTEXT),
             ("experts", EXPERTS),
+            ("update", UPDATES),
             ("tp_overlap", TP_OVERLAP),
             ("dp_overlap", DP_OVERLAP),
         ):
@@ -220,6 +229,11 @@ class Runtime:
         for name in ("gathers_per_layer", "sum_turns"):
             require(getattr(self, name) >= 1, f"runtime.{name}", getattr(self, name), "a number >= 1")
 
+    @property
+    def update_way(self) -> str:
+        """How the optimizer runs: `fused`, `apart` or `operations`."""
+        return self.update or ("fused" if self.fused else "operations")
+
     def whole_experts(self, experts: int, *, tp: int, ep: int, sequence_parallel: bool) -> bool:
         """Whether tensor-parallel devices hold whole experts: told to, where they split tokens and all get as many."""
         folded = self.experts == "whole" and sequence_parallel and tp > 1
@@ -234,6 +248,8 @@ POLYGON = Runtime(
     autograd=True,
     loss="torch",
     fused_accumulation=False,
+    update="apart",
+    looped_experts=True,
     casts="apart",
     cached_casts=True,
     windows_in_blocks=True,
@@ -254,6 +270,8 @@ POLYGON = Runtime(
         "autograd": "eager torch, runners/engine/layers.py; measured by benchmarks/every_dimension.py",
         "loss": "torch's cross_entropy in fp32, runners/engine/layers.py",
         "fused_accumulation": "autograd adds to .grad, runners/engine/gradients.py",
+        "update": "AdamW(fused=True) on flat vectors, runners/engine/optimizers.py, runners/engine/update.py",
+        "looped_experts": "runners/engine/experts.py",
         "casts": "runners/engine/float8.py",
         "cached_casts": "weights are cast once a step, runners/engine/float8.py",
         "windows_in_blocks": "runners/engine/windows.py",

@@ -164,8 +164,12 @@ def _add_run(training: argparse._ArgumentGroup) -> None:
         type=int,
         default=default.profiled_steps,
         metavar="N",
-        help="steps that the PyTorch Profiler records after the first, into LOG_DIR/profile (default none)",
+        help="steps that the PyTorch Profiler records, into LOG_DIR/profile (default none)",
     )
+    training.add_argument(
+        "--profiled-after", type=int, default=default.profiled_after, metavar="N",
+        help="steps before those (default %(default)s)",
+    )  # fmt: skip
 
 
 def _add_failures(failure: argparse._ArgumentGroup) -> None:
@@ -288,6 +292,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         lookahead=arguments.lookahead,
         traced_steps=arguments.traced_steps,
         profiled_steps=arguments.profiled_steps,
+        profiled_after=arguments.profiled_after,
         device=arguments.device,
         emulate_links=arguments.emulate_links,
         emulate_devices=arguments.emulate_devices,

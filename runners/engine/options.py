@@ -92,7 +92,9 @@ class Options:
     """
     traced_steps: int = 8
     profiled_steps: int = 0
-    """Steps that the PyTorch Profiler records after the first one, on every rank, into the log directory."""
+    """Steps that the PyTorch Profiler records, on every rank, into the log directory."""
+    profiled_after: int = 1
+    """Steps before those; it slows the last of them down."""
     device: str = "auto"
     log_dir: Path | None = None
     track: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ class Options:
         require(self.seed >= 0, "--seed", self.seed, "a whole number >= 0")
         require(self.traced_steps >= 0, "--traced-steps", self.traced_steps, "a whole number >= 0")
         require(self.profiled_steps >= 0, "--profiled-steps", self.profiled_steps, "a whole number >= 0")
+        require(self.profiled_after >= 1, "--profiled-after", self.profiled_after, "a whole number >= 1")
         require(
             not self.profiled_steps or self.log_dir is not None,
             "--log-dir",

@@ -198,7 +198,8 @@ def _run_steps(training: Training, report: Callable[[dict[str, Any]], None]) -> 
     recorder = None
     if options.profiled_steps and options.log_dir is not None:
         directory = options.log_dir / PROFILE_FOLDER
-        recorder = Recorder(directory, training.rank, training.layout.plan.world_size, steps=options.profiled_steps)
+        ranks, steps, after = training.layout.plan.world_size, options.profiled_steps, options.profiled_after
+        recorder = Recorder(directory, training.rank, ranks, steps=steps, warmup=after)
         training.log.annotate = record_function
     while go_on:
         # Between outer steps the regions' weights differ: checkpoint and validation wait until they meet.

@@ -26,7 +26,7 @@ from polygon.domain.cluster import Device, Link
 from polygon.domain.errors import InputError
 from polygon.domain.model import Batch, Model
 from polygon.domain.plan import Problem
-from polygon.domain.runtime import Runtime
+from polygon.domain.runtime import POLYGON, Runtime
 from polygon.formats import catalogue
 from tests.nightly import cases
 from tests.small_problems import small_cluster
@@ -552,3 +552,72 @@ def test_whole_experts_weigh_what_slices_of_all_do():
     cut, whole = (CostTables(one).memory(4, 1, "none", 1, 4, True).layers for one in (problem, whole))
     assert whole.parameters == pytest.approx(cut.parameters)
     assert (whole.activation_bytes[1:-1] < cut.activation_bytes[1:-1]).all()
+
+
+def test_an_optimizer_beside_passes_of_their_own_is_between_one_kernel_and_many_operations():
+    """AdamW reads gradient, weight and two moments and writes three of them (28 bytes); beside it the gradient's norm
+    (4), its clipping (8), zeros (4) and a 16-bit copy of the weights (6). As the engine runs it."""
+    batch = Batch(global_batch=1, seq_len=128)
+    seconds = {way: update_s(1e9, A100, batch, way=way) for way in ("fused", "apart", "operations")}
+    assert seconds["fused"] < seconds["apart"] < seconds["operations"]
+    passed = (seconds["apart"] - 2 * LAUNCH_S) * A100.memory_bytes_per_s * EFFICIENCY["ampere"].memory
+    assert passed == pytest.approx(1e9 * (28 + 4 + 8 + 4 + 6))
+    assert POLYGON.update_way == "apart" and Runtime().update_way == "fused"
+    assert Runtime(fused=False).update_way == "operations"
+
+
+def test_experts_one_after_another_wait_for_the_host_where_they_are_small():
+    """As many rows and FLOP in four times the experts: grouped products hardly notice, a host that launches each has
+    four times to do, and half of it where two devices share the experts. Where rows are many nobody waits."""
+    batch, link, device = Batch(global_batch=8, seq_len=2048), EIGHT_NODES.intra_node, catalogue.device("h100-sxm")
+
+    def seconds(experts: int, *, looped: bool, size: int = 1, ep: int = 1) -> tuple[float, float]:
+        of = replace(catalogue.model("mixtral-8x7b"), hidden_size=1024, heads=8, kv_heads=8, ffn_size=8 * 3584)
+        model = replace(of, experts=experts, experts_per_token=experts // 4, expert_ffn_size=8 * 3584 // experts)
+        runtime = Runtime(fused=False, looped_experts=looped)
+        times = layer_times(model, batch, device, link, micro_batch_size=size, ep=ep, runtime=runtime)
+        return float(times.forward_s[1]), float(times.backward_s[1])
+
+    host = EFFICIENCY["hopper"]
+    for part, (kernels, eager_s) in enumerate(((5 / 24, host.host_forward_s), (16 / 70, host.host_backward_s))):
+        more = seconds(32, looped=True)[part] - seconds(8, looped=True)[part]
+        assert more == pytest.approx(24 * kernels * eager_s, rel=0.1)
+        assert seconds(32, looped=False)[part] - seconds(8, looped=False)[part] < 0.1 * more
+        halved = seconds(32, looped=True)[part] - seconds(32, looped=True, ep=2)[part]
+        assert halved == pytest.approx(16 * kernels * eager_s, rel=0.1)
+        large, grouped = (seconds(8, looped=looped, size=64)[part] for looped in (True, False))
+        assert large == pytest.approx(grouped, rel=0.05) and large <= grouped
+
+
+def test_a_host_that_is_ahead_of_experts_is_so_of_the_rest_of_the_block():
+    """Forward ends at the device's pace where experts take it longer than all launches do, though attention alone takes
+    less than its own; an unknown host then widens nothing."""
+    batch, link, device = Batch(global_batch=8, seq_len=512), EIGHT_NODES.intra_node, catalogue.device("h100-sxm")
+    model = replace(catalogue.model("mixtral-8x7b"), hidden_size=1024, heads=8, kv_heads=8, expert_ffn_size=32768)
+    times = {}
+    for slower in (1.0, 1.3):
+        runtime = Runtime(fused=False, looped_experts=True, host_forward_factor=slower)
+        times[slower] = layer_times(model, batch, device, link, micro_batch_size=16, runtime=runtime)
+    assert times[1.0].forward_s[1] == times[1.3].forward_s[1]
+    attention = layer_times(replace(model, experts=0, ffn_size=1), batch, device, link, micro_batch_size=16)
+    assert attention.forward_s[1] < EFFICIENCY["hopper"].host_forward_s
+
+
+def test_masks_of_windows_slow_attention_down():
+    """In blocks of queries a window costs twice its keys, read under a mask: 2.5 and 1.8 times as long a score as
+    without one, forward and backward. Sequences no longer than the window have neither."""
+    model = replace(catalogue.model("mistral-7b"), window=4096, attention_pattern=("window",))
+    link, device = EIGHT_NODES.intra_node, catalogue.device("h100-sxm")
+    block, host = model.block(1), EFFICIENCY["hopper"]
+
+    def seconds(tokens: int, *, blocks: bool) -> tuple[float, float]:
+        runtime = Runtime(windows_in_blocks=blocks, graphs="step")
+        times = layer_times(model, Batch(global_batch=1, seq_len=tokens), device, link, runtime=runtime)
+        return float(times.forward_s[1]), float(times.backward_s[1])
+
+    assert seconds(4096, blocks=True) == seconds(4096, blocks=False)
+    flops = 32768 * block.heads * (128 + 128) * 2.0
+    masked, seen = (keys(32768) * flops / device.peak_flops("bf16") for keys in (block.keys_compared, block.keys_seen))
+    more = np.subtract(seconds(32768, blocks=True), seconds(32768, blocks=False))
+    assert more[0] == pytest.approx((2.5 * masked - seen) / host.flash_forward)
+    assert more[1] == pytest.approx(2.5 * (1.8 * masked - seen) / host.flash_backward)

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polygon.cost.profiles import kind_profile
 from polygon.domain.errors import InputError
 from polygon.domain.model import Model
 from polygon.formats.files import read_model
-from runners.profile_layers import kept_bytes, main, shard
+from runners.profile_layers import LEAST_REPEATS, WARM_UPS, LayerBench, kept_bytes, main, shard
 
 TINY = {
     "name": "tiny", "blocks": 2, "hidden_size": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn_size": 64,
@@ -126,3 +127,28 @@ def test_bad_words_are_one_line_and_status_2(words, message, model_file, capsys,
     assert status_of(main, [model_file, *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often tensors of some shapes are cast."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.count += tuple(args[0].shape) in self.shapes
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_are_those_of_a_step_of_several_micro_batches():
+    """16-bit weights are made once for all passes, as the engine does; alone, every pass makes them for itself."""
+    bench = LayerBench(Model(**TINY), "block", 1, torch.device("cpu"), "bf16")
+    matrices = [p for p in bench.parameters if p.ndim == 2]
+    with Casts({tuple(p.shape) for p in matrices}) as casts:
+        forward_s, backward_s = bench.launches(1, 8, 0.0)
+    assert casts.count == len(matrices) and forward_s > 0 and backward_s > 0
+    with Casts({tuple(p.shape) for p in matrices}) as casts:
+        bench.measure(1, 8, 0.0)
+    assert casts.count > 2 * (WARM_UPS + LEAST_REPEATS) * len(matrices)
