@@ -239,7 +239,7 @@ def test_a_worker_updates_its_part_of_what_its_stage_divides(groups, cp, rate, z
     plan = decoder.decode(x)
     assert plan.stages[0].zero == zero
     times = decoder.step_times(plan)
-    assert times.update_s.max() > 0.1 * times.step_s
+    assert times.update_s.max() > 0.06 * times.step_s
     whole_s = 30 * problem.model.parameters / problem.cluster.catalogue["t4"].memory_bytes_per_s
     assert times.update_s.max() > whole_s / divided
     assert decoder.fluid_s(x)[0] == pytest.approx(times.step_s, rel=0.025)
