@@ -336,6 +336,6 @@ def test_a_cluster_written_is_the_cluster_read(tmp_path):
 
 
 def test_thorough_polishes_what_is_nearly_as_good():
-    """On six devices an effort that polished its best plan alone ended 2.7 % above this."""
+    """On six devices an effort that polishes its best plan alone ends at 0.6607 s."""
     problem = polygon.Problem.from_file(ROOT / "instances" / "native" / "tiny-6-three-labs.yaml")
-    assert problem.search(effort="thorough").estimate.step_s < 0.98 * 0.6649
+    assert problem.search(effort="thorough").estimate.step_s < 0.99 * 0.6607
