@@ -66,8 +66,7 @@ def polished(
                 best, value = paced[0], found
 
     # A large step takes long to price: of it fewer changes are.
-    affordable = MOST_ACTIONS // max(1, plan.micro_batches * len(plan.stages))
-    most = min(evaluations, affordable)
+    most = min(evaluations, affordable(plan))
     change_spans()
     hurdle_s = HURDLE * step_times(best, tables).step_s
     drafts, failures, at = list(changes(best, tables)), 0, 0
@@ -88,6 +87,11 @@ def polished(
     if best is not plan:
         change_spans()
     return best
+
+
+def affordable(plan: Plan) -> int:
+    """Plans with as large a step that are priced at most."""
+    return MOST_ACTIONS // max(1, plan.micro_batches * len(plan.stages))
 
 
 def fitted(draft: Plan, tables: CostTables, hurdle_s: float = math.inf) -> Plan | None:
@@ -116,13 +120,19 @@ def changes(plan: Plan, tables: CostTables) -> Iterator[Plan]:
         together = [change(stage) for stage in plan.stages]
         if any(stage is not None for stage in together):
             yield _with(plan, [new or old for new, old in zip(together, plan.stages, strict=True)])
-        if len(plan.stages) > 1 and plan.chunks == 1:
+        # What all chunks of a group have in common changes together; what is computed again is each one's own.
+        if len(plan.stages) > 1:
             for s, stage in enumerate(together):
-                if stage is not None:
+                if stage is not None and (plan.chunks == 1 or _recomputes_alone(stage, plan.stages[s])):
                     yield _with(plan, [*plan.stages[:s], stage, *plan.stages[s + 1 :]])
-    yield from _interleavings(plan)
+    yield from interleavings(plan)
     if plan.chunks == 1:
         yield from _borders(plan, tables.problem.model.layers)
+
+
+def _recomputes_alone(new: Stage, old: Stage) -> bool:
+    """Whether stages differ in what they recompute and in nothing else."""
+    return replace(new, recompute=old.recompute, recompute_blocks=old.recompute_blocks) == old
 
 
 def _with(plan: Plan, stages: list[Stage]) -> Plan:
@@ -221,7 +231,7 @@ def _tidy(stage: Stage) -> Stage:
     return stage
 
 
-def _interleavings(plan: Plan) -> Iterator[Plan]:
+def interleavings(plan: Plan) -> Iterator[Plan]:
     """The plan with another number of chunks, where every micro-batch can stay in one lane."""
     if plan.groups == 1 or len({stage.width for stage in plan.stages}) > 1:
         return

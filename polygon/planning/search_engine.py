@@ -29,6 +29,7 @@ from polygon.planning.initial_solutions import (
     window_starts,
 )
 from polygon.planning.objectives import OVER_LIMIT, STEP_TIME, Objective, over_limits, value_of
+from polygon.planning.perturb import improved
 from polygon.planning.polish import polished
 from polygon.planning.problem_arrays import Setting
 from polygon.planning.telling import EXACT, IN_PARTS, MEMETIC, POLISH, STARTS, Tell, of_round, phase_of, share
@@ -693,6 +694,9 @@ def _polish(
         for done, (plan, x) in enumerate(distinct.values(), 1):  # noqa: B007 (`expired` tells of it)
             change(plan, x, effort.polish_evaluations // TRIALS)
         change(best[1], best[2], effort.polish_evaluations)
+        if effort.exact_evaluations >= FEWEST_FOR_SEVERAL:
+            found = improved(best[1], decoder, evaluations=effort.polish_evaluations, expired=expired)
+            best = min(best, (decoder.plan_value(found), found, best[2]), key=lambda entry: entry[0])
     except KeyboardInterrupt:
         return best, True
     return best, False

@@ -139,18 +139,18 @@ def test_interleaved_groups_recompute_as_many_blocks():
 def test_only_lanes_are_interleaved():
     """Every micro-batch stays in its lane, spans are as wide as the stage; other numbers of parts than there are."""
     plan = plan_of(pp=2, dp=2)
-    drafts = list(polish._interleavings(plan))
+    drafts = list(polish.interleavings(plan))
     assert [draft.chunks for draft in drafts] == [2, 3]
     assert all(draft.routes.shape == (plan.micro_batches, len(draft.stages)) for draft in drafts)
     assert all((draft.routes == plan.routes[:, :1]).all() for draft in drafts)
     assert all(set(draft.spans) == {(2, 2)} for draft in drafts)
-    assert [draft.chunks for draft in polish._interleavings(drafts[0])] == [1, 3]
+    assert [draft.chunks for draft in polish.interleavings(drafts[0])] == [1, 3]
     routes = plan.routes.copy()
     routes[0, 1] = 1 - routes[0, 1]
-    assert not list(polish._interleavings(replace(plan, routes=routes)))
-    assert not list(polish._interleavings(plan_of(dp=4)))
+    assert not list(polish.interleavings(replace(plan, routes=routes)))
+    assert not list(polish.interleavings(plan_of(dp=4)))
     unlike = (plan.stages[0], replace(plan.stages[1], workers=plan.stages[1].workers[:1]))
-    assert not list(polish._interleavings(replace(plan, stages=unlike, routes=np.zeros_like(plan.routes))))
+    assert not list(polish.interleavings(replace(plan, stages=unlike, routes=np.zeros_like(plan.routes))))
 
 
 def test_changes_are_of_all_stages_and_of_one():
@@ -167,17 +167,20 @@ def test_changes_are_of_all_stages_and_of_one():
     assert {s.shards for draft in four for s in draft.stages} == {0, 2, 4}
     # One stage: changes of all and of one are the same, and are made once.
     assert [draft.stages[0].recompute for draft in four][:2] == ["selective", "full"]
-    # Interleaved: only all at once, and spans stay.
+    # Interleaved: all at once, but for what is recomputed, and spans stay.
     [chunked] = [draft for draft in drafts if draft.chunks == 2]
     for draft in changes(chunked, tables):
         assert draft.chunks != 2 or draft.spans == chunked.spans
-        assert len({s.recompute for s in draft.stages}) == 1
+        assert len({(s.zero, s.shards, s.ep, s.sequence_parallel) for s in draft.stages}) == 1
+    assert ("selective", "none", "none", "none") in [
+        tuple(s.recompute for s in draft.stages) for draft in changes(chunked, tables)
+    ]
 
 
 def test_an_interleaved_draft_recomputes_what_memory_does_not_hold():
     """Block by block, only where it is short; None where all recomputed do not help."""
     tables = CostTables(PROBLEM)
-    plan = next(draft for draft in polish._interleavings(plan_of(pp=2)) if draft.chunks == 2)
+    plan = next(draft for draft in polish.interleavings(plan_of(pp=2)) if draft.chunks == 2)
     assert fitted(plan, tables) is plan
     place = tables.placement(plan)
     need = np.array([memory.total_bytes for memory in polish.worker_memory(plan, tables, place)])
