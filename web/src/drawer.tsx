@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
-import { anew, assumed, attempt, follow, go, limits, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
+import { anew, assumed, attempt, follow, go, isUnderWay, limits, once, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { focusSoon } from "./focus";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton, walks } from "./ui";
@@ -152,11 +152,11 @@ function WhyNot(): JSX.Element {
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     return () => stop.abort();
   }, [id, state?.begun]);
-  const start = (): Promise<void> => attempt(async () => {
+  const start = (): Promise<void> => once(`explain ${id}`, () => attempt(async () => {
     const begun = await post(`/plans/${id}/explanation`, { time_limit_s: limit });
     outcome.value = t("working");
     set({ ...begun, begun: Date.now() });
-  });
+  }));
   if (error) return <p class="error" role="alert">{error}</p>;
   if (!state) return <Skeleton />;
   const a = state.answers;
@@ -164,7 +164,7 @@ function WhyNot(): JSX.Element {
     return <div id="why-not"><progress max={1} value={state.progress} aria-label={t("computing")} /><p class="soft">{workNote(state)}</p><button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${state.id}`)))}>{t("cancel")}</button></div>;
   const begin = (words: string): JSX.Element => (
     <div class="row"><label class="field"><span>{t("atMostTime")}</span><select value={limit} onChange={(e) => setLimit(Number(e.currentTarget.value))}>{LIMITS_S.map((s) => <option key={s} value={s}>{s < 120 ? t("forSeconds", { n: s }) : t("forMinutes", { n: s / 60 })}</option>)}</select></label>
-      <button type="button" class="main" id="explain" onClick={() => void start()}>{words}</button></div>
+      <button type="button" class="main" id="explain" aria-disabled={isUnderWay(`explain ${id}`)} onClick={() => void start()}>{words}</button></div>
   );
   if (!a) return <div id="why-not"><p class="soft">{t("whyNotHint")}</p>{begin(t("whyNotStart"))}{state.error && <p class="error">{state.error}</p>}</div>;
   const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];

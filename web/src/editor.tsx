@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
+import { arrived, draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -130,8 +130,18 @@ function Tools(): JSX.Element {
   );
 }
 
-async function readMeasured(text: string, name: string): Promise<void> {
-  await attempt(() => onceHere("cluster", post("/measured", { problem: request().problem, text, name }), (found) => {
+/** Take what was measured into the cluster: the one that was chosen before, as it is when the answer comes. */
+async function readMeasured(file: Promise<string>, name: string): Promise<void> {
+  const before = arrived();
+  const read = async (): Promise<Data> => {
+    const [text] = await Promise.all([file, before]);
+    for (;;) {
+      const asked = draft.value.cluster;
+      const found = await post("/measured", { problem: request().problem, text, name });
+      if (draft.value.cluster === asked) return found;
+    }
+  };
+  await attempt(() => onceHere("measured", read(), (found) => {
     takeMeasured(found.cluster, found.measured);
     notice.value = t("measuredTaken", { n: found.measured.length });
   }));

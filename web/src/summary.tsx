@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
 import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
-import { anew, assumed, attempt, changes, limits, loading, loadJobs, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
+import { anew, assumed, attempt, changes, isUnderWay, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
 import { language, maybe, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
@@ -153,21 +153,17 @@ export function differences(said: Record<string, unknown>): string {
   return words.join(" · ");
 }
 
-export async function keep(): Promise<void> {
+export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(async () => {
   const name = `${row.value.name}: ${differences(changes.value)}`.slice(0, 120);
-  await attempt(async () => {
-    const made = await post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
-    await loadJobs();
-    openPlan(made.id, view.value);
-  });
-}
+  return post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
+}, view.value)));
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
   if (!v || !p) return null;
   if (tried.value) {
     return (
       <div class="banner"><span><b>{t("whatif")}</b> {differences(changes.value)} · {speedChange()}</span>
-        <span class="grow" /><button type="button" class="main" id="keep" onClick={() => void keep()}>{t("keepVariant")}</button>
+        <span class="grow" /><button type="button" class="main" id="keep" aria-disabled={isUnderWay("keep")} onClick={() => void keep()}>{t("keepVariant")}</button>
         <button type="button" id="reset" onClick={() => setChanges({})}>{t("reset")}</button></div>
     );
   }
