@@ -11,7 +11,7 @@ from polygon.domain.errors import fault, located
 from polygon.domain.plan import Problem
 from polygon.formats import bench_file, catalogue, convert, probe_file
 from polygon.formats.schema import BenchSpec, ClusterSpec, check
-from polygon.formats.serialization import format_yaml, parse_json
+from polygon.formats.serialization import check_text, format_yaml, parse_json
 
 
 def lean(cluster: Cluster) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def with_measured(problem: Problem, text: str) -> dict[str, Any]:
     InputError
         For another file, and for regions or devices that the cluster does not have.
     """
+    check_text(text, "polygon-probe or polygon-bench")
     data = parse_json(text)
     kind = data.get("format") if isinstance(data, dict) else None
     if kind == probe_file.FORMAT and isinstance(data.get("links"), list):
