@@ -227,6 +227,29 @@ def test_who_has_gone_elsewhere_is_not_called_to_a_variant(page, server, plan_id
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_figures_are_of_the_plan_that_is_open(page, server, plan_id, wide_plan):
+    """While a plan is opened no pane shows the one before as its own; what is tried on it is held against itself."""
+    visit(page, server, plan_id, "strategy")
+    table = page.locator("#view table").first
+    opened = Held(page, re.compile(f"{wide_plan}/view"))
+    page.evaluate(f"location.hash = '#plan={wide_plan}&view=strategy'")
+    opened.wait()
+    assert table.count() == 0
+    opened.release()
+    table.wait_for()
+    visit(page, server, plan_id)
+    priced = Held(page, re.compile(f"{wide_plan}/view"))
+    page.evaluate("location.hash = '#plan=" + wide_plan + '&view=overview&what={"bandwidth_factor":4}\'')
+    priced.wait()
+    [plain] = priced.routes
+    plain.fallback()
+    priced.routes.clear()
+    priced.wait("bandwidth_factor")
+    assert page.locator(".banner").count() == 0
+    priced.release()
+    page.locator(".banner", has_text="tokens").wait_for()
+
+
 def test_a_target_s_files_are_shown_under_its_own_name(page, server, plan_id, wide_plan):
     """While another target's files, or another plan, are under way, nothing of those before is offered as theirs."""
     visit(page, server, plan_id, "deploy")

@@ -6,6 +6,7 @@ import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
 import { canRedo, canUndo, changed, redo, undo } from "./draft";
+import { called } from "./names";
 import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takeAskedOf, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { keep } from "./summary";
@@ -34,7 +35,7 @@ function commands(): Command[] {
     ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
     { name: t(singleKeys.value ? "singleKeysOff" : "singleKeysOn"), run: () => setSingleKeys(!singleKeys.value) },
-    ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${j.name || j.id}`, run: () => openPlan(j.id) })),
+    ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${called(j, jobs.value)}`, run: () => openPlan(j.id) })),
   ];
 }
 

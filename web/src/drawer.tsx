@@ -146,7 +146,10 @@ function WhyNot(): JSX.Element {
       // Its end is shown with the answers: without them there is the form again, which would take the focus for a moment.
       await follow(`/jobs/${found.id}`, stop.signal, (now) => { if (running(now)) set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })); });
       const ended = await get(`/plans/${id}/explanation`, stop.signal), a = ended.answers;
+      const reads = document.getElementById("why-not")?.contains(document.activeElement);
       set((old: Data) => ({ ...ended, begun: old?.begun }));
+      // Who waited there reads on from its first heading, which takes the focus itself: the arrow after goes past what has it.
+      if (a && reads) setTimeout(() => document.querySelector<HTMLElement>("#why-not h3")?.focus());
       if (a) outcome.value = t("ideasFound", { n: a.different_plans.length + a.alternatives.length + felt(a).length });
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
@@ -174,14 +177,14 @@ const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s
 function Ideas({ a }: { a: Data }): JSX.Element {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
-    <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
+    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
   return (
     <>
       {part(t("differentPlans"), a.different_plans)}
       {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
       {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
-      {felt(a).length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
+      {felt(a).length > 0 && <><h3 tabIndex={-1}>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
       <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
     </>
   );

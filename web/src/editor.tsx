@@ -137,7 +137,7 @@ async function readMeasured(file: Promise<string>, name: string): Promise<void> 
     const [text] = await Promise.all([file, before]);
     for (;;) {
       const asked = draft.value.cluster;
-      const found = await post("/measured", { problem: request().problem, text, name });
+      const found = await post("/measured", { problem: request().problem, text, name: name.slice(0, 120) });
       if (draft.value.cluster === asked) return found;
     }
   };

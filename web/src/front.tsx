@@ -47,8 +47,7 @@ export function Front(): JSX.Element {
     return () => stop.abort();
   }, [job]);
   const start = (): Promise<void> => once("front", () => attempt(async () => {
-    const asked = await requested();
-    const begun = await post("/fronts", { ...asked, name: `${t("front")} · ${asked.name}`.slice(0, 120) });
+    const begun = await post("/fronts", await requested());
     sessionStorage.setItem(KEY, begun.id);
     outcome.value = t("working");
     setData(begun);

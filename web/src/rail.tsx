@@ -5,8 +5,10 @@ import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit, onceHere } from "./draft";
 import { digits, moment, percent } from "./format";
+import { FileFault } from "./faults";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
+import { called } from "./names";
 import { arriving, attempt, beside, catalogue, ended, go, isUnderWay, jobId, jobs, loadJobs, once, open, openMade, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
@@ -42,10 +44,17 @@ export function Rail(): JSX.Element {
 const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
 
 /** What a file says; a fault in it is said with its name. */
-const readOf = async (kind: string, text: Promise<string>, name: string): Promise<Data> =>
-  post("/read", { kind, text: await text, name }).catch((error: Error) => { throw new Error(`${name}: ${error.message}`); });
-export function readCluster(text: Promise<string>, name: string): Promise<void> {
-  return attempt(() => onceHere("cluster", readOf("cluster", text, name), (cluster) => edit((d) => { d.cluster = cluster; })));
+const readOf = async (kind: string, text: Promise<string>, file: string): Promise<Data> =>
+  post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload" }).catch((error: Error) => { throw new FileFault(file, error); });
+async function planOf(file: Promise<string>): Promise<Data> {
+  try {
+    return JSON.parse(await file);
+  } catch {
+    throw new Error(t("noPlanFile"));
+  }
+}
+export function readCluster(text: Promise<string>, file: string): Promise<void> {
+  return attempt(() => onceHere("cluster", readOf("cluster", text, file), (cluster) => edit((d) => { d.cluster = cluster; })));
 }
 function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;
@@ -55,7 +64,7 @@ function ClusterSummary(): JSX.Element {
       tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void takeInstance(name)} />
-      <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
+      <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, file) => void readCluster(text, file)} />
         <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
     </>}</Fold>
   );
@@ -110,7 +119,7 @@ function Plans(): JSX.Element {
   const [old, setOld] = useKept("archive", false);
   // On a narrow screen the plan itself comes before the others.
   const [closed, setClosed] = useState(planId.value !== "");
-  const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
+  const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && [called(j, jobs.value), ...j.tags].join(" ").toLowerCase().includes(filter.toLowerCase()));
   // What a plan was varied into stands below it.
   const listed = new Set(rows.map((j: Data) => j.id));
   const ordered = (under: string): Data[] =>
@@ -119,7 +128,7 @@ function Plans(): JSX.Element {
     <section class={closed ? "plans closed" : "plans"} aria-label={t("plans")}>
       <div class="fold-head"><button type="button" class="narrow" aria-label={t("plans")} aria-expanded={!closed} onClick={() => setClosed(!closed)}>{closed ? "▸" : "▾"}</button><h2>{t("plans")}</h2><span class="grow" />
         <Menu label="⋯" id="plans-menu" name={t("plansMenu")}>{(close) => <>
-          <Upload label={t("openPlan")} id="upload-plan" take={(text) => { close(); void attempt(() => openMade(async () => post("/plans", JSON.parse(await text)))); }} />
+          <Upload label={t("openPlan")} id="upload-plan" take={(text, file) => { close(); void attempt(() => openMade(async () => planOf(text).then((plan) => post("/plans", plan)).catch((error: Error) => { throw new FileFault(file, error); }))); }} />
           <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>
         </>}</Menu></div>
       {(jobs.value?.length ?? 0) > 6 && <input class="filter" type="search" aria-label={t("filter")} placeholder={t("filter")} value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />}
@@ -146,7 +155,7 @@ const forget = (id: string): Promise<void> => once(`forget ${id}`, () => attempt
 }));
 function PlanRow({ j }: { j: Data }): JSX.Element {
   const [naming, setNaming] = useKept<{ name: string; tags: string } | null>(`naming ${j.id}`, null);
-  const here = j.id === planId.value;
+  const here = j.id === planId.value, name = called(j, jobs.value);
   const openIt = (): void => {
     if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
     else if (running(j)) go(() => (jobId.value = j.id));
@@ -159,26 +168,26 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   // What was typed stays until it is kept: it may be refused, and somebody may type on.
   const submit = (e: Event): void => {
     e.preventDefault();
-    const { name, tags } = naming!;
-    void label(j.id, { name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) }, () => { if (typed.current === naming) setNaming(null); });
+    const { tags } = naming!;
+    void label(j.id, { name: naming!.name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) }, () => { if (typed.current === naming) setNaming(null); });
   };
   if (naming)
     return (
       <li class="naming"><form onSubmit={submit} onKeyDown={(e) => { if (e.key === "Escape") setNaming(null); }}>
-        <label class="field"><span>{t("name")}</span><input name="name" value={naming.name} maxLength={120} onInput={(e) => setNaming({ ...naming, name: e.currentTarget.value })} /></label><label class="field"><span>{t("tags")}</span><input name="tags" value={naming.tags} onInput={(e) => setNaming({ ...naming, tags: e.currentTarget.value })} /></label>
+        <label class="field"><span>{t("name")}</span><input name="name" value={naming.name} placeholder={j.name ? undefined : name} maxLength={120} onInput={(e) => setNaming({ ...naming, name: e.currentTarget.value })} /></label><label class="field"><span>{t("tags")}</span><input name="tags" value={naming.tags} onInput={(e) => setNaming({ ...naming, tags: e.currentTarget.value })} /></label>
         <div class="row"><button class="main">{t("ok")}</button><button type="button" onClick={() => setNaming(null)}>{t("close")}</button></div></form></li>
     );
   return (
     <li class={here ? "here" : undefined}>
-      <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || j.name}>
-        <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
+      <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || name}>
+        <span class="plan-name">{j.parent ? "↳ " : ""}{name}</span>
         <small><b>{note}</b> {moment(j.created_s, language.value === "zh")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
-      <Menu label="⋯" name={t("actionsOf", { name: j.name || j.id })}>{(close) => <>
+      <Menu label="⋯" name={t("actionsOf", { name })}>{(close) => <>
         <button type="button" onClick={() => { close(); setNaming({ name: j.name, tags: j.tags.join(", ") }); }}>{t("rename")}</button>
         {j.has_plan && planId.value && !here && <button type="button" onClick={() => { close(); go(() => { beside.value = [...beside.value.filter((x) => x !== j.id), j.id].slice(-3); view.value = "compare"; }); }}>{t("compareWith")}</button>}
         <button type="button" onClick={() => { close(); void label(j.id, { archived: !j.archived }); }}>{t(j.archived ? "unarchive" : "archive")}</button>
-        <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name: j.name || j.id }))) void forget(j.id); }}>{t("delete")}</button>
+        <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name }))) void forget(j.id); }}>{t("delete")}</button>
       </>}</Menu>
     </li>
   );

@@ -3,11 +3,12 @@
 import { batch, computed, effect, signal, untracked } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
 import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, start, take, takeAsked } from "./draft";
-import { mark, pathOf, unmark } from "./faults";
+import { FileFault, mark, pathOf, unmark } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
 import { seconds } from "./format";
 import { keptSignal } from "./kept";
+import { called } from "./names";
 import { language, t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
@@ -100,11 +101,12 @@ export const open = (to: View): void => go(() => (view.value = to));
 export const say = (error: unknown): void => {
   const { name, message } = error as Error;
   if (name === "AbortError") return;
+  const here = !(error instanceof FileFault); // and not in the cluster's fields, though the file may be called cluster.yaml
   batch(() => {
     trouble.value = message;
-    if (pathOf(message).startsWith("cluster")) open("cluster");
+    if (here && pathOf(message).startsWith("cluster")) open("cluster");
   });
-  mark(message, "trouble", true);
+  if (here) mark(message, "trouble", true);
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
@@ -136,6 +138,7 @@ let loaded = "";
 let plans = new AbortController();
 async function load(id: string): Promise<void> {
   plans.abort();
+  pricing.abort();
   const { signal: gone } = (plans = new AbortController());
   loaded = id;
   limits.value = assumed.value = null;
@@ -154,7 +157,7 @@ async function load(id: string): Promise<void> {
     batch(() => {
       row.value = found;
       planned.value = seen;
-      if (!tried.value) shown.value = seen;
+      shown.value = tried.value ? null : seen; // what is tried on it is priced first: another plan's figures are not its own
       loading.value = false;
     });
     if (tried.value) void reprice();
@@ -213,7 +216,7 @@ async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
   });
 }
 /** Why a search has no plan. */
-export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));
+export const ended = (it: Data): string => (!it.error ? t("stoppedEarly") : it.state === "infeasible" ? t("infeasible", { why: it.error }) : `${t("failed")}: ${it.error}`);
 
 let pricing = new AbortController();
 const RESTED_MS = 300;
@@ -237,6 +240,7 @@ let moving = 0;
 function scheduleReprice(): void {
   clearTimeout(moving);
   moving = window.setTimeout(() => {
+    if (loading.value) return; // priced once the plan is here
     if (tried.value) return void reprice();
     pricing.abort();
     shown.value = planned.value;
@@ -266,7 +270,7 @@ export async function openMade(make: () => Promise<Data>, to?: View): Promise<vo
   const made = await make();
   await loadJobs();
   if (address() === from) openPlan(made.id, to);
-  else notice.value = t("keptAs", { name: made.name || made.id });
+  else notice.value = t("keptAs", { name: called(made, jobs.value) });
 }
 
 export async function copyLink(): Promise<void> {

@@ -3,9 +3,10 @@
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
-import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
+import { digits, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
+import { differences } from "./names";
 import { anew, assumed, attempt, changes, isUnderWay, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
-import { language, maybe, t, type Key } from "./strings";
+import { language, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
 /** A resource in words: "the network inside frankfurt". */
@@ -17,7 +18,7 @@ export function resource(l: Data): string {
 export function amount(l: Data, value: number): string {
   if (l.quality === "latency") return ms(value);
   if (l.quality) return gbps(value);
-  return l.kind === "memory" ? `${digits(value)}\u00a0GiB` : `×\u00a0${digits(value)}`;
+  return l.kind === "memory" ? ofMemory(value * 2 ** 30) : `×\u00a0${digits(value)}`;
 }
 /** A link that nobody gave, in words. */
 export function assumedLink(a: Data): string {
@@ -134,32 +135,11 @@ export function Figures(): JSX.Element | null {
   );
 }
 
-const CHANGE_NAMES: Record<string, Key> = {
-  accumulation: "accumulation", activations: "packActivations", weight_gradients: "packGradients", prefetch: "prefetch",
-  local_steps: "localSteps", algorithm: "algorithm", chunk_mb: "chunk", streams: "streams", overlap: "overlap",
-  bandwidth_factor: "bwFactor", latency_factor: "latFactor", price_factor: "priceFactor", device_factors: "deviceSpeed",
-};
-/** What differs, in words. */
-export function differences(said: Record<string, unknown>): string {
-  const words = Object.entries(said).map(([name, value]) => {
-    if (name === "links") return (value as Data[]).map((l) => `${l.source} → ${l.target}: ${[l.activations, l.weight_gradients].filter(Boolean).join(", ")}`).join("; ");
-    if (name === "device_factors") {
-      const all = Object.entries(value as Record<string, number>);
-      return [...new Set(all.map(([, x]) => x))].map((x) => `${all.filter(([, y]) => y === x).map(([d]) => d).join(", ")} ×\u00a0${digits(x)}`).join("; ");
-    }
-    const text = name.endsWith("_factor") ? `×\u00a0${digits(value as number)}` : typeof value === "number" ? digits(value) : maybe(String(value));
-    return `${t(CHANGE_NAMES[name])} ${text}`;
-  });
-  return words.join(" · ");
-}
-
-export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(async () => {
-  const name = `${row.value.name}: ${differences(changes.value)}`.slice(0, 120);
-  return post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
-}, view.value)));
+export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
+  post(`/plans/${planId.value}/variants`, { changes: changes.value }), view.value)));
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
-  if (!v || !p) return null;
+  if (!v || !p || loading.value) return null; // while a plan is opened, the one before is shown
   if (tried.value) {
     return (
       <div class="banner"><span><b>{t("whatif")}</b> {differences(changes.value)} · {speedChange()}</span>
