@@ -27,22 +27,27 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
     let gone = false;
     let chart: EChartsType | undefined;
     const watch = new ResizeObserver(() => chart?.resize());
-    void import("./echarts").then(({ init }) => {
+    // Loading, beginning and drawing in tasks of their own: the first chart of a visit would keep the page for 120 ms.
+    void import("./echarts").then(async ({ init }) => {
+      await nextTask();
       if (gone) return;
       chart = init(place.current!, undefined, { renderer: "canvas" });
+      await nextTask();
+      if (gone) return;
+      show(chart, latest.current);
       charts.set(name, chart);
       chart.on("click", (e) => click.current?.(e.dataIndex));
       watch.observe(place.current!);
-      show(chart, latest.current);
     });
     return () => { gone = true; watch.disconnect(); chart?.dispose(); charts.delete(name); };
   }, []);
   useEffect(() => { const chart = charts.get(name); if (chart) show(chart, option); }, [JSON.stringify(option), dark.value]);
   return <div ref={place} class="chart" role="img" aria-label={label} data-chart={name} style={{ height: `${height}px` }} />;
 }
+const nextTask = (): Promise<void> => new Promise((done) => { setTimeout(done); });
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 function show(chart: EChartsType, option: any): void {
-  chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: "inherit" }, color: palette(), ...option }, true);
+  chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: "inherit" }, color: palette(), ...option }, { notMerge: true, lazyUpdate: true });
 }
 export function tooltip(): object {
   const { panel, line, text } = ink();

@@ -56,7 +56,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     <>
       <ul class="stacks">{list.map((x, i) => (
         <li key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
-          {x.row.parent && <small class="soft">{differences(x.row.changes)}</small>}
+          {x.row.parent && x.row.name && <small class="soft">{differences(x.row.changes)}</small>}
           <div class="stack" role="img" aria-label={TERMS.map((k) => `${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`).join(", ")} style={{ width: `${(100 * x.v.estimate.step_s) / most}%` }}>{TERMS.map((k, j) => <i key={k} title={`${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`} style={{ flexGrow: x.v.estimate.terms[k], background: colors[j] }} />)}</div></li>))}</ul>
       <span class="legend">{TERMS.map((k, j) => <span key={k}><i class="swatch" style={{ background: colors[j] }} />{maybe(`term_${k}`)}</span>)}</span>
       <h3>{t("whereTime")}</h3>

@@ -66,6 +66,9 @@ export function Editor(): JSX.Element {
     }, 120);
     return () => { clearTimeout(timer); stop.abort(); };
   }, [text]);
+  // Map and region at once, the rest in tasks of their own: between them the browser draws and listens.
+  const [rest, draw] = useState(false);
+  useEffect(() => { const timer = setTimeout(() => draw(true)); return () => clearTimeout(timer); }, []);
   const at = Math.max(0, cluster.regions.findIndex((r: Data) => r.name === selected.value));
   const pick = (name: string): void => { selected.value = name; };
   return (
@@ -92,9 +95,9 @@ export function Editor(): JSX.Element {
           {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
-            {cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
+            {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
           </div>
-          <Devices />
+          {rest && <Devices />}
         </>}
       </div>
       <Yaml yaml={resolved.yaml} />
@@ -268,9 +271,13 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
   );
 }
 
+const ROWS = 12;
 // Links of one region to all others: one way, and the way back where it differs.
 function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const c = draft.value.cluster, n = c.regions.length;
+  // So many rows in a task, then the next.
+  const [drawn, draw] = useState(ROWS);
+  useEffect(() => { const timer = drawn < n ? setTimeout(() => draw(drawn + ROWS)) : 0; return () => clearTimeout(timer); }, [drawn, n]);
   const same = (j: number): boolean => MATRICES.every((key) => (c[key]?.[r]?.[j] ?? null) === (c[key]?.[j]?.[r] ?? null));
   const [split, setSplit] = useKept<number[]>(`ways ${c.regions.map((it: Data) => it.name)} ${r}`, []);
   const put = (key: string, i: number, j: number, text: string, both: boolean): void => onCluster((it) => {
@@ -299,7 +306,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
       <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">
         <thead><tr><th scope="col">{t("to")}</th><th scope="col">{t("latencyOneWay")}</th><th scope="col" class="number">{t("roundTrip")}</th><th scope="col">{t("rate")}</th><th scope="col">{t("capacity")}</th><th scope="col">{t("ways")}</th></tr></thead>
         <tbody>{c.regions.flatMap((_: Data, j: number) => {
-          if (j === r) return [];
+          if (j === r || j >= drawn) return [];
           const both = same(j) && !split.includes(j);
           const flip = (): void => {
             if (both) return setSplit([...split, j]);

@@ -8,7 +8,7 @@ import { digits, moment, percent } from "./format";
 import { FileFault } from "./faults";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
-import { called } from "./names";
+import { called, differences } from "./names";
 import { arriving, attempt, beside, catalogue, ended, go, isUnderWay, jobId, jobs, loadJobs, once, open, openMade, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
@@ -60,7 +60,7 @@ function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;
   const known = catalogue.value?.instances ?? [];
   return (
-    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
+    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: digits(count(c)), regions: c.regions.length }) : t("noRegions")}
       tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
         set={(name) => name && void takeInstance(name)} />
@@ -180,7 +180,7 @@ function PlanRow({ j }: { j: Data }): JSX.Element {
   return (
     <li class={here ? "here" : undefined}>
       <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || name}>
-        <span class="plan-name">{j.parent ? "↳ " : ""}{name}</span>
+        <span class="plan-name">{j.parent ? "↳ " : ""}{j.parent && !j.name ? differences(j.changes) : name}</span>
         <small><b>{note}</b> {moment(j.created_s, language.value === "zh")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
       <Menu label="⋯" name={t("actionsOf", { name })}>{(close) => <>

@@ -83,7 +83,7 @@ export function Sentence(): JSX.Element {
   );
 }
 
-const opened = (v: Data, step: string): string => t("sentence", { step, used: v.devices.used, all: v.devices.all });
+const opened = (v: Data, step: string): string => t("sentence", { step, used: digits(v.devices.used), all: digits(v.devices.all) });
 
 const RESTED_MS = 500, HEARD_MS = 10_000;
 /** What a screen reader is told, once: that a search runs, how long a step of the plan takes as soon as there is one, what
@@ -130,7 +130,7 @@ export function Figures(): JSX.Element | null {
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
       <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
-      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={t("ofCommunication", { part: percent(v.traffic.hidden) })} />
+      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={v.traffic.pp_s + v.traffic.dp_s > 0 ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
 }
