@@ -561,7 +561,10 @@ def test_a_file_of_another_kind_is_told_by_its_name_and_what_it_should_be(browse
         ("#upload-model", b"regions: []"): (
             "a cluster", "集群", {"en-US": "a model: Hugging Face's config.json", "zh-CN": "模型：Hugging Face"},
         ),
-        ("#upload-plan", b"stages: 3"): ("JSON", "JSON", {"en-US": "expected a plan.json", "zh-CN": "plan.json"}),
+        ("#upload-plan", b"stages: 3"): (
+            "no plan", "其中没有方案", {"en-US": "expected a plan.json", "zh-CN": "plan.json"}
+        ),
+        ("#upload-plan", b"[1]"): ("no plan", "其中没有方案", {"en-US": "expected a plan.json", "zh-CN": "plan.json"}),
         ("#upload-plan", b"{\"kind\": 3}"): (
             "the keys kind", "键 kind", {"en-US": "a plan: JSON with the format", "zh-CN": "方案：format 为"},
         ),
@@ -576,6 +579,11 @@ def test_a_file_of_another_kind_is_told_by_its_name_and_what_it_should_be(browse
         expect(said).to_contain_text(wanted[language])
         said.get_by_role("button").click()
     page.locator("#tab-overview[aria-selected=true]").wait_for()
+    page.locator("#tab-cluster").click()
+    page.locator("#cluster-menu").click()
+    page.locator("#import-measured").set_input_files({"name": "pod.yaml", "mimeType": "", "buffer": b"kind: Pod"})
+    expect(said).to_contain_text("pod.yaml: found no JSON object" if language == "en-US" else "得到 非 JSON 对象")
+    expect(said).to_contain_text("a report of polygon-probe" if language == "en-US" else "测量结果：polygon-probe")
     page.context.close()
 
 
@@ -860,7 +868,7 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     expect(page.locator("[data-chart=gantt] li.lit")).to_have_count(len(stages))
     page.goto("about:blank")
     page.goto(f"{server.url}/#plan=nowhere")
-    page.locator("#trouble", has_text="nowhere: there is no such").wait_for()
+    page.locator("#trouble", has_text="Plan nowhere is not here").wait_for()
 
 
 def test_a_screen_reader_is_told_once(page, server, wide_plan):

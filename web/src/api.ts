@@ -40,7 +40,7 @@ export async function call(method: string, path: string, body?: unknown, signal?
   const text = await response.text();
   const kind = response.headers.get("content-type") ?? "";
   const data = kind.includes("json") && text ? JSON.parse(text) : text;
-  if (!response.ok) throw new Error((data && data.detail) || `HTTP ${response.status}`);
+  if (!response.ok) throw Object.assign(new Error((data && data.detail) || `HTTP ${response.status}`), { status: response.status });
   return data;
 }
 export const get = (path: string, signal?: AbortSignal): Promise<Data> => call("GET", path, undefined, signal);

@@ -46,7 +46,7 @@ function Limits(): JSX.Element {
       <p class="soft">{t("limitsHint")}</p>
       <ol class="limits" id="limits">{data.limits.slice(0, SHOWN).map((l: Data, i: number) => (
         <li key={i} data-kind={l.kind} data-region={l.region}>
-          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span class="soft">{l.kind === "compute" ? "" : amount(l, l.now)}</span></div>
+          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span class="soft">{l.quality || l.kind === "memory" ? amount(l, l.now) : ""}</span></div>
           <div class="meter"><i style={{ width: `${(100 * l.saves) / most}%` }} /></div>
           <Savings l={l} index={i} />
           {IN_EDITOR.includes(l.kind) && <EditIt region={l.region} what={resource(l)} />}

@@ -47,11 +47,14 @@ const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: D
 const readOf = async (kind: string, text: Promise<string>, file: string): Promise<Data> =>
   post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload" }).catch((error: Error) => { throw new FileFault(file, error); });
 async function planOf(file: Promise<string>): Promise<Data> {
+  const text = await file;
   try {
-    return JSON.parse(await file);
+    const found = JSON.parse(text);
+    if (found?.constructor === Object) return found;
   } catch {
-    throw new Error(t("noPlanFile"));
+    // said below: to who opened a picture it is all the same
   }
+  throw new Error(t("noPlanFile"));
 }
 export function readCluster(text: Promise<string>, file: string): Promise<void> {
   return attempt(() => onceHere("cluster", readOf("cluster", text, file), (cluster) => edit((d) => { d.cluster = cluster; })));

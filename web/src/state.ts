@@ -169,7 +169,7 @@ async function load(id: string): Promise<void> {
       loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
       planId.value = "";
-      trouble.value = `${id}: ${(error as Error).message}`;
+      trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
     });
   }
 }
