@@ -1424,6 +1424,28 @@ def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_p
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_of_a_history_that_the_browser_cannot_keep_the_newest_steps_stay(fresh):
+    """Its quota nearly used up, a reload loses steps long ago, not the last."""
+    fresh.locator("#fold-model").click()
+    fresh.evaluate(
+        """() => {
+      const draft = JSON.stringify(JSON.parse(sessionStorage.getItem("polygon-draft")).draft);
+      let n = 0;
+      try { for (;;) sessionStorage.setItem(`filler ${n++}`, draft.repeat(5)); } catch { n--; }
+      sessionStorage.removeItem(`filler ${n - 1}`);
+    }"""
+    )
+    for i in range(1, 8):
+        for path in ("batch.global_batch", "batch.seq_len"):
+            fill(fresh, path, str(64 * i))
+            fresh.wait_for_timeout(200)
+    fresh.reload()
+    fresh.locator("#calculate:enabled").wait_for()
+    fresh.locator("#undo[aria-disabled=false]").click()
+    expect(fresh.locator("[data-path='batch.seq_len']")).to_have_value("384")
+    expect(fresh.locator("[data-path='batch.global_batch']")).to_have_value("448")
+
+
 def test_the_editor_of_many_regions_is_drawn_in_parts(fresh):
     """No task draws all links of a region; all of them come. Numbers of thousands are parted."""
     regions = "".join(

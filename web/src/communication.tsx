@@ -7,6 +7,7 @@ import { dark, ink, palette } from "./colors";
 import { brief, bytes, digits, gbps, ofMemory, ms, percent, roundBytes, seconds, signed } from "./format";
 import { used } from "./overview";
 import { changes, planId, planned, setChanges, shown, tab } from "./state";
+import { isApart } from "./summary";
 import { maybe, t, type Key } from "./strings";
 import { Answer, Empty, Section, Table, useAnswer } from "./ui";
 
@@ -19,7 +20,7 @@ export function Communication(): JSX.Element {
   const dimension = (name: Key, now: string, before: string, time: string): (JSX.Element | string)[] => [t(name), <>{now}{before !== now && <small class="soft"> {t("before")} {before}</small>}</>, time];
   return (
     <>
-      <Section title={t("volumes")} note={t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) })}>
+      <Section title={t("volumes")} note={isApart(v) ? t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) }) : t("commWithin", { all: seconds(f.total_s) })}>
         <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
           dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), f.dp_bytes > 0 && f.dp_s === 0 ? t("withinCompute") : seconds(f.dp_s)),
           dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),

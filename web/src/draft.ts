@@ -51,12 +51,19 @@ export const isNew = began.draft.cluster.regions.length === 0 && !began.past.len
 export const draft = signal<Draft>(began.draft);
 const past = signal<Draft[]>(began.past);
 const future = signal<Draft[]>(began.future);
+// A draft is never changed, only followed by another: its text, of a large cluster 70 kB, is written once.
+const texts = new WeakMap<Draft, string>();
+function textOf(one: Draft): string {
+  const text = texts.get(one) ?? JSON.stringify(one);
+  texts.set(one, text);
+  return text;
+}
 /** The draft as the open plan was asked for, as text; empty: no plan was. */
 export const asked = signal(began.asked);
 let job = began.job;
 /** Whether a search was asked for from this draft, or the draft taken from it. */
 export const isOfSearch = (id: string): boolean => id === job;
-export const changed = computed(() => asked.value !== "" && JSON.stringify(draft.value) !== asked.value);
+export const changed = computed(() => asked.value !== "" && textOf(draft.value) !== asked.value);
 export const canUndo = computed(() => past.value.length > 0);
 export const canRedo = computed(() => future.value.length > 0);
 
@@ -67,13 +74,19 @@ effect(() => {
   clearTimeout(saving);
   saving = window.setTimeout(() => save(now), 150);
 });
+const textOfKept = ({ draft, past, future, ...rest }: Kept): string =>
+  `{"draft":${textOf(draft)},"past":[${past.map(textOf).join()}],"future":[${future.map(textOf).join()}],${JSON.stringify(rest).slice(1)}`;
 function save(now: Kept): void {
+  keep(sessionStorage, now);
+  keep(localStorage, { ...now, past: [], future: [] });
+}
+function keep(store: Storage, now: Kept): void {
   try {
-    sessionStorage.setItem(KEY, JSON.stringify(now));
-    localStorage.setItem(KEY, JSON.stringify({ ...now, past: [], future: [] }));
+    store.setItem(KEY, textOfKept(now));
   } catch (error) {
-    // The quota of the browser: the draft itself matters more than its history.
-    if (now.past.length) save({ ...now, past: [], future: [] });
+    // The quota of the browser: the draft itself matters more than its history, and the newest of that most.
+    if (now.past.length) keep(store, { ...now, past: now.past.slice(Math.ceil(now.past.length / 2)) });
+    else if (now.future.length) keep(store, { ...now, future: [] });
     else console.warn("draft not kept", error);
   }
 }
@@ -87,7 +100,7 @@ export function edit(change: (next: Draft) => void, of = ""): void {
   const next = structuredClone(draft.value), { cluster } = next;
   change(next);
   if (next.cluster !== cluster) unread.value = null; // another cluster, of which nobody typed anything
-  if (JSON.stringify(next) === JSON.stringify(draft.value)) return;
+  if (textOf(next) === textOf(draft.value)) return;
   // Of what was chosen and what is said by hand the later stays, too.
   for (const part of ["cluster", "model"] as const)
     if (!isLate && JSON.stringify(next[part]) !== JSON.stringify(draft.value[part])) coming.delete(part);

@@ -275,8 +275,8 @@ const ROWS = 12;
 // Links of one region to all others: one way, and the way back where it differs.
 function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const c = draft.value.cluster, n = c.regions.length;
-  // So many rows in a task, then the next.
-  const [drawn, draw] = useState(ROWS);
+  // Of many, none with the region's fields, then so many rows in a task.
+  const [drawn, draw] = useState(n > ROWS ? 0 : n);
   useEffect(() => { const timer = drawn < n ? setTimeout(() => draw(drawn + ROWS)) : 0; return () => clearTimeout(timer); }, [drawn, n]);
   const same = (j: number): boolean => MATRICES.every((key) => (c[key]?.[r]?.[j] ?? null) === (c[key]?.[j]?.[r] ?? null));
   const [split, setSplit] = useKept<number[]>(`ways ${c.regions.map((it: Data) => it.name)} ${r}`, []);

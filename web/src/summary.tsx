@@ -29,6 +29,8 @@ export const ASSUMED_FACTOR = 4;
 export function exposed(v: Data): number {
   return v.traffic.exposed_s / v.estimate.step_s;
 }
+/** Whether messages take time of their own: sums that a runtime spreads over its computing count as that. */
+export const isApart = (v: Data): boolean => v.traffic.pp_s + v.traffic.dp_s > 0;
 // What saves less is not worth a word.
 export const WORTH = 0.01;
 const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
@@ -130,7 +132,7 @@ export function Figures(): JSX.Element | null {
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
       <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
-      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={v.traffic.pp_s + v.traffic.dp_s > 0 ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
+      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
 }
