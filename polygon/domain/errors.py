@@ -93,6 +93,8 @@ def _after(prefix: str | Message, fault: Message | str) -> Message | str:
         return Message("input.expected", **{**fault.arguments, "where": longer})
     if isinstance(fault, str) and isinstance(prefix, str):
         return prefix + fault
+    if isinstance(fault, Message) and fault.kind == "input.found" and isinstance(prefix, str) and prefix.endswith(": "):
+        return Message("input.expected", where=prefix[:-2], **fault.arguments)
     return Message("input.located", prefix=prefix, fault=fault)
 
 

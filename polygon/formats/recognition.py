@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from polygon.domain.cluster import Cluster
+from polygon.domain.errors import InputError, Phrase, fault
 from polygon.domain.model import Model
 from polygon.formats import catalogue, convert, hugging_face
 from polygon.formats import import_formats as foreign
 from polygon.formats.schema import ClusterSpec, ModelSpec, check
-from polygon.formats.serialization import MOST_VALUES, parse_json, parse_yaml
+from polygon.formats.serialization import MOST_VALUES, check_text, parse_json, parse_yaml
 
 
 def parse(text: str, most_values: int = MOST_VALUES) -> Any:
     """Plain data of YAML (with at most so many values) or JSON, whichever the text looks like."""
-    return parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, most_values=most_values)
+    try:
+        return parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, most_values=most_values)
+    except InputError:
+        if "\ufffd" in text:  # what a browser makes of other bytes
+            raise fault("", Phrase("bytes that are not UTF-8"), "UTF-8 text") from None
+        raise
 
 
 def parse_cluster(text: str, most_values: int = MOST_VALUES) -> Any:
@@ -32,6 +38,7 @@ def cluster_from_text(text: str, name: str, most_values: int = MOST_VALUES) -> C
     InputError
         With the place inside the text.
     """
+    check_text(text, ClusterSpec.wanted)
     return cluster_from_data(parse_cluster(text, most_values), name)
 
 
@@ -48,6 +55,7 @@ def model_from_text(text: str, name: str, most_values: int = MOST_VALUES) -> Mod
     InputError
         With the place inside the text.
     """
+    check_text(text, ModelSpec.wanted)
     data = parse(text, most_values)
     if hugging_face.is_hugging_face(data):
         return hugging_face.hugging_face_model(data, name)

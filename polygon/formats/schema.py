@@ -8,10 +8,11 @@ infinity are errors, and the message of the first one alone lets the user mend i
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import types
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model, model_validator
@@ -49,6 +50,9 @@ class Strict(BaseModel):
     """Base of every schema class: unknown keys, wrong types, NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, populate_by_name=True)
+
+    wanted: ClassVar[str] = ""
+    """What a file of this kind is, for who brought another (a phrase)."""
 
 
 def _refuse(found: str | Message, expected: str | Message) -> PydanticCustomError:
@@ -185,6 +189,8 @@ class RegionLinkSpec(Strict):
 class ClusterSpec(Strict):
     """Regions and the links between them."""
 
+    wanted: ClassVar[str] = "a cluster: YAML or JSON with the key regions, or a hostfile"
+
     format: Literal["polygon-cluster"] = "polygon-cluster"
     version: Literal[1] = 1
     name: Name | None = None
@@ -223,6 +229,8 @@ _PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "lin
 
 class ModelSpec(_ModelSpec):  # type: ignore[misc,valid-type]
     """A model by its shape."""
+
+    wanted: ClassVar[str] = "a model: Hugging Face's config.json, or YAML with the keys blocks, hidden_size and heads"
 
     latent: _LatentSpec | None = None  # type: ignore[valid-type]
     linear: _LinearSpec | None = None  # type: ignore[valid-type]
@@ -335,6 +343,8 @@ class LinkUseSpec(_LinkUseSpec):  # type: ignore[misc,valid-type]
 class PlanSpec(_PlanSpec):  # type: ignore[misc,valid-type]
     """A plan with the problem that it solves."""
 
+    wanted: ClassVar[str] = "a plan: JSON with the format polygon-plan"
+
     format: Literal["polygon-plan"]
     version: Literal[1]
     problem: ProblemSpec
@@ -382,9 +392,12 @@ def check(schema: type[S], data: Any) -> S:
     Raises
     ------
     InputError
-        For the first fault, as `links[2].bandwidth_gbps: found -3, expected a number > 0`. A wrong format or version
-        comes before everything, an unknown key before what is missing (it is mostly the missing one, misspelt).
+        For the first fault, as `links[2].bandwidth_gbps: found -3, expected a number > 0`. Data of another kind are
+        told so as a whole. A wrong format or version comes before everything else, an unknown key before what is
+        missing (it is mostly the missing one, misspelt).
     """
+    if (found := _other_kind(schema, data)) is not None:
+        raise InputError(Message("input.found", found=found, expected=schema.wanted))
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -393,6 +406,36 @@ def check(schema: type[S], data: Any) -> S:
         faults, key=lambda fault: (fault["loc"][-1:] not in (("format",), ("version",)), not _is_unknown_key(fault))
     )
     raise InputError(fault_message(schema, worst)) from None
+
+
+_OF_ALL_KINDS = ("format", "version", "name", "description", "source", "notes")
+_KINDS = {"regions": "a cluster", "hidden_size": "a model", "model_type": "a model", "architectures": "a model"}
+MOST_NAMED = 6
+"""Keys of a file of another kind that are named."""
+
+
+def _other_kind(schema: type[S], data: Any) -> str | Message | None:
+    """What data are that have nothing of a schema, not even a key misspelt; None where they may be of it."""
+    if not schema.wanted or isinstance(data, schema):
+        return None
+    if not isinstance(data, Mapping):
+        return _short(data)
+    known = set(_keys(schema))
+    own = known.difference(_OF_ALL_KINDS)
+    keys = [str(key) for key in data]
+    if known.issuperset(keys) or "format" in known.intersection(keys):
+        return None
+    if any(key in own or difflib.get_close_matches(key, own, n=1, cutoff=0.75) for key in keys):
+        return None
+    if "format" in keys:
+        return _short(data["format"])
+    kind = next((_KINDS[key] for key in keys if key in _KINDS), None)
+    named = [_short_key(key) for key in keys if key not in _OF_ALL_KINDS]
+    return kind or Message("found.keys", keys=tuple(named[:MOST_NAMED]))
+
+
+def _short_key(key: str, limit: int = 30) -> str:
+    return key if len(key) <= limit else key[: limit - 3] + "..."
 
 
 def _is_unknown_key(fault: Mapping[str, Any]) -> bool:

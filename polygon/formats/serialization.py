@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from polygon.domain.errors import InputError, fault
+from polygon.domain.errors import InputError, Phrase, fault
 from polygon.domain.message import Message
 
 LINE_LENGTH = 120
@@ -32,6 +32,17 @@ MOST_VALUES = 2**23
 
 MOST_SCALAR = 4000
 """Characters of one value: a number to the base of sixty, which YAML knows, takes the square of its length to read."""
+
+
+_NO_TEXT = re.compile(r"[\x00-\x08\x0e-\x1f]")
+
+
+def check_text(text: str, expected: str) -> None:
+    """Raise `InputError` for what is empty or no text: a parser would only say at which character it was lost."""
+    if not text.strip():
+        raise fault("", Phrase("an empty file"), expected)
+    if _NO_TEXT.search(text):
+        raise fault("", Phrase("a binary file"), expected)
 
 
 def parse_json(text: str) -> Any:
@@ -63,11 +74,13 @@ def parse_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
             _check_size(text, most_values)
         return yaml.load(text, Loader=_loader())
     except yaml.MarkedYAMLError as error:
-        mark, why = error.problem_mark, str(error.problem)
-        if "nesting depth" in why:  # PyYAML 6.0.4 and later have a limit of their own
-            why = "nested too deeply"
+        mark, problem = error.problem_mark, str(error.problem)
+        # PyYAML 6.0.4 and later have a limit of their own.
+        why: str | Message = "nested too deeply" if "nesting depth" in problem else problem
         if mark is None:
             raise InputError(Message("input.not_yaml", why=why)) from None
+        if "".join(text.split("\n")[mark.line : mark.line + 1])[mark.column :].startswith("\t"):
+            why = Message("input.found", found="a tab", expected="spaces")
         raise InputError(Message("input.not_yaml_at", line=mark.line + 1, column=mark.column + 1, why=why)) from None
     except yaml.YAMLError as error:
         raise InputError(Message("input.not_yaml", why=" ".join(str(error).split()))) from None
@@ -117,8 +130,9 @@ def _loader() -> Any:
                 if not isinstance(key_node.value, str):
                     continue
                 if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                    problem = f"found key {key_node.value!r} twice in one mapping, expected it once"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                    mark, found = key_node.start_mark, Message("found.key_twice", key=key_node.value)
+                    why = Message("input.found", found=found, expected="it once")
+                    raise InputError(Message("input.not_yaml_at", line=mark.line + 1, column=mark.column + 1, why=why))
                 seen.add(key_node.value)
             return dict(super().construct_mapping(node, deep))
 

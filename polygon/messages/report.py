@@ -28,7 +28,7 @@ ROUNDED = 1e-9
 def seconds(value: float) -> str:
     """Three digits and a unit."""
     if value >= 1:
-        return f"{value:.3g} s"
+        return f"{value:,.0f} s" if value >= 999.5 else f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 

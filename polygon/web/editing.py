@@ -7,11 +7,11 @@ from typing import Any
 
 from polygon.cost.bench_fit import with_benches
 from polygon.domain.cluster import Cluster, Link
-from polygon.domain.errors import fault, located
+from polygon.domain.errors import Phrase, fault, located
 from polygon.domain.plan import Problem
 from polygon.formats import bench_file, catalogue, convert, probe_file
 from polygon.formats.schema import BenchSpec, ClusterSpec, check
-from polygon.formats.serialization import format_yaml, parse_json
+from polygon.formats.serialization import check_text, format_yaml, parse_json
 
 
 def lean(cluster: Cluster) -> dict[str, Any]:
@@ -42,6 +42,9 @@ def lean(cluster: Cluster) -> dict[str, Any]:
     return data
 
 
+MEASURED = "what was measured: a report of polygon-probe or of polygon-bench, in JSON"
+
+
 def with_measured(problem: Problem, text: str) -> dict[str, Any]:
     """The cluster of a problem with what a file of measurements says in place of what was given or assumed.
 
@@ -63,8 +66,11 @@ def with_measured(problem: Problem, text: str) -> dict[str, Any]:
     InputError
         For another file, and for regions or devices that the cluster does not have.
     """
+    check_text(text, MEASURED)
+    if not text.lstrip().startswith("{"):
+        raise fault("", Phrase("no JSON object"), MEASURED)
     data = parse_json(text)
-    kind = data.get("format") if isinstance(data, dict) else None
+    kind = data.get("format")
     if kind == probe_file.FORMAT and isinstance(data.get("links"), list):
         cluster = probe_file.measured_cluster(problem.cluster, data)
     elif kind == "polygon-bench":
@@ -75,7 +81,7 @@ def with_measured(problem: Problem, text: str) -> dict[str, Any]:
         kept = tuple(name for name in cluster.defaults if name not in found)
         cluster = replace(cluster, defaults=kept)
     else:
-        raise fault("format", kind, "polygon-probe or polygon-bench")
+        raise fault("format", kind, MEASURED)
     before, after = values(lean(problem.cluster)), values(lean(cluster))
     return {"cluster": lean(cluster), "measured": sorted(name for name in after if after[name] != before.get(name))}
 

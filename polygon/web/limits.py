@@ -5,8 +5,9 @@ region, between regions (both ways, with the capacity that flows share) and out 
 memory. The plan stays as it is, except for more memory, which only another decoding of the same allocation can use. A
 resource whose improvement saves nothing is not named. A search fills what it finds, so that a good plan often has
 several limits at once, and more of one alone saves next to nothing: then those that limit it together are named, the
-ones that are missed where everything else is relaxed. For the rates and latencies that save most, the best value for
-money is looked for: the smallest of a ladder of usual rates that brings most of what the largest would.
+ones that are missed where everything else is relaxed. A sum over many regions waits for all links between them, and one
+alone saves nothing: these are one resource, then. For the rates and latencies that save most, the best value for money
+is looked for: the smallest of a ladder of usual rates that brings most of what the largest would.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ MANY = 40
 """Resources; of more, sorts that save nothing together are left out."""
 MOST_PAIRS = 24
 """Pairs of regions that are looked at: those that carry most."""
+FEW_PAIRS = 3
+"""That are named one by one where they limit the step together; more are all links between regions."""
 SUGGESTED = 4
 """Limits, worst first, for which a better value is looked for."""
 ALONE = 0.5
@@ -56,7 +59,11 @@ GBPS = 1e9 / 8
 BOLD = {"rate": 10.0, "latency": 10.0, "capacity": 10.0, "": 2.0}
 """How many times as good a resource is made to plan anew where no value is worth naming for the plan as it is."""
 
-Kind = Literal["compute", "memory", "intra_node", "inter_node", "intra_region", "pair", "egress"]
+Kind = Literal[
+    "compute", "memory", "intra_node", "inter_node", "intra_region", "pair", "egress", "between_rate", "between_latency"
+]
+"""The last two: all links between regions."""
+FAR: tuple[Kind, ...] = ("pair", "egress", "between_rate", "between_latency")
 Quality = Literal["rate", "latency", "capacity", ""]
 Change = Callable[[Cluster, float], Cluster]
 
@@ -180,12 +187,20 @@ def _assumed(assumption: Assumption) -> dict[str, Any]:
 
 
 def _relaxed(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Limit]:
-    """Every resource relaxed; memory last, which takes another decoding."""
-    for resource in _worth_asking(problem, plan, tables, times):
+    """Every resource relaxed, after the pairs of regions all of them where one alone saves little; memory last, which
+    takes another decoding."""
+    best: dict[str, float] = {}
+    every = list(resources(problem, plan, times))
+    order = [it for it in _worth_asking(problem, plan, tables, times, every) if it.kind != "memory"]
+    for resource in (*order, *_all_between(every), *(it for it in every if it.kind == "memory")):
         if resource.kind == "memory":
             saves = _with_memory(problem, plan, tables, times.step_s, resource)
         else:
             saves = 1 - _step_s(problem, plan, tables, resource, RELAXED) / times.step_s
+        if resource.kind == "pair":
+            best[resource.quality] = max(saves, best.get(resource.quality, 0.0))
+        if resource.kind in BETWEEN and best.get(BETWEEN[resource.kind], 0.0) >= ALONE * saves:
+            continue
         yield Limit(resource=resource, saves=saves)
 
 
@@ -197,7 +212,9 @@ def _together(
     All are relaxed, and one after another is taken back, those first that save least alone, as long as `ENOUGH` of the
     gain is left. What stays is missed by all that was taken back; that it is the smallest such set is not proved.
     """
-    kept = [limit.resource for limit in sorted(asked, key=lambda limit: limit.saves) if limit.resource.kind != "memory"]
+    ranked = [limit.resource for limit in sorted(asked, key=lambda limit: limit.saves)]
+    at_once = {BETWEEN[resource.kind] for resource in ranked if resource.kind in BETWEEN}
+    kept = [it for it in ranked if it.kind != "memory" and not (it.kind == "pair" and it.quality in at_once)]
     alone = max((limit.saves for limit in asked), default=0.0)
 
     def saved(relaxed: list[Resource]) -> float:
@@ -216,10 +233,11 @@ def _together(
     return tuple(reversed(kept)), saved(kept)
 
 
-def _worth_asking(problem: Problem, plan: Plan, tables: CostTables, times: StepTimes) -> Iterator[Resource]:
+def _worth_asking(
+    problem: Problem, plan: Plan, tables: CostTables, times: StepTimes, every: list[Resource]
+) -> Iterator[Resource]:
     """All resources; of many those whose sort saves something if all of it is relaxed at once: one alone saves no
     more."""
-    every = sorted(resources(problem, plan, times), key=lambda resource: resource.kind == "memory")
     sorts: dict[tuple[str, str], list[Resource]] = {}
     for resource in every:
         sorts.setdefault((resource.kind, resource.quality), []).append(resource)
@@ -237,7 +255,7 @@ def _worth_asking(problem: Problem, plan: Plan, tables: CostTables, times: StepT
 def _step_s(problem: Problem, plan: Plan, tables: CostTables, resource: Resource, factor: float) -> float:
     """Step of the plan with so many times as much of a resource."""
     other = replace(problem, cluster=resource.better(problem.cluster, factor))
-    far = resource.kind in ("pair", "egress")
+    far = resource.kind in FAR
     return float(step_times(plan, tables.with_other_links(other) if far else tables.for_problem(other)).step_s)
 
 
@@ -294,6 +312,29 @@ def resources(problem: Problem, plan: Plan, times: StepTimes) -> Iterator[Resour
         yield from _inside(cluster, r, pools)
     sent, summed = traffic_bytes(problem, plan, times)
     yield from _between(cluster, sent + summed)
+
+
+BETWEEN: dict[str, Quality] = {"between_rate": "rate", "between_latency": "latency"}
+"""What is better of all links between regions."""
+
+
+def _all_between(every: list[Resource]) -> Iterator[Resource]:
+    """All links between regions as one resource, where the plan uses more than a few."""
+    if sum(it.kind == "pair" and it.quality == "rate" for it in every) > FEW_PAIRS:
+        for kind in ("between_rate", "between_latency"):
+            yield Resource(kind=kind, quality="", now=1.0, better=_between_regions(BETWEEN[kind]))
+
+
+def _between_regions(quality: Quality) -> Change:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        apart = ~np.eye(len(cluster.regions), dtype=bool)
+        if quality == "latency":
+            return replace(cluster, latency_s=np.where(apart, cluster.latency_s / factor, cluster.latency_s))
+        rate, capacity = cluster.bytes_per_s, cluster.capacity_bytes_per_s
+        return replace(cluster, bytes_per_s=np.where(apart, rate * factor, rate),
+                       capacity_bytes_per_s=np.where(apart, capacity * factor, capacity))  # fmt: skip
+
+    return change
 
 
 def _faster(device: str) -> Change:

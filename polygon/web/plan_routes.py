@@ -84,9 +84,9 @@ class Window(BaseModel):
 
 
 class VariantRequest(Strict):
-    """A plan with something changed, to be kept under a name."""
+    """A plan with something changed, to be kept; without a name it is called by what differs, in any language."""
 
-    name: Annotated[str, Field(min_length=1, max_length=120)]
+    name: Annotated[str, Field(max_length=120)] = ""
     changes: Changes
 
 

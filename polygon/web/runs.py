@@ -25,7 +25,7 @@ import numpy as np
 
 from polygon.cost.step_times import StepTimes, step_times
 from polygon.cost.tables import CostTables
-from polygon.domain.errors import InputError, Phrase, fault, require
+from polygon.domain.errors import InputError, Phrase, fault, located, require
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.chrome_trace import Interval
@@ -33,6 +33,7 @@ from polygon.export.measured import compare, intervals_of, intervals_of_logs, wh
 from polygon.export.predicted import predicted_intervals
 from polygon.formats import files
 from polygon.formats.run_log import LogFollower, log_lines, rank_log
+from polygon.formats.serialization import check_text
 from polygon.messages.report import layer_span
 
 UNUSUAL = re.compile(r"[^A-Za-z0-9_.-]")
@@ -346,6 +347,8 @@ def checked_files(texts: Mapping[str, str]) -> dict[str, str]:
     """
     kept: dict[str, str] = {}
     for name, text in texts.items():
+        with located(f"{name}: "):
+            check_text(text, "a trace, a rank's log or a plan")
         if name.endswith(".jsonl"):
             first = text.split("\n", 1)[0]
             try:

@@ -204,12 +204,13 @@ def traffic(priced: PricedChange) -> dict[str, Any]:
         times.schedule.holder[messages.sender.ravel()], weights=messages.busy_s.ravel(), minlength=workers
     )
     transfer_s = float(sent_s.max(initial=0.0))
-    reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s
+    reduction_s = max(priced.reductions_s, default=0.0) + times.tied_s + times.norm_s
     gradient_bytes = 0.0
     for stage, n in zip(plan.stages, priced.gradients, strict=True):
         gradient_bytes += 2 * (stage.width - 1) * n * problem.batch.gradient_bytes / plan.local_steps
-    total_s = transfer_s + reduction_s
-    exposed_s = min(total_s, result.terms["transfer"] + result.terms["reduction"])
+    exposed_s = result.terms["transfer"] + result.terms["reduction"]
+    # What is waited for may be more: peers, and sums that the runtime spreads over its computing.
+    total_s = max(transfer_s + reduction_s, exposed_s)
     compute_s = result.terms["compute"]
     ratio = total_s / compute_s if compute_s else math.inf
     case = "balanced" if 0.5 <= ratio <= 2 else "computation" if ratio < 0.5 else "communication"
@@ -244,7 +245,7 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
         ("tp_bytes", Message("formula.tp_bytes"), size(shown["tp_bytes"])),
         ("dp_s", Message("formula.dp_s"), Message(
             "numbers.dp_s", reduction_s=max(priced.reductions_s, default=0.0), tied_s=times.tied_s,
-            total_s=shown["dp_s"])),
+            norm_s=times.norm_s, total_s=shown["dp_s"])),
         ("pp_s", Message("formula.pp_s"), f"{shown['pp_s']:.4g} s"),
         ("hidden", Message("formula.hidden"),
          f"1 - {shown['exposed_s']:.4g} / {shown['total_s']:.4g} = {shown['hidden'] * 100:.1f} %"),

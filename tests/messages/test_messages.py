@@ -38,7 +38,7 @@ WORDS = re.compile(r"[a-z]{2,} [a-z]{2,}")
 """Two English words in a row: no name of a model, a device, a unit or an option has them."""
 PARSERS = (
     "Expecting", "Illegal", "Extra data", "Unterminated", "Invalid", "JSON decode", "mapping values", "did not find",
-    "could not find", "found ", "control characters", "nested too deeply",
+    "could not find", "found ", "control characters", "nested too deeply", "block sequence", "mapping keys",
 )  # fmt: skip
 """How faults begin that the parsers of JSON and YAML find."""
 

@@ -9,7 +9,7 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.uniform import ParallelConfig, uniform_plan
 from polygon.web.limits import ALONE, ENOUGH, RELAXED, assumed, limits, limits_as_found, replanned, resources
-from tests.exported_plans import drawn, wide
+from tests.exported_plans import INSTANCES, drawn, wide
 from tests.small_problems import routed_problem
 
 REGIONS = [
@@ -89,6 +89,24 @@ def test_devices_that_wait_for_one_another_are_the_limit_together():
     assert said.together_saves == saved(said.together) >= ENOUGH * saved(every) > 0.03
     for resource in said.together:
         assert saved([it for it in said.together if it is not resource]) < ENOUGH * saved(every)
+
+
+def test_links_that_a_sum_over_many_regions_waits_for_are_the_limit_as_one():
+    """Of 45 pairs one alone saves nothing, all of them most of what everything does: they are named, not computing."""
+    cluster = Cluster.from_yaml(INSTANCES / "aws-regions.yaml")
+    problem = Problem(cluster, "gpt3-1.3b", Batch(global_batch=160, seq_len=1024))
+    plan = uniform_plan(problem.data, ParallelConfig(dp=80, zero=3, micro_batch_size=1, recompute="full"))
+    step_s = step_times(plan, problem.tables).step_s
+    said = limits(problem.data, plan, problem.tables)
+    first, compute = said.limits[0], next(it for it in said.limits if it.resource.kind == "compute")
+    assert (first.resource.kind, said.together) == ("between_rate", ())
+    regions = ~np.eye(10, dtype=bool)
+    faster = replace(problem.data.cluster, bytes_per_s=problem.data.cluster.bytes_per_s * np.where(regions, RELAXED, 1))
+    saves = 1 - step_times(plan, CostTables(replace(problem.data, cluster=faster))).step_s / step_s
+    assert abs(first.saves - saves) < 1e-9 and saves > max(0.05, compute.saves)
+    assert all(it.saves < ALONE * saves for it in said.limits if it.resource.kind == "pair")
+    again = replanned(problem.data, plan, problem.tables, first)
+    assert again["value"] == 2.0 and again["same_plan"] > first.saves
 
 
 def test_what_is_known_so_far_grows_into_the_answer():

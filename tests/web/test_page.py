@@ -537,11 +537,99 @@ def test_an_opened_file_is_shown_as_it_was_written(fresh):
     for name, what in (("mine.yaml", text.replace("count: 1", "count: -1")), ("mine.yaml", text)):
         fresh.locator("#upload-cluster").set_input_files({"name": name, "mimeType": "", "buffer": what.encode()})
         if what != text:
-            expect(fresh.locator("#trouble")).to_contain_text("mine: regions[0].nodes[0].count: found -1")
+            expect(fresh.locator("#trouble")).to_contain_text("mine.yaml: regions[0].nodes[0].count: found -1")
     expect(fresh.locator("#fold-cluster")).to_contain_text("1 device in 1 region")
     assert "1 regions" not in fresh.locator("#fold-cluster").inner_text()
     fresh.locator("#edit-cluster").click()
     expect(fresh.locator("#yaml")).to_have_value(re.compile("name: 東京 only\n.*- name: Zürich", re.DOTALL))
+
+
+@pytest.mark.parametrize("language", ["en-US", "zh-CN"])
+def test_a_file_of_another_kind_is_told_by_its_name_and_what_it_should_be(browser, server, language):
+    """Not by the first key that is unknown, nor by all that there are; the page stays where it is."""
+    page = new_page(browser, server, locale=language)
+    page.goto(server.url)
+    for fold in ("cluster", "model"):
+        page.locator(f"#fold-{fold}").click()
+    page.locator("#plans-menu").click()
+    cluster = {"en-US": "a cluster: YAML or JSON with the key regions", "zh-CN": "集群：含 regions 键的 YAML 或 JSON"}
+    found = {
+        ("#upload-cluster", b""): ("an empty file", "空文件", cluster),
+        ("#upload-cluster", b"\x89PNG\r\n\x1a\n\0\0"): ("a binary file", "二进制文件", cluster),
+        ("#upload-cluster", b"kind: Pod\nmetadata: {}\n"): ("the keys kind, metadata", "键 kind, metadata", cluster),
+        ("#upload-cluster", b'{"hidden_size": 64}'): ("a model", "模型", cluster),
+        ("#upload-model", b"regions: []"): (
+            "a cluster", "集群", {"en-US": "a model: Hugging Face's config.json", "zh-CN": "模型：Hugging Face"},
+        ),
+        ("#upload-plan", b"stages: 3"): (
+            "no plan", "其中没有方案", {"en-US": "expected a plan.json", "zh-CN": "plan.json"}
+        ),
+        ("#upload-plan", b"[1]"): ("no plan", "其中没有方案", {"en-US": "expected a plan.json", "zh-CN": "plan.json"}),
+        ("#upload-plan", b"{\"kind\": 3}"): (
+            "the keys kind", "键 kind", {"en-US": "a plan: JSON with the format", "zh-CN": "方案：format 为"},
+        ),
+    }  # fmt: skip
+    said = page.locator("#trouble")
+    for (place, text), (english, chinese, wanted) in found.items():
+        if place == "#upload-plan" and not page.locator(place).count():
+            page.locator("#plans-menu").click()
+        page.locator(place).set_input_files({"name": "cluster.yaml", "mimeType": "", "buffer": text})
+        expect(said).to_contain_text("cluster.yaml: found " if language == "en-US" else "cluster.yaml：")
+        expect(said).to_contain_text(english if language == "en-US" else chinese)
+        expect(said).to_contain_text(wanted[language])
+        said.get_by_role("button").click()
+    page.locator("#tab-overview[aria-selected=true]").wait_for()
+    page.locator("#tab-cluster").click()
+    page.locator("#cluster-menu").click()
+    page.locator("#import-measured").set_input_files({"name": "pod.yaml", "mimeType": "", "buffer": b"kind: Pod"})
+    expect(said).to_contain_text("pod.yaml: found no JSON object" if language == "en-US" else "得到 非 JSON 对象")
+    expect(said).to_contain_text("a report of polygon-probe" if language == "en-US" else "测量结果：polygon-probe")
+    page.context.close()
+
+
+def test_what_nobody_named_is_called_in_the_language_of_the_page(browser, server, wide_plan):
+    """A variant by what differs, a search for many plans by what it asks; a name that somebody gave stays."""
+    page = new_page(browser, server)
+    visit(page, server, wide_plan)
+    page.locator("#drawer-whatif").click()
+    slide(page, "bandwidth_factor", 0)
+    page.locator("#keep").click()
+    here = page.locator("#plan-list li.here")
+    # Below its plan in the list what differs is all there is room for.
+    expect(here.locator(".plan-name")).to_have_text(re.compile("^↳ Bandwidth between regions ×"))
+    expect(page.locator("#what")).to_contain_text(": Bandwidth between regions ×")
+    page.locator("#language").click()
+    expect(page.locator("#what")).to_contain_text("区域间带宽")
+    expect(here.locator(".plan-name")).to_contain_text("区域间带宽")
+    here.locator(".menu > button").click()
+    here.get_by_role("button", name="名称与标签").click()
+    page.locator(".naming [name=name]").fill("narrow")
+    page.locator(".naming .main").click()
+    expect(page.locator("#what")).to_have_text("narrow")
+    page.locator("#tab-front").click()
+    held = Held(page, "**/fronts", "POST")
+    page.locator("#start-front").click()
+    held.wait()
+    asked = held.routes[0].request.post_data_json
+    assert asked["name"] == f"{asked['problem']['model']} · {asked['problem']['cluster']['name']}"
+    page.context.close()
+
+
+def test_amounts_have_prefixes_and_figures_say_what_they_count(page, server, plan_id):
+    """Memory of thousands of GiB is told in TiB; what of the communication is exposed counts for one device."""
+    first = {
+        "kind": "memory", "quality": "", "region": "", "other": "", "device": "t4", "group": 0, "now": 2902.4,
+        "default": False, "saves": 0.2, "suggested": 4096.0, "would_save": 0.3,
+    }  # fmt: skip
+    found = {"step_s": 1.0, "limits": [first], "together": [], "together_saves": 0.0, "whole": True}
+    page.route(
+        "**/limits/events", lambda r: r.fulfill(body=f"data: {json.dumps(found)}\n\n", content_type="text/event-stream")
+    )
+    visit(page, server, plan_id)
+    expect(page.locator("#limits .limit-head")).to_contain_text("2.8\u00a0TiB")
+    expect(page.locator("#limits .savings").first).to_contain_text("4.0\u00a0TiB")
+    expect(page.locator("[data-card=exposedTime] small")).to_contain_text("longer step for it")
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
@@ -780,7 +868,7 @@ def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     expect(page.locator("[data-chart=gantt] li.lit")).to_have_count(len(stages))
     page.goto("about:blank")
     page.goto(f"{server.url}/#plan=nowhere")
-    page.locator("#trouble", has_text="nowhere: there is no such").wait_for()
+    page.locator("#trouble", has_text="Plan nowhere is not here").wait_for()
 
 
 def test_a_screen_reader_is_told_once(page, server, wide_plan):
@@ -847,6 +935,8 @@ def test_the_end_of_a_pane_s_work_is_told_with_what_came_out(browser, server, pa
     for route, answer in kept:
         route.fulfill(response=answer)
     heard(page, {"front": " plans found", "whynot": " ideas worked out"}[pane])
+    if pane == "whynot":  # its first heading is read now, not passed over by the next arrow
+        expect(page.locator("#why-not h3").first).to_be_focused()
     page.context.close()
 
 
@@ -1294,6 +1384,93 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
     page.locator("#advice button").first.click()
     page.locator("[data-card=step] small", has_text=f"planned {before}").wait_for()
     page.locator("#reset").click()
+
+
+MANY = 64
+"""Regions of a cluster that is drawn in parts."""
+
+
+def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_plan):
+    """Who leaves while it is drawn leaves nothing behind that fails."""
+    used = set()
+
+    def wider(route):
+        told = route.fetch().json()
+        used.update(end for link in told["links"] for end in (link["source"], link["target"]))
+        more = [told["regions"][0] | {"name": f"idle-{i}", "used": 0} for i in range(MANY)]
+        idle = told["links"][0] | {"activation_bytes": 0, "gradient_bytes": 0}
+        links = [idle | {"source": a["name"], "target": b["name"]} for a in more for b in more if a is not b]
+        route.fulfill(json=told | {"regions": [*told["regions"], *more], "links": [*told["links"], *links]})
+
+    page.route(re.compile(f"{wide_plan}/view"), wider)
+    visit(page, server, wide_plan, "communication")
+    names = page.wait_for_function("() => window.polygonCharts.get('heat')?.getOption().xAxis[0].data").json_value()
+    assert 0 < len(names) < MANY and set(names) <= used
+    page.locator("#tab-overview").click()
+    page.evaluate(
+        """() => new Promise((done) => {
+      document.getElementById("tab-communication").click();
+      const drawn = setInterval(() => {
+        if (!window.polygonCharts.has("heat")) return;
+        clearInterval(drawn);
+        document.getElementById("tab-overview").click();
+        requestAnimationFrame(() => requestAnimationFrame(done));
+      });
+    })"""
+    )
+    page.locator("#tab-overview[aria-selected=true]").wait_for()
+    page.wait_for_timeout(100)
+    assert page.faults == []
+    page.unroute_all(behavior="ignoreErrors")
+
+
+def test_of_a_history_that_the_browser_cannot_keep_the_newest_steps_stay(fresh):
+    """Its quota nearly used up, a reload loses steps long ago, not the last."""
+    fresh.locator("#fold-model").click()
+    fresh.evaluate(
+        """() => {
+      const draft = JSON.stringify(JSON.parse(sessionStorage.getItem("polygon-draft")).draft);
+      let n = 0;
+      try { for (;;) sessionStorage.setItem(`filler ${n++}`, draft.repeat(5)); } catch { n--; }
+      sessionStorage.removeItem(`filler ${n - 1}`);
+    }"""
+    )
+    for i in range(1, 8):
+        for path in ("batch.global_batch", "batch.seq_len"):
+            fill(fresh, path, str(64 * i))
+            fresh.wait_for_timeout(200)
+    fresh.reload()
+    fresh.locator("#calculate:enabled").wait_for()
+    fresh.locator("#undo[aria-disabled=false]").click()
+    expect(fresh.locator("[data-path='batch.seq_len']")).to_have_value("384")
+    expect(fresh.locator("[data-path='batch.global_batch']")).to_have_value("448")
+
+
+def test_the_editor_of_many_regions_is_drawn_in_parts(fresh):
+    """No task draws all links of a region; all of them come. Numbers of thousands are parted."""
+    regions = "".join(
+        f"- name: r{i}\n  nodes:\n  - {{device: t4, count: 4, devices_per_node: 8}}\n" for i in range(MANY)
+    )
+    text, row = f"name: many\nregions:\n{regions}", ", ".join(["1"] * MANY)
+    for key in ("latency_ms", "bandwidth_gbps"):
+        text += f"{key}:\n" + f"- [{row}]\n" * MANY
+    fresh.locator("#fold-cluster").click()
+    fresh.locator("#upload-cluster").set_input_files({"name": "many.yaml", "mimeType": "", "buffer": text.encode()})
+    expect(fresh.locator("#fold-cluster small")).to_have_text("2,048 devices in 64 regions")
+    fresh.evaluate(
+        """() => {
+      window.rows = [];
+      new MutationObserver((all) => {
+        const added = all.flatMap((one) => [...one.addedNodes]).filter((node) => node.nodeType === 1);
+        const row = "table.edit tbody tr";
+        const inside = (node) => (node.matches(row) ? 1 : node.querySelectorAll(row).length);
+        window.rows.push(added.reduce((sum, node) => sum + inside(node), 0));
+      }).observe(document.body, { childList: true, subtree: true });
+    }"""
+    )
+    fresh.locator("#tab-cluster").click()
+    expect(fresh.locator("table.edit tbody tr")).to_have_count(MANY - 1)
+    assert 0 < max(fresh.evaluate("window.rows")) < MANY / 2
 
 
 def test_deploy_shows_files_and_writes_them(page, server, plan_id):

@@ -13,9 +13,9 @@ from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.web.sliders import Changes, flat_s, price
 from polygon.web.timeline import KINDS, timeline
-from polygon.web.views import advice, front, km_between, sensitivities, view
+from polygon.web.views import advice, front, km_between, sensitivities, traffic, view
 from tests.cost.test_step_times import far_problem, replicas
-from tests.exported_plans import DIMENSIONS, of_dimensions, wide
+from tests.exported_plans import DIMENSIONS, drawn, of_dimensions, wide
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,15 @@ def test_kept_tables_answer_like_fresh_ones(case, changes):
     for other in ({}, changes, {}):
         fresh = price(problem, plan, Changes.model_validate(other), CostTables(problem))
         assert changed(case, **other).estimate == fresh.estimate
+
+
+def test_exposed_communication_is_what_the_terms_of_the_step_say():
+    """Transfer and reduction, whatever makes them long; what is hidden is a part of all."""
+    for problem, plan, tables in drawn(12):
+        priced = price(problem, plan, Changes(), tables)
+        found, terms = traffic(priced), priced.estimate.terms
+        assert found["exposed_s"] == pytest.approx(terms["transfer"] + terms["reduction"])
+        assert found["exposed_s"] <= found["total_s"] and 0 <= found["hidden"] <= 1
 
 
 def test_packing_sends_fewer_bytes(case):

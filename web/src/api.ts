@@ -11,6 +11,14 @@ let askToken: () => Promise<string> = async () => "";
 export function onToken(ask: () => Promise<string>): void {
   askToken = ask;
 }
+let asking: Promise<string> | null = null;
+/** Another token than one that was refused: asked for once, however many requests wait for it. */
+async function tokenInsteadOf(refused: string): Promise<string> {
+  if (token !== refused) return token;
+  const given = await (asking ??= askToken().finally(() => { asking = null; }));
+  if (given) sessionStorage.setItem("polygon-token", (token = given));
+  return given;
+}
 function headers(body: boolean): Record<string, string> {
   return {
     "Accept-Language": document.documentElement.lang,
@@ -20,23 +28,19 @@ function headers(body: boolean): Record<string, string> {
 }
 
 export async function call(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Data> {
+  const sent = token;
   const response = await fetch(API + path, {
     method, signal, headers: headers(body !== undefined), body: body === undefined ? undefined : JSON.stringify(body),
   }).catch((error: Error) => {
     throw error.name === "AbortError" ? error : new Error(t("unreachable"));
   });
   if (response.status === 401) {
-    const given = await askToken();
-    if (given) {
-      token = given;
-      sessionStorage.setItem("polygon-token", given);
-      return call(method, path, body, signal);
-    }
+    if (await tokenInsteadOf(sent)) return call(method, path, body, signal);
   }
   const text = await response.text();
   const kind = response.headers.get("content-type") ?? "";
   const data = kind.includes("json") && text ? JSON.parse(text) : text;
-  if (!response.ok) throw new Error((data && data.detail) || `HTTP ${response.status}`);
+  if (!response.ok) throw Object.assign(new Error((data && data.detail) || `HTTP ${response.status}`), { status: response.status });
   return data;
 }
 export const get = (path: string, signal?: AbortSignal): Promise<Data> => call("GET", path, undefined, signal);

@@ -27,19 +27,28 @@ export function Chart({ name, label, height, option, onClick }: Props): JSX.Elem
     let gone = false;
     let chart: EChartsType | undefined;
     const watch = new ResizeObserver(() => chart?.resize());
-    void import("./echarts").then(({ init }) => {
+    // Loading, beginning and drawing in tasks of their own, chart after chart: the first of a visit would keep the page
+    // for 120 ms.
+    const begin = async (): Promise<void> => {
+      const { init } = await import("./echarts");
+      await nextTask();
       if (gone) return;
       chart = init(place.current!, undefined, { renderer: "canvas" });
+      await nextTask();
+      if (gone) return;
+      show(chart, latest.current);
       charts.set(name, chart);
       chart.on("click", (e) => click.current?.(e.dataIndex));
       watch.observe(place.current!);
-      show(chart, latest.current);
-    });
+    };
+    turn = turn.then(begin, begin);
     return () => { gone = true; watch.disconnect(); chart?.dispose(); charts.delete(name); };
   }, []);
   useEffect(() => { const chart = charts.get(name); if (chart) show(chart, option); }, [JSON.stringify(option), dark.value]);
   return <div ref={place} class="chart" role="img" aria-label={label} data-chart={name} style={{ height: `${height}px` }} />;
 }
+let turn: Promise<void> = Promise.resolve();
+const nextTask = (): Promise<void> => new Promise((done) => { setTimeout(done); });
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 function show(chart: EChartsType, option: any): void {
   chart.setOption({ animation: false, textStyle: { color: ink().text, fontFamily: "inherit" }, color: palette(), ...option }, true);

@@ -5,7 +5,8 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { signal } from "@preact/signals";
 import type { Data } from "./api";
 import { toggleTheme } from "./colors";
-import { canRedo, canUndo, redo, undo } from "./draft";
+import { canRedo, canUndo, changed, redo, undo } from "./draft";
+import { called } from "./names";
 import { attempt, copyLink, jobId, jobs, open, openPlan, planId, progress, savePlan, search, setChanges, stopJob, tab, takeAskedOf, tried, VIEWS } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { keep } from "./summary";
@@ -29,12 +30,12 @@ function commands(): Command[] {
     ...VIEWS.filter((v) => planId.value || ["overview", "cluster", "front", "runs"].includes(v)).map((v): Command => ({ name: `${t("goTo")} ${t(`view_${v}` as Key)}`, ...(singleKeys.value && { keys: String(VIEWS.indexOf(v) + 1) }), run: () => open(v) })),
     ...(canUndo.value ? [{ name: t("undo"), keys: "⌘Z", run: undo }] : []), ...(canRedo.value ? [{ name: t("redo"), keys: "⇧⌘Z", run: redo }] : []),
     ...(planId.value ? (["limits", "whatif", "whynot", "assumed"] as const).map((name): Command => ({ name: `${t("show")} ${t(({ limits: "tabLimits", whatif: "whatif", whynot: "whyNot", assumed: "tabAssumed" } as const)[name])}`, run: () => (tab.value = name) })) : []),
-    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(() => takeAskedOf(planId.value)) }] : []),
+    ...(planId.value ? [{ name: t("takePlans"), run: () => void attempt(async () => void (await takeAskedOf(planId.value))) }] : []),
     ...(tried.value ? [{ name: t("keepVariant"), run: () => void keep() }, { name: t("reset"), run: () => setChanges({}) }] : []),
     ...(planId.value ? [{ name: t("shareLink"), run: () => void attempt(copyLink) }, { name: t("planFile"), run: () => void attempt(savePlan) }] : []),
     { name: t("theme"), run: toggleTheme }, { name: t("language"), run: () => setLanguage(language.value === "en" ? "zh" : "en") },
     { name: t(singleKeys.value ? "singleKeysOff" : "singleKeysOn"), run: () => setSingleKeys(!singleKeys.value) },
-    ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${j.name || j.id}`, run: () => openPlan(j.id) })),
+    ...plans.slice(0, 40).map((j: Data): Command => ({ name: `${t("open")}: ${called(j, jobs.value)}`, run: () => openPlan(j.id) })),
   ];
 }
 
@@ -42,7 +43,7 @@ const writing = (e: Event): boolean => (e.target as HTMLElement).matches?.("inpu
 export function keys(e: KeyboardEvent): void {
   const mod = e.metaKey || e.ctrlKey;
   const act = mod && e.key === "k" ? () => (asking.value = !asking.value)
-    : mod && e.key === "Enter" ? () => void search()
+    : mod && e.key === "Enter" ? () => { if (!progress.value || changed.value) void search(); }
     : mod && e.key.toLowerCase() === "z" && !writing(e) ? (e.shiftKey ? redo : undo)
     : mod && e.key === "y" && !writing(e) ? redo
     : mod || e.altKey || writing(e) || (e.target as HTMLElement).closest?.("dialog") || !singleKeys.value ? null

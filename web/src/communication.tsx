@@ -7,6 +7,7 @@ import { dark, ink, palette } from "./colors";
 import { brief, bytes, digits, gbps, ofMemory, ms, percent, roundBytes, seconds, signed } from "./format";
 import { used } from "./overview";
 import { changes, planId, planned, setChanges, shown, tab } from "./state";
+import { isApart } from "./summary";
 import { maybe, t, type Key } from "./strings";
 import { Answer, Empty, Section, Table, useAnswer } from "./ui";
 
@@ -19,7 +20,7 @@ export function Communication(): JSX.Element {
   const dimension = (name: Key, now: string, before: string, time: string): (JSX.Element | string)[] => [t(name), <>{now}{before !== now && <small class="soft"> {t("before")} {before}</small>}</>, time];
   return (
     <>
-      <Section title={t("volumes")} note={t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) })}>
+      <Section title={t("volumes")} note={isApart(v) ? t("commNote", { all: seconds(f.total_s), hidden: percent(f.hidden), ratio: digits(f.ratio) }) : t("commWithin", { all: seconds(f.total_s) })}>
         <div class="half-half"><div id="comm-volumes"><Table label={t("volumes")} head={[t("dimension"), t("volume"), t("time")]} numeric={[1, 2]} rows={[
           dimension("ppTraffic", bytes(f.pp_bytes), bytes(g.pp_bytes), seconds(f.pp_s)), dimension("dpTraffic", bytes(f.dp_bytes), bytes(g.dp_bytes), f.dp_bytes > 0 && f.dp_s === 0 ? t("withinCompute") : seconds(f.dp_s)),
           dimension("tpTraffic", bytes(f.tp_bytes), bytes(g.tp_bytes), f.tp_bytes > 0 ? t("withinCompute") : seconds(0)),
@@ -36,21 +37,27 @@ export function Communication(): JSX.Element {
 
 const sent = (moved: number, mode: string): string => `${bytes(moved)}${moved && mode !== "none" ? ` (${mode})` : ""}`;
 
+const MOST_LABELS = 16;
 function Heat({ v }: { v: Data }): JSX.Element | null {
   const colors = ink();
-  const names: string[] = v.regions.map((r: Data) => r.name);
+  // Regions that send or receive something: of 64 the names of all would hide each other.
+  const moved = (l: Data): number => l.activation_bytes + l.gradient_bytes;
+  const busy = new Set<string>(v.links.filter((l: Data) => moved(l) > 0).flatMap((l: Data) => [l.source, l.target]));
+  const names: string[] = v.regions.map((r: Data) => r.name).filter((name: string) => busy.has(name));
   const index = new Map(names.map((n, i) => [n, i]));
-  const cells = v.links.map((l: Data) => [index.get(l.target), index.get(l.source), l.activation_bytes + l.gradient_bytes]);
+  const cells = v.links.filter((l: Data) => index.has(l.source) && index.has(l.target)).map((l: Data) => [index.get(l.target), index.get(l.source), moved(l)]);
   const most = Math.max(...cells.map((c: number[]) => c[2]), 0);
   if (most === 0) return null;
   const short = (name: string): string => brief(name, 12);
-  const label = { rotate: names.length > 4 ? 40 : 0, interval: 0, hideOverlap: false, formatter: short };
+  const many = names.length > MOST_LABELS;
+  const label = { rotate: names.length > 4 ? 40 : 0, interval: many ? "auto" : 0, hideOverlap: many, formatter: short };
   const option = {
     tooltip: { ...tooltip(), formatter: (p: Data) => `${escape(names[p.value[1]])} → ${escape(names[p.value[0]])}<br>${bytes(p.value[2])}` },
     grid: { left: 92, right: 14, top: 8, bottom: names.length > 4 ? 84 : 60 },
-    xAxis: { type: "category", data: names, ...axis({ axisLabel: label }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { interval: 0, formatter: short } }) },
+    xAxis: { type: "category", data: names, ...axis({ axisLabel: label }) }, yAxis: { type: "category", data: names, inverse: true, ...axis({ axisLabel: { interval: many ? "auto" : 0, formatter: short } }) },
     visualMap: { min: 0, max: most, text: [roundBytes(most), "0"], orient: "horizontal", left: "center", bottom: 0, itemHeight: 80, itemWidth: 10, formatter: roundBytes, textStyle: { color: colors.soft, fontSize: 11 }, inRange: { color: [colors.land, palette()[0], dark.value ? "#d6e4f5" : "#12305a"] } },
-    series: [{ type: "heatmap", data: cells, itemStyle: { borderColor: colors.panel, borderWidth: 2 } }],
+    // In one go: ECharts goes on painting by parts what the page has left meanwhile, and fails.
+    series: [{ type: "heatmap", data: cells, progressive: 0, itemStyle: { borderColor: colors.panel, borderWidth: 2 } }],
   };
   return <Chart name="heat" label={t("heat")} height={230} option={option} />;
 }

@@ -5,11 +5,11 @@ import { useState } from "preact/hooks";
 import { get, post, type Data } from "./api";
 import { kindColors, palette } from "./colors";
 import { bytes, digits, energy, percent, seconds, signed, usd } from "./format";
+import { called, differences } from "./names";
 import { beside, go, jobs, openPlan, planId, planned, row } from "./state";
 import { t, maybe } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Choice, Empty, Section, Skeleton, Table, useAnswer } from "./ui";
-import { differences } from "./summary";
 
 const TERMS = ["compute", "pipeline", "transfer", "reduction", "update"];
 
@@ -19,7 +19,7 @@ export function Compare(): JSX.Element {
   const others = (jobs.value ?? []).filter((j: Data) => j.has_plan && j.id !== planId.value && !ids.includes(j.id));
   return (
     <>
-      <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice acts hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${j.name || j.id} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
+      <Section title={t("compare")} note={t("compareHint")} tools={ids.length < 3 && others.length > 0 ? <Choice acts hidden label={t("addPlan")} path="compare" value="" options={[["", t("addPlan")], ...others.map((j: Data): [string, string] => [j.id, `${called(j, jobs.value)} · ${j.note}`])]} set={(id) => id && go(() => (beside.value = [...ids, id]))} /> : undefined}>
         {ids.length === 0 ? <Empty>{t("compareNone")}</Empty> : <Answer of={answer}>{(all) => {
           const list = all.filter((x) => ids.includes(x.id)); // while another is loaded, those that stay
           return list.length ? <Sides list={[{ id: planId.value, row: row.value, v: planned.value }, ...list]} /> : <Skeleton lines={8} />;
@@ -33,14 +33,14 @@ interface Side { id: string; row: Data; v: Data }
 function Sides({ list }: { list: Side[] }): JSX.Element {
   const [first] = list;
   const most = Math.max(...list.map((x) => x.v.estimate.step_s));
-  const called = (x: Side): string => x.row.name || x.id;
+  const own = (x: Side): string => called(x.row, jobs.value);
   // Plans of one cluster have one name unless somebody gave another.
-  const title = (x: Side): string => (list.some((y) => y !== x && called(y) === called(x)) ? `${called(x)} · ${x.row.note}` : called(x));
+  const title = (x: Side): string => (list.some((y) => y !== x && own(y) === own(x)) ? `${own(x)} · ${x.row.note}` : own(x));
   // A head is read with every number below it: the name alone.
   const mark = (x: Side, i: number): JSX.Element => <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{title(x)}</span>;
   const name = (x: Side, i: number): JSX.Element => (
     <span class="side"><i class="swatch" style={{ background: palette()[i] }} />{i === 0 ? title(x) : <button type="button" class="link" onClick={() => openPlan(x.id)}>{title(x)}</button>}
-      {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: x.row.name })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
+      {i > 0 && <button type="button" class="small" aria-label={t("removeOf", { name: own(x) })} onClick={() => go(() => (beside.value = beside.value.filter((id) => id !== x.id)))}>×</button>}</span>
   );
   // Whether less of it is better, or more; of what is neither, no difference is praised.
   type Better = "less" | "more" | "";
@@ -56,7 +56,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
     <>
       <ul class="stacks">{list.map((x, i) => (
         <li key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
-          {x.row.parent && <small class="soft">{differences(x.row.changes)}</small>}
+          {x.row.parent && x.row.name && <small class="soft">{differences(x.row.changes)}</small>}
           <div class="stack" role="img" aria-label={TERMS.map((k) => `${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`).join(", ")} style={{ width: `${(100 * x.v.estimate.step_s) / most}%` }}>{TERMS.map((k, j) => <i key={k} title={`${maybe(`term_${k}`)} ${seconds(x.v.estimate.terms[k])}`} style={{ flexGrow: x.v.estimate.terms[k], background: colors[j] }} />)}</div></li>))}</ul>
       <span class="legend">{TERMS.map((k, j) => <span key={k}><i class="swatch" style={{ background: colors[j] }} />{maybe(`term_${k}`)}</span>)}</span>
       <h3>{t("whereTime")}</h3>
@@ -67,7 +67,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
       <h3>{t("stages")}</h3>
-      {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={x.row.name}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
+      {list.map((x, i) => <ol class="mini-strip" key={x.id} aria-label={own(x)}>{x.v.stages.map((s: Data, k: number) => <li key={k} style={{ borderColor: palette()[i] }} title={s.workers.map((w: Data) => `${w.region}: ${w.workers} × ${w.tp} ${w.device}`).join("; ")}><b>{k}</b> {s.layers}<small>{[...new Set(s.workers.map((w: Data) => w.region))].join(", ")}</small></li>)}</ol>)}
       <Timelines list={list} most={most} name={name} />
     </>
   );
@@ -88,7 +88,7 @@ function Timelines({ list, most, name }: { list: Side[]; most: number; name: (x:
       <Legend sends={false} />
       <Answer of={answer} lines={8}>{(found) => list.map((x, i) => (
         <div key={x.id}><div class="limit-head"><b>{name(x, i)}</b><span>{seconds(x.v.estimate.step_s)}</span></div>
-          {found.get(x.id) && <Rows name={`gantt-${i}`} label={`${t("gantt")}: ${x.row.name || x.id}`} rows={found.get(x.id).rows} kinds={found.get(x.id).kinds} window={window_ ?? { from: 0, to: most }} whole={most} opened={[]} setWindow={setWindow} ends={x.v.estimate.step_s} regions={x.v.regions.map((r: Data) => r.name)} />}</div>))}</Answer>
+          {found.get(x.id) && <Rows name={`gantt-${i}`} label={`${t("gantt")}: ${called(x.row, jobs.value)}`} rows={found.get(x.id).rows} kinds={found.get(x.id).kinds} window={window_ ?? { from: 0, to: most }} whole={most} opened={[]} setWindow={setWindow} ends={x.v.estimate.step_s} regions={x.v.regions.map((r: Data) => r.name)} />}</div>))}</Answer>
     </section>
   );
 }

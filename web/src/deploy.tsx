@@ -7,7 +7,7 @@ import { mark, unmark } from "./faults";
 import { seconds, signed } from "./format";
 import { useKept } from "./kept";
 import { StopRun, State, steps, Tail, useRun } from "./runs";
-import { attempt, go, notice, planId, row, runName, savePlan, shown, tried, view } from "./state";
+import { attempt, go, isUnderWay, notice, once, planId, row, runName, savePlan, shown, tried, view } from "./state";
 import { t } from "./strings";
 import { Answer, Empty, Field, number, Section, Skeleton, Table, useAnswer } from "./ui";
 
@@ -28,7 +28,7 @@ export function Deploy(): JSX.Element {
       {tried.value && <p class="error" role="status">{t("keepFirst")}</p>}
       <Section title={t("target")}>
         <div class="pills" role="group" aria-label={t("target")}>{Object.entries(TARGETS).map(([x, name]) => <button type="button" key={x} id={`target-${x}`} aria-pressed={x === target} onClick={() => setTarget(x)}>{x === "tc" ? t("trafficControl") : name}</button>)}</div>
-        <Answer of={answer}>{(data) => <Export data={data} />}</Answer>
+        <Answer of={answer}>{(data) => (data.target === target ? <Export data={data} /> : <Skeleton lines={8} />)}</Answer>
       </Section>
       <Write key={target} target={target} />
       <Rehearse />
@@ -58,7 +58,8 @@ function Export({ data }: { data: Data }): JSX.Element {
 }
 
 function Write({ target }: { target: string }): JSX.Element {
-  const [name, setName] = useKept(`deployment ${planId.value} ${target}`, `${slug(shown.value.model)}-${target}`);
+  const [chosen, setName] = useKept<string | null>(`deployment ${planId.value} ${target}`, null);
+  const name = chosen ?? `${slug(shown.value.model)}-${target}`; // while a plan is opened, the one before is shown
   const [hosts, setHosts] = useKept(`hosts ${planId.value}`, "");
   const [result, setResult] = useState<Data>(null);
   const [error, setError] = useState("");
@@ -66,7 +67,8 @@ function Write({ target }: { target: string }): JSX.Element {
   const write = (): void => {
     setError("");
     unmark();
-    post(`/plans/${planId.value}/deploy`, { name, target, hosts }).then(setResult).catch(refused("deploy-error", setError, "deploy-"));
+    void once("deploy", () => post(`/plans/${planId.value}/deploy`, { name, target, hosts })
+      .then((made) => setResult({ ...made, made_up: !hosts.trim() })).catch(refused("deploy-error", setError, "deploy-")));
   };
   const right = result?.checks.every((c: Data) => c.passed);
   const places: Data[] = shown.value.hosts;
@@ -78,11 +80,11 @@ function Write({ target }: { target: string }): JSX.Element {
         <Field label={t("deployName")} path="deploy-name" value={name} mode="text" set={setName} />
         <label class="field"><span>{t("hosts")}</span><textarea id="deploy-hosts" data-path="deploy-hosts" rows={4} value={hosts} onInput={(e) => setHosts(e.currentTarget.value)} /></label>
         <p class="soft" id="hosts-wanted">{t("hostsOf", { n: wanted, places: places.map((p) => `${p.nodes} × ${p.device} · ${p.region}`).join(", ") })}{lines > 0 && <b> {lines} / {wanted}</b>}</p>
-        <button class="main" id="deploy" type="button" onClick={write}>{t("deployButton")}</button>
+        <button class="main" id="deploy" type="button" aria-disabled={isUnderWay("deploy")} onClick={write}>{t("deployButton")}</button>
         {error && <p class="error" role="alert" id="deploy-error">{error}</p>}
         {result && <div id="deploy-result">
           <p>{t("start")}: <code>cd deployments/{result.name} &amp;&amp; {result.start}</code></p>
-          {!hosts.trim() && <p class="error">{t("madeUpHosts")}</p>}
+          {result.made_up && <p class="error">{t("madeUpHosts")}</p>}
           <p role="status" class={right ? "good" : "error"}>deployments/{result.name}/ · {t("files")}: {result.files.length} · {t("checks")}: {t(right ? "passed" : "wrong")}</p>
           <Table label={t("checks")} head={[t("checks"), ""]} rows={result.checks.slice(0, 40).map((c: Data) => [c.what, c.passed ? t("passed") : `${t("wrong")}: ${c.found}`])} />
         </div>}
@@ -103,8 +105,8 @@ function Rehearse(): JSX.Element {
   const start = (): void => {
     setError("");
     unmark();
-    post(`/plans/${planId.value}/rehearsals`, { name, steps: number(count), ranks: number(ranks) })
-      .then((run) => setStarted(run.name)).catch(refused("rehearse-error", setError));
+    void once("rehearse", () => post(`/plans/${planId.value}/rehearsals`, { name, steps: number(count), ranks: number(ranks) })
+      .then((run) => setStarted(run.name)).catch(refused("rehearse-error", setError)));
   };
   return (
     <Section title={t("rehearse")} note={t("rehearseNote")}>
@@ -115,7 +117,7 @@ function Rehearse(): JSX.Element {
           {data.may_start ? <div class="row">
             <Field label={t("rehearseSteps")} path="steps" mode="numeric" value={count} set={setCount} />
             <Field label={t("rehearseRanks")} path="ranks" mode="numeric" value={ranks} set={setRanks} />
-            <button type="button" class="main" id="rehearse" onClick={start}>{t("rehearseStart")}</button>
+            <button type="button" class="main" id="rehearse" aria-disabled={isUnderWay("rehearse")} onClick={start}>{t("rehearseStart")}</button>
           </div> : <><p class="soft">{t("rehearseOff")}</p><pre id="rehearse-commands" tabIndex={0} aria-label={t("rehearse")}>{`python -m runners.launch plan.json --rehearse --max-ranks ${ranks} --steps ${count} --log-dir runs/${name}\npython -m polygon serve --logs runs`}</pre>
             <button type="button" onClick={() => void attempt(savePlan)}>{t("planFile")}</button></>}
           {error && <p class="error" role="alert" id="rehearse-error">{error}</p>}

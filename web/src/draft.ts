@@ -51,12 +51,19 @@ export const isNew = began.draft.cluster.regions.length === 0 && !began.past.len
 export const draft = signal<Draft>(began.draft);
 const past = signal<Draft[]>(began.past);
 const future = signal<Draft[]>(began.future);
+// A draft is never changed, only followed by another: its text, of a large cluster 70 kB, is written once.
+const texts = new WeakMap<Draft, string>();
+function textOf(one: Draft): string {
+  const text = texts.get(one) ?? JSON.stringify(one);
+  texts.set(one, text);
+  return text;
+}
 /** The draft as the open plan was asked for, as text; empty: no plan was. */
 export const asked = signal(began.asked);
 let job = began.job;
 /** Whether a search was asked for from this draft, or the draft taken from it. */
 export const isOfSearch = (id: string): boolean => id === job;
-export const changed = computed(() => asked.value !== "" && JSON.stringify(draft.value) !== asked.value);
+export const changed = computed(() => asked.value !== "" && textOf(draft.value) !== asked.value);
 export const canUndo = computed(() => past.value.length > 0);
 export const canRedo = computed(() => future.value.length > 0);
 
@@ -67,13 +74,19 @@ effect(() => {
   clearTimeout(saving);
   saving = window.setTimeout(() => save(now), 150);
 });
+const textOfKept = ({ draft, past, future, ...rest }: Kept): string =>
+  `{"draft":${textOf(draft)},"past":[${past.map(textOf).join()}],"future":[${future.map(textOf).join()}],${JSON.stringify(rest).slice(1)}`;
 function save(now: Kept): void {
+  keep(sessionStorage, now);
+  keep(localStorage, { ...now, past: [], future: [] });
+}
+function keep(store: Storage, now: Kept): void {
   try {
-    sessionStorage.setItem(KEY, JSON.stringify(now));
-    localStorage.setItem(KEY, JSON.stringify({ ...now, past: [], future: [] }));
+    store.setItem(KEY, textOfKept(now));
   } catch (error) {
-    // The quota of the browser: the draft itself matters more than its history.
-    if (now.past.length) save({ ...now, past: [], future: [] });
+    // The quota of the browser: the draft itself matters more than its history, and the newest of that most.
+    if (now.past.length) keep(store, { ...now, past: now.past.slice(Math.ceil(now.past.length / 2)) });
+    else if (now.future.length) keep(store, { ...now, future: [] });
     else console.warn("draft not kept", error);
   }
 }
@@ -87,24 +100,46 @@ export function edit(change: (next: Draft) => void, of = ""): void {
   const next = structuredClone(draft.value), { cluster } = next;
   change(next);
   if (next.cluster !== cluster) unread.value = null; // another cluster, of which nobody typed anything
-  if (JSON.stringify(next) === JSON.stringify(draft.value)) return;
+  if (textOf(next) === textOf(draft.value)) return;
+  // Of what was chosen and what is said by hand the later stays, too.
+  for (const part of ["cluster", "model"] as const)
+    if (!isLate && JSON.stringify(next[part]) !== JSON.stringify(draft.value[part])) coming.delete(part);
   if (!of || of !== group) past.value = [...past.value, draft.value].slice(-MOST_STEPS);
   group = of;
   future.value = [];
   draft.value = next;
 }
+let isLate = false;
+/** Make a change that was asked for earlier: what was chosen since then, and is not here yet, still takes its place. */
+export function late(change: () => void): void {
+  isLate = true;
+  try {
+    change();
+  } finally {
+    isLate = false;
+  }
+}
+/** Another cluster is being written, which takes the place of one that was chosen and is not here yet. */
+export const clusterByHand = (): void => void coming.delete("cluster");
+type Part = "cluster" | "model" | "measured" | "whole";
 // What was chosen and is being fetched, by the part of the draft that it will be.
-const coming = new Map<string, Promise<void>>();
+const coming = new Map<Part, Promise<void>>();
 /** Change a part of the draft once what was chosen for it is here; of two choices the later one stays. */
-export async function onceHere(part: "cluster" | "model", wanted: Promise<Data>, change: (found: Data) => void): Promise<void> {
-  const work: Promise<void> = wanted.then((found) => { if (coming.get(part) === work) change(found); });
+export async function onceHere(part: Part, wanted: Promise<Data>, change: (found: Data) => void): Promise<void> {
+  if (part === "whole") coming.clear();
+  const whole = coming.get("whole")?.catch(() => undefined); // chosen before: what is chosen now is changed in it
+  const isLast = (): boolean => coming.get(part) === work;
+  const work: Promise<void> = Promise.all([wanted, whole])
+    .then(([found]) => { if (isLast()) late(() => change(found)); }, (error: unknown) => { if (isLast()) throw error; });
   coming.set(part, work);
   try {
     await work;
   } finally {
-    if (coming.get(part) === work) coming.delete(part);
+    if (isLast()) coming.delete(part);
   }
 }
+/** Whether something was chosen that is not here yet. */
+export const awaits = (): boolean => coming.size > 0;
 /** Wait for what was chosen and is not here yet.
 
     @throws Error where it cannot be had. */
@@ -112,6 +147,7 @@ export const arrived = async (): Promise<void> => void (await Promise.all(coming
 export function undo(): void {
   const last = past.value[past.value.length - 1];
   if (!last) return;
+  coming.clear();
   future.value = [...future.value, draft.value];
   past.value = past.value.slice(0, -1);
   group = "";
@@ -120,6 +156,7 @@ export function undo(): void {
 export function redo(): void {
   const next = future.value[future.value.length - 1];
   if (!next) return;
+  coming.clear();
   past.value = [...past.value, draft.value];
   future.value = future.value.slice(0, -1);
   group = "";
@@ -134,11 +171,10 @@ function lean(constraints: Data): Data {
 }
 /** The example that somebody finds who comes for the first time. */
 export function start(cluster: Data): void {
-  draft.value = { ...EMPTY, cluster };
+  if (draft.value === EMPTY) draft.value = { ...EMPTY, cluster };
 }
 /** Take over what a plan or a search was asked for, as the server says it. */
 export function take(request: Data, names: string[], id: string): void {
-  coming.clear();
   const { cluster, model, batch, constraints, runtime } = request.problem;
   const known = names.includes(model?.name ?? model);
   const next: Draft = {
@@ -147,12 +183,12 @@ export function take(request: Data, names: string[], id: string): void {
   };
   if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
   else edit((it) => Object.assign(it, next));
-  takeAsked(id);
+  takeAsked(id, draft.value);
 }
-/** The draft is what a search is asked for. */
-export function takeAsked(id: string): void {
+/** What a search is asked for is the draft, as it was when it was asked. */
+export function takeAsked(id: string, as: Draft): void {
   job = id;
-  asked.value = JSON.stringify(draft.value);
+  asked.value = JSON.stringify(as);
 }
 
 /** What of a cluster can be measured, by names that outlive other edits (as the server's). */

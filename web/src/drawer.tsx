@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { gbps, ms, percent, seconds, signed, usd } from "./format";
 import { changed, draft, isGuessed } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
-import { anew, assumed, attempt, follow, go, limits, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
+import { anew, assumed, attempt, follow, go, isUnderWay, limits, once, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { focusSoon } from "./focus";
 import { t, type Key } from "./strings";
 import { Empty, Skeleton, walks } from "./ui";
@@ -46,7 +46,7 @@ function Limits(): JSX.Element {
       <p class="soft">{t("limitsHint")}</p>
       <ol class="limits" id="limits">{data.limits.slice(0, SHOWN).map((l: Data, i: number) => (
         <li key={i} data-kind={l.kind} data-region={l.region}>
-          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span class="soft">{l.kind === "compute" ? "" : amount(l, l.now)}</span></div>
+          <div class="limit-head"><b>{resource(l)}</b>{l.default && <i class="mark">{t("default")}</i>}<span class="soft">{l.quality || l.kind === "memory" ? amount(l, l.now) : ""}</span></div>
           <div class="meter"><i style={{ width: `${(100 * l.saves) / most}%` }} /></div>
           <Savings l={l} index={i} />
           {IN_EDITOR.includes(l.kind) && <EditIt region={l.region} what={resource(l)} />}
@@ -146,17 +146,20 @@ function WhyNot(): JSX.Element {
       // Its end is shown with the answers: without them there is the form again, which would take the focus for a moment.
       await follow(`/jobs/${found.id}`, stop.signal, (now) => { if (running(now)) set((old: Data) => ({ ...old, ...now, left_s: left(now.progress) })); });
       const ended = await get(`/plans/${id}/explanation`, stop.signal), a = ended.answers;
+      const reads = document.getElementById("why-not")?.contains(document.activeElement);
       set((old: Data) => ({ ...ended, begun: old?.begun }));
+      // Who waited there reads on from its first heading, which takes the focus itself: the arrow after goes past what has it.
+      if (a && reads) setTimeout(() => document.querySelector<HTMLElement>("#why-not h3")?.focus());
       if (a) outcome.value = t("ideasFound", { n: a.different_plans.length + a.alternatives.length + felt(a).length });
     };
     load().catch((e: Error) => { if (!stop.signal.aborted) setError(e.message); });
     return () => stop.abort();
   }, [id, state?.begun]);
-  const start = (): Promise<void> => attempt(async () => {
+  const start = (): Promise<void> => once(`explain ${id}`, () => attempt(async () => {
     const begun = await post(`/plans/${id}/explanation`, { time_limit_s: limit });
     outcome.value = t("working");
     set({ ...begun, begun: Date.now() });
-  });
+  }));
   if (error) return <p class="error" role="alert">{error}</p>;
   if (!state) return <Skeleton />;
   const a = state.answers;
@@ -164,7 +167,7 @@ function WhyNot(): JSX.Element {
     return <div id="why-not"><progress max={1} value={state.progress} aria-label={t("computing")} /><p class="soft">{workNote(state)}</p><button type="button" onClick={() => void attempt(async () => void (await call("DELETE", `/jobs/${state.id}`)))}>{t("cancel")}</button></div>;
   const begin = (words: string): JSX.Element => (
     <div class="row"><label class="field"><span>{t("atMostTime")}</span><select value={limit} onChange={(e) => setLimit(Number(e.currentTarget.value))}>{LIMITS_S.map((s) => <option key={s} value={s}>{s < 120 ? t("forSeconds", { n: s }) : t("forMinutes", { n: s / 60 })}</option>)}</select></label>
-      <button type="button" class="main" id="explain" onClick={() => void start()}>{words}</button></div>
+      <button type="button" class="main" id="explain" aria-disabled={isUnderWay(`explain ${id}`)} onClick={() => void start()}>{words}</button></div>
   );
   if (!a) return <div id="why-not"><p class="soft">{t("whyNotHint")}</p>{begin(t("whyNotStart"))}{state.error && <p class="error">{state.error}</p>}</div>;
   const missing = [...a.left_out, ...(a.changes_left_out ? [t("changesLeftOut", { n: a.changes_left_out })] : [])];
@@ -174,14 +177,14 @@ const felt = (a: Data): Data[] => a.sensitivities.filter((s: Data) => Math.min(s
 function Ideas({ a }: { a: Data }): JSX.Element {
   const change = (part: number | null): string => (part === null ? "—" : signed(part, percent));
   const part = (title: string, rows: Data[]): JSX.Element | null => rows.length === 0 ? null : (
-    <><h3>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
+    <><h3 tabIndex={-1}>{title}</h3><ul class="ideas">{rows.map((r, i) => <li key={i}><div class="limit-head"><b>{r.idea}</b><span>{r.possible ? change(r.slower_by) : t("impossible")}</span></div><small class="soft">{r.possible ? `${seconds(r.step_s)} · ${t("perStep", { usd: usd(r.usd) })}. ` : ""}{r.reason}</small></li>)}</ul></>
   );
   return (
     <>
       {part(t("differentPlans"), a.different_plans)}
       {part(t("naiveIdeas"), a.alternatives.filter((r: Data) => r.naive))}
       {part(t("rejectedIdeas"), a.alternatives.filter((r: Data) => !r.naive))}
-      {felt(a).length > 0 && <><h3>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
+      {felt(a).length > 0 && <><h3 tabIndex={-1}>{t("betterCluster")}</h3><ul class="ideas">{felt(a).map((s: Data, i: number) => <li key={i}><div class="limit-head"><b>{s.text}</b><span>{change(s.replanned)}</span></div><small class="soft">{t("samePlan")} {change(s.same_plan)} · {t("worth", { usd: signed(s.usd_per_hour, usd) })}</small></li>)}</ul></>}
       <p class="soft">{t("searchedHint", { step: seconds(a.searched_step_s) })}</p>
     </>
   );

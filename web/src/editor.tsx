@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
+import { arrived, draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -66,6 +66,9 @@ export function Editor(): JSX.Element {
     }, 120);
     return () => { clearTimeout(timer); stop.abort(); };
   }, [text]);
+  // Map and region at once, the rest in tasks of their own: between them the browser draws and listens.
+  const [rest, draw] = useState(false);
+  useEffect(() => { const timer = setTimeout(() => draw(true)); return () => clearTimeout(timer); }, []);
   const at = Math.max(0, cluster.regions.findIndex((r: Data) => r.name === selected.value));
   const pick = (name: string): void => { selected.value = name; };
   return (
@@ -92,9 +95,9 @@ export function Editor(): JSX.Element {
           {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>
             <RegionForm key={at} r={at} full={resolved.full?.regions[at]} />
-            {cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
+            {rest && cluster.regions.length > 1 && <Links key={`links ${at}`} r={at} full={resolved.full} />}
           </div>
-          <Devices />
+          {rest && <Devices />}
         </>}
       </div>
       <Yaml yaml={resolved.yaml} />
@@ -130,8 +133,18 @@ function Tools(): JSX.Element {
   );
 }
 
-async function readMeasured(text: string, name: string): Promise<void> {
-  await attempt(() => onceHere("cluster", post("/measured", { problem: request().problem, text, name }), (found) => {
+/** Take what was measured into the cluster: the one that was chosen before, as it is when the answer comes. */
+async function readMeasured(file: Promise<string>, name: string): Promise<void> {
+  const before = arrived();
+  const read = async (): Promise<Data> => {
+    const [text] = await Promise.all([file, before]);
+    for (;;) {
+      const asked = draft.value.cluster;
+      const found = await post("/measured", { problem: request().problem, text, name: name.slice(0, 120) });
+      if (draft.value.cluster === asked) return found;
+    }
+  };
+  await attempt(() => onceHere("measured", read(), (found) => {
     takeMeasured(found.cluster, found.measured);
     notice.value = t("measuredTaken", { n: found.measured.length });
   }));
@@ -258,9 +271,13 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
   );
 }
 
+const ROWS = 12;
 // Links of one region to all others: one way, and the way back where it differs.
 function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const c = draft.value.cluster, n = c.regions.length;
+  // Of many, none with the region's fields, then so many rows in a task.
+  const [drawn, draw] = useState(n > ROWS ? 0 : n);
+  useEffect(() => { const timer = drawn < n ? setTimeout(() => draw(drawn + ROWS)) : 0; return () => clearTimeout(timer); }, [drawn, n]);
   const same = (j: number): boolean => MATRICES.every((key) => (c[key]?.[r]?.[j] ?? null) === (c[key]?.[j]?.[r] ?? null));
   const [split, setSplit] = useKept<number[]>(`ways ${c.regions.map((it: Data) => it.name)} ${r}`, []);
   const put = (key: string, i: number, j: number, text: string, both: boolean): void => onCluster((it) => {
@@ -289,7 +306,7 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
       <div class="scroll" tabIndex={0} role="group" aria-label={t("links")}><table class="edit">
         <thead><tr><th scope="col">{t("to")}</th><th scope="col">{t("latencyOneWay")}</th><th scope="col" class="number">{t("roundTrip")}</th><th scope="col">{t("rate")}</th><th scope="col">{t("capacity")}</th><th scope="col">{t("ways")}</th></tr></thead>
         <tbody>{c.regions.flatMap((_: Data, j: number) => {
-          if (j === r) return [];
+          if (j === r || j >= drawn) return [];
           const both = same(j) && !split.includes(j);
           const flip = (): void => {
             if (both) return setSplit([...split, j]);

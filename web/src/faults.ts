@@ -1,6 +1,15 @@
 // The validator says where a value is wrong; its field is shown, marked and focused.
 
 import { keptSignal } from "./kept";
+import { t } from "./strings";
+
+/** What is wrong with a file that somebody opened: it is said with the file's name, and names no field of the page. */
+export class FileFault extends Error {
+  constructor(file: string, { message }: Error) {
+    super(t("faultOfFile", { file, fault: message }));
+    this.name = "FileFault";
+  }
+}
 
 /** Which parts of the rail are open, by their names. */
 export const folds = keptSignal<Record<string, boolean>>("folds", {});

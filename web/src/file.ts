@@ -1,7 +1,7 @@
 // The cluster's file as somebody types it: read by the server, it becomes the draft's cluster.
 
 import { post } from "./api";
-import { draft, edit, unread } from "./draft";
+import { clusterByHand, draft, edit, late, unread } from "./draft";
 
 const RESTED_MS = 350;
 let timer = 0;
@@ -9,6 +9,7 @@ let asked = new AbortController();
 
 export function typed(text: string): void {
   forget(); // an answer about what stood there before says nothing of this
+  clusterByHand();
   unread.value = { text, fault: unread.value?.fault ?? "" };
   timer = window.setTimeout(() => void readFile(), RESTED_MS);
 }
@@ -20,11 +21,11 @@ export async function readFile(): Promise<boolean> {
   const { signal: gone } = (asked = new AbortController());
   try {
     const cluster = await post("/read", { kind: "cluster", text: now.text, name: draft.value.cluster.name || "cluster" }, gone);
-    if (gone.aborted) return false;
-    edit((d) => { d.cluster = cluster; }, "file");
+    if (gone.aborted || unread.value !== now) return unread.value === null; // another cluster was chosen meanwhile
+    late(() => edit((d) => { d.cluster = cluster; }, "file"));
     unread.value = null;
   } catch (error) {
-    if (!gone.aborted) unread.value = { text: now.text, fault: (error as Error).message };
+    if (!gone.aborted && unread.value === now) unread.value = { text: now.text, fault: (error as Error).message };
   }
   return unread.value === null;
 }

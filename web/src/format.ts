@@ -39,9 +39,10 @@ export const roundBytes = (value: number): string => scaled(value, BYTES, digits
 const WATT_HOURS = [["MWh", 3.6e9], ["kWh", 3.6e6], ["Wh", 3.6e3], ["mWh", 3.6]] as const;
 /** Of joules. */
 export const energy = (joules: number): string => scaled(joules, WATT_HOURS, three);
+/** As `{n:memory}` of polygon/domain/message.py. */
 export function ofMemory(value: number): string {
   if (value >= 2 ** 40) return `${(value / 2 ** 40).toFixed(1)}\u00a0TiB`;
-  return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)}\u00a0GiB` : `${Math.round(value / 2 ** 20)}\u00a0MiB`;
+  return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)}\u00a0GiB` : `${(value / 2 ** 20).toFixed(1)}\u00a0MiB`;
 }
 // One decimal below a hundred: 16.0 %, 0.6 %, < 0.1 %.
 export function percent(value: number): string {

@@ -7,7 +7,7 @@ import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { draft } from "./draft";
 import { seconds, usd } from "./format";
-import { attempt, follow, loadJobs, openPlan, outcome, requested, running, timeLeft, workNote } from "./state";
+import { attempt, follow, isUnderWay, loadJobs, once, openMade, outcome, requested, running, timeLeft, workNote } from "./state";
 import { StopJob } from "./stop";
 import { t } from "./strings";
 import { Empty, Section, Skeleton, Table } from "./ui";
@@ -28,15 +28,16 @@ export function Front(): JSX.Element {
       const found = await get(`/fronts/${job}`, stop.signal);
       setData(found);
       if (!running(found)) return;
-      const left = timeLeft();
+      const left = timeLeft(), looks = new AbortController();
       let looked = 0;
       await follow(`/jobs/${job}`, stop.signal, (now) => {
         if (!running(now)) return; // its end comes with all points
         setData((old: Data) => ({ ...old, ...now, left_s: left(now.progress) }));
         if (Date.now() - looked < LOOK_MS) return;
         looked = Date.now();
-        get(`/fronts/${job}`, stop.signal).then((so: Data) => setData((old: Data) => ({ ...old, points: so.points })), () => undefined);
+        get(`/fronts/${job}`, looks.signal).then((so: Data) => { if (!looks.signal.aborted && !stop.signal.aborted) setData((old: Data) => ({ ...old, points: so.points })); }, () => undefined);
       });
+      looks.abort(); // one that is late knows fewer points
       const ended = await get(`/fronts/${job}`, stop.signal);
       setData(ended);
       if (ended.points?.length) outcome.value = t("frontFound", { n: ended.points.length });
@@ -45,23 +46,19 @@ export function Front(): JSX.Element {
     load().catch((e: Error) => { if (!stop.signal.aborted) { setError(e.message); sessionStorage.removeItem(KEY); } });
     return () => stop.abort();
   }, [job]);
-  const start = (): Promise<void> => attempt(async () => {
-    const asked = await requested();
-    const begun = await post("/fronts", { ...asked, name: `${t("front")} · ${asked.name}`.slice(0, 120) });
+  const start = (): Promise<void> => once("front", () => attempt(async () => {
+    const begun = await post("/fronts", await requested());
     sessionStorage.setItem(KEY, begun.id);
     outcome.value = t("working");
     setData(begun);
     setJob(begun.id);
     await loadJobs();
-  });
-  const open = (index: number): Promise<void> => attempt(async () => {
-    const made = await post(`/fronts/${job}/points/${index}?step_s=${data.points[index].step_s}`, {});
-    await loadJobs();
-    openPlan(made.id);
-  });
+  }));
+  const open = (index: number): Promise<void> => once("point", () => attempt(() =>
+    openMade(() => post(`/fronts/${job}/points/${index}?step_s=${data.points[index].step_s}`, {}))));
   const busy = data && running(data);
   return (
-    <Section title={t("front")} note={t("frontHint")} tools={busy ? <StopJob job={job} /> : <button type="button" class="main" id="start-front" disabled={draft.value.cluster.regions.length === 0} onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
+    <Section title={t("front")} note={t("frontHint")} tools={busy ? <StopJob job={job} /> : <button type="button" class="main" id="start-front" disabled={draft.value.cluster.regions.length === 0} aria-disabled={isUnderWay("front")} onClick={() => void start()}>{t(job ? "searchAgain" : "startFront")}</button>}>
       {error && <p class="error" role="alert">{error}</p>}
       {busy && <div class="row middle"><progress max={1} value={data.progress} aria-label={t("working")} /><span class="soft">{workNote(data)}</span></div>}
       {!job ? <Empty>{t("frontNone")}</Empty> : !data ? <Skeleton lines={6} /> : data.points?.length ? <Points points={data.points} open={(i) => void open(i)} /> : busy ? <Skeleton lines={6} /> : <p class="error">{data.error}</p>}

@@ -10,9 +10,10 @@ import { asking, keys, Palette } from "./commands";
 import { canRedo, canUndo, redo, undo } from "./draft";
 import { Drawer } from "./drawer";
 import { focusSoon, keepFocus } from "./focus";
+import { called } from "./names";
 import { Overview } from "./overview";
 import { Rail } from "./rail";
-import { arriving, attempt, begin, catalogue, copyLink, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
+import { arriving, attempt, begin, catalogue, copyLink, jobs, loading, notice, open, planId, progress, row, shown, tab, trouble, view, VIEWS, type View } from "./state";
 import { language, setLanguage, t, type Key } from "./strings";
 import { Banner, Figures, Sentence, Spoken } from "./summary";
 import { Empty, Key as Shortcut, Skeleton, walks } from "./ui";
@@ -52,7 +53,8 @@ function App(): JSX.Element {
 function Pane(): JSX.Element {
   if (!catalogue.value || (view.value === "cluster" && arriving.value)) return <Skeleton lines={8} />;
   if (view.value === "overview") return <Overview />;
-  if (!shown.value && !WITHOUT_PLAN.includes(view.value)) return planId.value ? <Skeleton lines={8} /> : <Empty>{t("needPlan")}</Empty>;
+  // What was open before is not shown, or asked about, as the plan that is being opened.
+  if ((!shown.value || loading.value) && !WITHOUT_PLAN.includes(view.value)) return planId.value ? <Skeleton lines={8} /> : <Empty>{t("needPlan")}</Empty>;
   const Chosen = PANES[view.value];
   return <Chosen />;
 }
@@ -74,7 +76,7 @@ function Top(): JSX.Element {
   return (
     <header class="top">
       <button type="button" class="brand" onClick={() => open("overview")}><svg width="20" height="20" viewBox="0 0 24 24" aria-hidden="true"><path d="M12 2 21.5 9 18 20H6L2.5 9ZM12 2 6 20M12 2l6 18M2.5 9h19" fill="none" stroke="currentColor" stroke-width="1.6" stroke-linejoin="round" /></svg>polygon</button>
-      <span class="what" id="what">{(row.value ?? progress.value)?.name ?? ""}</span><span class="grow" />
+      <span class="what" id="what">{row.value ? called(row.value, jobs.value) : progress.value?.name ?? ""}</span><span class="grow" />
       <button type="button" id="undo" aria-label={t("undo")} title={t("undo")} aria-disabled={!canUndo.value} onClick={undo}>↶</button>
       <button type="button" id="redo" aria-label={t("redo")} title={t("redo")} aria-disabled={!canRedo.value} onClick={redo}>↷</button>
       <button type="button" id="palette" onClick={() => (asking.value = true)}>{t("commands")}<Shortcut keys="⌘K" /></button>

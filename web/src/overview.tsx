@@ -84,7 +84,7 @@ function Stage({ s, i, index, at }: { s: Data; i: number; index: Map<string, num
       <div aria-hidden="true">
       <div class="strip-head"><b>{i}</b><span>{s.layers}</span></div>
       <ul>{s.workers.slice(0, 3).map((w: Data, j: number) => (
-        <li key={j} title={who(w)}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)}</li>
+        <li key={j} title={who(w)}><i class="dot" style={{ background: regionColor(index.get(w.region)!) }} />{w.workers}{w.tp > 1 ? ` × ${w.tp}` : " ×"} {brief(w.device, 12)} <span class="soft">{w.region}</span></li>
       ))}{s.workers.length > 3 && <li class="soft">{t("andMore", { n: s.workers.length - 3 })}</li>}</ul>
       <Bar name={t("busy")} part={busy} />
       <Bar name={t("memory")} part={full.peak_bytes / full.limit_bytes} title={memory} />

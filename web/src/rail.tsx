@@ -5,12 +5,23 @@ import { useRef, useState } from "preact/hooks";
 import { call, download, get, post, type Data } from "./api";
 import { changed, draft, edit, onceHere } from "./draft";
 import { digits, moment, percent } from "./format";
+import { FileFault } from "./faults";
 import { Goal } from "./goal";
 import { useKept } from "./kept";
-import { arriving, attempt, beside, catalogue, ended, go, jobId, jobs, loadJobs, open, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
+import { called, differences } from "./names";
+import { arriving, attempt, beside, catalogue, ended, go, isUnderWay, jobId, jobs, loadJobs, once, open, openMade, openPlan, planId, progress, row, running, search, takeAskedOf, trouble, view, workNote } from "./state";
 import { StopJob } from "./stop";
 import { language, maybe, programName, t } from "./strings";
 import { Choice, Empty, Field, Fold, Key, Menu, number, Skeleton, Upload } from "./ui";
+
+/** Another cluster by its name; bounds that were set for the one before go with it, those set meanwhile stay. */
+function takeInstance(name: string): Promise<void> {
+  const before = draft.value.constraints;
+  return attempt(() => onceHere("cluster", get(`/instances/${name}`), (cluster) => edit((d) => {
+    d.cluster = cluster;
+    d.constraints = Object.fromEntries(Object.entries(d.constraints).filter(([key, value]) => JSON.stringify(value) !== JSON.stringify(before[key])));
+  })));
+}
 
 export function Rail(): JSX.Element {
   const filled = useRef(false); // where plan follows plan, the fields stay where they are
@@ -33,20 +44,30 @@ export function Rail(): JSX.Element {
 const count = (cluster: Data): number => cluster.regions.reduce((n: number, r: Data) => n + r.nodes.reduce((m: number, g: Data) => m + (Number(g.count) || 0) * (Number(g.devices_per_node ?? 1) || 0), 0), 0);
 
 /** What a file says; a fault in it is said with its name. */
-const readOf = (kind: string, text: string, name: string): Promise<Data> =>
-  post("/read", { kind, text, name }).catch((error: Error) => { throw new Error(`${name}: ${error.message}`); });
-export function readCluster(text: string, name: string): Promise<void> {
-  return attempt(() => onceHere("cluster", readOf("cluster", text, name), (cluster) => edit((d) => { d.cluster = cluster; })));
+const readOf = async (kind: string, text: Promise<string>, file: string): Promise<Data> =>
+  post("/read", { kind, text: await text, name: file.replace(/\.\w+$/, "").slice(0, 120) || "upload" }).catch((error: Error) => { throw new FileFault(file, error); });
+async function planOf(file: Promise<string>): Promise<Data> {
+  const text = await file;
+  try {
+    const found = JSON.parse(text);
+    if (found?.constructor === Object) return found;
+  } catch {
+    // said below: to who opened a picture it is all the same
+  }
+  throw new Error(t("noPlanFile"));
+}
+export function readCluster(text: Promise<string>, file: string): Promise<void> {
+  return attempt(() => onceHere("cluster", readOf("cluster", text, file), (cluster) => edit((d) => { d.cluster = cluster; })));
 }
 function ClusterSummary(): JSX.Element {
   const c = draft.value.cluster;
   const known = catalogue.value?.instances ?? [];
   return (
-    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: count(c), regions: c.regions.length }) : t("noRegions")}
+    <Fold id="cluster" title={t("cluster")} summary={c.regions.length ? t("clusterSummary", { n: digits(count(c)), regions: c.regions.length }) : t("noRegions")}
       tools={<button type="button" class="small" id="edit-cluster" aria-label={`${t("edit")}: ${t("cluster")}`} aria-pressed={view.value === "cluster"} onClick={() => open(view.value === "cluster" ? "overview" : "cluster")}>{t("edit")}</button>}>{() => <>
       <Choice acts label={t("instance")} path="instance" value="" options={[["", t("choose")], ...known.map((n: string): [string, string] => [n, n])]}
-        set={(name) => name && void attempt(() => onceHere("cluster", get(`/instances/${name}`), (cluster) => edit((d) => { d.cluster = cluster; d.constraints = {}; })))} />
-      <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, name) => void readCluster(text, name)} />
+        set={(name) => name && void takeInstance(name)} />
+      <div class="row"><Upload label={t("upload")} id="upload-cluster" take={(text, file) => void readCluster(text, file)} />
         <button type="button" id="by-hand" onClick={() => { edit((d) => { d.cluster = { name: "mine", regions: [] }; d.constraints = {}; }); open("cluster"); }}>{t("byHand")}</button></div>
     </>}</Fold>
   );
@@ -85,7 +106,7 @@ function Plan(): JSX.Element {
         <small class="soft">{workNote(p)}</small>
         <Differs of={jobId.value} />
       </> : <>
-        <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
+        <button type="button" class="main wide" id="calculate" disabled={draft.value.cluster.regions.length === 0} aria-disabled={isUnderWay("search")} onClick={() => void search()}>{t("calculate")}<Key keys="⌘⏎" /></button>
         {planId.value && <Differs of={planId.value} />}
       </>}
     </div>
@@ -94,14 +115,14 @@ function Plan(): JSX.Element {
 
 /** What is asked here is not what a plan or a search was asked for, which can be taken over. */
 const Differs = ({ of }: { of: string }): JSX.Element | null =>
-  changed.value ? <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(() => takeAskedOf(of))}>{t("takePlans")}</button></small> : null;
+  changed.value ? <small class="soft">{t("draftDiffers")} <button type="button" class="link" onClick={() => void attempt(async () => void (await takeAskedOf(of)))}>{t("takePlans")}</button></small> : null;
 
 function Plans(): JSX.Element {
   const [filter, setFilter] = useKept("filter", "");
   const [old, setOld] = useKept("archive", false);
   // On a narrow screen the plan itself comes before the others.
   const [closed, setClosed] = useState(planId.value !== "");
-  const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && (j.name + j.tags.join(" ")).toLowerCase().includes(filter.toLowerCase()));
+  const rows = (jobs.value ?? []).filter((j: Data) => j.archived === old && [called(j, jobs.value), ...j.tags].join(" ").toLowerCase().includes(filter.toLowerCase()));
   // What a plan was varied into stands below it.
   const listed = new Set(rows.map((j: Data) => j.id));
   const ordered = (under: string): Data[] =>
@@ -110,7 +131,7 @@ function Plans(): JSX.Element {
     <section class={closed ? "plans closed" : "plans"} aria-label={t("plans")}>
       <div class="fold-head"><button type="button" class="narrow" aria-label={t("plans")} aria-expanded={!closed} onClick={() => setClosed(!closed)}>{closed ? "▸" : "▾"}</button><h2>{t("plans")}</h2><span class="grow" />
         <Menu label="⋯" id="plans-menu" name={t("plansMenu")}>{(close) => <>
-          <Upload label={t("openPlan")} id="upload-plan" take={(text) => { close(); void attempt(async () => { const made = await post("/plans", JSON.parse(text)); await loadJobs(); openPlan(made.id); }); }} />
+          <Upload label={t("openPlan")} id="upload-plan" take={(text, file) => { close(); void attempt(() => openMade(async () => planOf(text).then((plan) => post("/plans", plan)).catch((error: Error) => { throw new FileFault(file, error); }))); }} />
           <button type="button" onClick={() => { setOld(!old); close(); }}>{t(old ? "showCurrent" : "showArchive")}</button>
         </>}</Menu></div>
       {(jobs.value?.length ?? 0) > 6 && <input class="filter" type="search" aria-label={t("filter")} placeholder={t("filter")} value={filter} onInput={(e) => setFilter(e.currentTarget.value)} />}
@@ -119,44 +140,57 @@ function Plans(): JSX.Element {
   );
 }
 
-const label = (id: string, said: Data): Promise<void> => attempt(async () => {
-  const told = await call("PATCH", `/jobs/${id}`, said);
-  if (row.value?.id === id) row.value = told;
+const label = (id: string, said: Data, then?: () => void): Promise<void> => once(`label ${id} ${Object.keys(said)}`, () => attempt(async () => {
+  await call("PATCH", `/jobs/${id}`, said);
+  if (row.value?.id === id) row.value = { ...row.value, ...said };
+  then?.();
   await loadJobs();
-});
+}));
+/** Forget a plan or a search; who has gone on from it meanwhile stays there. */
+const forget = (id: string): Promise<void> => once(`forget ${id}`, () => attempt(async () => {
+  await call("DELETE", `/plans/${id}`);
+  go(() => {
+    if (planId.value === id) planId.value = "";
+    if (jobId.value === id) jobId.value = "";
+    beside.value = beside.value.filter((other) => other !== id);
+  });
+  await loadJobs();
+}));
 function PlanRow({ j }: { j: Data }): JSX.Element {
   const [naming, setNaming] = useKept<{ name: string; tags: string } | null>(`naming ${j.id}`, null);
-  const here = j.id === planId.value;
+  const here = j.id === planId.value, name = called(j, jobs.value);
   const openIt = (): void => {
     if (j.kind === "front") { sessionStorage.setItem("polygon-front", j.id); open("front"); }
     else if (running(j)) go(() => (jobId.value = j.id));
     else if (j.has_plan) openPlan(j.id, view.value === "cluster" ? "overview" : view.value);
-    else void attempt(async () => { await takeAskedOf(j.id); trouble.value = ended(j); }); // what was asked, to be asked otherwise
+    else void attempt(async () => { if (await takeAskedOf(j.id)) trouble.value = ended(j); }); // what was asked, to be asked otherwise
   };
   const note = running(j) ? `${maybe(`state_${j.state}`)} ${percent(j.progress)}` : j.kind === "front" ? t("front") : j.has_plan ? j.note : maybe(`state_${j.state}`);
+  const typed = useRef(naming);
+  typed.current = naming;
+  // What was typed stays until it is kept: it may be refused, and somebody may type on.
   const submit = (e: Event): void => {
     e.preventDefault();
-    const { name, tags } = naming!;
-    setNaming(null);
-    void label(j.id, { name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) });
+    const { tags } = naming!;
+    void label(j.id, { name: naming!.name, tags: tags.split(",").map((x) => x.trim()).filter(Boolean) }, () => { if (typed.current === naming) setNaming(null); });
   };
   if (naming)
     return (
       <li class="naming"><form onSubmit={submit} onKeyDown={(e) => { if (e.key === "Escape") setNaming(null); }}>
-        <label class="field"><span>{t("name")}</span><input name="name" value={naming.name} maxLength={120} onInput={(e) => setNaming({ ...naming, name: e.currentTarget.value })} /></label><label class="field"><span>{t("tags")}</span><input name="tags" value={naming.tags} onInput={(e) => setNaming({ ...naming, tags: e.currentTarget.value })} /></label>
+        <label class="field"><span>{t("name")}</span><input name="name" value={naming.name} placeholder={j.name ? undefined : name} maxLength={120} onInput={(e) => setNaming({ ...naming, name: e.currentTarget.value })} /></label><label class="field"><span>{t("tags")}</span><input name="tags" value={naming.tags} onInput={(e) => setNaming({ ...naming, tags: e.currentTarget.value })} /></label>
         <div class="row"><button class="main">{t("ok")}</button><button type="button" onClick={() => setNaming(null)}>{t("close")}</button></div></form></li>
     );
   return (
     <li class={here ? "here" : undefined}>
-      <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || j.name}>
-        <span class="plan-name">{j.parent ? "↳ " : ""}{j.name || j.id}</span>
+      <button type="button" class="plan" aria-current={here ? "page" : undefined} onClick={openIt} title={j.error || name}>
+        <span class="plan-name">{j.parent ? "↳ " : ""}{j.parent && !j.name ? differences(j.changes) : name}</span>
         <small><b>{note}</b> {moment(j.created_s, language.value === "zh")} {j.tags.map((x: string) => <i class="tag" key={x}>{x}</i>)}</small>
       </button>
-      <Menu label="⋯" name={t("actionsOf", { name: j.name || j.id })}>{(close) => <>
+      <Menu label="⋯" name={t("actionsOf", { name })}>{(close) => <>
         <button type="button" onClick={() => { close(); setNaming({ name: j.name, tags: j.tags.join(", ") }); }}>{t("rename")}</button>
         {j.has_plan && planId.value && !here && <button type="button" onClick={() => { close(); go(() => { beside.value = [...beside.value.filter((x) => x !== j.id), j.id].slice(-3); view.value = "compare"; }); }}>{t("compareWith")}</button>}
         <button type="button" onClick={() => { close(); void label(j.id, { archived: !j.archived }); }}>{t(j.archived ? "unarchive" : "archive")}</button>
-        <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name: j.name || j.id }))) void attempt(async () => { await call("DELETE", `/plans/${j.id}`); if (here) go(() => (planId.value = "")); await loadJobs(); }); }}>{t("delete")}</button>
+        <button type="button" class="danger" onClick={() => { close(); if (confirm(t("deleteSure", { name }))) void forget(j.id); }}>{t("delete")}</button>
       </>}</Menu>
     </li>
   );

@@ -6,7 +6,7 @@ import { call, get, post, type Data } from "./api";
 import { axis, Chart, tooltip } from "./chart";
 import { ink, kindColors, palette } from "./colors";
 import { digits, percent, roundSeconds, seconds, signed } from "./format";
-import { attempt, follow, go, openRun, outcome, planId, runName } from "./state";
+import { attempt, follow, go, isUnderWay, once, openRun, outcome, planId, runName } from "./state";
 import { t, type Key } from "./strings";
 import { Legend, Rows, type Window } from "./timeline";
 import { Answer, Empty, Section, Skeleton, Table, Upload, useAnswer } from "./ui";
@@ -51,16 +51,16 @@ export const steps = (run: Data): string => (run.wanted && run.state !== "open" 
 
 export function StopRun({ run }: { run: Data }): JSX.Element | null {
   if (run.state !== "running") return null;
-  return <button type="button" class="small stop-run" onClick={() => void attempt(async () => void (await post(`/runs/${run.name}/stop`, {})))}>{t("cancel")}</button>;
+  return <button type="button" class="small stop-run" aria-disabled={isUnderWay(`stop ${run.name}`)} onClick={() => void once(`stop ${run.name}`, () => attempt(async () => void (await post(`/runs/${run.name}/stop`, {}))))}>{t("cancel")}</button>;
 }
 
 function Beside({ name, changed }: { name: string; changed: () => void }): JSX.Element {
   const { run, error } = useRun(name);
-  const remove = (): Promise<void> => attempt(async () => {
+  const remove = (): Promise<void> => once(`remove ${name}`, () => attempt(async () => {
     await call("DELETE", `/runs/${name}`);
-    go(() => (runName.value = ""));
+    if (runName.value === name) go(() => (runName.value = ""));
     changed();
-  });
+  }));
   const sentence = !run ? "" : run.step_s === null ? t("runPredicted", { predicted: seconds(run.predicted_step_s) }) : t(run.device === "cpu" ? "runSentenceOnCpu" : "runSentence", { measured: seconds(run.step_s), predicted: seconds(run.predicted_step_s), error: signed(run.error, percent) });
   const rests = run && !goesOn(run);
   useEffect(() => { if (rests) outcome.value = sentence; }, [rests]);

@@ -1,14 +1,15 @@
 // What the page knows: where it is, the plan that is open, what is tried on it, and the search that runs.
 
-import { batch, computed, effect, signal } from "@preact/signals";
+import { batch, computed, effect, signal, untracked } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
-import { arrived, changed, isNew, isOfSearch, request, start, take, takeAsked } from "./draft";
-import { mark, pathOf, unmark } from "./faults";
+import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, start, take, takeAsked } from "./draft";
+import { FileFault, mark, pathOf, unmark } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
 import { seconds } from "./format";
 import { keptSignal } from "./kept";
-import { t } from "./strings";
+import { called } from "./names";
+import { language, t } from "./strings";
 
 export const VIEWS = ["overview", "cluster", "strategy", "communication", "compare", "front", "deploy", "runs"] as const;
 export type View = (typeof VIEWS)[number];
@@ -100,11 +101,12 @@ export const open = (to: View): void => go(() => (view.value = to));
 export const say = (error: unknown): void => {
   const { name, message } = error as Error;
   if (name === "AbortError") return;
+  const here = !(error instanceof FileFault); // and not in the cluster's fields, though the file may be called cluster.yaml
   batch(() => {
     trouble.value = message;
-    if (pathOf(message).startsWith("cluster")) view.value = "cluster";
+    if (here && pathOf(message).startsWith("cluster")) open("cluster");
   });
-  mark(message, "trouble", true);
+  if (here) mark(message, "trouble", true);
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
@@ -116,6 +118,19 @@ export async function attempt(work: () => Promise<void>): Promise<void> {
   }
 }
 
+const underWay = signal<ReadonlySet<string>>(new Set());
+export const isUnderWay = (name: string): boolean => underWay.value.has(name);
+/** Begin what a button asks for; pushed again while that is under way, it begins nothing. */
+export async function once(name: string, work: () => Promise<void>): Promise<void> {
+  if (underWay.peek().has(name)) return;
+  underWay.value = new Set([...underWay.peek(), name]);
+  try {
+    await work();
+  } finally {
+    underWay.value = new Set([...underWay.peek()].filter((other) => other !== name));
+  }
+}
+
 // The open plan
 
 let known: Promise<Data> = Promise.resolve();
@@ -123,6 +138,7 @@ let loaded = "";
 let plans = new AbortController();
 async function load(id: string): Promise<void> {
   plans.abort();
+  pricing.abort();
   const { signal: gone } = (plans = new AbortController());
   loaded = id;
   limits.value = assumed.value = null;
@@ -141,19 +157,19 @@ async function load(id: string): Promise<void> {
     batch(() => {
       row.value = found;
       planned.value = seen;
-      if (!tried.value) shown.value = seen;
+      shown.value = tried.value ? null : seen; // what is tried on it is priced first: another plan's figures are not its own
       loading.value = false;
     });
     if (tried.value) void reprice();
     void limiting.catch(say);
-    if (arriving.value) await takeAskedOf(id, gone);
+    if (arriving.value) await followAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
     batch(() => {
       loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
       planId.value = "";
-      trouble.value = `${id}: ${(error as Error).message}`;
+      trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
     });
   }
 }
@@ -180,14 +196,27 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };
   }
 }
-/** Take over what a plan, or a search without one, was asked for. */
-export async function takeAskedOf(id: string, gone?: AbortSignal): Promise<void> {
-  const names = (await known).models.map((m: Data) => m.name);
-  const wanted = await get(`/jobs/${id}/request`, gone);
-  batch(() => { take(wanted, names, id); arriving.value = false; });
+const askedOf = async (id: string, gone?: AbortSignal): Promise<[Data, string[]]> => {
+  const [all, wanted] = await Promise.all([known, get(`/jobs/${id}/request`, gone)]);
+  return [wanted, all.models.map((m: Data) => m.name)];
+};
+/** Take over what a plan, or a search without one, was asked for; whether it was, and nothing else was chosen meanwhile. */
+export async function takeAskedOf(id: string): Promise<boolean> {
+  let taken = false;
+  await onceHere("whole", askedOf(id), ([wanted, names]) => { take(wanted, names, id); taken = true; });
+  return taken;
+}
+/** Take it over where somebody comes to a plan or a search, unless something is asked here meanwhile. */
+async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
+  const before = draft.peek();
+  const [wanted, names] = await askedOf(id, gone);
+  batch(() => {
+    if (draft.peek() === before && !awaits()) take(wanted, names, id);
+    arriving.value = false;
+  });
 }
 /** Why a search has no plan. */
-export const ended = (it: Data): string => (it.error ? `${t(it.state === "infeasible" ? "infeasible" : "failed")}: ${it.error}` : t("stoppedEarly"));
+export const ended = (it: Data): string => (!it.error ? t("stoppedEarly") : it.state === "infeasible" ? t("infeasible", { why: it.error }) : `${t("failed")}: ${it.error}`);
 
 let pricing = new AbortController();
 const RESTED_MS = 300;
@@ -211,6 +240,7 @@ let moving = 0;
 function scheduleReprice(): void {
   clearTimeout(moving);
   moving = window.setTimeout(() => {
+    if (loading.value) return; // priced once the plan is here
     if (tried.value) return void reprice();
     pricing.abort();
     shown.value = planned.value;
@@ -234,6 +264,15 @@ export function openPlan(id: string, to: View = "overview"): void {
   });
 }
 
+/** Make a plan and open it; who has gone elsewhere meanwhile stays there, and is told that it is in the list. */
+export async function openMade(make: () => Promise<Data>, to?: View): Promise<void> {
+  const from = address();
+  const made = await make();
+  await loadJobs();
+  if (address() === from) openPlan(made.id, to);
+  else notice.value = t("keptAs", { name: called(made, jobs.value) });
+}
+
 export async function copyLink(): Promise<void> {
   await copy(location.href);
   notice.value = t("linkCopied");
@@ -245,10 +284,13 @@ export async function savePlan(): Promise<void> {
 // Searches
 
 const AGAIN_MS = 2000;
-let again = 0;
+let again = 0, asks = 0;
 export async function loadJobs(): Promise<void> {
   clearTimeout(again);
-  jobs.value = await get("/jobs");
+  const ask = ++asks;
+  const found = await get("/jobs");
+  if (ask !== asks) return; // asked again meanwhile: an older list would bring back what was deleted
+  jobs.value = found;
   // What runs, here or in another window, says in the list how far it is.
   if (jobs.value!.some(running)) again = window.setTimeout(() => void loadJobs().catch(() => undefined), AGAIN_MS);
 }
@@ -256,22 +298,25 @@ export async function loadJobs(): Promise<void> {
 
     @throws Error where that has a fault: what is asked would not be what stands there. */
 export async function requested(): Promise<Data> {
-  await arrived();
-  if (await readFile()) return request();
+  let read = false;
+  do {
+    await arrived();
+    read = await readFile();
+  } while (awaits());
+  if (read) return request();
   open("cluster");
   focusSoon("yaml");
   throw new Error(t("fileFirst"));
 }
 let following = new AbortController();
-export async function search(): Promise<void> {
-  await attempt(async () => {
-    const begun = await post("/jobs", await requested());
-    takeAsked(begun.id);
-    progress.value = begun;
-    jobId.value = begun.id;
-    await loadJobs();
-  });
-}
+export const search = (): Promise<void> => once("search", () => attempt(async () => {
+  const wanted = await requested(), as = draft.value;
+  const begun = await post("/jobs", wanted);
+  takeAsked(begun.id, as);
+  progress.value = begun;
+  jobId.value = begun.id;
+  await loadJobs();
+}));
 export const running = (it: Data): boolean => it?.state === "queued" || it?.state === "running";
 
 /** Tell of a job or a run until it has ended; a server that ends begins its jobs again when it is back. */
@@ -305,22 +350,20 @@ export const workNote = (it: Data): string =>
 async function followSearch(id: string): Promise<void> {
   following.abort();
   const { signal: gone } = (following = new AbortController());
-  if (!id) return;
+  if (!id) {
+    progress.value = null; // by Back, say: it goes on, as the list says
+    return;
+  }
+  progress.value ??= { id, state: "running", progress: 0 }; // until the server says more
   const left = timeLeft();
   const tell = (it: Data): void => { progress.value = { ...it, left_s: left(it.progress) }; };
   try {
     // Begun elsewhere: what is asked there is shown here, unless that would cost what was written here.
-    if (!isOfSearch(id) && !changed.value) await takeAskedOf(id, gone);
+    if (!isOfSearch(id) && !changed.value) await followAskedOf(id, gone);
     const last = await follow(`/jobs/${id}`, gone, tell);
-    batch(() => {
-      progress.value = null;
-      if (last.has_plan) {
-        go(() => { planId.value = id; jobId.value = ""; changes.value = {}; if (view.value === "cluster") view.value = "overview"; });
-      } else {
-        jobId.value = "";
-        trouble.value = ended(last);
-      }
-    });
+    jobId.value = ""; // Back comes to where the search was begun, and not to its end again
+    if (last.has_plan) openPlan(id, view.value === "cluster" ? "overview" : view.value);
+    else trouble.value = ended(last);
     await loadJobs();
   } catch (error) {
     if ((error as Error).name !== "AbortError") batch(() => { progress.value = null; jobId.value = ""; say(error); });
@@ -360,8 +403,15 @@ export async function begin(): Promise<void> {
     void changes.value;
     if (planned.peek()) scheduleReprice();
   });
-  effect(() => void followSearch(jobId.value));
-  void loadJobs().catch(say);
+  effect(() => {
+    const id = jobId.value;
+    void language.value; // what it says of itself comes from the server
+    untracked(() => void followSearch(id));
+  });
+  effect(() => {
+    void language.value;
+    untracked(() => void loadJobs().catch(say));
+  });
 }
 
 // Runs
@@ -370,6 +420,8 @@ export async function begin(): Promise<void> {
 export async function openRun(files: Record<string, string>): Promise<void> {
   const first = Object.keys(files).find((name) => !/^(rank-\d+|plan)\./.test(name)) ?? "run";
   const name = first.replace(/\.\w+$/, "").toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 30) || "run";
+  const from = address();
   const made = await post("/runs", { name, plan: planId.value, files });
-  go(() => { view.value = "runs"; runName.value = made.name; });
+  if (address() === from) go(() => { view.value = "runs"; runName.value = made.name; });
+  else notice.value = t("keptAs", { name: made.name });
 }

@@ -6,6 +6,7 @@ import { axis, Chart, tooltip } from "./chart";
 import { ink, palette } from "./colors";
 import { bytes, digits, ofMemory, percent, runs, seconds, signed } from "./format";
 import { attempt, copyLink, planId, savePlan, shown } from "./state";
+import { isApart } from "./summary";
 import { maybe, programName, t } from "./strings";
 import { Answer, Section, Table, useAnswer } from "./ui";
 
@@ -26,7 +27,7 @@ function reasons(v: Data): string[] {
     degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t("reasonNoTensor"),
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
-    ...(v.traffic.total_s > 0 ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
+    ...(isApart(v) ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
     t("reasonMemory", { peak: ofMemory(full.peak_bytes), limit: ofMemory(full.limit_bytes), owner: full.memory_owner }),
   ];
 }

@@ -3,9 +3,10 @@
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, type Data } from "./api";
-import { digits, gbps, ms, percent, seconds, signed, usd } from "./format";
-import { anew, assumed, attempt, changes, limits, loading, loadJobs, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
-import { language, maybe, t, type Key } from "./strings";
+import { digits, gbps, ms, ofMemory, percent, seconds, signed, usd } from "./format";
+import { differences } from "./names";
+import { anew, assumed, attempt, changes, isUnderWay, limits, loading, once, openMade, openPlan, outcome, planId, planned, progress, row, setChanges, shown, tried, view } from "./state";
+import { language, t, type Key } from "./strings";
 import { Skeleton } from "./ui";
 
 /** A resource in words: "the network inside frankfurt". */
@@ -17,7 +18,7 @@ export function resource(l: Data): string {
 export function amount(l: Data, value: number): string {
   if (l.quality === "latency") return ms(value);
   if (l.quality) return gbps(value);
-  return l.kind === "memory" ? `${digits(value)}\u00a0GiB` : `×\u00a0${digits(value)}`;
+  return l.kind === "memory" ? ofMemory(value * 2 ** 30) : `×\u00a0${digits(value)}`;
 }
 /** A link that nobody gave, in words. */
 export function assumedLink(a: Data): string {
@@ -28,6 +29,8 @@ export const ASSUMED_FACTOR = 4;
 export function exposed(v: Data): number {
   return v.traffic.exposed_s / v.estimate.step_s;
 }
+/** Whether messages take time of their own: sums that a runtime spreads over its computing count as that. */
+export const isApart = (v: Data): boolean => v.traffic.pp_s + v.traffic.dp_s > 0;
 // What saves less is not worth a word.
 export const WORTH = 0.01;
 const perBillion = (e: Data): number => (e.cost_usd / (e.tokens_per_s * e.step_s)) * 1e9;
@@ -82,7 +85,7 @@ export function Sentence(): JSX.Element {
   );
 }
 
-const opened = (v: Data, step: string): string => t("sentence", { step, used: v.devices.used, all: v.devices.all });
+const opened = (v: Data, step: string): string => t("sentence", { step, used: digits(v.devices.used), all: digits(v.devices.all) });
 
 const RESTED_MS = 500, HEARD_MS = 10_000;
 /** What a screen reader is told, once: that a search runs, how long a step of the plan takes as soon as there is one, what
@@ -129,45 +132,20 @@ export function Figures(): JSX.Element | null {
       <Figure name="step" value={seconds(e.step_s)} before={seconds(f.step_s)} note={`90 %: ${seconds(e.low_s)} – ${seconds(e.high_s)}`} />
       <Figure name="perBillion" value={usd(perBillion(e))} before={usd(perBillion(f))} note={t("perStep", { usd: usd(e.cost_usd) })} />
       <Figure name="gap" value={e.gap === null ? "…" : percent(e.gap)} before={f.gap === null ? undefined : percent(f.gap)} note={e.gap === null ? "" : t("noFaster", { step: seconds(e.lower_bound_s) })} />
-      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={t("ofCommunication", { part: percent(v.traffic.hidden) })} />
+      <Figure name="exposedTime" value={percent(exposed(v))} before={percent(exposed(p))} note={isApart(v) ? t("ofCommunication", { part: percent(v.traffic.hidden) }) : t("longerFor")} />
     </dl>
   );
 }
 
-const CHANGE_NAMES: Record<string, Key> = {
-  accumulation: "accumulation", activations: "packActivations", weight_gradients: "packGradients", prefetch: "prefetch",
-  local_steps: "localSteps", algorithm: "algorithm", chunk_mb: "chunk", streams: "streams", overlap: "overlap",
-  bandwidth_factor: "bwFactor", latency_factor: "latFactor", price_factor: "priceFactor", device_factors: "deviceSpeed",
-};
-/** What differs, in words. */
-export function differences(said: Record<string, unknown>): string {
-  const words = Object.entries(said).map(([name, value]) => {
-    if (name === "links") return (value as Data[]).map((l) => `${l.source} → ${l.target}: ${[l.activations, l.weight_gradients].filter(Boolean).join(", ")}`).join("; ");
-    if (name === "device_factors") {
-      const all = Object.entries(value as Record<string, number>);
-      return [...new Set(all.map(([, x]) => x))].map((x) => `${all.filter(([, y]) => y === x).map(([d]) => d).join(", ")} ×\u00a0${digits(x)}`).join("; ");
-    }
-    const text = name.endsWith("_factor") ? `×\u00a0${digits(value as number)}` : typeof value === "number" ? digits(value) : maybe(String(value));
-    return `${t(CHANGE_NAMES[name])} ${text}`;
-  });
-  return words.join(" · ");
-}
-
-export async function keep(): Promise<void> {
-  const name = `${row.value.name}: ${differences(changes.value)}`.slice(0, 120);
-  await attempt(async () => {
-    const made = await post(`/plans/${planId.value}/variants`, { name, changes: changes.value });
-    await loadJobs();
-    openPlan(made.id, view.value);
-  });
-}
+export const keep = (): Promise<void> => once("keep", () => attempt(() => openMade(() =>
+  post(`/plans/${planId.value}/variants`, { changes: changes.value }), view.value)));
 export function Banner(): JSX.Element | null {
   const v = shown.value, p = planned.value;
-  if (!v || !p) return null;
+  if (!v || !p || loading.value) return null; // while a plan is opened, the one before is shown
   if (tried.value) {
     return (
       <div class="banner"><span><b>{t("whatif")}</b> {differences(changes.value)} · {speedChange()}</span>
-        <span class="grow" /><button type="button" class="main" id="keep" onClick={() => void keep()}>{t("keepVariant")}</button>
+        <span class="grow" /><button type="button" class="main" id="keep" aria-disabled={isUnderWay("keep")} onClick={() => void keep()}>{t("keepVariant")}</button>
         <button type="button" id="reset" onClick={() => setChanges({})}>{t("reset")}</button></div>
     );
   }

@@ -119,13 +119,13 @@ function opens(e: KeyboardEvent): void {
 }
 interface UploadProps { label: string; id: string }
 /** A button that opens a file, or several (`many`, by their names). */
-export function Upload(props: UploadProps & ({ many?: false; take: (text: string, name: string) => void } | { many: true; take: (texts: Record<string, string>) => void })): JSX.Element {
+export function Upload(props: UploadProps & ({ many?: false; take: (text: Promise<string>, file: string) => void } | { many: true; take: (texts: Record<string, string>) => void })): JSX.Element {
   const read = async (input: HTMLInputElement): Promise<void> => {
     const files = [...(input.files ?? [])];
     if (props.many) {
       const texts = await Promise.all(files.map(async (file) => [file.name, await file.text()] as const));
       if (texts.length) props.take(Object.fromEntries(texts));
-    } else if (files[0]) props.take(await files[0].text(), files[0].name.replace(/\.\w+$/, "") || "upload");
+    } else if (files[0]) props.take(files[0].text(), files[0].name);
     input.value = "";
   };
   return <label class="button upload"><input type="file" id={props.id} multiple={props.many} onChange={(e) => void read(e.currentTarget)} />{props.label}</label>;

@@ -1,0 +1,30 @@
+// What plans are called, in the language of the page.
+
+import type { Data } from "./api";
+import { digits } from "./format";
+import { maybe, t, type Key } from "./strings";
+
+const CHANGE_NAMES: Record<string, Key> = {
+  accumulation: "accumulation", activations: "packActivations", weight_gradients: "packGradients", prefetch: "prefetch",
+  local_steps: "localSteps", algorithm: "algorithm", chunk_mb: "chunk", streams: "streams", overlap: "overlap",
+  bandwidth_factor: "bwFactor", latency_factor: "latFactor", price_factor: "priceFactor", device_factors: "deviceSpeed",
+};
+/** What differs, in words. */
+export function differences(said: Record<string, unknown>): string {
+  const words = Object.entries(said).map(([name, value]) => {
+    if (name === "links") return (value as Data[]).map((l) => `${l.source} → ${l.target}: ${[l.activations, l.weight_gradients].filter(Boolean).join(", ")}`).join("; ");
+    if (name === "device_factors") {
+      const all = Object.entries(value as Record<string, number>);
+      return [...new Set(all.map(([, x]) => x))].map((x) => `${all.filter(([, y]) => y === x).map(([d]) => d).join(", ")} ×\u00a0${digits(x)}`).join("; ");
+    }
+    const text = name.endsWith("_factor") ? `×\u00a0${digits(value as number)}` : typeof value === "number" ? digits(value) : maybe(String(value));
+    return `${t(CHANGE_NAMES[name])} ${text}`;
+  });
+  return words.join(" · ");
+}
+/** The name that somebody gave it; else a variant is called by the plan it is of, where that is listed, and what differs. */
+export function called(j: Data, listed: Data[] | null): string {
+  if (j.name || !j.parent) return j.name || j.id;
+  const of = listed?.find((other) => other.id === j.parent);
+  return [...(of ? [called(of, listed)] : []), differences(j.changes)].join(": ");
+}
