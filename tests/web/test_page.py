@@ -229,18 +229,21 @@ IN_ITS_LIST = """id => {
 
 @pytest.mark.parametrize(("scheme", "locale"), [("light", "en-US"), ("dark", "zh-CN")])
 def test_every_view_fits_the_screen(browser, server, wide_plan, scheme, locale):
-    """No view is wider than the window, in either language, when it is opened on a phone and when that grows.
+    """No view is wider than the window, in either language, when it is opened on a phone and when that grows; on a
+    desktop none is longer, parts scroll by themselves.
 
     Screenshots are kept where POLYGON_SCREENSHOTS says.
     """
     page = new_page(browser, server, color_scheme=scheme, locale=locale)
-    run = opened_run(server, wide_plan)
+    other, run = variant(server, wide_plan), opened_run(server, wide_plan)
     for view in VIEWS:
         for size, (width, height) in SIZES.items():
             page.set_viewport_size({"width": width, "height": height})
             if size == "phone":
-                visit(page, server, wide_plan, view, f"&run={run}")
+                visit(page, server, wide_plan, view, f"&with={other}&run={run}")
             page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+            if size == "desktop":
+                page.wait_for_function("() => document.documentElement.scrollHeight <= innerHeight")
             page.wait_for_function(IN_ITS_LIST, arg=f"tab-{view}")
             if SHOTS:
                 SHOTS.mkdir(parents=True, exist_ok=True)
@@ -1388,6 +1391,23 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
 
 MANY = 64
 """Regions of a cluster that is drawn in parts."""
+
+
+def test_what_is_packed_inside_a_region_is_told(page, server):
+    """Nodes of a region that send one another 8 bits: strategy and communication say so, and what is assumed of the
+    loss."""
+    data = plan_data(*planned())
+    data["links"].append({"from": "south", "to": "south", "activations": "int8", "activation_gradients": "none",
+                          "weight_gradients": "none", "streams": 1})  # fmt: skip
+    status, _, row = server.request("POST", "/api/v1/plans", data)
+    assert status == 201
+    visit(page, server, row["id"], "strategy")
+    told = "Packed between nodes of south: int8 activations."
+    expect(page.locator("#reasons")).to_contain_text(told)
+    page.locator("#tab-communication").click()
+    expect(page.locator("#view")).to_contain_text(told)
+    page.locator("#drawer-assumed").click()
+    expect(page.locator("#drawer-panel")).to_contain_text("int8 activations (safe)")
 
 
 def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_plan):
