@@ -1107,6 +1107,7 @@ def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
     page.locator("#rehearse").click()
     expect(page.locator("#started .state")).to_have_text("running")
     expect(page.locator("#started .tail")).to_contain_text("loss")
+    expect(page.locator("#started .stop-run")).to_have_text("Stop")  # nothing is best of a rehearsal
     page.locator("#beside-it").click()
     expect(page.locator("#beside > li").first).to_be_visible()
     expect(page.locator("[data-chart=measured] .gantt-labels li").first).to_be_visible()
@@ -1167,6 +1168,20 @@ def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, wide_pla
     other.go_back()
     other.locator(".banner").wait_for()
     other.context.close()
+
+
+def test_who_opens_a_plan_that_is_gone_stays_at_theirs(page, server, plan_id):
+    """A variant whose original was deleted by then is still there when that cannot be opened."""
+    gone = variant(server, plan_id)
+    mine = variant(server, gone, latency_factor=2.0)
+    visit(page, server, mine)
+    assert server.request("DELETE", f"/api/v1/plans/{gone}")[0] == 204
+    page.locator("button", has_text="Open the original").click()
+    expect(page.locator("#trouble")).to_contain_text(f"Plan {gone} is not here")
+    expect(page.locator("[data-card=step] b")).to_have_text(re.compile(r"\d"))
+    page.wait_for_function("id => location.hash.includes(`plan=${id}`)", arg=mine)
+    page.locator(".banner", has_text="Variant").wait_for()
+    page.faults.clear()
 
 
 def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):

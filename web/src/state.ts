@@ -165,10 +165,11 @@ async function load(id: string): Promise<void> {
     if (arriving.value) await followAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
+    const before = row.peek()?.id; // who comes from a plan is not left without any
     batch(() => {
       loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
-      planId.value = "";
+      planId.value = before && before !== id ? before : "";
       trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
     });
   }
