@@ -635,6 +635,33 @@ def test_amounts_have_prefixes_and_figures_say_what_they_count(page, server, pla
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_money_has_three_digits_and_time_left_none_behind_the_point(fresh, server, plan_id):
+    """1.4 dollars are $ 1.40 beside $ 1.42; what is said to take about so long, in whole seconds."""
+
+    def dearer(route):
+        answer = route.fetch()
+        data = answer.json()
+        data["estimate"]["cost_usd"] = 1.4
+        route.fulfill(response=answer, json=data)
+
+    fresh.route(re.compile(r"/view\b"), dearer)
+    visit(fresh, server, plan_id)
+    expect(fresh.locator("[data-card=perBillion] small")).to_have_text("$\u20091.40 a step")
+    fresh.unroute_all(behavior="ignoreErrors")
+    fresh.goto(server.url)
+    choose(fresh, "gpt3-6.7b", "world-64")
+    fresh.locator("#fold-goal").click()
+    fresh.get_by_label("Effort").select_option("thorough")
+    expect(fresh.locator("#fold-cluster small")).to_contain_text("64 devices")
+    fresh.evaluate("() => { let now = 0; performance.now = () => (now += 200); }")
+    fresh.locator("#calculate").click()
+    said = fresh.locator(".rail-foot", has_text=re.compile("about .* left"))
+    said.wait_for()
+    assert re.search(r"about [\d,]+\u00a0s left", said.inner_text())
+    fresh.locator("#cancel").click()
+    fresh.locator("[data-card=step]").wait_for()
+
+
 def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
     """Not what the server read before the last change, however late it answers; a draft that is wrong is not saved."""
     fresh.locator("#tab-cluster").click()

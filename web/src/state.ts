@@ -6,7 +6,7 @@ import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, 
 import { FileFault, mark, pathOf, unmark } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
-import { seconds } from "./format";
+import { roundSeconds } from "./format";
 import { keptSignal } from "./kept";
 import { called } from "./names";
 import { language, t } from "./strings";
@@ -347,7 +347,7 @@ export function timeLeft(): (part: number) => number | null {
 }
 /** What a running job says, and how long it still takes. */
 export const workNote = (it: Data): string =>
-  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: seconds(Math.round(it.left_s)) })}` : ""}`;
+  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: roundSeconds(Math.round(it.left_s)) })}` : ""}`;
 async function followSearch(id: string): Promise<void> {
   following.abort();
   const { signal: gone } = (following = new AbortController());
