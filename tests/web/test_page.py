@@ -879,6 +879,42 @@ def test_a_fault_is_shown_until_it_is_mended(fresh):
         expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))
 
 
+def test_a_fault_goes_with_the_value_that_had_it(fresh):
+    """Another value in the field takes back what was said of the one before; another field does not."""
+    fresh.locator("#fold-model").click()
+    fill(fresh, "batch.global_batch", "many")
+    fresh.locator("#calculate").click()
+    expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
+    fill(fresh, "batch.seq_len", "1024")
+    fresh.wait_for_timeout(100)
+    expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
+    fill(fresh, "batch.global_batch", "512")
+    expect(fresh.locator("#trouble")).to_have_count(0)
+    expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
+
+
+def test_a_region_may_have_another_s_name_while_one_is_typed(fresh):
+    """ "north" on the way to "north2": the region that is named stays open, and both can be chosen."""
+    choose(fresh, "opt-350m")
+    expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#region-tab-1").click()
+    for region in (1, 0):
+        fresh.locator(f"#region-tab-{region}").click()
+        mine = f"cluster.regions[{region}].name"
+        other = fresh.locator(f"#region-tab-{1 - region}").inner_text()
+        fill(fresh, mine, other)
+        expect(fresh.locator("#cluster-error")).to_contain_text("expected another name")
+        expect(fresh.locator(f"#region-tab-{region}")).to_have_attribute("aria-selected", "true")
+        fresh.locator(f"#region-tab-{1 - region}").click()
+        expect(fresh.locator(f"[data-path='cluster.regions[{1 - region}].name']")).to_have_value(other)
+        fresh.locator(f"#region-tab-{region}").click()
+        fresh.locator(f"[data-path='{mine}']").press("End")
+        fresh.keyboard.type("2")
+        expect(fresh.locator(f"#region-tab-{region}")).to_have_text(f"{other}2")
+        expect(fresh.locator("#cluster-error")).to_have_count(0)
+
+
 def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
     """The pointer on a region lights its stages, on a stage its row; a plan that is not there is said."""
     visit(page, server, wide_plan)

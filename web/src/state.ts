@@ -106,7 +106,7 @@ export const say = (error: unknown): void => {
     trouble.value = message;
     if (here && pathOf(message).startsWith("cluster")) open("cluster");
   });
-  if (here) mark(message, "trouble", true);
+  if (here) mark(message, "trouble", true, () => { if (trouble.value === message) trouble.value = ""; });
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
