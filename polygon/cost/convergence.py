@@ -150,6 +150,18 @@ def assumptions(problem: Problem, plan: Plan) -> list[Message]:
     return lines
 
 
+def packings_inside(problem: Problem, plan: Plan) -> list[Message]:
+    """What nodes of a region send one another packed, a line a region."""
+    regions, lines = problem.cluster.regions, []
+    for use in plan.links:
+        if use.source == use.target:
+            kinds = ((traffic, getattr(use, traffic)) for traffic in TRAFFIC)
+            what = tuple(Message(f"loss.{traffic}", mode=kind) for traffic, kind in kinds if kind != "none")
+            if what:
+                lines.append(Message("packing.inside", region=regions[use.source].name, what=what))
+    return lines
+
+
 def _evidence(what: Message, level: str, row: QualityRow) -> Message:
     if not row.caveat:
         return Message("loss.evidence", what=what, level=level, shown=row.shown, source=row.source)

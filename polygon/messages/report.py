@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from polygon.bounds.gap import gap
 from polygon.bounds.lower_bound import LowerBound
-from polygon.cost.convergence import assumptions
+from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate
 from polygon.cost.money import TrainingRun
 from polygon.domain.groups import Groups
@@ -89,8 +89,8 @@ def describe_plan(problem: Problem, plan: Plan, estimate: Estimate, bound: Lower
     parts = [table(STAGE_COLUMNS, stage_rows(problem, plan, estimate)), "", _headline(problem, plan, estimate, bound)]
     if plan.local_steps > 1:
         parts.append(f"local steps   regions meet every {plan.local_steps} steps; times and bytes are means per step")
-    assumed = assumptions(problem, plan) if estimate.links else []
-    parts += [f"{'loss' if i == 0 else '':<14}{line}" for i, line in enumerate(assumed)]
+    for name, lines in (("packing", packings_inside(problem, plan)), ("loss", assumptions(problem, plan))):
+        parts += [f"{name if i == 0 else '':<14}{line}" for i, line in enumerate(lines)]
     if estimate.links:
         rows = [
             [

@@ -96,7 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
     asked = add_plans(app, store, jobs, pricing)  # what is asked most is looked up first
     add_catalogue(app, settings.instances)
     add_jobs(app, store, jobs, pricing)
-    add_deployments(app, asked.load, settings.deployments)
+    add_deployments(app, pricing, settings.deployments)
     add_runs(app, asked.load, runs, rehearsals)
     _add_page(app)
     app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)  # the last one stands before all others

@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from polygon.domain.errors import fault
 from polygon.domain.message import Message
-from polygon.export.bundle import Export
 from polygon.formats import files
 from polygon.planning.checker import violations
 
@@ -22,8 +22,8 @@ FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,120}")
 MOST_DEPLOYMENTS = 200
 
 
-def write_deployment(root: Path, name: str, export: Export) -> Path:
-    """Write an export into `root/name`, which it replaces.
+def write_deployment(root: Path, name: str, texts: Mapping[str, str]) -> Path:
+    """Write an export's files into `root/name`, which it replaces.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def write_deployment(root: Path, name: str, export: Export) -> Path:
         raise fault("deployments", MOST_DEPLOYMENTS, "fewer (remove some)")
     if folder.exists():
         shutil.rmtree(folder)
-    files.write_folder(folder, export.files)
+    files.write_folder(folder, texts)
     return folder
 
 

@@ -24,7 +24,6 @@ from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import InputError
 from polygon.domain.message import Message
-from polygon.export.launch_hosts import read_hosts
 from polygon.export.targets import TARGETS
 from polygon.formats.convert_plan import plan_data, plan_from_spec
 from polygon.formats.schema import PlanSpec, Strict, check
@@ -39,7 +38,7 @@ from polygon.web.guard import Receive, Scope, Send
 from polygon.web.jobs import MOST_SECONDS, USUAL_EXPLAIN_SECONDS, Jobs, plan_name
 from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
-from polygon.web.questions import Loaded, exported, own_changes
+from polygon.web.questions import Loaded, own_changes
 from polygon.web.questions import load as read_plan
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
 from polygon.web.sliders import Changes, positions, timed
@@ -395,19 +394,21 @@ def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:
     return text, row.request.get("changes", {})
 
 
-def add_deployments(app: FastAPI, load: Load, folder: Path) -> None:
+def add_deployments(app: FastAPI, pricing: Pricing, folder: Path) -> None:
     """Exports written to disk, and what is there."""
 
     @app.post("/api/v1/plans/{job}/deploy", status_code=201, responses=RESPONSES, response_model=responses.Written)
-    def deploy(job: JobId, request: DeployRequest, language: Asked) -> Any:
+    async def deploy(job: JobId, request: DeployRequest, language: Asked) -> Any:
         """Write an export into deployments/NAME and check it without starting anything."""
-        it = load(job)
-        hosts = read_hosts(request.hosts, it.problem.cluster, it.plan) if request.hosts.strip() else None
-        result = exported(it, request.target, hosts=hosts, name=request.name)
-        written = write_deployment(folder, request.name, result)
-        data: dict[str, Any] = {"name": request.name, "files": sorted(result.files), "checks": check_folder(written)}
-        data["start"] = result.start
-        return in_language(data, language)
+        arguments = tuple(request.model_dump().items())
+        made = orjson.loads(await pricing.ask(Question(job=job, what="export", arguments=arguments)))
+
+        def write() -> Any:
+            checks = check_folder(write_deployment(folder, request.name, made["files"]))
+            data = {"name": request.name, "files": sorted(made["files"]), "checks": checks, "start": made["start"]}
+            return in_language(data, language)
+
+        return await run_in_threadpool(write)
 
     @app.get("/api/v1/deployments", responses=RESPONSES, response_model=list[responses.Deployment])
     def deployments() -> Any:

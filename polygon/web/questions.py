@@ -15,7 +15,7 @@ from polygon.domain.errors import InputError
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.bundle import Export
-from polygon.export.launch_hosts import Host
+from polygon.export.launch_hosts import read_hosts
 from polygon.export.predicted import predicted_trace
 from polygon.export.targets import export
 from polygon.formats.convert_plan import plan_data, plan_from_spec
@@ -74,15 +74,16 @@ def rows(
     return timeline(priced, opened=frozenset(opened), from_s=from_s, to_s=to_s, messages=messages)
 
 
-def exported(it: Loaded, target: str, *, hosts: list[Host] | None = None, name: str = "") -> Export:
-    """Files for another system.
+def exported(it: Loaded, target: str, *, hosts: str = "", name: str = "") -> Export:
+    """Files for another system, whose hosts are a line a node.
 
     Raises
     ------
     InputError
-        Where it cannot say the plan.
+        Where it cannot say the plan, and for hosts that are none.
     """
-    result = export(it.problem, it.plan, target, hosts=hosts, tables=it.tables, name=name)
+    own = read_hosts(hosts, it.problem.cluster, it.plan) if hosts.strip() else None
+    result = export(it.problem, it.plan, target, hosts=own, tables=it.tables, name=name)
     if result is None:
         raise InputError(Message("reason.not_expressible", target=target))
     return result
@@ -115,7 +116,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     "file": file,
     "view": view,
     "timeline": rows,
-    "export": lambda it, _, target: exported(it, target).to_dict(),
+    "export": lambda it, _, target, **more: exported(it, target, **more).to_dict(),
     "advice": lambda it, changes: views.advice(it.problem, it.plan, changes, it.tables),
     "sensitivities": lambda it, changes: views.sensitivities(it.problem, it.plan, changes, it.tables),
     "assumed": lambda it, _: assumed(it.problem, it.plan, it.tables),

@@ -174,6 +174,8 @@ class View(TypedDict):
     chunks: int
     """Stages on the same devices (interleaving)."""
     assumptions: list[str]
+    packings_inside: list[str]
+    """Of messages between nodes of a region."""
     devices: dict[str, int]
     hosts: list[UsedNodes]
     regions: list[dict[str, Any]]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polygon.bounds.gap import bound_data, gap
-from polygon.cost.convergence import assumptions
+from polygon.cost.convergence import assumptions, packings_inside
 from polygon.cost.estimate import Estimate, LinkEstimate
 from polygon.cost.step_times import StepTimes
 from polygon.cost.tables import CostTables
@@ -20,7 +20,7 @@ from polygon.cost.transfers import boundary_values
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
 from polygon.export.launch_hosts import used_nodes
-from polygon.messages.report import layer_span, size
+from polygon.messages.report import ROUNDED, layer_span, size
 from polygon.web.sliders import NO_CHANGE, Changes, PricedChange, price, timed
 
 Shown = TypeVar("Shown")
@@ -54,7 +54,8 @@ def view(priced: PricedChange, *, bound: bool = True) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "local_steps": plan.local_steps,
         "chunks": plan.chunks,
-        "assumptions": assumptions(problem, plan) if result.links else [],
+        "assumptions": assumptions(problem, plan),
+        "packings_inside": packings_inside(problem, plan),
         "devices": {"used": plan.world_size, "all": problem.cluster.devices},
         "hosts": _of_workers(priced, _hosts),
         "regions": _of_workers(priced, _regions),
@@ -231,10 +232,12 @@ def formulas(priced: PricedChange, shown: dict[str, Any], *, bound: bool) -> lis
     alike = Counter((stage.width - 1, n) for stage, n in zip(plan.stages, priced.gradients, strict=True))
     reduced = " + ".join(f"{n} x 2 x {w} x {p:.4g}" for (w, p), n in alike.items() if w)
     values = boundary_values(problem.model, batch, plan.micro_batch_size)
+    # What is left of a difference of sums is no time.
+    terms = {name: s if s > ROUNDED * result.step_s else 0.0 for name, s in result.terms.items()}
     rows: list[tuple[str, Message | str, Message | str]] = [
-        ("step", Message("formula.step"), Message("numbers.step", **result.terms, step_s=result.step_s)),
+        ("step", Message("formula.step"), Message("numbers.step", **terms, step_s=result.step_s)),
         ("tokens", "B L / T",
-         f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:.5g}/s"),
+         f"{batch.global_batch} x {batch.seq_len} / {result.step_s:.4g} = {result.tokens_per_s:,.0f}/s"),
         ("pp_bytes", Message("formula.pp_bytes"), Message(
             "numbers.pp_bytes",
             product=f"2 x {plan.micro_batches} x {len(plan.stages) - 1} x {values} x {batch.element_bytes} B",

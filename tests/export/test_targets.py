@@ -382,7 +382,7 @@ def test_hosts_of_the_nodes_that_a_plan_uses_are_enough(target):
     whole = read_hosts("\n".join(host.name for host in everything), problem.cluster, plan)
     results = [export(problem, plan, target, hosts=given) for given in (hosts, whole)]
     assert results[0].files == results[1].files
-    with pytest.raises(InputError, match=f"expected {len(used)}, one a node that the plan uses"):
+    with pytest.raises(InputError, match=f"expected {len(used)}, one for each node that the plan uses"):
         read_hosts("\n".join(f"h{i}" for i in range(len(everything) + 1)), problem.cluster, plan)
 
 

@@ -5,15 +5,18 @@ import contextlib
 import gzip
 import http.client
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from benchmarks.web_load import cpu_s, rest
 from polygon import Problem
 from polygon.formats import catalogue
 from polygon.formats.convert import cluster_data, cluster_from_spec, model_data, problem_data
@@ -24,7 +27,7 @@ from polygon.web.app import Settings, create_app
 from polygon.web.jobs import problem_of
 from polygon.web.plan_routes import AHEAD
 from polygon.web.pricing import Pricing
-from tests.exported_plans import INSTANCES, planned
+from tests.exported_plans import INSTANCES, planned, wide
 from tests.patience import PATIENCE_S, eventually
 from tests.web.conftest import ROOT, Server
 
@@ -354,6 +357,27 @@ def test_one_click_deployment_passes_its_dry_run(server, plan_id, target):
     assert sorted(path.name for path in folder.iterdir()) == answer[2]["files"]
     assert subprocess.run(["bash", "check.sh"], cwd=folder, capture_output=True).returncode == 0
     assert server.request("GET", f"/api/v1/deployments/my-{target}/README.md")[2].startswith(f"# my-{target}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the CPU time of a process is read where Linux has it")
+def test_a_deployment_is_worked_out_where_plans_are_priced(tmp_path):
+    """The bound in its plan file takes seconds of a large plan: the server answers others meanwhile."""
+    server = Server(tmp_path)
+    own = Path(f"/proc/{server.process.pid}/stat")
+
+    def seconds() -> tuple[float, float]:
+        """CPU of the server itself, and of those below it."""
+        ticks = own.read_text("utf-8").rsplit(")", 1)[1].split()[11:13]
+        own_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return own_s, cpu_s(server) - own_s
+
+    plan = server.request("POST", "/api/v1/plans", plan_data(*wide()))[2]["id"]
+    rest(server)
+    before = seconds()
+    assert server.request("POST", f"/api/v1/plans/{plan}/deploy", {"name": "a", "target": "torchrun"})[0] == 201
+    here_s, there_s = (now - then for now, then in zip(seconds(), before, strict=True))
+    assert here_s < there_s
+    server.stop()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "A", "-rf", "x" * 41, "a b", "a\nb", "$(touch pwned)"])

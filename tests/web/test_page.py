@@ -229,18 +229,21 @@ IN_ITS_LIST = """id => {
 
 @pytest.mark.parametrize(("scheme", "locale"), [("light", "en-US"), ("dark", "zh-CN")])
 def test_every_view_fits_the_screen(browser, server, wide_plan, scheme, locale):
-    """No view is wider than the window, in either language, when it is opened on a phone and when that grows.
+    """No view is wider than the window, in either language, when it is opened on a phone and when that grows; on a
+    desktop none is longer, parts scroll by themselves.
 
     Screenshots are kept where POLYGON_SCREENSHOTS says.
     """
     page = new_page(browser, server, color_scheme=scheme, locale=locale)
-    run = opened_run(server, wide_plan)
+    other, run = variant(server, wide_plan), opened_run(server, wide_plan)
     for view in VIEWS:
         for size, (width, height) in SIZES.items():
             page.set_viewport_size({"width": width, "height": height})
             if size == "phone":
-                visit(page, server, wide_plan, view, f"&run={run}")
+                visit(page, server, wide_plan, view, f"&with={other}&run={run}")
             page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+            if size == "desktop":
+                page.wait_for_function("() => document.documentElement.scrollHeight <= innerHeight")
             page.wait_for_function(IN_ITS_LIST, arg=f"tab-{view}")
             if SHOTS:
                 SHOTS.mkdir(parents=True, exist_ok=True)
@@ -632,6 +635,33 @@ def test_amounts_have_prefixes_and_figures_say_what_they_count(page, server, pla
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_money_has_three_digits_and_time_left_none_behind_the_point(fresh, server, plan_id):
+    """1.4 dollars are $ 1.40 beside $ 1.42; what is said to take about so long, in whole seconds."""
+
+    def dearer(route):
+        answer = route.fetch()
+        data = answer.json()
+        data["estimate"]["cost_usd"] = 1.4
+        route.fulfill(response=answer, json=data)
+
+    fresh.route(re.compile(r"/view\b"), dearer)
+    visit(fresh, server, plan_id)
+    expect(fresh.locator("[data-card=perBillion] small")).to_have_text("$\u20091.40 a step")
+    fresh.unroute_all(behavior="ignoreErrors")
+    fresh.goto(server.url)
+    choose(fresh, "gpt3-6.7b", "world-64")
+    fresh.locator("#fold-goal").click()
+    fresh.get_by_label("Effort").select_option("thorough")
+    expect(fresh.locator("#fold-cluster small")).to_contain_text("64 devices")
+    fresh.evaluate("() => { let now = 0; performance.now = () => (now += 200); }")
+    fresh.locator("#calculate").click()
+    said = fresh.locator(".rail-foot", has_text=re.compile("about .* left"))
+    said.wait_for()
+    assert re.search(r"about [\d,]+\u00a0s left", said.inner_text())
+    fresh.locator("#cancel").click()
+    fresh.locator("[data-card=step]").wait_for()
+
+
 def test_what_is_saved_is_what_the_fields_say(fresh, tmp_path):
     """Not what the server read before the last change, however late it answers; a draft that is wrong is not saved."""
     fresh.locator("#tab-cluster").click()
@@ -847,6 +877,42 @@ def test_a_fault_is_shown_until_it_is_mended(fresh):
         expect(fresh.locator("#trouble")).to_have_count(int(wrong == batch))
         fill(fresh, count, "3")
         expect(fresh.locator("#yaml")).to_have_value(re.compile("count: 3"))
+
+
+def test_a_fault_goes_with_the_value_that_had_it(fresh):
+    """Another value in the field takes back what was said of the one before; another field does not."""
+    fresh.locator("#fold-model").click()
+    fill(fresh, "batch.global_batch", "many")
+    fresh.locator("#calculate").click()
+    expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
+    fill(fresh, "batch.seq_len", "1024")
+    fresh.wait_for_timeout(100)
+    expect(fresh.locator("#trouble")).to_contain_text("batch.global_batch")
+    fill(fresh, "batch.global_batch", "512")
+    expect(fresh.locator("#trouble")).to_have_count(0)
+    expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
+
+
+def test_a_region_may_have_another_s_name_while_one_is_typed(fresh):
+    """ "north" on the way to "north2": the region that is named stays open, and both can be chosen."""
+    choose(fresh, "opt-350m")
+    expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
+    fresh.locator("#tab-cluster").click()
+    fresh.locator("#region-tab-1").click()
+    for region in (1, 0):
+        fresh.locator(f"#region-tab-{region}").click()
+        mine = f"cluster.regions[{region}].name"
+        other = fresh.locator(f"#region-tab-{1 - region}").inner_text()
+        fill(fresh, mine, other)
+        expect(fresh.locator("#cluster-error")).to_contain_text("expected another name")
+        expect(fresh.locator(f"#region-tab-{region}")).to_have_attribute("aria-selected", "true")
+        fresh.locator(f"#region-tab-{1 - region}").click()
+        expect(fresh.locator(f"[data-path='cluster.regions[{1 - region}].name']")).to_have_value(other)
+        fresh.locator(f"#region-tab-{region}").click()
+        fresh.locator(f"[data-path='{mine}']").press("End")
+        fresh.keyboard.type("2")
+        expect(fresh.locator(f"#region-tab-{region}")).to_have_text(f"{other}2")
+        expect(fresh.locator("#cluster-error")).to_have_count(0)
 
 
 def test_map_stages_and_timeline_point_at_one_another(page, server, wide_plan):
@@ -1104,6 +1170,7 @@ def test_a_rehearsal_is_started_shown_and_stopped(browser, tmp_path):
     page.locator("#rehearse").click()
     expect(page.locator("#started .state")).to_have_text("running")
     expect(page.locator("#started .tail")).to_contain_text("loss")
+    expect(page.locator("#started .stop-run")).to_have_text("Stop")  # nothing is best of a rehearsal
     page.locator("#beside-it").click()
     expect(page.locator("#beside > li").first).to_be_visible()
     expect(page.locator("[data-chart=measured] .gantt-labels li").first).to_be_visible()
@@ -1164,6 +1231,20 @@ def test_a_what_if_is_kept_shared_and_told_apart(browser, page, server, wide_pla
     other.go_back()
     other.locator(".banner").wait_for()
     other.context.close()
+
+
+def test_who_opens_a_plan_that_is_gone_stays_at_theirs(page, server, plan_id):
+    """A variant whose original was deleted by then is still there when that cannot be opened."""
+    gone = variant(server, plan_id)
+    mine = variant(server, gone, latency_factor=2.0)
+    visit(page, server, mine)
+    assert server.request("DELETE", f"/api/v1/plans/{gone}")[0] == 204
+    page.locator("button", has_text="Open the original").click()
+    expect(page.locator("#trouble")).to_contain_text(f"Plan {gone} is not here")
+    expect(page.locator("[data-card=step] b")).to_have_text(re.compile(r"\d"))
+    page.wait_for_function("id => location.hash.includes(`plan=${id}`)", arg=mine)
+    page.locator(".banner", has_text="Variant").wait_for()
+    page.faults.clear()
 
 
 def test_a_variant_is_deployed_as_it_is_priced(page, server, wide_plan):
@@ -1388,6 +1469,23 @@ def test_strategy_and_communication_show_what_they_compute(page, server, wide_pl
 
 MANY = 64
 """Regions of a cluster that is drawn in parts."""
+
+
+def test_what_is_packed_inside_a_region_is_told(page, server):
+    """Nodes of a region that send one another 8 bits: strategy and communication say so, and what is assumed of the
+    loss."""
+    data = plan_data(*planned())
+    data["links"].append({"from": "south", "to": "south", "activations": "int8", "activation_gradients": "none",
+                          "weight_gradients": "none", "streams": 1})  # fmt: skip
+    status, _, row = server.request("POST", "/api/v1/plans", data)
+    assert status == 201
+    visit(page, server, row["id"], "strategy")
+    told = "Packed between nodes of south: int8 activations."
+    expect(page.locator("#reasons")).to_contain_text(told)
+    page.locator("#tab-communication").click()
+    expect(page.locator("#view")).to_contain_text(told)
+    page.locator("#drawer-assumed").click()
+    expect(page.locator("#drawer-panel")).to_contain_text("int8 activations (safe)")
 
 
 def test_the_heat_map_of_many_regions_names_those_that_send(page, server, wide_plan):

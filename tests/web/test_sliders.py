@@ -47,6 +47,15 @@ def test_kept_tables_answer_like_fresh_ones(case, changes):
         assert changed(case, **other).estimate == fresh.estimate
 
 
+def test_formulas_have_no_time_that_rounding_has_left(case):
+    """A term that came out at -9e-16 s is said to be 0; speeds of 10,000 tokens/s and more have no power of ten."""
+    priced = changed(case)
+    terms = priced.estimate.terms | {"pipeline": -9e-16}
+    priced = replace(priced, estimate=replace(priced.estimate, terms=terms, tokens_per_s=165358.4))
+    said = {row["key"]: str(row["numbers"]) for row in view(priced, bound=False)["formulas"]}
+    assert " pipeline 0 + " in said["step"] and said["tokens"].endswith(" = 165,358/s")
+
+
 def test_exposed_communication_is_what_the_terms_of_the_step_say():
     """Transfer and reduction, whatever makes them long; what is hidden is a part of all."""
     for problem, plan, tables in drawn(12):

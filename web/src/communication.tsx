@@ -27,7 +27,8 @@ export function Communication(): JSX.Element {
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
-        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, l.activations), sent(l.gradient_bytes, l.weight_gradients), percent(l.use)])} />}</Section>
+        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, l.activations), sent(l.gradient_bytes, l.weight_gradients), percent(l.use)])} />}
+        {v.packings_inside.map((what: string) => <p key={what}>{t("reasonInside", { what })}</p>)}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
       {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}
       <Section title={t("formulas")}><div id="formulas"><Table label={t("formulas")} head={[t("quantity"), t("formula"), t("numbers")]} rows={v.formulas.map((r: Data) => [maybe(`q_${r.key}`), r.formula, r.numbers])} /></div><p class="soft">{t("symbols")}</p></Section>

@@ -1,5 +1,6 @@
 // The cluster editor: the map to place regions, everything that a file can say as fields, and the file itself beside it.
 
+import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
@@ -44,6 +45,12 @@ export function Editor(): JSX.Element {
   const cluster = draft.value.cluster;
   const text = JSON.stringify(cluster);
   const [resolved, set] = useState<Resolved>(() => remembered(text));
+  // Of regions that have one name, as for a moment while another is typed, the one that was chosen stays.
+  const [chosen, choose] = useState(0);
+  const name = (i: number): string | undefined => cluster.regions[i]?.name;
+  const at = name(chosen) === selected.value ? chosen : Math.max(0, cluster.regions.findIndex((r: Data) => r.name === selected.value));
+  useEffect(() => choose(at), [at]);
+  const pick = (i: number): void => batch(() => { choose(i); selected.value = name(i)!; });
   useEffect(() => {
     const stop = new AbortController(), seen = selected.peek();
     const timer = setTimeout(() => {
@@ -57,9 +64,9 @@ export function Editor(): JSX.Element {
         })
         .catch((e: Error) => {
           if (stop.signal.aborted) return;
-          const r = /^cluster\.regions\[(\d+)\]/.exec(e.message);
+          const r = Number(/^cluster\.regions\[(\d+)\]/.exec(e.message)?.[1]);
           // Who has gone on to another region meanwhile stays there.
-          if (r && cluster.regions[Number(r[1])] && selected.peek() === seen) selected.value = cluster.regions[Number(r[1])].name;
+          if (cluster.regions[r] && selected.peek() === seen && name(r) !== seen) pick(r);
           set((old) => ({ ...old, error: e.message }));
           mark(e.message, "cluster-error", false);
         });
@@ -69,13 +76,11 @@ export function Editor(): JSX.Element {
   // Map and region at once, the rest in tasks of their own: between them the browser draws and listens.
   const [rest, draw] = useState(false);
   useEffect(() => { const timer = setTimeout(() => draw(true)); return () => clearTimeout(timer); }, []);
-  const at = Math.max(0, cluster.regions.findIndex((r: Data) => r.name === selected.value));
-  const pick = (name: string): void => { selected.value = name; };
   return (
     <div class="editor">
       <div class="editor-form">
         <Section title={t("cluster")} tools={<Tools />}>
-          <WorldMap places={draftPlaces(cluster)} height={230} label={t("editMap")} onSelect={pick}
+          <WorldMap places={draftPlaces(cluster)} height={230} label={t("editMap")} onSelect={(region) => { selected.value = region; }}
             onMove={(name, latitude, longitude) => edit((d) => {
               const r = d.cluster.regions.findIndex((it: Data) => it.name === name);
               Object.assign(d.cluster.regions[r], { latitude, longitude });
@@ -89,8 +94,8 @@ export function Editor(): JSX.Element {
           </div>
         </Section>
         {cluster.regions.length === 0 ? <Empty>{t("noRegionsYet")}</Empty> : <>
-          <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, (to) => pick(cluster.regions[to].name))}>{cluster.regions.map((r: Data, i: number) => (
-            <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(r.name)}>{r.name}</button>
+          <div role="tablist" class="pills" aria-label={t("regions")} onKeyDown={walks(at, cluster.regions.length, pick)}>{cluster.regions.map((r: Data, i: number) => (
+            <button type="button" role="tab" key={i} aria-selected={i === at} aria-controls="region" tabIndex={i === at ? 0 : -1} id={`region-tab-${i}`} onClick={() => pick(i)}>{r.name}</button>
           ))}</div>
           {resolved.error && <p class="error" role="alert" id="cluster-error">{resolved.error}</p>}
           <div role="tabpanel" id="region" aria-labelledby={`region-tab-${at}`}>

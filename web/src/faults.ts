@@ -33,8 +33,9 @@ export function unmark(of = ""): void {
   marked = marked.filter((element) => !right.includes(element));
 }
 
-/** Mark the field that a message names; `said` is the id of the element that says it. */
-export function mark(message: string, said: string, focus: boolean): void {
+/** Mark the field that a message names, until another value is written there; `said` is the id of the element that says
+    it, `over` takes back what it says. */
+export function mark(message: string, said: string, focus: boolean, over?: () => void): void {
   unmark();
   const path = pathOf(message);
   if (!path) return;
@@ -48,6 +49,7 @@ export function mark(message: string, said: string, focus: boolean): void {
       field.setAttribute("aria-describedby", said);
       for (let d = field.closest("details"); d; d = d.parentElement?.closest("details") ?? null) d.open = true;
       marked = [field];
+      if (over) field.addEventListener("input", () => { if (marked.includes(field)) { unmark(); over(); } }, { once: true });
       if (focus) field.focus();
       return;
     }

@@ -72,5 +72,5 @@ export function gbps(value: number): string {
 export const ms = (value: number): string => seconds(value / 1e3);
 export function usd(value: number): string {
   if (!Number.isFinite(value)) return "∞";
-  return `$\u2009${Math.abs(value) >= 1000 ? whole(value) : Number(value.toPrecision(3))}`;
+  return `$\u2009${value === 0 ? 0 : three(value)}`;
 }

@@ -51,7 +51,7 @@ export const steps = (run: Data): string => (run.wanted && run.state !== "open" 
 
 export function StopRun({ run }: { run: Data }): JSX.Element | null {
   if (run.state !== "running") return null;
-  return <button type="button" class="small stop-run" aria-disabled={isUnderWay(`stop ${run.name}`)} onClick={() => void once(`stop ${run.name}`, () => attempt(async () => void (await post(`/runs/${run.name}/stop`, {}))))}>{t("cancel")}</button>;
+  return <button type="button" class="small stop-run" aria-disabled={isUnderWay(`stop ${run.name}`)} onClick={() => void once(`stop ${run.name}`, () => attempt(async () => void (await post(`/runs/${run.name}/stop`, {}))))}>{t("stopRun")}</button>;
 }
 
 function Beside({ name, changed }: { name: string; changed: () => void }): JSX.Element {

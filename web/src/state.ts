@@ -6,7 +6,7 @@ import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, 
 import { FileFault, mark, pathOf, unmark } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
-import { seconds } from "./format";
+import { roundSeconds } from "./format";
 import { keptSignal } from "./kept";
 import { called } from "./names";
 import { language, t } from "./strings";
@@ -106,7 +106,7 @@ export const say = (error: unknown): void => {
     trouble.value = message;
     if (here && pathOf(message).startsWith("cluster")) open("cluster");
   });
-  if (here) mark(message, "trouble", true);
+  if (here) mark(message, "trouble", true, () => { if (trouble.value === message) trouble.value = ""; });
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
@@ -165,10 +165,11 @@ async function load(id: string): Promise<void> {
     if (arriving.value) await followAskedOf(id, gone);
   } catch (error) {
     if ((error as Error).name === "AbortError") return;
+    const before = row.peek()?.id; // who comes from a plan is not left without any
     batch(() => {
       loading.value = arriving.value = false;
       row.value = planned.value = shown.value = null;
-      planId.value = "";
+      planId.value = before && before !== id ? before : "";
       trouble.value = (error as Data).status === 404 ? t("planGone", { id }) : `${id}: ${(error as Error).message}`;
     });
   }
@@ -346,7 +347,7 @@ export function timeLeft(): (part: number) => number | null {
 }
 /** What a running job says, and how long it still takes. */
 export const workNote = (it: Data): string =>
-  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: seconds(Math.round(it.left_s)) })}` : ""}`;
+  `${it.note || t(it.state === "queued" ? "state_queued" : "working")}${it.left_s > 1 ? ` · ${t("left", { time: roundSeconds(Math.round(it.left_s)) })}` : ""}`;
 async function followSearch(id: string): Promise<void> {
   following.abort();
   const { signal: gone } = (following = new AbortController());

@@ -27,6 +27,7 @@ function reasons(v: Data): string[] {
     degrees.length ? t("reasonTensor", { tp: degrees.join(", ") }) : t("reasonNoTensor"),
     ...(v.devices.used < v.devices.all ? [t("reasonIdle", { idle: v.devices.all - v.devices.used, all: v.devices.all })] : []),
     ...(modes.length ? [t("reasonPacking", { modes: modes.map((mode) => (mode === "none" ? t("unpacked") : mode)).join(", "), bytes: bytes(v.traffic.cross_region_bytes) })] : []),
+    ...v.packings_inside.map((what: string) => t("reasonInside", { what })),
     ...(isApart(v) ? [t("reasonHidden", { hidden: percent(v.traffic.hidden) })] : []),
     t("reasonMemory", { peak: ofMemory(full.peak_bytes), limit: ofMemory(full.limit_bytes), owner: full.memory_owner }),
   ];
@@ -52,7 +53,7 @@ export function Strategy(): JSX.Element {
         <button type="button" class="small" onClick={() => void attempt(savePlan)}>{t("planFile")}</button>
         <button type="button" class="small" id="share" onClick={() => void attempt(copyLink)}>{t("shareLink")}</button></>}>
         <Table label={t("planTable")} head={[t("stage"), t("layers"), t("region"), t("workers"), t("share"), t("busy"), t("memory"), t("options")]} rows={rows} numeric={[4, 5, 6]} />
-        <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {digits(v.estimate.tokens_per_s)} {t("tokens")} · {t("mfu")} {percent(v.estimate.mfu)}</p>
+        <p class="soft">{t("ranWith", { runtime: programName(v.runtime), micro: v.micro_batches, size: v.micro_batch_size })}{v.local_steps > 1 ? ` · ${t("every", { n: v.local_steps })}` : ""} · {t("tokensEach", { n: digits(v.estimate.tokens_per_s) })} · {t("mfu")} {percent(v.estimate.mfu)}</p>
       </Section>
       <Section title={t("reasons")}><ul class="plain" id="reasons">{reasons(v).map((r) => <li key={r}>{r}</li>)}</ul></Section>
       <Section title={t("radar")}><Answer of={answer} lines={8}>{(data) => <Alternatives data={data} />}</Answer></Section>
