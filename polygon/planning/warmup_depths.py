@@ -348,18 +348,24 @@ class Pacing:
     def _change_stages(
         self, better: Callable[[np.ndarray, float], bool], best: Callable[[], _Paced | None], tries: int
     ) -> None:
-        """Lengthen or shorten the spans of one stage after another; what helped is tried again first."""
-        ends = [*self.times.place.offset.tolist(), len(self._least)]
-        moves = list(itertools.product(CHANGES, itertools.pairwise(ends)))
+        """Lengthen or shorten the spans of one stage after another, then of workers of one kind in a stage that has
+        several; what helped is tried again first."""
+        place = self.times.place
+        stages = [place.members(s) for s in range(len(self.plan.stages))]
+        of_kind: list[np.ndarray] = []
+        for mine in stages:
+            kinds, kind = alike(place.pool[mine], place.tp[mine])
+            of_kind += [mine.start + np.flatnonzero(kind == k) for k in range(len(kinds)) if len(kinds) > 1]
+        moves = [*itertools.product(CHANGES, stages), *itertools.product(CHANGES, of_kind)]
         at, failures = 0, 0
         for _ in range(tries):
             now = best()
             if now is None or failures >= len(moves):
                 break
-            factor, (first, end) = moves[at % len(moves)]
+            factor, part = moves[at % len(moves)]
             wanted = now.wanted.copy()
             # Of what memory has cut down, only a shorter one than it holds is another.
-            wanted[first:end] = factor * np.minimum(wanted[first:end], now.spans[first:end])
+            wanted[part] = factor * np.minimum(wanted[part], now.spans[part])
             if better(wanted, now.kept):
                 failures = 0
             else:
