@@ -13,6 +13,7 @@ from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
 from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.initial_solutions import replicated_starts
 from polygon.planning.nearby import allocation_of, search_around
+from polygon.planning.polish import affordable
 
 LEAST_GAIN = 1.05
 """Times the tokens per second, below which local updates are not worth a word."""
@@ -83,5 +84,5 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
 
 def _affordable(problem: Problem, starts: Sequence[Allocation]) -> int:
     """How many plans like the largest of some starts are priced."""
-    actions = (problem.batch.global_batch // x.micro_batch_size * len(x.stages) for x in starts)
-    return min(EVALUATIONS, MOST_ACTIONS // max(actions, default=1))
+    shapes = ((problem.batch.global_batch // x.micro_batch_size, len(x.stages)) for x in starts)
+    return min([EVALUATIONS, *(affordable(*shape, MOST_ACTIONS) for shape in shapes)])

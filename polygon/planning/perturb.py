@@ -37,7 +37,7 @@ def improved(plan: Plan, decoder: Decoder, *, evaluations: int, expired: Callabl
         Whether time is up.
     """
     best, value, tables = plan, decoder.plan_value(plan), decoder.tables
-    left = min(evaluations, affordable(plan) // SETTLING)
+    left = min(evaluations, affordable(plan.micro_batches, len(plan.stages)) // SETTLING)
     while left > 0:
         found: list[tuple[float, Plan]] = []
         for draft in itertools.islice(perturbations(best), left):

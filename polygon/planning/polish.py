@@ -66,7 +66,7 @@ def polished(
                 best, value = paced[0], found
 
     # A large step takes long to price: of it fewer changes are.
-    most = min(evaluations, affordable(plan))
+    most = min(evaluations, affordable(plan.micro_batches, len(plan.stages)))
     change_spans()
     hurdle_s = HURDLE * step_times(best, tables).step_s
     drafts, failures, at = list(changes(best, tables)), 0, 0
@@ -89,9 +89,9 @@ def polished(
     return best
 
 
-def affordable(plan: Plan) -> int:
-    """Plans with as large a step that are priced at most."""
-    return MOST_ACTIONS // max(1, plan.micro_batches * len(plan.stages))
+def affordable(micro_batches: int, stages: int, actions: int = MOST_ACTIONS) -> int:
+    """Steps of so many micro-batches and stages that are priced at most, if all together have so many actions."""
+    return actions // max(1, micro_batches * stages)
 
 
 def fitted(draft: Plan, tables: CostTables, hurdle_s: float = math.inf) -> Plan | None:

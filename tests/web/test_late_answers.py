@@ -8,9 +8,21 @@ import pytest
 
 from polygon.formats.convert_plan import plan_data
 from tests.exported_plans import planned
-from tests.patience import eventually
 from tests.web.conftest import Server
-from tests.web.test_page import Held, browser, choose, expect, fill, fresh, kept_page, new_page, page, slide, visit
+from tests.web.test_page import (
+    Held,
+    browser,
+    choose,
+    expect,
+    fill,
+    fresh,
+    kept_page,
+    name_a_new_plan,
+    new_page,
+    page,
+    slide,
+    visit,
+)
 
 __all__ = ["browser", "fresh", "kept_page", "page"]
 
@@ -67,7 +79,7 @@ def test_a_cluster_that_comes_late_is_not_taken_for_the_later_choice(fresh, late
     expect(fresh.locator("#fold-cluster small")).to_have_text("8 devices in 2 regions")
     held = Held(fresh, "**/api/v1/instances/*")
     fresh.locator("[data-path=instance]").select_option("world-64")
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 1)
+    held.wait()
     summary = "8 devices in 2 regions"
     if later == "by hand":
         fresh.locator("#by-hand").click()
@@ -98,7 +110,7 @@ def test_a_file_that_is_read_late_does_not_replace_a_cluster_chosen_since(fresh)
     read.wait("typed")
     chosen = Held(fresh, "**/api/v1/instances/*")
     fresh.locator("[data-path=instance]").select_option("world-64")
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(chosen.routes) == 1)
+    chosen.wait()
     fresh.locator("#fold-goal").click()
     fresh.locator("#goal summary, .fold.open details.more > summary").last.click()
     fill(fresh, "constraints.most_stages", "5")
@@ -120,7 +132,7 @@ def test_a_search_waits_for_what_is_taken_over(fresh, server, plan_id):
     fill(fresh, "batch.global_batch", "32")
     held = Held(fresh, "**/request")
     fresh.locator("#status .link").click()
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 1)
+    held.wait()
     asked = Held(fresh, "**/api/v1/jobs", "POST")
     fresh.locator("[data-path=instance]").select_option("world-64")
     fresh.locator("#calculate").click()
@@ -139,7 +151,7 @@ def test_what_is_edited_while_a_plan_is_opened_is_not_lost(fresh, server, wide_p
     held = Held(fresh, "**/request")
     fresh.evaluate(f"location.hash = '#plan={wide_plan}&view=overview'")
     fresh.locator("[data-card=step]").wait_for()
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 1)
+    held.wait()
     fill(fresh, "batch.global_batch", "48")
     with fresh.expect_response("**/request"):
         held.release()
@@ -157,11 +169,11 @@ def test_the_list_of_plans_is_the_newest_that_was_asked_for(page, server, plan_i
     here.locator(".menu > button").click()
     page.once("dialog", lambda dialog: dialog.accept())
     here.get_by_role("button", name="Delete").click()
-    assert eventually(lambda: page.wait_for_timeout(1) or len(gone.routes) == 1)
+    gone.wait()
     listed = Held(page, "**/api/v1/jobs", "GET")
     page.evaluate(f"location.hash = '#plan={plan_id}&view=overview'")
     page.locator("#language").click()  # asks for the list, in words of another language
-    assert eventually(lambda: page.wait_for_timeout(1) or len(listed.routes) == 1)
+    listed.wait()
     [old] = [route.fetch() for route in listed.routes]
     listed.released = True
     with page.expect_response(lambda r: r.url.endswith("/api/v1/jobs")):
@@ -179,14 +191,7 @@ def test_the_list_of_plans_is_the_newest_that_was_asked_for(page, server, plan_i
 
 def test_a_name_is_kept_until_the_server_has_it(page, server):
     """What was typed stays where it is refused; pushed twice it is sent once."""
-    made = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
-    visit(page, server, made)
-    here = page.locator("#plan-list li.here")
-    here.locator(".menu > button").click()
-    here.get_by_role("button", name="Name and tags").click()
-    page.locator(".naming [name=name]").fill("a name")
-    page.locator(".naming [name=tags]").fill("x" * 41)
-    page.locator(".naming .main").click()
+    made, _ = name_a_new_plan(page, server, "a name", "x" * 41)
     page.locator("#trouble").wait_for()
     expect(page.locator(".naming [name=name]")).to_have_value("a name")
     page.faults.clear()
@@ -316,9 +321,9 @@ def test_a_search_goes_on_in_the_language_that_is_chosen(fresh):
     held = Held(fresh, "**/events")
     fresh.locator("#calculate").click()
     fresh.locator("#cancel").wait_for()
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 1)
+    held.wait()
     fresh.locator("#language").click()
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 2)
+    held.wait(count=2)
     assert [r.request.headers["accept-language"] for r in held.routes] == ["en", "zh-CN"]
     fresh.unroute_all(behavior="ignoreErrors")
     fresh.reload()

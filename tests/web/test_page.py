@@ -115,10 +115,10 @@ class Held:
         else:
             self.routes.append(route)
 
-    def wait(self, part: str = "") -> None:
-        """Until a request is kept back that has `part` in what it sends."""
-        wanted = lambda: any(part in (route.request.post_data or "") for route in self.routes)  # noqa: E731
-        assert eventually(lambda: self.page.wait_for_timeout(1) or wanted())
+    def wait(self, part: str = "", *, count: int = 1) -> None:
+        """Until so many requests are kept back that have `part` in what they send."""
+        wanted = lambda: sum(part in (route.request.post_data or "") for route in self.routes)  # noqa: E731
+        assert eventually(lambda: self.page.wait_for_timeout(1) or wanted() >= count)
 
     def release(self) -> None:
         self.released = True
@@ -796,7 +796,7 @@ def test_a_search_waits_for_the_cluster_that_was_chosen(fresh):
     held = Held(fresh, "**/api/v1/instances/*")
     choose(fresh, "gpt3-1.3b", "world-64")
     fresh.locator("[data-path=instance]").select_option("two-campus")
-    assert eventually(lambda: fresh.wait_for_timeout(1) or len(held.routes) == 2)
+    held.wait(count=2)
     asked = Held(fresh, "**/api/v1/jobs", "POST")
     fresh.locator("#calculate").click()
     held.released = True
@@ -1405,16 +1405,22 @@ def test_a_traced_run_names_its_stages_once(page, server, wide_plan):
     assert re.search(r"Stage 0\b", said) and said.count("Predicted") == said.count("Measured") == 1
 
 
-def test_plans_are_named_put_away_and_deleted(page, server):
-    """The menu of a plan; the list follows; the archive keeps what is put away."""
+def name_a_new_plan(page, server, name, tags):
+    """Give a plan of its own a name and tags by its menu; its identifier, and its entry in the list."""
     made = server.request("POST", "/api/v1/plans", plan_data(*planned()))[2]["id"]
     visit(page, server, made)
     here = page.locator("#plan-list li.here")
     here.locator(".menu > button").click()
     here.get_by_role("button", name="Name and tags").click()
-    page.locator(".naming [name=name]").fill("the good one")
-    page.locator(".naming [name=tags]").fill("paper, march")
+    page.locator(".naming [name=name]").fill(name)
+    page.locator(".naming [name=tags]").fill(tags)
     page.locator(".naming .main").click()
+    return made, here
+
+
+def test_plans_are_named_put_away_and_deleted(page, server):
+    """The menu of a plan; the list follows; the archive keeps what is put away."""
+    made, here = name_a_new_plan(page, server, "the good one", "paper, march")
     page.locator("#what", has_text="the good one").wait_for()
     assert server.request("GET", f"/api/v1/jobs/{made}")[2]["tags"] == ["paper", "march"]
     here.locator(".menu > button").click()
