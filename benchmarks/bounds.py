@@ -176,7 +176,7 @@ def plans(problem: Problem, tables: CostTables, seed: int) -> Iterator[tuple[str
         for steps in allowed(problem).local_steps:
             yield "packed", replace(best, links=links, local_steps=steps)
         for depth in (1, 2, best.micro_batches):
-            yield "depth", replace(best, spans=tuple(tuple(depth for _ in row) for row in best.spans))
+            yield "depth", best.with_spans(tuple(tuple(depth for _ in row) for row in best.spans))
         if problem.model.experts:
             for plan in (found.plan, best):
                 yield from (("experts", other) for other in spread_experts(plan))

@@ -151,7 +151,8 @@ def same_devices(explainer: Explainer, kind: str, rng: np.random.Generator) -> P
         "idea.gpipe": tuple((every,) * len(row) for row in plan.spans),
         "idea.one_f_one_b": tuple((len(row),) * len(row) for row in plan.spans),
     }
-    return replace(plan, stages=stages, spans=spans.get(kind, plan.spans))
+    changed = replace(plan, stages=stages)
+    return changed.with_spans(spans[kind]) if kind in spans else changed
 
 
 def drawn_variant(explainer: Explainer, kind: str) -> Draw:

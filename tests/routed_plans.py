@@ -1,5 +1,7 @@
 """Plans at random, for the laws of schedules: any widths, routes and spans, on one region."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -36,3 +38,19 @@ def routed_plans(draw, max_stages=5, max_width=4, max_micro_batches=14):
     routes = [[draw(st.integers(0, width - 1)) for width in widths] for _ in range(micro_batches)]
     spans = tuple(tuple(draw(st.integers(1, 6)) for _ in range(width)) for width in widths)
     return plan_of(widths, routes, spans)
+
+
+def ranked(plan, rng):
+    """The plan in a drawn order of its own: of all actions that can begin, any is next."""
+    micro_batches, stages = plan.routes.shape
+    can, ranks = [(0, m, 0) for m in range(micro_batches)], np.zeros((2, micro_batches, stages), dtype=np.int64)
+    done = {(s, w): 0 for s, stage in enumerate(plan.stages) for w in range(stage.width)}
+    while can:
+        k, m, s = can.pop(int(rng.integers(len(can))))
+        worker = s, int(plan.routes[m, s])
+        ranks[k, m, s], done[worker] = done[worker], done[worker] + 1
+        if k == 0:
+            can.append((0, m, s + 1) if s + 1 < stages else (1, m, s))
+        elif s > 0:
+            can.append((1, m, s - 1))
+    return replace(plan, order=ranks)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polygon.cost.shared_schedule import shared_ends_s, worker_actions
-from polygon.domain.schedule import BACKWARD, FORWARD, interleaved_actions
+from polygon.domain.schedule import BACKWARD, FORWARD, interleaved_actions, ranked_actions
 from polygon.jit.compilation import general
 
 
@@ -204,6 +204,8 @@ class ScheduleTimes:
     """Whether several channels use some link; else every link is a channel, and k = 1."""
     chunks: int = 1
     """Stages on the devices of each worker (`Plan.chunks`)."""
+    ranks: np.ndarray | None = None
+    """Of the plan (`Plan.order`); `order` and `first` then say nothing."""
 
     @property
     def holder(self) -> np.ndarray:
@@ -219,13 +221,15 @@ class ScheduleTimes:
         ends_s = np.empty(len(self.forward_s))
         start_s = np.zeros((2, *self.routes.shape)) if record else np.zeros((0, 0, 0))
         fixed = self.routes, self.order, self.first, self.forward_s, self.backward_s
-        if self.shared or self.chunks > 1:
+        if self.shared or self.chunks > 1 or self.ranks is not None:
             workers = len(ends_s)
-            if self.chunks > 1:
+            holder = np.arange(workers)
+            if self.ranks is not None:
+                actions, at = ranked_actions(self.routes, self.ranks, workers)
+            elif self.chunks > 1:
                 actions, at, holder = interleaved_actions(self.routes, workers, self.chunks)
             else:
                 actions, at = worker_actions(self.routes, self.order, self.first, workers)
-                holder = np.arange(workers)
             free = np.empty(len(at) - 1)
             passing = self.forward_s, self.backward_s, self.link, self.hold_s, self.latency_s
             shared_ends_s(self.routes, actions, at, holder, *passing, self.links, free, start_s)

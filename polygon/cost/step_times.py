@@ -330,7 +330,7 @@ def step_times(plan: Plan, tables: CostTables) -> StepTimes:
         return known
     durations, terms = plan_terms(plan, tables)
     order, first = backward_order(windows(plan))
-    schedule = ScheduleTimes(order=order, first=first, chunks=plan.chunks, **durations)
+    schedule = ScheduleTimes(order=order, first=first, chunks=plan.chunks, ranks=plan.order, **durations)
     return StepTimes(schedule=schedule, ends_s=schedule.simulate()[0], **terms)
 
 

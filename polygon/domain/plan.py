@@ -1,7 +1,7 @@
 """The plan: which worker holds which layers, which way every micro-batch goes, and how links are used.
 
 A plan says only what cannot be derived. Shares follow from the routes, ranks from the devices, the order of every
-worker's actions from routes and spans (`polygon.domain.schedule`).
+worker's actions from routes and spans, unless the plan says it (`polygon.domain.schedule`).
 """
 
 from __future__ import annotations
@@ -246,6 +246,8 @@ class Plan:
         Optimizer steps between two reductions (1: every step; more: local updates with an outer optimizer).
     chunks : int
         Stages on each group of workers.
+    order : ndarray of int, shape (2, micro_batches, stages), optional
+        The place of every forward [0] and backward [1] among its worker's actions; spans then say nothing.
     """
 
     stages: tuple[Stage, ...]
@@ -257,6 +259,7 @@ class Plan:
     local_steps: int = 1
     chunks: int = 1
     """Stages that every worker holds (interleaving): of n stages, stage s + n / chunks is on the workers of stage s."""
+    order: np.ndarray | None = None
     solver: str = ""
     seed: int = 0
 
@@ -274,6 +277,10 @@ class Plan:
     def micro_batches(self) -> int:
         """Micro-batches per step, over all workers."""
         return int(self.routes.shape[0])
+
+    def with_spans(self, spans: tuple[tuple[int, ...], ...]) -> Plan:
+        """The plan in the order that spans give."""
+        return replace(self, spans=spans, order=None)
 
     @property
     def gradient_everywhere(self) -> bool:

@@ -18,14 +18,16 @@ al., SC'21). A worker that is slower than its neighbours has a longer span, so t
 longer span also hides a longer link. Both cost memory.
 
 Where workers hold several stages (`Plan.chunks`), spans say nothing: their order is interleaved 1F1B, see
-`interleaved_actions`.
+`interleaved_actions`. Nor do they where a plan says the order itself (`Plan.order`): the place of every action among
+its worker's, which may let micro-batches overtake one another (`polygon.planning.list_schedule`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +77,8 @@ def topological_order(plan: Plan) -> np.ndarray:
         Rows (kind, micro-batch, stage) with kind 0 forward, 1 backward.
     """
     micro_batches, stages = plan.routes.shape
+    if plan.order is not None:
+        return _ranked_topologically(plan)
     m, s = (grid.ravel() for grid in np.meshgrid(np.arange(micro_batches), np.arange(stages), indexing="ij"))
     kind = np.repeat(np.array([FORWARD, BACKWARD]), len(m))
     key = np.concatenate([m, m + windows(plan).ravel() - 1])
@@ -83,10 +87,58 @@ def topological_order(plan: Plan) -> np.ndarray:
     return np.stack([kind, np.tile(m, 2), np.tile(s, 2)], axis=1)[order]
 
 
+def repeated(plan: Plan, times: int) -> Plan:
+    """The plan with so many times the micro-batches, on the same routes; an order of its own is gone through again."""
+    order = plan.order
+    if order is not None:
+        columns = list(plan.routes.T)
+        each = np.stack([2 * np.bincount(column)[column] for column in columns], axis=1)
+        order = np.concatenate([order + turn * each for turn in range(times)], axis=1)
+    return replace(plan, routes=np.tile(plan.routes, (times, 1)), order=order)
+
+
+def orders_end(plan: Plan) -> bool:
+    """Whether every action of a plan with an order of its own has its turn: no worker waits for another for ever."""
+    return len(_ranked_topologically(plan)) == 2 * plan.routes.size
+
+
+def _ranked_topologically(plan: Plan) -> np.ndarray:
+    """`topological_order` of a plan with an order of its own: whoever can do an action does its next one.
+
+    Without those that never have their turn, where workers wait for one another.
+    """
+    assert plan.order is not None
+    micro_batches, stages = plan.routes.shape
+    half = micro_batches * stages
+    offset = np.cumsum([0, *(stage.width for stage in plan.stages)])
+    units = (plan.routes + offset[:-1]).ravel().tolist()
+    actions, begins = ranked_actions(plan.routes + offset[:-1], plan.order, int(offset[-1]))
+    queues = [actions[a:b].tolist()[::-1] for a, b in pairwise(begins)]
+    there = [action < half and action % stages == 0 for action in range(2 * half)]
+    found, ready = [], list(range(len(queues)))
+    while ready:
+        queue = queues[ready.pop()]
+        while queue and there[queue[-1]]:
+            action = queue.pop()
+            found.append(action)
+            s = action % stages
+            if action < half:
+                after = action + 1 if s + 1 < stages else action + half
+            else:
+                after = action - 1 if s > 0 else action
+            there[after] = True
+            ready.append(units[after % half])
+    return np.stack(np.unravel_index(np.array(found, dtype=np.int64), (2, micro_batches, stages)), axis=1)
+
+
 def worker_order(plan: Plan, stage: int, worker: int) -> list[Action]:
     """Actions of one worker in the order in which it executes them; of all its stages, `stage` being the first."""
     if plan.chunks > 1:
         return _interleaved_order(plan, stage, worker)
+    if plan.order is not None:
+        mine = np.flatnonzero(plan.routes[:, stage] == worker)
+        ranked = [(int(plan.order[k, m, stage]), Action("FB"[k], int(m))) for m in mine for k in (FORWARD, BACKWARD)]
+        return [action for _, action in sorted(ranked)]
     mine = np.flatnonzero(plan.routes[:, stage] == worker)
     due = mine + windows(plan)[mine, stage] - 1
     keyed = [((int(m), 0, int(m)), Action("F", int(m))) for m in mine]
@@ -168,12 +220,37 @@ def interleaved_units(groups: int, chunks: int, group: int) -> int:
     return groups - group if chunks == 1 else 2 * (groups - group - 1) + (chunks - 1) * groups + 1
 
 
+def ranked_actions(routes: np.ndarray, ranks: np.ndarray, workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Actions of every worker in a plan's order, and where each worker's begin, as `interleaved_actions` has them.
+
+    `routes` number workers over all stages, `ranks` are of `Plan.order`.
+    """
+    who = np.broadcast_to(routes, ranks.shape).ravel()
+    begins = np.concatenate([[0], np.cumsum(np.bincount(who, minlength=workers))]).astype(np.int64)
+    actions = np.empty(len(who), dtype=np.int64)
+    actions[begins[who] + ranks.ravel()] = np.arange(len(who))
+    return actions, begins
+
+
+def ranked_in_flight(ranks: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
+    """`in_flight` of a stage in a plan's order: `ranks` of its actions, shape (2, micro_batches), and who does them."""
+    who = np.tile(column, 2)
+    in_order = np.lexsort((ranks.ravel(), who))
+    # Whoever has begun a micro-batch ends it: every worker's sum begins with 0.
+    now = np.where(in_order < len(column), 1, -1).cumsum()
+    held = np.zeros(width, dtype=np.int64)
+    np.maximum.at(held, who[in_order], now)
+    return held
+
+
 def in_flight(plan: Plan, stage: int, window: np.ndarray | None = None) -> np.ndarray:
     """Most micro-batches each worker of a stage holds activations of at one time, shape (width,).
 
     `window` are the plan's windows, where they are known already.
     """
     column = plan.routes[:, stage]
+    if plan.order is not None:
+        return ranked_in_flight(plan.order[:, :, stage], column, plan.stages[stage].width)
     held = np.zeros(plan.stages[stage].width, dtype=np.int64)
     due = np.arange(len(column)) + (windows(plan) if window is None else window)[:, stage] - 1
     order = np.argsort(column, kind="stable")

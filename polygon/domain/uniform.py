@@ -165,6 +165,8 @@ def _workers(problem: Problem, config: ParallelConfig) -> list[Worker]:
 
 def uniform_order(plan: Plan) -> str | None:
     """The schedule of a uniform split that a plan's spans are those of: `gpipe`, `1f1b` or none."""
+    if plan.order is not None:
+        return None
     spans = {span for row in plan.spans for span in row}
     if spans == {plan.micro_batches}:
         return "gpipe"

@@ -82,7 +82,7 @@ class Rules:
             and len({(w.tp, w.cp) for w in first.workers}) == 1
             and plan.micro_batches % dp == 0
             and (plan.routes == turns[:, None]).all()
-            and (len(plan.stages) == 1 or plan.spans == ((dp,) * dp,) * len(plan.stages))
+            and (len(plan.stages) == 1 or (plan.order is None and plan.spans == ((dp,) * dp,) * len(plan.stages)))
             and min(blocks) > 0
             and (self.uneven_layers or max(blocks) - min(blocks) <= 1)
             and (self.tensor or worker.tp == 1)
@@ -412,10 +412,10 @@ def losses(problem: Problem, plan: Plan, tables: CostTables, rules: Rules, unifo
     shares = [plan.shares(s) for s in range(len(plan.stages))]
     if any(share.min() != share.max() for share in shares):
         turns = np.stack([np.arange(plan.micro_batches) % stage.width for stage in plan.stages], axis=1)
-        lose(Message("lost.shares"), replace(here, routes=turns))
+        lose(Message("lost.shares"), replace(here, routes=turns, order=None))
     one_f_one_b = tuple((stage.width,) * stage.width for stage in plan.stages)
-    if plan.spans != one_f_one_b and len(plan.stages) > 1:
-        lose(Message("lost.schedule"), replace(here, spans=one_f_one_b))
+    if (plan.order is not None or plan.spans != one_f_one_b) and len(plan.stages) > 1:
+        lose(Message("lost.schedule"), here.with_spans(one_f_one_b))
     rest = uniform.step_s - before_s
     if _shape(plan) != _shape(uniform.plan) or abs(rest) > 1e-9 * uniform.step_s:
         found.append(Loss(what=_structure(problem, plan, uniform, rules), cost_s=rest))

@@ -16,8 +16,13 @@ from polygon.domain.errors import Phrase, fault, located, require
 from polygon.domain.groups import Groups
 from polygon.domain.message import Message
 from polygon.domain.plan import LinkUse, Plan, Problem, Stage, Worker
+from polygon.domain.schedule import BACKWARD, FORWARD, Action, orders_end
 from polygon.formats.convert import problem_data, problem_from_spec
 from polygon.formats.schema import GroupsSpec, PlanSpec, WorkerSpec
+
+KINDS = "FB"
+MOST_SHOWN = 60
+"""Letters of a worker's actions that an error shows."""
 
 
 class PlanFile(NamedTuple):
@@ -112,7 +117,9 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
             require(name in names, f"links[{k}].{key}", name, Message("expected.region", names=tuple(names)))
         fields = link.model_dump(exclude={"from_region", "to_region"})
         links.append(LinkUse(source=names[link.from_region], target=names[link.to_region], **fields))
-    simple: Any = spec.model_dump(exclude={"format", "version", "problem", "stages", "routes", "links", "estimate"})
+    simple: Any = spec.model_dump(
+        exclude={"format", "version", "problem", "stages", "routes", "links", "order", "estimate"}
+    )
     spans = simple.pop("spans")
     require(
         len(spans) == len(stages),
@@ -136,6 +143,15 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
         links=tuple(links),
         **simple,
     )
+    if spec.order is not None:
+        require(chunks == 1, "order", Phrase("an order of workers with several stages"), "none")
+        plan = dataclasses.replace(plan, order=_ranks(spec.order, plan))
+        require(
+            orders_end(plan),
+            "order",
+            Phrase("workers that wait for one another"),
+            "an order in which every action's turn comes",
+        )
     return PlanFile(problem, plan, spec.estimate)
 
 
@@ -202,6 +218,60 @@ def _routes(rows: list[Any], stages: Sequence[Stage]) -> np.ndarray:
     return routes.astype(np.int64)
 
 
+def _ranks(rows: list[list[str]], plan: Plan) -> np.ndarray:
+    """The places of all actions among their workers' (`Plan.order`), each worker's named in a text of its own."""
+    stages, ranks = plan.stages, np.zeros((2, *plan.routes.shape), dtype=np.int64)
+    require(
+        len(rows) == len(stages),
+        "order",
+        Message("found.entries", entries=len(rows)),
+        Message("expected.one_a_stage", stages=len(stages)),
+    )
+    for s, (row, stage) in enumerate(zip(rows, stages, strict=True)):
+        require(
+            len(row) == stage.width,
+            f"order[{s}]",
+            Message("found.entries", entries=len(row)),
+            Message("expected.one_a_worker", workers=stage.width),
+        )
+        for w, text in enumerate(row):
+            mine = np.flatnonzero(plan.routes[:, s] == w)
+            actions = [Action.named(name) for name in text.split()]
+            known = [action for action in actions if action is not None and action.kind in KINDS and not action.chunk]
+            begun = np.array([(KINDS.index(action.kind), action.micro_batch) for action in known], dtype=np.int64)
+            begun = begun.reshape(-1, 2)
+            whole = len(known) == len(actions) == 2 * len(mine) and all(
+                np.array_equal(np.sort(begun[begun[:, 0] == k, 1]), mine) for k in (FORWARD, BACKWARD)
+            )
+            expected = "F and B of each of its micro-batches once"
+            require(whole, f"order[{s}][{w}]", Phrase(_shortened(text)), expected)
+            ranks[begun[:, 0], begun[:, 1], s] = np.arange(len(begun))
+            late = mine[ranks[FORWARD, mine, s] > ranks[BACKWARD, mine, s]]
+            require(not len(late), f"order[{s}][{w}]", Phrase(f"B{late[0]}" if len(late) else ""), "F before B")
+    return ranks
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + " ..."
+
+
+def _order_data(plan: Plan) -> list[list[str]] | None:
+    """The order of every worker's actions as a file says it."""
+    if plan.order is None:
+        return None
+    found = []
+    for s, stage in enumerate(plan.stages):
+        ranks, column = plan.order[:, :, s], plan.routes[:, s]
+        names = [[f"{kind}{m}" for m in range(plan.micro_batches)] for kind in KINDS]
+        texts = []
+        for w in range(stage.width):
+            kinds, mine = np.nonzero(np.broadcast_to(column == w, ranks.shape))
+            in_order = np.argsort(ranks[kinds, mine])
+            texts.append(" ".join(names[k][m] for k, m in zip(kinds[in_order], mine[in_order], strict=True)))
+        found.append(texts)
+    return found
+
+
 def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The plan as a file says it; `estimate` is free in form."""
     cluster = problem.cluster
@@ -229,7 +299,8 @@ def plan_data(problem: Problem, plan: Plan, estimate: Mapping[str, Any] | None =
             {"from": names[use.source], "to": names[use.target], **_simple_fields(use, without=("source", "target"))}
             for use in sorted(plan.links, key=lambda use: (use.source, use.target))
         ],
-        **_simple_fields(plan, without=("stages", "routes", "links")),
+        **_simple_fields(plan, without=("stages", "routes", "links", "order")),
+        **({} if plan.order is None else {"order": _order_data(plan)}),
         "estimate": dict(estimate or {}),
     }
 

@@ -224,7 +224,7 @@ _StageRuleSpec = _from_dataclass("_StageRuleSpec", StageRule)
 _ConstraintsSpec = _from_dataclass("_ConstraintsSpec", Constraints, without=("stage_rules", "egress_bytes_per_step"))
 _LinkUseSpec = _from_dataclass("_LinkUseSpec", LinkUse, without=("source", "target"))
 _StageSpec = _from_dataclass("_StageSpec", Stage, without=("first_layer", "last_layer", "workers"))
-_PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "links"))
+_PlanSpec = _from_dataclass("_PlanSpec", Plan, without=("stages", "routes", "links", "order"))
 
 
 class ModelSpec(_ModelSpec):  # type: ignore[misc,valid-type]
@@ -351,6 +351,8 @@ class PlanSpec(_PlanSpec):  # type: ignore[misc,valid-type]
     stages: Annotated[list[StageSpec], MinLen(1)]
     routes: list[Any]
     """One row a micro-batch: its worker in every stage. Checked as one array by `polygon.formats.convert`."""
+    order: list[list[str]] | None = None
+    """Of every stage's workers: their actions in order, as `F0 F1 B0`; null: the order that spans give."""
     links: list[LinkUseSpec] = Field(default_factory=list)
     estimate: dict[str, Any] = Field(default_factory=dict)
 

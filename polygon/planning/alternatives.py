@@ -360,12 +360,12 @@ class Explainer:
                 yield Message("idea.parity", level=level), False, partial(self._with_parity, level)
         if len(plan.stages) > 1:
             every = plan.micro_batches
-            if any(span < every for row in plan.spans for span in row):
+            if plan.order is not None or any(span < every for row in plan.spans for span in row):
                 gpipe = tuple((every,) * len(row) for row in plan.spans)
-                yield Message("idea.gpipe"), True, self._best_memory(spans=gpipe)
+                yield Message("idea.gpipe"), True, self._best_memory(spans=gpipe, order=None)
             plain = tuple((stage.width,) * stage.width for stage in plan.stages)
-            if plain != plan.spans:
-                yield Message("idea.one_f_one_b"), True, self._best_memory(spans=plain)
+            if plan.order is not None or plain != plan.spans:
+                yield Message("idea.one_f_one_b"), True, self._best_memory(spans=plain, order=None)
         if any(stage.recompute != "none" for stage in plan.stages):
             keeps = lambda stage: stage.recompute == "none"  # noqa: E731
             yield Message("idea.no_recomputation"), False, self._best_memory(keeps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from polygon.cost.convergence import allowed, level_needed
 from polygon.cost.estimate import worker_memory
 from polygon.cost.money import excesses, step_bill
@@ -20,6 +22,7 @@ from polygon.domain.plan import (
     Stage,
     Worker,
 )
+from polygon.domain.schedule import orders_end
 
 PRICEABLE = frozenset({"plan.memory", "plan.limit"})
 """Kinds of violations under which a plan is whole and can be priced: it is too large, or too dear."""
@@ -120,11 +123,25 @@ def _structure(problem: Problem, plan: Plan) -> list[Violation]:
         found.append(Violation("plan.spans_shape"))
     elif any(span < 1 for row in plan.spans for span in row):
         found.append(Violation("plan.spans"))
+    if plan.order is not None and not _orders_all(plan):
+        found.append(Violation("plan.order"))
     if plan.reduction not in REDUCTIONS:
         found.append(Violation("plan.reduction", reduction=plan.reduction))
     if plan.local_steps < 1:
         found.append(Violation("plan.local_steps_least", local_steps=plan.local_steps))
     return found
+
+
+def _orders_all(plan: Plan) -> bool:
+    """Whether the plan's own order names every action of every worker once and ends."""
+    if plan.order is None or plan.chunks > 1 or plan.order.shape != (2, *plan.routes.shape):
+        return False
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            ranks = np.sort(plan.order[:, plan.routes[:, s] == w, s].ravel())
+            if not np.array_equal(ranks, np.arange(len(ranks))):
+                return False
+    return orders_end(plan)
 
 
 def _tensor_groups(worker: Worker) -> list[tuple[int, ...]]:

@@ -84,4 +84,6 @@ def swapped(plan: Plan, one: int, other: int) -> Plan:
         )
         for taken, here in zip(order, plan.stages, strict=True)
     )  # fmt: skip
-    return replace(plan, stages=stages, routes=plan.routes[:, order], spans=tuple(plan.spans[s] for s in order))
+    return replace(
+        plan, stages=stages, routes=plan.routes[:, order], spans=tuple(plan.spans[s] for s in order), order=None
+    )

@@ -144,7 +144,7 @@ def with_wide_spans(plan: Plan) -> Plan:
     """The plan with spans that let everything pass, for `fitted` to find those that memory holds."""
     if plan.chunks > 1:
         return plan
-    return replace(plan, spans=tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
+    return plan.with_spans(tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
 
 
 def _stage_changes(plan: Plan, tables: CostTables) -> Iterator[Changed]:
@@ -245,6 +245,7 @@ def interleavings(plan: Plan) -> Iterator[Plan]:
                 chunks=chunks,
                 routes=np.repeat(plan.routes[:, :1], len(stages), axis=1),
                 spans=tuple((stage.width,) * stage.width for stage in stages),
+                order=None,
             )
 
 

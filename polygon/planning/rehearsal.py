@@ -104,6 +104,7 @@ def rehearsal_problem(
         micro_batch_size=micro_batch_size,
         spans=_spans(kept_slack, routes),
         chunks=chunks,
+        order=None,
     )
     sharing = tuple(
         replace(stage, ep=_expert_degree(model, small_plan, s, stages[s].ep))

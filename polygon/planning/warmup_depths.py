@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,9 @@ from polygon.cost.stage_reduction import room_of_sums
 from polygon.cost.step_times import StepTimes, alike, numbered, unpaced_times
 from polygon.cost.tables import CostTables
 from polygon.domain.plan import Plan
+from polygon.domain.schedule import in_flight
 from polygon.jit.compilation import general
+from polygon.planning.list_schedule import listed_starts, ranks_by
 
 
 class StagePace(NamedTuple):
@@ -57,6 +60,12 @@ AT_ONCE = StagePace(0.0, 0.0, 0.0, kept=0.0)
 """Every backward at once: memory holds this pace if it holds any."""
 LOOKS = 2
 """Paces that are simulated before a plan is given up."""
+NEARLY = 1.01
+"""Times the best end of any order for which no order but that of spans is looked for."""
+LISTS, MORE_LISTS = 2, 4
+"""Orders that are listed, and how many more without gain where other spans are tried too."""
+GAIN = 1e-4
+"""Part by which a step has to be shorter to count as gain."""
 HURDLE = 1.1
 """Of the best step that a search has met: a plan that takes longer at its first paces gets no other."""
 
@@ -299,11 +308,32 @@ class Pacing:
         self._simulated[key] = order, first, ends_s
         return replace(self.times, schedule=schedule, ends_s=ends_s)
 
+    def ordered(self, ranks: np.ndarray) -> StepTimes:
+        """The step in an order of its own (`Plan.order`)."""
+        schedule = replace(self.times.schedule, ranks=ranks)
+        return replace(self.times, schedule=schedule, ends_s=schedule.simulate()[0])
+
+    @cached_property
+    def least_s(self) -> float:
+        """No order of these routes ends sooner: a worker is busy for all that it computes, after the quickest way to it
+        and before the quickest way back."""
+        schedule = self.times.schedule
+        alone_s = schedule.hold_s.max(axis=3) + schedule.latency_s
+        routes, busy_s = schedule.routes, schedule.forward_s + schedule.backward_s
+        longest_s = np.bincount(routes.ravel(), minlength=len(busy_s)) * busy_s
+        for seconds, sent_s in zip((schedule.forward_s, schedule.backward_s), alone_s, strict=True):
+            way_s, quickest_s = np.zeros(routes.shape), np.full(len(busy_s), math.inf)
+            way_s[:, 1:] = (seconds[routes[:, :-1]] + sent_s).cumsum(axis=1)
+            np.minimum.at(quickest_s, routes.ravel(), way_s.ravel())
+            longest_s += quickest_s
+        return float(longest_s.max(initial=0.0, where=np.isfinite(longest_s)))
+
     def best(self, hurdle_s: float = math.inf, tries: int = 0) -> tuple[Plan, StepTimes] | None:
         """The plan at its best pace, and its times; None if memory holds none.
 
         Where the first few paces that memory holds take more than `hurdle_s`, no other is tried; else so many `tries`
-        go into other spans of single stages. Spans that the plan has, but for the widest, are tried first.
+        go into other spans of single stages. Spans that the plan has, but for the widest, are tried first. Last come
+        orders that no spans say (`polygon.planning.list_schedule`), and the plan's own.
         """
         best: _Paced | None = None
         seen: set[bytes] = set()
@@ -340,10 +370,42 @@ class Pacing:
             better(self._wanted(AT_ONCE), AT_ONCE.kept)
         if best is None:
             return None
-        if not hopeless():
+        listed = self._listed(best.times, min(tries, MORE_LISTS))
+        if not hopeless() and (listed is None or best.step_s <= NEARLY * listed.step_s):
             self._change_stages(better, lambda: best, tries)
-        plan = replace(self.plan, spans=by_stage(best.spans, best.times))
+        spans = by_stage(best.spans, best.times)
+        if listed is not None and listed.step_s < best.step_s:
+            plan = replace(self.plan, spans=spans, order=listed.schedule.ranks)
+            return plan, self._tables.paced_times.put(listed, (plan,))
+        plan = self.plan.with_spans(spans)
         return plan, self._tables.paced_times.put(best.times, (plan,))
+
+    def _listed(self, paced: StepTimes, more: int) -> StepTimes | None:
+        """The best step in an order of its own; None if spans leave nothing to gain.
+
+        Lists follow the order that the plan has or the schedule of the best spans, whichever is shorter, and then one
+        another, until so many `more` have not helped.
+        """
+        if len(self.plan.stages) == 1 or paced.ends_s.max() <= NEARLY * self.least_s:
+            return None
+        best, tried = self._own_order(), 0
+        starts_s = (paced if best is None or paced.step_s < best.step_s else best).schedule.simulate(record=True)[1]
+        from_end = False
+        while tried < LISTS + more:
+            starts_s = listed_starts(self.times.schedule, self._room, starts_s, from_end=from_end)
+            times = self.ordered(ranks_by(starts_s, self.times.schedule.routes))
+            tried, from_end = tried + 1, not from_end
+            if best is None or times.step_s < (1 - GAIN) * best.step_s:
+                best, tried = times, min(tried, LISTS)
+        return best
+
+    def _own_order(self) -> StepTimes | None:
+        """The step in the plan's own order, if it has one that memory holds."""
+        order = self.plan.order
+        if order is None:
+            return None
+        held = np.concatenate([in_flight(self.plan, s) for s in range(len(self.plan.stages))])
+        return self.ordered(order) if (held <= self._room).all() else None
 
     def _change_stages(
         self, better: Callable[[np.ndarray, float], bool], best: Callable[[], _Paced | None], tries: int

@@ -35,6 +35,7 @@ from polygon.cost.tables import CostTables
 from polygon.cost.transfers import packed_bytes
 from polygon.domain.errors import one_of, require
 from polygon.domain.plan import Plan, Problem
+from polygon.domain.schedule import repeated
 from polygon.formats.schema import Strict
 from polygon.planning.decode import SOCKET_WINDOW_BYTES, WINDOW_USE
 from polygon.planning.warmup_depths import wanted_spans
@@ -258,15 +259,16 @@ def _changed_plan(problem: Problem, plan: Plan, changes: Changes, tables: CostTa
     local_steps = changes.local_steps or plan.local_steps
     changed = plan
     if (packs and tuple(links) != plan.links) or changes.accumulation > 1 or local_steps != plan.local_steps:
-        routes = np.tile(plan.routes, (changes.accumulation, 1))
-        changed = replace(plan, links=tuple(links) if packs else plan.links, routes=routes, local_steps=local_steps)
+        changed = replace(
+            repeated(plan, changes.accumulation), links=tuple(links) if packs else plan.links, local_steps=local_steps
+        )
     if changes.prefetch is None:
         return changed
     times = step_times(changed, tables)
     least, wanted = wanted_spans(times, messages=False), wanted_spans(times, messages=True)
     spans = np.clip(np.ceil(least + changes.prefetch * (wanted - least) - 1e-6), 1, changed.micro_batches)
     ends = np.cumsum([stage.width for stage in plan.stages])[:-1]
-    return replace(changed, spans=tuple(tuple(int(v) for v in part) for part in np.split(spans, ends)))
+    return changed.with_spans(tuple(tuple(int(v) for v in part) for part in np.split(spans, ends)))
 
 
 def _reductions(

@@ -11,11 +11,13 @@ from polygon.domain.schedule import (
     Action,
     in_flight,
     interleaved_in_flight,
+    orders_end,
+    repeated,
     topological_order,
     windows,
     worker_order,
 )
-from tests.routed_plans import routed_plans
+from tests.routed_plans import ranked, routed_plans
 
 
 @given(routed_plans())
@@ -74,6 +76,53 @@ def test_spans_of_all_micro_batches_are_gpipe(stages, micro_batches):
         kinds = "".join(action.kind for action in worker_order(plan, s, 0))
         assert kinds == "F" * micro_batches + "B" * micro_batches
     assert (windows(plan)[:, -1] == micro_batches).all()
+
+
+@given(routed_plans(), st.integers(0, 99))
+def test_a_plan_s_own_order_is_kept_by_all_who_ask_for_it(plan, seed):
+    """Workers have it, the whole order respects dependencies, and what is in flight is counted in it."""
+    plan = ranked(plan, np.random.default_rng(seed))
+    assert orders_end(plan)
+    place = {tuple(row): i for i, row in enumerate(topological_order(plan).tolist())}
+    micro_batches, stages = plan.routes.shape
+    assert len(place) == 2 * micro_batches * stages
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            actions = worker_order(plan, s, w)
+            assert [int(plan.order["FB".index(a.kind), a.micro_batch, s]) for a in actions] == list(range(len(actions)))
+            places = [place["FB".index(a.kind), a.micro_batch, s] for a in actions]
+            assert places == sorted(places)
+            held = np.cumsum([1 if action.kind == "F" else -1 for action in actions])
+            assert in_flight(plan, s)[w] == max(held, default=0)
+    for m, s in np.ndindex(micro_batches, stages - 1):
+        assert place[0, m, s] < place[0, m, s + 1] < place[1, m, s + 1] < place[1, m, s]
+
+
+@given(routed_plans(max_micro_batches=6), st.integers(0, 99), st.integers(1, 3))
+def test_a_repeated_plan_goes_through_its_order_again(plan, seed, times):
+    """Every worker's list is its list, once after the other, with the numbers of later micro-batches."""
+    plan = ranked(plan, np.random.default_rng(seed))
+    more = repeated(plan, times)
+    assert orders_end(more) and more.micro_batches == times * plan.micro_batches
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            once = worker_order(plan, s, w)
+            expected = [
+                action._replace(micro_batch=action.micro_batch + turn * plan.micro_batches)
+                for turn in range(times)
+                for action in once
+            ]
+            assert worker_order(more, s, w) == expected
+
+
+def test_workers_that_wait_for_one_another_are_found():
+    """The last stage wants micro-batch 1 first, the first ends 0 before it begins 1."""
+    from tests.routed_plans import plain_plan
+
+    plan = plain_plan(2, 1, 2, span=1)
+    first, last = [[0, 2], [1, 3]], [[2, 0], [3, 1]]
+    assert not orders_end(replace(plan, order=np.stack([first, last], axis=2)))
+    assert orders_end(replace(plan, order=np.stack([first, first], axis=2)))
 
 
 def interleaved(plan, chunks):

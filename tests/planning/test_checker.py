@@ -135,6 +135,7 @@ BROKEN = {
     "plan.global_batch": (replace(SOUND, micro_batch_size=2), {}, {"micro_batch_size": 2}),
     "plan.route": (routed(2), {}, {"stage": 1, "most": 2, "width": 2}),
     "plan.spans_shape": (replace(SOUND, spans=((2, 2), (2,))), {}, {}),
+    "plan.order": (replace(SOUND, order=np.zeros((2, MICRO_BATCHES, 2), dtype=int)), {}, {}),
     "plan.spans": (replace(SOUND, spans=((2, 2), (0, 2))), {}, {}),
     "plan.reduction": (replace(SOUND, reduction="gossip"), {}, {"reduction": "gossip"}),
     "plan.local_steps_least": (replace(SOUND, local_steps=0), {}, {"local_steps": 0}),

@@ -159,7 +159,13 @@ def test_later_stages_leave_room_for_earlier_ones():
     assert not cut_spans(routes, order, offset, room, np.full_like(routes, 99), spans, windows), "the last takes all"
 
 
-def test_other_spans_of_single_stages_are_never_worse_and_are_kept():
+@pytest.fixture
+def by_spans(monkeypatch):
+    """Plans are ordered by spans alone."""
+    monkeypatch.setattr(Pacing, "_listed", lambda self, paced, more: None)
+
+
+def test_other_spans_of_single_stages_are_never_worse_and_are_kept(by_spans):
     """With changes the step is shorter here, memory holds them, and a plan that has such spans does not lose them."""
     _, plan, tables = paced([[2, 0, 0], [0, 4, 4]])
     wide = replace(plan, spans=tuple((plan.micro_batches,) * stage.width for stage in plan.stages))
@@ -175,7 +181,7 @@ def test_other_spans_of_single_stages_are_never_worse_and_are_kept():
     assert Pacing(wide, tables).best(0.5 * steps_s[2], tries=60)[1].step_s >= steps_s[0]
 
 
-def test_other_spans_of_workers_of_one_kind_help_where_those_of_a_stage_do_not(monkeypatch):
+def test_other_spans_of_workers_of_one_kind_help_where_those_of_a_stage_do_not(monkeypatch, by_spans):
     """Two stages of fast and slow workers: as if all of a stage were alike, the step is 2 % longer."""
     _, plan, tables = paced([[0, 2, 1], [2, 1, 3]])
     found, times = Pacing(plan, tables).best(tries=200)
@@ -189,7 +195,7 @@ def test_other_spans_of_workers_of_one_kind_help_where_those_of_a_stage_do_not(m
     assert times.step_s < (1 - 0.01) * Pacing(plan, tables).best(tries=200)[1].step_s
 
 
-def test_where_memory_is_short_spans_in_proportion_beat_those_that_are_cut():
+def test_where_memory_is_short_spans_in_proportion_beat_those_that_are_cut(by_spans):
     """Six T4 in a chain over 0.1 s each hold some twelve micro-batches: every pace that is cut leaves somebody waiting,
     all spans shorter by one factor do not. It is the largest that memory holds; with memory to spare there is none."""
     cluster = cluster_of([[("t4", 1, 1)]] * 6, latency_s=0.1, bytes_per_s=1e9)

@@ -15,6 +15,7 @@ from runners.engine.options import Options
 from runners.engine.rank_layout import Layout
 from runners.engine.run import train
 from tests.real_ranks import run_ranks
+from tests.routed_plans import ranked
 from tests.small_problems import routed_problem, small_cluster, small_model, small_plan
 
 LLAMA = small_model(
@@ -89,6 +90,15 @@ def test_loss_is_the_same_under_every_plan(reference, ranks):
     problem, plan = routed_problem(ranks, streams=2 if ranks == 4 else 1)
     for losses in run_ranks(run_rank, ranks, problem, plan, OPTIONS):
         assert losses == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_s_own_order_keeps_the_loss(reference, seed):
+    """Eight ranks in any order that ends: micro-batches overtake one another, on both ways."""
+    problem, plan = routed_problem(8)
+    plan = ranked(plan, np.random.default_rng(seed))
+    for losses in run_ranks(run_rank, 8, problem, plan, replace(OPTIONS, steps=5)):
+        assert losses == pytest.approx(reference[:5], rel=1e-5)
 
 
 def test_overlap_changes_no_number(reference):
