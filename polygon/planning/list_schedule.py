@@ -133,7 +133,8 @@ def listed_starts(times: ScheduleTimes, room: np.ndarray, starts_s: np.ndarray, 
     workers = np.ascontiguousarray(times.routes[::-1]), times.backward_s, times.forward_s, room
     messages = _turned(link), _turned(hold_s), _turned(latency_s)
     found: np.ndarray = -_turned(listed_starts_s(*workers, *messages, times.links, -_turned(starts_s + took_s)))
-    return found - took_s
+    found -= took_s
+    return found
 
 
 def _turned(values: np.ndarray) -> np.ndarray:
