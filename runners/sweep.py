@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=cli.whole(1), help="parallel processes (default: all cores, or the cluster's)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
+    parser.add_argument("--backend", choices=BACKENDS, default="processes", help="where they run (default %(default)s)")
     parser.add_argument("--scheduler", metavar="ADDRESS", help="of a Dask cluster (default: one of this machine)")
     parser.add_argument(
         "--keep",

@@ -82,7 +82,7 @@ def parser() -> cli.CommandParser:
     what.add_argument("--overlap", choices=DP_OVERLAP, help="of DP traffic (default: the runtime's)")
     how = top.add_argument_group("how")
     how.add_argument("--jobs", type=cli.whole(1), default=-1, help="processes (default: one a core)")
-    how.add_argument("--backend", choices=BACKENDS, default="loky", help="of joblib (default %(default)s)")
+    how.add_argument("--backend", choices=BACKENDS, default="processes", help="where they run (default %(default)s)")
     how.add_argument("--scheduler", metavar="ADDRESS", help="dask: of the scheduler (default: on this machine)")
     price = top.add_argument_group("cost model")
     price.add_argument("--cost-model", choices=COST_MODELS, help="(default: polygon; seed003 for metadata files)")

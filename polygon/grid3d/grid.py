@@ -85,7 +85,7 @@ def evaluate_all(
     splits: Sequence[GridSplit],
     *,
     jobs: int = -1,
-    backend: str = "loky",
+    backend: str = "processes",
     scheduler: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> GridResult:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from polygon.domain.errors import InputError
 
-BACKENDS = ("loky", "dask", "ray", "serial")
+BACKENDS = ("processes", "dask", "ray", "serial")
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -19,7 +19,7 @@ def spread(
     items: Sequence[Item],
     *,
     jobs: int = -1,
-    backend: str = "loky",
+    backend: str = "processes",
     scheduler: str | None = None,
     lot: int | None = None,
 ) -> Generator[Found, None, None]:
@@ -33,7 +33,7 @@ def spread(
     jobs : int
         Processes; -1: one a core (a cluster decides for itself).
     backend : str
-        `loky` (processes here), `dask` (a distributed cluster: `scheduler` is its address; none: the client that
+        `processes` (of this machine), `dask` (a distributed cluster: `scheduler` is its address; none: the client that
         already exists, or one of this machine), `ray` (needs ray; the cluster at RAY_ADDRESS or one of this machine),
         `serial`.
     lot : int, optional
@@ -66,7 +66,7 @@ def _registered(backend: str, scheduler: str | None) -> Iterator[None]:
     """Joblib's backend of this name for as long as the context lasts."""
     import joblib
 
-    if backend == "loky":
+    if backend == "processes":
         with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
             yield
     elif backend == "dask":

@@ -69,7 +69,7 @@ def find_grid_plan(
     objective: Objective = STEP_TIME,
     tries: int = 16,
     jobs: int = -1,
-    backend: str = "loky",
+    backend: str = "processes",
     tell: Tell | None = None,
     keep: Callable[[GridResult], None] | None = None,
 ) -> Found:
