@@ -20,14 +20,13 @@ scatter s, max(g - h F, 0) and max(g + s - h B, 0) (`polygon.cost.sharding`); la
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from polygon.bounds.stage_tiers import Kinds, WorkerClass, differences
-from polygon.cost.memory import state_bytes
+from polygon.cost.memory import LayerMemory, state_bytes
 from polygon.cost.overlap import overlap_of
 from polygon.cost.reduction import collective_s
 from polygon.cost.tables import ClassMemory, CostTables, running_sum
@@ -42,12 +41,43 @@ FLIGHTS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Micro-batches in flight at which the bound takes a step; from one to the next it takes the better of both."""
 
 
+class Held(NamedTuple):
+    """What a worker holds of layers [a, b) that nothing shards, arrays by a and b."""
+
+    layers: LayerMemory
+    """Of every layer, without recomputation."""
+    parameters: np.ndarray
+    divided: np.ndarray
+    """Those of them whose states may be sharded."""
+    transient_bytes: np.ndarray
+    activation_bytes: np.ndarray
+    """Of a micro-batch, without recomputation."""
+
+
+class Computed(NamedTuple):
+    """What a micro-batch takes."""
+
+    forward_s: np.ndarray
+    """Of every layer, without recomputation."""
+    backward_s: np.ndarray
+    seconds: np.ndarray
+    """Of layers [a, b)."""
+    gives: list[tuple[float, np.ndarray]]
+    """See `Work`."""
+
+
+Found = TypeVar("Found", Held, Computed)
+
+
 class Executions:
     """What the ways to execute a class of workers cost, each layer under the best of them: experts spread more or less,
     sequences split beside the layers or not."""
 
-    def __init__(self, tables: CostTables, of: WorkerClass, micro_batch_size: int) -> None:
+    def __init__(
+        self, tables: CostTables, of: WorkerClass, micro_batch_size: int, known: dict[Any, Any] | None = None
+    ) -> None:
         self._tables, self._of, self._size = tables, of, micro_batch_size
+        self._known = {} if known is None else known
         model, tokens = tables.problem.model, tables.problem.batch.seq_len
         # Every tensor-parallel degree of a stage has its experts spread alike, so that ep divides all its devices.
         fewest, most = of.stage_devices
@@ -76,6 +106,56 @@ class Executions:
         """What layers hold at least."""
         return self._tables.memory(self._of.tp, self._size, recompute, self._of.cp, ep, self._sequence[-1])
 
+    def held(self, ep: int, some: tuple[slice, slice]) -> Held:
+        """What layers [a, b) hold, for some of these; worked out once for workers alike that shard otherwise."""
+
+        def sums(of_layer: np.ndarray, tied: float = 0.0) -> np.ndarray:
+            """Of layers [a, b)."""
+            found = differences(running_sum(of_layer))
+            found[1:, len(of_layer)] += tied
+            return found[some]
+
+        def make() -> Held:
+            """See `Held`."""
+            plain = self.memory("none", ep).layers
+            longest = [_longest(self.memory(recompute, ep).layers.transient_bytes)[some] for recompute in RECOMPUTE]
+            divided = plain.parameters if plain.sharded_parameters is None else plain.sharded_parameters
+            return Held(
+                plain,
+                sums(plain.parameters, plain.tied_parameters),
+                sums(divided, plain.tied_parameters),
+                np.minimum.reduce(longest),
+                sums(plain.activation_bytes),
+            )
+
+        return self._once(make, ep, some)
+
+    def computed(self, ep: int, some: tuple[slice, slice], *, accumulates: bool) -> Computed:
+        """What layers take, and what recomputing them frees; worked out once, too."""
+
+        def make() -> Computed:
+            """See `Computed`."""
+            forward, backward = self.least_s("none", accumulates=accumulates, spread=ep)
+            memory = [self.memory(recompute, ep).layers.activation_bytes for recompute in RECOMPUTE]
+            more_s = [
+                sum(self.least_s(recompute, accumulates=accumulates, spread=ep)) - forward - backward
+                for recompute in RECOMPUTE[1:]
+            ]
+            steps = _steps([memory[0] - bytes_ for bytes_ in memory[1:]], more_s)
+            gives = [(rate, differences(running_sum(each))[some]) for rate, each in steps]
+            return Computed(forward, backward, differences(running_sum(forward + backward))[some], gives)
+
+        return self._once(make, ep, some, accumulates or self._of.shards < 2)
+
+    def _once(self, make: Callable[[], Found], ep: int, some: tuple[slice, slice], *others: bool) -> Found:
+        """What was made for workers of this pool and these degrees, or is made now."""
+        of, ends = self._of, tuple((places.start, places.stop) for places in some)
+        key = of.pool, of.tp, of.cp, ep, ends, others
+        if key not in self._known:
+            self._known[key] = make()
+        found: Found = self._known[key]
+        return found
+
 
 def fitting_s(
     tables: CostTables,
@@ -86,6 +166,7 @@ def fitting_s(
     held: Sequence[float] = (),
     rows: slice = EVERY,
     columns: slice = EVERY,
+    known: dict[Any, Any] | None = None,
 ) -> np.ndarray:
     """Seconds per micro-batch of layers [a, b) with as little recomputation as fits a worker's memory.
 
@@ -97,6 +178,8 @@ def fitting_s(
         Micro-batches in flight, whatever a micro-batch takes: of interleaved plans.
     rows, columns : slice
         First layers a, and ends b, that matter.
+    known : dict, optional
+        What was worked out for other kinds, of these tables and this size.
 
     Returns
     -------
@@ -109,18 +192,18 @@ def fitting_s(
     for c, of in enumerate(kinds.classes):
         if of.shards < of.cp:
             continue  # fewer devices than a worker has
-        ways = Executions(tables, of, micro_batch_size)
+        ways = Executions(tables, of, micro_batch_size, known)
         for ep in ways.spreads:
             for where, work, room in _ways(tables, kinds, of, ways, ep, (rows, columns)):
-                quickest = work.held_s(room, held[0] if held else 1.0)
-                if all((quickest >= least_s[-1, sharding, c]).all() for sharding in where):
+                if held:
+                    found = work.held_s(room, np.array(held)[:, None, None])
+                elif all((work.held_s(room, 1.0) >= least_s[0, sharding, c]).all() for sharding in where):
                     continue  # with more in flight it takes no less
-                for level, found in enumerate(
-                    [work.held_s(room, count) for count in held] if held else [work.passing_s(room, rest_s)]
-                ):
-                    for sharding in where:
-                        least = least_s[level, sharding, c]
-                        np.minimum(least, found, out=least)
+                else:
+                    found = work.passing_s(room, rest_s)
+                for sharding in where:
+                    least = least_s[:, sharding, c]
+                    np.minimum(least, found, out=least)
     return np.ascontiguousarray(np.moveaxis(least_s, (0, 2), (4, 3)))
 
 
@@ -132,18 +215,8 @@ def _ways(
     runtime = tables.problem.runtime
     per_weight, per_gradient, per_optimizer = state_bytes(tables.problem.batch)
     layers = tables.problem.model.layers
-    memory = {recompute: ways.memory(recompute, ep).layers for recompute in RECOMPUTE}
-    plain = memory["none"]
-    held = differences(running_sum(plain.parameters))
-    held[1:, layers] += plain.tied_parameters
-    held = held[some]
-    divided = plain.parameters if plain.sharded_parameters is None else plain.sharded_parameters
-    whole = differences(running_sum(divided))
-    whole[1:, layers] += plain.tied_parameters
-    whole = whole[some]
-    transient = np.minimum.reduce([_longest(memory[r].transient_bytes)[some] for r in RECOMPUTE])
+    plain, held, whole, transient, activations = ways.held(ep, some)
     limit = tables.limit_bytes[of.pool] - runtime.context_bytes - transient
-    activations = differences(running_sum(plain.activation_bytes))[some]
     hidden = overlap_of(runtime, tables.problem.batch).gather_hidden
     # Experts of which every device has others are gathered and scattered by nobody.
     summed = plain.parameters - plain.spread_over(ep)
@@ -151,22 +224,15 @@ def _ways(
 
     def add(where: tuple[int, ...], need: np.ndarray, zero: int, per_byte: float) -> None:
         """Layers that have such needs beside activations, and such traffic."""
-        accumulates = zero < 3
-        forward, backward = ways.least_s("none", accumulates=accumulates, spread=ep)
-        freed = [plain.activation_bytes - memory[recompute].activation_bytes for recompute in RECOMPUTE[1:]]
-        more_s = [
-            sum(ways.least_s(recompute, accumulates=accumulates, spread=ep)) - forward - backward
-            for recompute in RECOMPUTE[1:]
-        ]
+        forward, backward, seconds, gives = ways.computed(ep, some, accumulates=zero < 3)
         gather_s = summed * per_weight * per_byte if zero == 3 else np.zeros(layers)
         scatter_s = summed * per_gradient * per_byte
         seen_s = np.maximum(gather_s - hidden * forward, 0.0)
         seen_s += np.maximum(gather_s + scatter_s - hidden * backward, 0.0)
-        once = running_sum(forward + backward)
         work = Work(
-            seconds=differences(once)[some],
+            seconds=seconds,
             bytes=activations,
-            gives=[(rate, differences(running_sum(each))[some]) for rate, each in _steps(freed, more_s)],
+            gives=gives,
             least_s=differences(running_sum(forward + backward + seen_s))[some]
             if per_byte
             else np.zeros_like(activations),
@@ -225,9 +291,10 @@ class Work(NamedTuple):
     least_s: np.ndarray
     """What a micro-batch takes whatever is computed."""
 
-    def held_s(self, room: np.ndarray, count: float) -> np.ndarray:
+    def held_s(self, room: np.ndarray, count: float | np.ndarray) -> np.ndarray:
         """Seconds with as much recomputed as so many in flight ask for; inf where they do not fit into the room."""
-        short, more_s = np.maximum(self.bytes - room / count, 0.0), np.zeros_like(room)
+        short = np.maximum(self.bytes - room / count, 0.0)
+        more_s = np.zeros_like(short)
         for rate, most in self.gives:
             freed = np.minimum(short, most)
             more_s += freed / rate
@@ -237,12 +304,12 @@ class Work(NamedTuple):
 
     def passing_s(self, room: np.ndarray, rest_s: np.ndarray) -> np.ndarray:
         """Seconds between two micro-batches with the best number in flight."""
-        best = np.full_like(room, np.inf)
-        for count, more in pairwise((*FLIGHTS, np.inf)):
-            seconds = self.held_s(room, count)
-            trip_s = (seconds + rest_s) / (more - 1) if more < np.inf else 0.0
-            best = np.minimum(best, np.maximum(seconds, trip_s))
-        return best
+        counts = np.array(FLIGHTS)[:, None, None]
+        seconds = self.held_s(room, counts)
+        few = seconds[:-1]
+        np.maximum(few, (few + rest_s) / (counts[1:] - 1), out=few)
+        least: np.ndarray = seconds.min(axis=0)
+        return least
 
 
 def node_shards(tables: CostTables, of: WorkerClass) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
@@ -111,8 +112,9 @@ class SizeWork:
     @cached_property
     def fitting_s(self) -> np.ndarray:
         """See `fitting.fitting_s`; one spread after the other."""
+        known: dict[Any, Any] = {}
         return np.concatenate(
-            [fitting_s(self.tables, of, self.micro_batch_size, self.rest_s) for of in self._spread_kinds]
+            [fitting_s(self.tables, of, self.micro_batch_size, self.rest_s, known=known) for of in self._spread_kinds]
         )
 
     @cached_property
@@ -150,7 +152,7 @@ class SizeWork:
         found_s = np.full((3 * len(self.spreads), 3, count + 3, len(self.kinds.classes), len(HELD)), np.inf)
 
         def of(rows: slice, columns: slice) -> np.ndarray:
-            fitting = partial(fitting_s, held=HELD, rows=rows, columns=columns)
+            fitting = partial(fitting_s, held=HELD, rows=rows, columns=columns, known={})
             size = self.micro_batch_size
             return np.concatenate([fitting(self.tables, of, size, self.rest_s) for of in self._spread_kinds])
 

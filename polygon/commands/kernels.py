@@ -61,8 +61,10 @@ def compile_kernels() -> None:
     for known, objective in ((problem, STEP_TIME), (problem, MONEY), (shared, STEP_TIME)):
         find_within_limits(known, 0, objective=objective, effort=FEW)
     find_optimum(problem, np.random.default_rng(0), effort=FEW)
-    lower_bound(CostTables(problem))
     for known in (problem, shared):
+        lower_bound(
+            CostTables(known)
+        )  # of the second also that of interleaved plans, who may have more than two stages
         for dp, pp in ((1, 4), (2, 2), (4, 1)):
             estimate(known, uniform_plan(known, ParallelConfig(dp=dp, pp=pp, micro_batch_size=1)))
 
