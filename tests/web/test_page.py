@@ -893,6 +893,78 @@ def test_a_fault_goes_with_the_value_that_had_it(fresh):
     expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
 
 
+def test_undo_brings_a_fault_back(fresh):
+    """With the value that had it, once and again; redo takes both away. A fault of the cluster, too."""
+    fresh.locator("#fold-model").click()
+    fresh.locator("#tab-cluster").click()
+    for path, wrong, right in (("batch.global_batch", "many", "512"), ("cluster.regions[0].nodes[0].count", "0", "4")):
+        fill(fresh, path, wrong)
+        fresh.locator("#calculate").click()
+        trouble, field = fresh.locator("#trouble"), fresh.locator(f"[data-path='{path}'][aria-invalid=true]")
+        expect(trouble).to_contain_text(path)
+        fill(fresh, "batch.seq_len", "1024")
+        fill(fresh, path, right)
+        for _ in range(2):
+            expect(trouble).to_have_count(0)
+            expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
+            fresh.locator("#undo").click()
+            expect(fresh.locator(f"[data-path='{path}']")).to_have_value(wrong)
+            expect(trouble).to_contain_text(path)
+            expect(field).to_have_count(1)
+            fresh.locator("#redo").click()
+        fill(fresh, "batch.seq_len", "2048")
+
+
+def test_marks_and_limits_follow_the_region_that_is_renamed(fresh, tmp_path):
+    """Through a name that is another region's, which keeps its own; the limits, too, and those of one that is gone go."""
+    choose(fresh, "opt-350m")
+    fresh.locator("#tab-cluster").click()
+    expect(fresh.locator(".tabs, [role=tablist].pills [role=tab]")).to_have_count(2)
+    names = [fresh.locator(f"#region-tab-{r}").inner_text() for r in (0, 1)]
+    rows = [{"source_region": names[0], "target_region": names[0], "rtt_s": 0.001, "link_bytes_per_s": 5e8}]
+    report = tmp_path / "probe.json"
+    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": rows}))
+    fresh.locator("#cluster-menu").click()
+    fresh.locator("#import-measured").set_input_files(report)
+    inside = fresh.locator(".link-fields", has_text="Network inside the region").locator(".mark")
+    expect(inside).to_have_text("measured")
+    # The other gets the same link, but nobody measured it there.
+    link = {key: fresh.locator(f"[data-path='cluster.regions[0].intra_region.{key}']").input_value()
+            for key in ("latency_ms", "bandwidth_gbps")}  # fmt: skip
+    fresh.locator("#region-tab-1").click()
+    for key, value in link.items():
+        fill(fresh, f"cluster.regions[1].intra_region.{key}", value)
+    expect(inside).to_have_text("given")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    forbidden = fresh.locator("[data-path='constraints.forbidden_regions']")
+    forbidden.get_by_label(names[1]).check()
+    fill(fresh, f"constraints.egress_bytes_per_step.{names[1]}", "5")
+    for text in (names[0], f"{names[0]}2"):
+        fill(fresh, "cluster.regions[1].name", text)
+        fresh.locator("#region-tab-0").click()
+        expect(inside).to_have_text("measured")
+        fresh.locator("#region-tab-1").click()
+        expect(inside).to_have_text("given")
+    expect(forbidden.get_by_label(names[0], exact=True)).not_to_be_checked()
+    expect(forbidden.get_by_label(f"{names[0]}2")).to_be_checked()
+    expect(fresh.locator(f"[data-path='constraints.egress_bytes_per_step.{names[0]}2']")).to_have_value("5")
+    expect(fresh.locator(f"[data-path='constraints.egress_bytes_per_step.{names[0]}']")).to_have_value("")
+    fresh.locator("#region-tab-0").click()
+    fill(fresh, "cluster.regions[0].name", "pole")
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("pole"))
+    fresh.reload()
+    expect(inside).to_have_text("measured")
+    # The file beside the fields is another way to say the same cluster.
+    text = fresh.locator("#yaml").input_value()
+    fresh.locator("#yaml").fill(text.replace("count: 1", "count: 2", 1))
+    expect(fresh.locator("[data-path='cluster.regions[0].nodes[0].count']")).to_have_value("2")
+    expect(inside).to_have_text("measured")
+    fresh.locator("#region-tab-1").click()
+    fresh.locator(".danger", has_text="Remove the region").click()
+    expect(fresh.locator("#fold-goal small")).not_to_contain_text("limit")
+
+
 def test_a_region_may_have_another_s_name_while_one_is_typed(fresh):
     """ "north" on the way to "north2": the region that is named stays open, and both can be chosen."""
     choose(fresh, "opt-350m")

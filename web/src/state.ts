@@ -3,7 +3,7 @@
 import { batch, computed, effect, signal, untracked } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
 import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, start, take, takeAsked } from "./draft";
-import { FileFault, mark, pathOf, unmark } from "./faults";
+import { FileFault, mark, pathOf, unmark, valueAt } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
 import { roundSeconds } from "./format";
@@ -98,18 +98,37 @@ export function go(change: () => void): void {
 }
 export const open = (to: View): void => go(() => (view.value = to));
 
+/** What is wrong with a value of what is asked: said as long as that value stands there, and when it does again. */
+let fault: { message: string; path: string; value: string; isSaid: boolean } | null = null;
+effect(() => {
+  const now = draft.value;
+  if (!fault) return;
+  const { message, path, value } = fault, stands = valueAt(now, path) === value;
+  if (stands === fault.isSaid) return;
+  fault.isSaid = stands;
+  if (stands) {
+    trouble.value = message;
+    mark(message, "trouble", false);
+  } else {
+    unmark(path);
+    if (trouble.peek() === message) trouble.value = "";
+  }
+});
 export const say = (error: unknown): void => {
   const { name, message } = error as Error;
   if (name === "AbortError") return;
   const here = !(error instanceof FileFault); // and not in the cluster's fields, though the file may be called cluster.yaml
+  const path = here ? pathOf(message) : "";
   batch(() => {
     trouble.value = message;
-    if (here && pathOf(message).startsWith("cluster")) open("cluster");
+    if (path.startsWith("cluster")) open("cluster");
   });
-  if (here) mark(message, "trouble", true, () => { if (trouble.value === message) trouble.value = ""; });
+  fault = path ? { message, path, value: valueAt(draft.peek(), path), isSaid: true } : null;
+  if (here) mark(message, "trouble", true);
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
+  fault = null;
   unmark();
   try {
     await work();
