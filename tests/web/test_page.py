@@ -893,6 +893,64 @@ def test_a_fault_goes_with_the_value_that_had_it(fresh):
     expect(fresh.locator("[aria-invalid=true]")).to_have_count(0)
 
 
+def test_an_own_type_of_devices_is_named_used_and_taken_out(fresh):
+    """Its name follows into the regions and the limits, is never another's, and stays where it is in use."""
+    choose(fresh, "opt-350m")
+    fresh.locator("#tab-cluster").click()
+    fresh.get_by_role("button", name="Add a device type").click()
+    name = fresh.locator("[data-path='cluster.devices.my-device']")
+    expect(name).to_be_visible()
+    fresh.locator("[data-path='cluster.devices.my-device.architecture']").select_option("x86")
+    fresh.locator("[data-path='cluster.regions[0].nodes[0].device']").select_option("my-device")
+    fresh.locator("#fold-goal").click()
+    fresh.locator("summary", has_text="Constraints").click()
+    fresh.locator("[data-path='constraints.forbidden_devices']").get_by_label("my-device").check()
+    name.press("Control+a")
+    fresh.keyboard.type("rack-cpu")
+    fresh.keyboard.press("Tab")
+    expect(fresh.locator("[data-path='cluster.regions[0].nodes[0].device']")).to_have_value("rack-cpu")
+    expect(fresh.locator("[data-path='constraints.forbidden_devices']").get_by_label("rack-cpu")).to_be_checked()
+    expect(fresh.locator("[data-path='cluster.devices.rack-cpu.architecture']")).to_be_focused()
+    expect(fresh.locator("#yaml")).to_have_value(re.compile("rack-cpu:\\s.*architecture: x86", re.S))
+    fresh.get_by_role("button", name="Add a device type").click()
+    other = fresh.locator("[data-path='cluster.devices.my-device']")
+    other.fill("rack-cpu")
+    expect(fresh.locator("#trouble")).to_contain_text("rack-cpu is no name for it")
+    expect(other).to_have_value("my-device")
+    expect(fresh.get_by_role("button", name="Remove: rack-cpu")).to_have_count(0)
+    fresh.get_by_role("button", name="Remove: my-device").click()
+    expect(other).to_have_count(0)
+    expect(fresh.locator("#cluster-error")).to_have_count(0)
+
+
+def test_a_model_of_one_s_own_may_be_called_as_one_of_the_catalogue(fresh, server):
+    """Its plan, opened elsewhere, was asked for it and not for the catalogue's; a config.json has a name that tells."""
+    choose(fresh, "opt-350m")
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 512}  # fmt: skip
+    batch = "[data-path='batch.global_batch']"
+    for called, shown in (({}, "llama-3.14m"), ({"_name_or_path": "gpt2"}, "gpt2")):
+        text = json.dumps(config | called).encode()
+        fresh.locator("#upload-model").set_input_files({"name": "config.json", "mimeType": "", "buffer": text})
+        expect(fresh.locator("#fold-model small")).to_contain_text(f"{shown}, ")
+    fresh.locator(batch).fill("16")
+    fill(fresh, "batch.seq_len", "128")
+    fresh.locator("#calculate").click()
+    fresh.locator("[data-card=step]").wait_for()
+    with fresh.expect_request(lambda r: r.method == "POST" and r.url.endswith("/jobs")) as asked:
+        elsewhere = fresh.context.browser.new_context().new_page()
+        elsewhere.goto(fresh.url)
+        elsewhere.locator("[data-card=step]").wait_for()
+        expect(elsewhere.locator("#fold-model small")).to_contain_text("gpt2, 16 sequences of 128")
+        fresh.locator("#calculate").click()
+    own = asked.value.post_data_json["problem"]["model"]
+    assert own["blocks"] == 4
+    with elsewhere.expect_request(lambda r: r.method == "POST" and r.url.endswith("/jobs")) as again:
+        elsewhere.locator("#calculate").click()
+    assert again.value.post_data_json["problem"]["model"] == own
+    elsewhere.context.close()
+
+
 def test_undo_brings_a_fault_back(fresh):
     """With the value that had it, once and again; redo takes both away. A fault of the cluster, too."""
     fresh.locator("#fold-model").click()
@@ -916,7 +974,7 @@ def test_undo_brings_a_fault_back(fresh):
 
 
 def test_marks_and_limits_follow_the_region_that_is_renamed(fresh, tmp_path):
-    """Through a name that is another region's, which keeps its own; the limits, too, and those of one that is gone go."""
+    """Through a name that is another region's, which keeps its own; limits, too, and those of one that is gone go."""
     choose(fresh, "opt-350m")
     fresh.locator("#tab-cluster").click()
     expect(fresh.locator(".tabs, [role=tablist].pills [role=tab]")).to_have_count(2)

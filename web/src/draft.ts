@@ -179,11 +179,10 @@ export function start(cluster: Data): void {
   if (draft.value === EMPTY) draft.value = { ...EMPTY, cluster };
 }
 /** Take over what a plan or a search was asked for, as the server says it. */
-export function take(request: Data, names: string[], id: string): void {
+export function take(request: Data, id: string): void {
   const { cluster, model, batch, constraints, runtime } = request.problem;
-  const known = names.includes(model?.name ?? model);
   const next: Draft = {
-    cluster, model: known ? (model.name ?? model) : model, batch, constraints: lean(constraints),
+    cluster, model, batch, constraints: lean(constraints),
     runtime: runtime ?? "polygon", objective: request.objective, effort: request.effort, seed: request.seed,
   };
   if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
@@ -263,6 +262,20 @@ export function dropNodes(d: Draft, r: number, i: number): void {
     const j = key.startsWith(start) ? parseInt(key.slice(start.length)) : -1;
     return j === i ? [] : [[j > i ? start + (j - 1) + key.slice(start.length + String(j).length) : key, value]];
   }));
+}
+
+/** Give a type of devices of one's own another name, wherever it stands; none that is another's. */
+export function renameDevice(old: string, name: string): boolean {
+  if (name === old) return true;
+  if (!name || name in draft.value.cluster.devices) return false;
+  edit((d) => {
+    const c = d.cluster, key = (text: string): string => (text === old ? name : text);
+    c.devices = Object.fromEntries(Object.entries(c.devices).map(([of, it]) => [key(of), it]));
+    for (const region of c.regions) for (const node of region.nodes) node.device = key(node.device);
+    if (d.constraints.forbidden_devices) d.constraints.forbidden_devices = d.constraints.forbidden_devices.map(key);
+    if (d.measured) d.measured = Object.fromEntries(Object.entries(d.measured).map(([of, it]) => [of === `device.${old}` ? `device.${name}` : of, it]));
+  });
+  return true;
 }
 
 /** What of a cluster can be measured, by names that outlive other edits: as the server's, with the regions' ids. */

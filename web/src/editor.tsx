@@ -4,7 +4,7 @@ import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, request, takeMeasured, type Draft } from "./draft";
+import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, renameDevice, request, takeMeasured, type Draft } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -335,21 +335,34 @@ function Devices(): JSX.Element {
     else device[key] = number(text);
     for (const [precision, v] of Object.entries(device.tflops)) if (v === "") delete device.tflops[precision];
   }, `${name}.${key}`);
+  // The one that was just added or named is open.
+  const [fresh, setFresh] = useState("");
   const add = (): void => onCluster((it) => {
     let name = "my-device";
     for (let i = 2; it.devices?.[name]; i++) name = `my-device-${i}`;
+    setFresh(name);
     it.devices = { ...it.devices, [name]: { memory_gib: 24, tflops: { fp32: 30, bf16: 120 }, memory_bandwidth_gb_per_s: 900, power_w: 300, price_usd_per_hour: 1 } };
   });
+  const call = (old: string, field: HTMLInputElement): void => {
+    const name = field.value.trim();
+    const isOwn = renameDevice(old, name);
+    trouble.value = isOwn ? "" : t("deviceNameTaken", { name: name || "—" });
+    if (isOwn) setFresh(name);
+    else field.value = old;
+  };
+  const used = (name: string): boolean => c.regions.some((r: Data) => r.nodes.some((node: Data) => node.device === name));
   return (
     <Section title={t("ownDevices")} note={t("ownDevicesNote")} tools={<button type="button" class="small" onClick={add}>{t("addDevice")}</button>}>
-      {devices.map(([name, d]) => (
-        <details class="more" key={name}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
+      {devices.map(([name, d], i) => (
+        <details class="more" key={i} open={name === fresh}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
+          <label class="field"><span>{t("name")}</span><span class="input"><input value={name} data-path={`cluster.devices.${name}`} autocomplete="off" spellcheck={false} onChange={(e) => call(name, e.currentTarget)} /></span></label>
+          <Choice label={t("architecture")} path={`cluster.devices.${name}.architecture`} value={d.architecture ?? ""} options={[["", t("architectureOther")], ...[...new Set<string>([...(catalogue.value?.architectures ?? []), d.architecture].filter(Boolean))].map((a): [string, string] => [a, a])]} set={(v) => onCluster((it) => { if (v) it.devices[name].architecture = v; else delete it.devices[name].architecture; })} />
           <Field label={t("memory")} path={`cluster.devices.${name}.memory_gib`} value={d.memory_gib ?? d.memory_gb} unit={d.memory_gib !== undefined ? "GiB" : "GB"} set={(v) => put(name, d.memory_gib !== undefined ? "memory_gib" : "memory_gb", v)} />
           <Field label={t("memoryRate")} path={`cluster.devices.${name}.memory_bandwidth_gb_per_s`} value={d.memory_bandwidth_gb_per_s} unit="GB/s" set={(v) => put(name, "memory_bandwidth_gb_per_s", v)} />
           <Field label={t("power")} path={`cluster.devices.${name}.power_w`} value={d.power_w} unit="W" set={(v) => put(name, "power_w", v)} />
           <Field label={t("price")} path={`cluster.devices.${name}.price_usd_per_hour`} value={d.price_usd_per_hour} unit="$/h" set={(v) => put(name, "price_usd_per_hour", v)} />
           {["fp32", "tf32", "fp16", "bf16", "fp8"].map((p) => <Field key={p} label={p} path={`cluster.devices.${name}.tflops.${p}`} value={d.tflops[p]} unit="TFLOP/s" set={(v) => put(name, `tflops.${p}`, v)} />)}
-        </div></details>))}
+        </div>{used(name) ? <p class="soft">{t("deviceUsed")}</p> : <button type="button" class="small danger" aria-label={`${t("remove")}: ${name}`} onClick={() => onCluster((it) => { delete it.devices[name]; if (!Object.keys(it.devices).length) delete it.devices; })}>{t("remove")}</button>}</details>))}
       <div class="grid3"><Field label={t("name")} path="cluster.name" value={c.name} mode="text" set={(v) => onCluster((it) => { it.name = v; }, "cluster.name")} />
         <Field label={t("ownersStages")} path="cluster.stages" value={c.stages} mode="numeric" placeholder={t("plannersChoice")} set={(v) => onCluster((it) => { if (v.trim() === "") delete it.stages; else it.stages = number(v); }, "cluster.stages")} /></div>
     </Section>

@@ -216,22 +216,20 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };
   }
 }
-const askedOf = async (id: string, gone?: AbortSignal): Promise<[Data, string[]]> => {
-  const [all, wanted] = await Promise.all([known, get(`/jobs/${id}/request`, gone)]);
-  return [wanted, all.models.map((m: Data) => m.name)];
-};
+/** Once the rail, which shows it, has what it chooses from. */
+const askedOf = async (id: string, gone?: AbortSignal): Promise<Data> => (await Promise.all([get(`/jobs/${id}/request`, gone), known]))[0];
 /** Take over what a plan, or a search without one, was asked for; whether it was, and nothing else was chosen meanwhile. */
 export async function takeAskedOf(id: string): Promise<boolean> {
   let taken = false;
-  await onceHere("whole", askedOf(id), ([wanted, names]) => { take(wanted, names, id); taken = true; });
+  await onceHere("whole", askedOf(id), (wanted) => { take(wanted, id); taken = true; });
   return taken;
 }
 /** Take it over where somebody comes to a plan or a search, unless something is asked here meanwhile. */
 async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
   const before = draft.peek();
-  const [wanted, names] = await askedOf(id, gone);
+  const wanted = await askedOf(id, gone);
   batch(() => {
-    if (draft.peek() === before && !awaits()) take(wanted, names, id);
+    if (draft.peek() === before && !awaits()) take(wanted, id);
     arriving.value = false;
   });
 }
