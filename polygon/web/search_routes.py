@@ -161,8 +161,10 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
         """Hugging Face's `config.json` of a model; refused for one that none of its kinds computes alike."""
         asked = request.model
         with located("model: "):
-            named = isinstance(asked, str)
-            model = catalogue.model(asked) if named else catalogue.model_from_spec(check(ModelSpec, asked))
+            if isinstance(asked, str):
+                model = catalogue.model(asked)
+            else:
+                model = catalogue.model_from_spec(check(ModelSpec, asked))
         try:
             return hugging_face_config(model)
         except InputError as error:
@@ -281,8 +283,8 @@ def followed(
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
-    """Searches: start, list, follow, stop."""
+def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing, *, forget: Callable[[str], None]) -> None:
+    """Searches: start, list, follow, stop; `forget` hears of those that are removed."""
     add_fronts(app, store, jobs)
 
     @app.post("/api/v1/jobs", status_code=202, responses=RESPONSES, response_model=responses.Job)
@@ -322,6 +324,7 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
         found_job(store, job, language)
         jobs.cancel(job)
         store.remove(job)
+        forget(job)
 
     @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
     def cancel_job(job: JobId, language: Asked) -> Any:
