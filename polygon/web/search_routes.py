@@ -165,10 +165,10 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
                 model = catalogue.model(asked)
             else:
                 model = catalogue.model_from_spec(check(ModelSpec, asked))
-        try:
-            return hugging_face_config(model)
-        except InputError as error:
-            raise InputError(Message("refused.config", model=model.name)) from error
+            try:
+                return hugging_face_config(model)
+            except InputError as error:
+                raise InputError(Message("refused.config", model=model.name)) from error
 
     @app.post("/api/v1/measured", responses=RESPONSES, response_model=responses.MeasuredCluster)
     def measured(request: MeasuredRequest) -> Any:
