@@ -27,8 +27,9 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,10 @@ def control_cpu_s(problem: Problem, plan: Plan, tries: int = 9) -> dict[str, flo
     return longest
 
 
-async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, pause_s: float = 0.0) -> list[float]:
-    """Seconds of every what-if of so many users at once, one after another or one every `pause_s`.
+async def asked(
+    server: Server, plans: Sequence[str], users: int, ask: Ask, *, each: int, pause_s: float = 0.0
+) -> list[float]:
+    """Seconds of every what-if of so many users at once, one after another or one every `pause_s`, of plans in turn.
 
     Each has a connection that stays, as a browser's does, and nothing is parsed: what asks takes no time from what
     answers, with which it shares the machine.
@@ -108,7 +111,7 @@ async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, p
         for step in range(each):
             # With a pause users begin one after another, as people do.
             await asyncio.sleep(max(0.0, start_s + (user / users + step) * pause_s - time.perf_counter()))
-            body = json.dumps(ask(user, step)).encode()
+            body, plan = json.dumps(ask(user, step)).encode(), plans[user % len(plans)]
             head = (f"POST /api/v1/plans/{plan}/view?bound=false HTTP/1.1\r\nHost: {place.netloc}\r\n"
                     f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")  # fmt: skip
             begin = time.perf_counter()
@@ -126,7 +129,7 @@ async def asked(server: Server, plan: str, users: int, ask: Ask, *, each: int, p
 
 def one_user_s(server: Server, plan: str, ask: Ask, count: int = 40) -> float:
     """Median seconds of a what-if of one user while nobody else asks."""
-    return statistics.median(asyncio.run(asked(server, plan, 1, ask, each=count)))
+    return statistics.median(asyncio.run(asked(server, [plan], 1, ask, each=count)))
 
 
 def free_cores() -> float:
@@ -147,7 +150,14 @@ def rest(server: Server) -> None:
 
 def crowd(server: Server, name: str, data: tuple[Problem, Plan], users: int) -> str:
     """Print how long what-ifs of many users take beside those of one; gives back the plan's id."""
-    fresh, opened = (server.request("POST", "/api/v1/plans", plan_data(*data))[2]["id"] for _ in range(2))
+
+    def kept(problem: Problem, plan: Plan) -> str:
+        return str(server.request("POST", "/api/v1/plans", plan_data(problem, plan))[2]["id"])
+
+    fresh = kept(*data)
+    # Another plan that strangers made alike, of whom one opens theirs.
+    longer = tuple(tuple(span + 1 for span in part) for part in data[1].spans)
+    opened, *theirs = (kept(data[0], replace(data[1], spans=longer)) for _ in range(users + 1))
     alone_s = one_user_s(server, fresh, lambda _, i: {"bandwidth_factor": 0.5 + i / 100})
     print(f"{name}: {free_cores():.1f} of {os.cpu_count()} cores are free for busy processes")
     drawn = of_controls(sorted({pool.device.name for pool in data[0].cluster.pools}), data[1].local_steps, users, 3)
@@ -156,8 +166,9 @@ def crowd(server: Server, name: str, data: tuple[Problem, Plan], users: int) -> 
     kept_s = one_user_s(server, opened, lambda _, i: drawn[i % users][i // users])
     print(f"{name}: one user alone, {alone_s * 1e3:.2f} ms; on the page's controls, once it has opened the plan, "
           f"{kept_s * 1e3:.2f} ms")  # fmt: skip
-    rows: list[tuple[str, str, Ask, float]] = [
+    rows: list[tuple[str, str | list[str], Ask, float]] = [
         ("of the page's controls", opened, lambda user, step: drawn[user][step], 0.0),
+        ("of the page's controls, each of an own plan like it", theirs, lambda user, step: drawn[user][step], 0.0),
         ("of the page's controls on a plan that nobody has opened", fresh, lambda user, step: drawn[user][step], 0.0),
         ("of which no two are alike", fresh, lambda user, step: {"bandwidth_factor": 1 + user / 100 + step}, 0.0),
         ("that are equal", fresh, lambda _, step: {"bandwidth_factor": 1 + step + 1 / 7}, 0.0),
@@ -166,7 +177,8 @@ def crowd(server: Server, name: str, data: tuple[Problem, Plan], users: int) -> 
     ]  # fmt: skip
     for kind, plan, ask, pause_s in rows:
         before_s, own_s = cpu_s(server), time.process_time()
-        waits = sorted(asyncio.run(asked(server, plan, users, ask, each=3, pause_s=pause_s)))
+        plans = [plan] if isinstance(plan, str) else plan
+        waits = sorted(asyncio.run(asked(server, plans, users, ask, each=3, pause_s=pause_s)))
         each_ms, own_ms = (s / len(waits) * 1e3 for s in (cpu_s(server) - before_s, time.process_time() - own_s))
         p95_s = waits[int(0.95 * len(waits))]
         # Where all ask at once and cores only work, the last but 5 % has waited for so many answers' CPU on all cores.

@@ -22,6 +22,7 @@ from polygon.cost.memory import (
     under_way_bytes,
 )
 from polygon.cost.money import bill_of, traffic_bytes
+from polygon.cost.shared_links import pairs_at_work
 from polygon.cost.stage_reduction import NO_SUMS, SumsRoom, room_of_sums
 from polygon.cost.step_times import StepTimes, alike, numbered, step_times, tied_parameters
 from polygon.cost.tables import CostTables
@@ -58,7 +59,8 @@ class LinkEstimate:
     activation_bytes: float
     gradient_bytes: float
     busy_fraction: float
-    """Share of the step in which the busiest sender's channel to the target is taken."""
+    """Share of the step in which the link is taken: by messages, of the busiest sender's channel to the target, and by
+    gradients, which pairs of nodes exchange at once, each at the link's rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +377,11 @@ def _link_estimates(
     busiest = np.zeros((n, n))
     held_s = np.where(passes, used_s[messages.link], 0.0).max(axis=-1, initial=0.0)
     np.maximum.at(busiest, (place.region[messages.sender], place.region[messages.receiver]), held_s)
-    moved_list, reduced_list, busy_list = moved.tolist(), reduced.tolist(), (busiest / step_s).tolist()
+    cluster, pairs = problem.cluster, pairs_at_work(place, n, problem.runtime.sum_turns)
+    rate = np.minimum(pairs * cluster.bytes_per_s, cluster.capacity_bytes_per_s)
+    summed_s = np.divide(reduced, rate, out=np.zeros((n, n)), where=rate > 0)
+    busy = np.minimum(1.0, (busiest + summed_s) / step_s)
+    moved_list, reduced_list, busy_list = moved.tolist(), reduced.tolist(), busy.tolist()
     return tuple(
         LinkEstimate(
             source=names[a],

@@ -172,6 +172,34 @@ class Sharing:
         )
 
 
+def pairs_at_work(place: Placement, regions: int, sum_turns: int) -> np.ndarray:
+    """Over how many pairs of nodes the gradients of all stages go at once between any two regions, shape (regions,
+    regions): of stages on nodes of their own over those of each, of stages on the same nodes over no more than these
+    have together."""
+    known: np.ndarray | None = place.derived.get(("pairs at work", sum_turns))
+    if known is not None:
+        return known
+    first = np.unique(np.concatenate([nodes for nodes, _, _ in place.hosts]), return_index=True)[1]
+    region = np.concatenate([region for _, region, _ in place.hosts])[first]
+    rows = [np.bincount(of, minlength=regions) for of in (region, *(it[1] for it in place.hosts))]
+
+    def at_once(a: int, b: int, row: np.ndarray) -> float:
+        if not row[a] or not row[b]:
+            return 0.0
+        apart = a in place.packed_inside or b in place.packed_inside
+        return 1 / float(node_pairs(int(row[a]), int(row[b]), sum_turns, every=apart)[2].max())
+
+    # Of regions that hold different stages the tied weights of first and last: one pair.
+    found = np.ones((regions, regions))
+    there = np.flatnonzero(rows[0]).tolist()
+    for a in there:
+        for b in there:
+            if a != b:
+                found[a, b] = max(1.0, min(at_once(a, b, rows[0]), sum(at_once(a, b, row) for row in rows[1:])))
+    place.derived["pairs at work", sum_turns] = found
+    return found
+
+
 @cache
 def node_pairs(senders: int, receivers: int, turns: int, *, every: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which nodes of a region send to which of another, and what part each pair has of what the regions exchange.

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polygon.cost.estimate import Estimate
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
+from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_json
 from polygon.messages.report import seconds
 
@@ -72,10 +74,18 @@ def _signed(cost_s: float | None) -> str:
     return ("+" if cost_s >= 0 else "-") + seconds(abs(cost_s))
 
 
+REHEARSED = """
+Rehearsed on one machine before, with a small model:
+
+    polygon launch plan.json --rehearse --max-ranks 8
+"""
+
+
 def readme(problem: Problem, plan: Plan, export: Export, name: str) -> str:
     """A README beside the files: what it is, how it is started, what was lost."""
     one_line = re.sub(r"\s+", " ", problem.cluster.name)
     listing = "\n".join(f"- `{file}`" for file in sorted(export.files))
+    rehearsed = REHEARSED if "plan.json" in export.files else ""
     return f"""# {name}
 
 {problem.model.name} on {plan.world_size} devices of cluster {one_line!r}, for {export.target}: global batch
@@ -85,7 +95,7 @@ def readme(problem: Problem, plan: Plan, export: Export, name: str) -> str:
 
     bash check.sh        # looks at every file, changes nothing, starts nothing
     {export.start}
-
+{rehearsed}
 Hosts are listed in `hosts.txt`, in the order of their ranks. Put your own names in (export again with `--hosts`), copy
 this folder to the same place on every host.
 
@@ -111,6 +121,12 @@ def check_script(files: Iterable[str]) -> str:
         elif name.endswith(".json"):
             lines.append(f"python3 -m json.tool {shlex.quote(name)} > /dev/null")
     return "\n".join([*lines, 'echo "all files can be read"', ""])
+
+
+def plan_text(problem: Problem, plan: Plan, priced: Estimate) -> str:
+    """The plan file, with its estimate; without the bound, which ranks never read and which takes up to a hundred times
+    as long as all files."""
+    return json_text(plan_data(problem, plan, priced.to_dict()))
 
 
 def json_text(data: Any) -> str:

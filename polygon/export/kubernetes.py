@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polygon.bounds.gap import estimate_data
-from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.export.bundle import Export, Loss, json_text
+from polygon.export.bundle import Export, Loss, plan_text
 from polygon.export.launch_hosts import Host, hosts_text, seats, slug
 from polygon.export.rank_script import NAME, RANKS_SCRIPT, HostGroup, host_groups
 from polygon.export.scripts import PORT
 from polygon.export.torchrun import by_rank
-from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_yaml
 
 PRODUCTS = {
@@ -117,7 +114,7 @@ def export_kubernetes(problem: Problem, plan: Plan, tables: CostTables, hosts: S
     rows = seats(problem.cluster, by_rank(plan), hosts)
     groups = host_groups(problem.cluster, rows)
     name = f"polygon-{slug(problem.model.name)[:20].strip('-')}"
-    text = json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables))))
+    text = plan_text(problem, plan, result)
     comment = (
         "# Fill in: image (one with polygon-train[train]), the region labels of your nodes, the checkpoints' claim.\n"
     )

@@ -10,18 +10,15 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from polygon.bounds.gap import estimate_data
-from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Cluster
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.export.bundle import Export, Loss, json_text
+from polygon.export.bundle import Export, Loss, plan_text
 from polygon.export.launch_hosts import Host, Seat, hosts_text, seats, slug
 from polygon.export.scripts import PORT
 from polygon.export.torchrun import by_rank
-from polygon.formats.convert_plan import plan_data
 from polygon.formats.serialization import format_yaml
 
 ACCELERATORS = {
@@ -61,7 +58,7 @@ def export_skypilot(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     result = estimate(problem, plan, tables)
     rows = seats(problem.cluster, by_rank(plan), hosts)
     files = {
-        "plan.json": json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables)))),
+        "plan.json": plan_text(problem, plan, result),
         "hosts.txt": hosts_text(rows),
     }
     first = 0

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polygon.bounds.gap import estimate_data
-from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem
-from polygon.export.bundle import Export, Loss, json_text
+from polygon.export.bundle import Export, Loss, plan_text
 from polygon.export.launch_hosts import Host, hosts_text, seats, slug
 from polygon.export.rank_script import NAME, RANKS_SCRIPT, HostGroup, host_groups
 from polygon.export.torchrun import by_rank
-from polygon.formats.convert_plan import plan_data
 
 CPUS_PER_RANK = 4
 """Asked for: a rank computes, sends, receives and reads data, each in a thread of its own."""
@@ -96,7 +93,7 @@ def export_slurm(problem: Problem, plan: Plan, tables: CostTables, hosts: Sequen
     return Export(
         target="slurm",
         files={
-            "plan.json": json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables)))),
+            "plan.json": plan_text(problem, plan, result),
             "hosts.txt": hosts_text(rows),
             "job.sbatch": batch_script(f"polygon-{slug(problem.model.name)}", groups, cpu_pools),
             NAME: RANKS_SCRIPT,

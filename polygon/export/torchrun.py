@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polygon.bounds.gap import estimate_data
-from polygon.bounds.lower_bound import lower_bound
 from polygon.cost.estimate import estimate
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import Plan, Problem, Worker
-from polygon.export.bundle import Export, json_text
+from polygon.export.bundle import Export, plan_text
 from polygon.export.launch_hosts import Host, hosts_text, seats
 from polygon.export.scripts import run_name, start_all_script, torchrun_script
-from polygon.formats.convert_plan import plan_data
 
 
 def by_rank(plan: Plan) -> list[Worker]:
@@ -28,7 +25,7 @@ def export_torchrun(problem: Problem, plan: Plan, tables: CostTables, hosts: Seq
     rows = seats(problem.cluster, by_rank(plan), hosts)
     program = ["runners/dist_runner.py", "--plan"]
     files = {
-        "plan.json": json_text(plan_data(problem, plan, estimate_data(result, lower_bound(tables)))),
+        "plan.json": plan_text(problem, plan, result),
         "hosts.txt": hosts_text(rows),
     }
     for index, seat in enumerate(rows):

@@ -25,18 +25,23 @@ ROUNDED = 1e-9
 """Part of a step below which a term is what rounding has left of nothing."""
 
 
+def three(value: float) -> str:
+    """Three digits, zeros at the end among them, as the page has them: 3.00, 13.0, 120, 7,433."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
+
+
 def seconds(value: float) -> str:
     """Three digits and a unit."""
-    if value >= 1:
-        return f"{value:,.0f} s" if value >= 999.5 else f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if value >= 1 or value == 0:
+        return f"{three(value)} s" if value else "0 s"
+    return f"{three(value * 1e3)} ms" if value >= 1e-3 else f"{three(value * 1e6)} µs"
 
 
 def size(n_bytes: float) -> str:
     """Bytes with a decimal unit."""
     for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
-            return f"{n_bytes / scale:.3g} {unit}"
+            return f"{three(n_bytes / scale)} {unit}"
     return f"{n_bytes:.0f} B"
 
 

@@ -36,6 +36,7 @@ from polygon.web.pricing import Pricing
 from polygon.web.rehearsals import Rehearsals
 from polygon.web.run_routes import add_runs
 from polygon.web.runs import Runs
+from polygon.web.same_plans import SamePlans
 from polygon.web.search_routes import add_catalogue, add_jobs, warm_up
 from polygon.web.store import Store
 
@@ -68,7 +69,8 @@ class Settings:
 def create_app(settings: Settings) -> FastAPI:
     """The application."""
     store = Store(settings.database)
-    pricing = Pricing(lambda job: stored(store, job))
+    same = SamePlans(lambda job: stored(store, job))
+    pricing = Pricing(same.read)
     jobs = Jobs(store)
     runs = Runs(settings.runs, settings.deployments, settings.logs)
     rehearsals = Rehearsals(runs, allowed=settings.rehearsals)
@@ -93,10 +95,10 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(BusyError, _say_busy)
     app.add_exception_handler(RequestValidationError, _say_bad_request)
     app.add_exception_handler(StarletteHTTPException, _say_http_error)
-    asked = add_plans(app, store, jobs, pricing)  # what is asked most is looked up first
+    asked = add_plans(app, same, store, jobs, pricing)  # what is asked most is looked up first
     add_catalogue(app, settings.instances)
-    add_jobs(app, store, jobs, pricing)
-    add_deployments(app, pricing, settings.deployments)
+    add_jobs(app, store, jobs, pricing, forget=same.forget)
+    add_deployments(app, asked, pricing, settings.deployments)
     add_runs(app, asked.load, runs, rehearsals)
     _add_page(app)
     app.add_middleware(Guard, tokens=settings.tokens, hosts=settings.hosts)  # the last one stands before all others

@@ -40,6 +40,7 @@ from polygon.web.language import Asked, in_language, preferred
 from polygon.web.pricing import Pricing, Question, Tell
 from polygon.web.questions import Loaded, own_changes
 from polygon.web.questions import load as read_plan
+from polygon.web.same_plans import SamePlans
 from polygon.web.search_routes import JOB, RESPONSES, JobId, answer, as_bytes
 from polygon.web.sliders import Changes, positions, timed
 from polygon.web.store import Store
@@ -101,8 +102,8 @@ Load = Callable[[str], Loaded]
 class Asking:
     """Plans kept ready by their jobs, and answers about them from the processes that price."""
 
-    def __init__(self, store: Store, pricing: Pricing, jobs: Jobs) -> None:
-        self._store, self._pricing = store, pricing
+    def __init__(self, same: SamePlans, store: Store, pricing: Pricing, jobs: Jobs) -> None:
+        self._same, self._store, self._pricing = same, store, pricing
         self._plans, self._answers = Answers(MOST_PLANS), Answers(MOST_ANSWERS)
         self._ahead = Ahead(self.answer, lambda: pricing.rests and jobs.rest)
 
@@ -115,8 +116,13 @@ class Asking:
         self, job: str, what: str, language: Asked, changes: Changes | None = None, tell: Tell | None = None,
         **arguments: Any,
     ) -> Response:  # fmt: skip
-        """One answer, worked out once for all who ask the same."""
-        return await self.answer(question_of(job, what, language, changes, **arguments), tell)
+        """One answer, worked out once for all who ask the same, be it of a plan of their own that is the same."""
+        return await self.answer(question_of(await self.plan(job), what, language, changes, **arguments), tell)
+
+    async def plan(self, job: str) -> str:
+        """What a job's plan is asked about by, the same for all jobs with that plan."""
+        known = self._same.known(job)
+        return await run_in_threadpool(self._same.look, job) if known is None else known
 
     async def answer(self, question: Question, tell: Tell | None = None) -> Response:
         """The answer to a question, worked out once for all who ask it."""
@@ -129,7 +135,7 @@ class Asking:
 
     def opened(self, question: Question, view: Response) -> None:
         """When there is time, work out what the page's controls can ask next about the plan of this view."""
-        self._ahead.ask((question.job, question.language), moved(question, orjson.loads(view.body)))
+        self._ahead.ask((question.plan, question.language), moved(question, orjson.loads(view.body)))
 
     def close(self) -> None:
         """Work nothing out ahead any more."""
@@ -137,11 +143,11 @@ class Asking:
 
 
 def question_of(
-    job: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
+    plan: str, what: str, language: Asked, changes: Changes | None = None, **arguments: Any
 ) -> Question:  # fmt: skip
     """What is asked, the same for all who ask the same."""
     own = NONE if changes is None else changes.model_dump_json(exclude_defaults=True)
-    return Question(job=job, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
+    return Question(plan=plan, what=what, language=language, changes=own, arguments=tuple(arguments.items()))
 
 
 def moved(question: Question, view: Mapping[str, Any]) -> Iterator[Question]:
@@ -153,9 +159,9 @@ def moved(question: Question, view: Mapping[str, Any]) -> Iterator[Question]:
             yield replace(question, changes=changes)
 
 
-def add_plans(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> Asking:
+def add_plans(app: FastAPI, same: SamePlans, store: Store, jobs: Jobs, pricing: Pricing) -> Asking:
     """Everything asked about a plan; returns what loads one, to be closed."""
-    asked = Asking(store, pricing, jobs)
+    asked = Asking(same, store, pricing, jobs)
     add_views(app, pricing, asked)
     add_files(app, store, pricing, asked)
     add_limits(app, store, asked)
@@ -225,7 +231,7 @@ def add_views(app: FastAPI, pricing: Pricing, asked: Asking) -> None:
     @app.post("/api/v1/plans/{job}/view", responses=RESPONSES, response_model=responses.View)
     async def plan_view(job: JobId, changes: Changes, language: Asked, request: Request, bound: bool = True) -> Any:
         """Everything shown of a plan, with changes applied; sooner without the bound, whose values are null then."""
-        question = question_of(job, "view", language, changes, bound=bound)
+        question = question_of(await asked.plan(job), "view", language, changes, bound=bound)
         if asked.knows(question) or not question.quick:
             return await asked.answer(question)
         async with turn.one():
@@ -394,14 +400,14 @@ def stored(store: Store, job: str) -> tuple[str, Mapping[str, Any]]:
     return text, row.request.get("changes", {})
 
 
-def add_deployments(app: FastAPI, pricing: Pricing, folder: Path) -> None:
+def add_deployments(app: FastAPI, asked: Asking, pricing: Pricing, folder: Path) -> None:
     """Exports written to disk, and what is there."""
 
     @app.post("/api/v1/plans/{job}/deploy", status_code=201, responses=RESPONSES, response_model=responses.Written)
     async def deploy(job: JobId, request: DeployRequest, language: Asked) -> Any:
         """Write an export into deployments/NAME and check it without starting anything."""
         arguments = tuple(request.model_dump().items())
-        made = orjson.loads(await pricing.ask(Question(job=job, what="export", arguments=arguments)))
+        made = orjson.loads(await pricing.ask(Question(plan=await asked.plan(job), what="export", arguments=arguments)))
 
         def write() -> Any:
             checks = check_folder(write_deployment(folder, request.name, made["files"]))

@@ -70,14 +70,15 @@ CONTEXT.set_forkserver_preload(["polygon.web.pricing_ready"])
 class Question:
     """What is asked about a plan."""
 
-    job: str
+    plan: str
+    """What tells it from every other plan."""
     what: str
     """One of `questions.QUESTIONS`."""
     language: Language = "en"
     changes: str = "{}"
     """JSON of `Changes`."""
     arguments: tuple[tuple[str, Any], ...] = ()
-    plan: tuple[str, Mapping[str, Any]] | None = None
+    file: tuple[str, Mapping[str, Any]] | None = None
     """The plan's file and the changes that made it, for a process that does not have it."""
 
     @property
@@ -102,7 +103,7 @@ class Pricing:
     Parameters
     ----------
     read : callable
-        From the id of a plan to its file and the changes that made it; raises what is to be said where there is none.
+        From what tells a plan to its file and the changes that made it; raises what is to be said where there is none.
     """
 
     def __init__(self, read: Callable[[str], tuple[str, Mapping[str, Any]]]) -> None:
@@ -157,8 +158,8 @@ class Pricing:
                 try:
                     return await worker.ask(question, tell)
                 except NoPlanError:
-                    plan = await run_in_threadpool(self._read, question.job)
-                    return await worker.ask(replace(question, plan=plan), tell)
+                    file = await run_in_threadpool(self._read, question.plan)
+                    return await worker.ask(replace(question, file=file), tell)
             except LostError:
                 if attempt + 1 == TRIES:
                     raise
@@ -294,13 +295,13 @@ def work(pipe: Connection) -> None:
 
     def answer(number: int, asked: Question) -> Answer:
         def loaded() -> questions.Loaded:
-            if asked.plan is None:
+            if asked.file is None:
                 raise NoPlanError
-            return questions.load(*asked.plan)
+            return questions.load(*asked.file)
 
         try:
             changes = Changes.model_validate_json(asked.changes)
-            found = questions.answer(asked.what, plans.get(asked.job, loaded), changes, dict(asked.arguments))
+            found = questions.answer(asked.what, plans.get(asked.plan, loaded), changes, dict(asked.arguments))
             if not isinstance(found, Iterator):
                 return number, compact(found, asked.language), True
             whole = b""
@@ -311,7 +312,7 @@ def work(pipe: Connection) -> None:
         except (PolygonError, NoPlanError) as error:
             return number, error, True
         except Exception as error:  # a fault of ours: said here, where its traceback is, and to who asked
-            log.exception("%s of plan %s", asked.what, asked.job)
+            log.exception("%s of plan %s", asked.what, asked.plan)
             return number, RuntimeError(repr(error)), True
 
     def one_after_another() -> None:

@@ -116,6 +116,7 @@ class Known(TypedDict):
     """Catalogues."""
 
     devices: list[dict[str, Any]]
+    architectures: list[str]
     models: list[dict[str, Any]]
     links: list[str]
     regions: list[dict[str, Any]]

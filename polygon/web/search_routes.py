@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from polygon.cost.convergence import rows
 from polygon.domain.cluster import Cluster
 from polygon.domain.errors import InputError, located
 from polygon.domain.message import Message
+from polygon.domain.model import Model
 from polygon.domain.optimizer import OPTIMIZERS
 from polygon.domain.plan import COMPRESSIONS, PARITY_LEVELS
 from polygon.formats import catalogue, convert, files
@@ -29,7 +31,7 @@ from polygon.formats import recognition as formats
 from polygon.formats.hugging_face_export import hugging_face_config
 from polygon.formats.schema import ClusterSpec, ModelSpec, Strict, check
 from polygon.formats.serialization import format_json, parse_json
-from polygon.messages.report import seconds
+from polygon.messages.report import seconds, three
 from polygon.web import responses, views
 from polygon.web.answers import Answers, compact
 from polygon.web.editing import default_link, lean, resolved, with_measured
@@ -147,16 +149,26 @@ def add_catalogue(app: FastAPI, instances: Path | None) -> None:
         if request.kind == "cluster":
             cluster: Cluster = formats.cluster_from_text(request.text, request.name, MOST_VALUES)
             return answer(lean(cluster))
-        return answer(convert.model_data(formats.model_from_text(request.text, request.name, MOST_VALUES)))
+        model: Model = formats.model_from_text(request.text, request.name, MOST_VALUES)
+        if model.name == "config":  # as everybody's file is called
+            kind = str(parse_json(request.text).get("model_type", "model")).replace("_", "-")
+            scale, unit = (1e9, "b") if model.parameters >= 1e9 else (1e6, "m")
+            model = replace(model, name=f"{kind}-{three(model.parameters / scale)}{unit}")
+        return answer(convert.model_data(model))
 
     @app.post("/api/v1/config", responses=RESPONSES, response_model=dict[str, Any])
     def config(request: ModelRequest) -> Any:
         """Hugging Face's `config.json` of a model; refused for one that none of its kinds computes alike."""
-        model = request.model
+        asked = request.model
         with located("model: "):
-            if isinstance(model, str):
-                return hugging_face_config(catalogue.model(model))
-            return hugging_face_config(catalogue.model_from_spec(check(ModelSpec, model)))
+            if isinstance(asked, str):
+                model = catalogue.model(asked)
+            else:
+                model = catalogue.model_from_spec(check(ModelSpec, asked))
+            try:
+                return hugging_face_config(model)
+            except InputError as error:
+                raise InputError(Message("refused.config", model=model.name)) from error
 
     @app.post("/api/v1/measured", responses=RESPONSES, response_model=responses.MeasuredCluster)
     def measured(request: MeasuredRequest) -> Any:
@@ -188,7 +200,8 @@ def known() -> dict[str, Any]:
     ]
     floor_ms, slope_ms = latency_per_km()
     return {
-        "devices": devices, "models": models, "links": sorted(catalogue.links()), "regions": regions,
+        "devices": devices, "architectures": sorted({d.architecture for d in catalogue.devices().values()}),
+        "models": models, "links": sorted(catalogue.links()), "regions": regions,
         "runtimes": [{"name": name, "version": r.version} for name, r in catalogue.runtimes().items()],
         "optimizers": [{"name": name, "label": o.label} for name, o in OPTIMIZERS.items()],
         "parity_levels": PARITY_LEVELS, "compressions": COMPRESSIONS, "local_steps": sorted(rows("local_steps")),
@@ -227,7 +240,16 @@ def asked_of(job: StoredJob, plan: str | None) -> dict[str, Any]:
         problem = parse_json(plan or "{}").get("problem", {})
         if problem:
             problem["cluster"] = lean(convert.cluster_from_spec(check(ClusterSpec, problem["cluster"])))
+    if problem and isinstance(problem.get("model"), dict):
+        problem = problem | {"model": by_name(problem["model"])}
     return {"problem": problem, **{key: kept.get(key, LABELS[key]) for key in ("objective", "effort", "seed")}}
+
+
+def by_name(model: dict[str, Any]) -> str | dict[str, Any]:
+    """A model that is spelt out, by its name where it is the catalogue's: one's own may be called like that."""
+    name = str(model.get("name"))
+    same = name in catalogue.models() and catalogue.model_from_spec(check(ModelSpec, model)) == catalogue.model(name)
+    return name if same else model
 
 
 def found_job(store: Store, job: str, language: Asked) -> dict[str, Any]:
@@ -261,8 +283,8 @@ def followed(
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
-    """Searches: start, list, follow, stop."""
+def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing, *, forget: Callable[[str], None]) -> None:
+    """Searches: start, list, follow, stop; `forget` hears of those that are removed."""
     add_fronts(app, store, jobs)
 
     @app.post("/api/v1/jobs", status_code=202, responses=RESPONSES, response_model=responses.Job)
@@ -302,6 +324,7 @@ def add_jobs(app: FastAPI, store: Store, jobs: Jobs, pricing: Pricing) -> None:
         found_job(store, job, language)
         jobs.cancel(job)
         store.remove(job)
+        forget(job)
 
     @app.delete("/api/v1/jobs/{job}", responses=RESPONSES, response_model=responses.Job)
     def cancel_job(job: JobId, language: Asked) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polygon.cost.estimate import estimate
 from polygon.cost.reduction import pairs_at_once, part_of_pair, turns_between
 from polygon.cost.shared_links import last_end_s, node_pairs
 from polygon.cost.step_times import step_times
@@ -60,6 +61,21 @@ def test_what_is_kept_of_shared_pairs_follows_their_links():
         kept, fresh = (step_times(plan, t).shared_pairs_s for t in (tables.with_other_links(other), CostTables(other)))
         assert np.array_equal(kept, fresh)
         assert np.array_equal(kept, busy_s / factor) if factor else not len(kept)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "capacity", "rate"), [(1, 2, np.inf, 1e8), (2, 1, np.inf, 2e8), (2, 1, 1.5e8, 1.5e8)]
+)
+def test_a_link_is_busy_with_what_each_pair_of_nodes_sends(nodes, per_node, capacity, rate):
+    """Stages on the same nodes share one pair's 1e8 bytes/s; two on nodes of their own have two, or the capacity."""
+    problem, plan = on_both(nodes, per_node)
+    shared = replace(problem.cluster, capacity_bytes_per_s=np.full((2, 2), capacity))
+    result = estimate(replace(problem, cluster=shared), plan)
+    assert len(result.links) == 2
+    for link in result.links:
+        assert link.activation_bytes == 0  # every micro-batch stays in its region
+        assert 0 < link.busy_fraction < 1
+        assert link.busy_fraction * result.step_s == pytest.approx(link.gradient_bytes / rate)
 
 
 def test_stages_on_one_node_pair_take_turns():

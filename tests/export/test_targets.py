@@ -324,6 +324,15 @@ def test_ranks_of_torchrun_scripts_are_the_plans_ranks(tmp_path):
     assert np.array_equal(again.plan.routes, plan.routes)
 
 
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubernetes", "skypilot"])
+def test_a_deployed_plan_says_its_step_and_waits_for_no_bound(target):
+    """What no plan can beat may take a minute to know, and no rank reads it; the README says how to rehearse it."""
+    result = export(*planned(), target)
+    said = json.loads(result.files["plan.json"])["estimate"]
+    assert said["step_s"] == result.step_s and not said.keys() & {"lower_bound_s", "lower_bounds_s", "bound_by", "gap"}
+    assert "polygon launch plan.json --rehearse" in result.files["README.md"]
+
+
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_scripts_are_clean(target, tmp_path):
     """bash parses every script, shellcheck finds nothing, the dry-run check passes."""

@@ -174,7 +174,9 @@ def test_a_message_is_said_with_its_numbers_nouns_and_parts():
     assert (str(one), str(two)) == ("1 stage on 1 device in a", "2 stages on 2 devices in a, b")
     over = tuple(Message(f"limit.{kind}", value=2.0, limit=1.0) for kind in ("step_s", "usd_per_step"))
     both = Message("reason.no_plan_within_limits", over=over)
-    assert str(both).endswith("step: 2 s, 1.0 s are allowed; step: 2 USD, 1.0 are allowed")
+    assert str(both).endswith(
+        "the nearest one takes 2 s a step, of which 1 are allowed; 2 USD a step, of which 1 are allowed"
+    )
     assert say(both, "zh").count("；") == 2
     assert say("as it is", "zh") == "as it is"
 

@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "web" / "src" / "whatif.tsx"
 
 
 def question(job, k=0):
-    return Question(job=job, what="view", changes=json.dumps({"latency_factor": 2.0 + k}))
+    return Question(plan=job, what="view", changes=json.dumps({"latency_factor": 2.0 + k}))
 
 
 def answered(work, *, busy=0, plans=(("a", 3),)):
@@ -28,7 +28,7 @@ def answered(work, *, busy=0, plans=(("a", 3),)):
     found, looks = [], itertools.count()
 
     async def answer(asked):
-        found.append((asked.job, json.loads(asked.changes)["latency_factor"] - 2.0))
+        found.append((asked.plan, json.loads(asked.changes)["latency_factor"] - 2.0))
         await work(asked)
 
     async def go():
@@ -93,7 +93,7 @@ def test_a_question_that_fails_ends_its_plan_alone():
     """Others are answered."""
 
     async def fails(asked):
-        if asked.job == "b":
+        if asked.plan == "b":
             raise HTTPException(404)
 
     assert answered(fails, plans=[("a", 2), ("b", 2)]) == [("b", 0), ("a", 0), ("a", 1)]

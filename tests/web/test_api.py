@@ -23,6 +23,7 @@ from polygon.formats.convert import cluster_data, cluster_from_spec, model_data,
 from polygon.formats.convert_plan import plan_data
 from polygon.formats.schema import ClusterSpec, check
 from polygon.formats.serialization import format_json, parse_json, parse_yaml
+from polygon.web import ahead
 from polygon.web.app import Settings, create_app
 from polygon.web.jobs import problem_of
 from polygon.web.plan_routes import AHEAD
@@ -228,6 +229,7 @@ def test_what_the_page_can_ask_next_is_there_once_a_plan_was_opened(tmp_path, mo
         return found
 
     monkeypatch.setattr(Pricing, "ask", counted)
+    monkeypatch.setattr(ahead, "MOST_S", PATIENCE_S)  # however busy the machine is
     app = create_app(Settings(database=tmp_path / "jobs.sqlite", deployments=tmp_path / "deployments"))
 
     async def opened():

@@ -48,7 +48,8 @@ def test_the_page_speaks_of_no_option_of_the_command_line():
     """Not in its own words, nor in the planner's about a plan; commands that somebody is to type are another thing."""
     page = json.loads(resources.files("polygon.web").joinpath("strings.json").read_text("utf-8"))["page"]
     planner = json.loads(resources.files("polygon.domain").joinpath("words.json").read_text("utf-8"))["messages"]
-    about = ("idea.", "change.", "reason.", "limit.", "limited_by.", "loss.", "plan.", "formula.", "numbers.")
+    about = ("idea.", "change.", "reason.", "limit.", "limited_by.", "loss.", "plan.", "formula.", "numbers.", "lost.",
+             "note.", "missing.", "check.violations", "refused.rehearsals", "refused.busy")  # fmt: skip
     said = [*page.items(), *((kind, both) for kind, both in planner.items() if kind.startswith(about))]
     assert [kind for kind, both in said if any(re.search(r"(^|\W)--[a-z]", text) for text in both)] == []
 

@@ -38,7 +38,7 @@ def pricing():
 
 
 def asked(pricing, what="view", changes="{}", tell=None, **arguments):
-    question = Question(job="a", what=what, changes=changes, arguments=tuple(arguments.items()))
+    question = Question(plan="a", what=what, changes=changes, arguments=tuple(arguments.items()))
     return orjson.loads(asyncio.run_coroutine_threadsafe(pricing.ask(question, tell), pricing.loop).result(PATIENCE_S))
 
 
@@ -59,7 +59,7 @@ def test_what_is_asked_at_once_goes_in_one_message(pricing):
     async def all_of_them():
         worker._send = lambda: (sent.append(len(worker._together)), send())
         views = (
-            Question(job="a", what="view", changes=f'{{"bandwidth_factor": {f}}}', arguments=(("bound", False),))
+            Question(plan="a", what="view", changes=f'{{"bandwidth_factor": {f}}}', arguments=(("bound", False),))
             for f in factors
         )
         try:

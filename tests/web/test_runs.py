@@ -99,7 +99,7 @@ def test_a_server_starts_nothing_unless_it_was_told_that_it_may(server, plan_id)
     """Without the option the list says so and a request is refused."""
     assert server.request("GET", "/api/v1/runs")[2]["may_start"] is False
     status, _, refused = server.request("POST", f"/api/v1/plans/{plan_id}/rehearsals", {"name": "x"})
-    assert status == 422 and "--allow-rehearsals" in refused["detail"]
+    assert status == 422 and "was not allowed to when it was started" in refused["detail"]
     assert "x" not in {row["name"] for row in server.request("GET", "/api/v1/runs")[2]["runs"]}
 
 

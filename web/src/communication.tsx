@@ -5,7 +5,6 @@ import { post, type Data } from "./api";
 import { axis, Chart, escape, tooltip } from "./chart";
 import { dark, ink, palette } from "./colors";
 import { brief, bytes, digits, gbps, ofMemory, ms, percent, roundBytes, seconds, signed } from "./format";
-import { used } from "./overview";
 import { changes, planId, planned, setChanges, shown, tab } from "./state";
 import { isApart } from "./summary";
 import { maybe, t, type Key } from "./strings";
@@ -16,7 +15,7 @@ export function Communication(): JSX.Element {
   const key = `${planId.value} ${JSON.stringify(changes.value)}`;
   const advice = useAnswer((stop) => post(`/plans/${planId.value}/advice`, changes.value, stop), key);
   const better = useAnswer((stop) => post(`/plans/${planId.value}/sensitivities`, changes.value, stop), key);
-  const links = used(v).filter((l) => l.activation_bytes + l.gradient_bytes > 0).sort((a, b) => b.use - a.use);
+  const links = v.links.filter((l: Data) => l.activation_bytes + l.gradient_bytes > 0).sort((a: Data, b: Data) => b.busy - a.busy);
   const dimension = (name: Key, now: string, before: string, time: string): (JSX.Element | string)[] => [t(name), <>{now}{before !== now && <small class="soft"> {t("before")} {before}</small>}</>, time];
   return (
     <>
@@ -27,7 +26,7 @@ export function Communication(): JSX.Element {
           dimension("across", bytes(f.cross_region_bytes), bytes(g.cross_region_bytes), "")]} /></div><Heat v={v} /></div>
       </Section>
       <Section title={t("linkTable")}>{links.length === 0 ? <Empty>{t("noTraffic")}</Empty> : <Table label={t("linkTable")} head={[t("link"), t("distance"), t("latency"), t("rate"), t("activations"), t("gradients"), t("linkUse")]} numeric={[1, 2, 3, 4, 5, 6]}
-        rows={links.map((l) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, l.activations), sent(l.gradient_bytes, l.weight_gradients), percent(l.use)])} />}
+        rows={links.map((l: Data) => [<span class="whole">{l.source} → {l.target}</span>, l.distance_km === null ? "—" : `${digits(l.distance_km)}\u00a0km`, ms(l.latency_ms), gbps(l.bandwidth_gbps), sent(l.activation_bytes, l.activations), sent(l.gradient_bytes, l.weight_gradients), percent(l.busy)])} />}
         {v.packings_inside.map((what: string) => <p key={what}>{t("reasonInside", { what })}</p>)}</Section>
       <Section title={t("advice")}><div id="advice"><Answer of={advice}>{(data) => <Advice data={data} />}</Answer></div></Section>
       {links.length > 0 && <Section title={t("sensitivity")}><div id="sensitivities"><Answer of={better}>{(rows) => <Better rows={rows} />}</Answer></div></Section>}

@@ -13,6 +13,8 @@ export interface Draft {
   objective: string;
   effort: string;
   seed: number | string;
+  /** What regions are called in `measured` and `guessed`, where one has another name now: no two alike. */
+  ids?: string[];
   /** What was measured, by the names of `measurable`: the values as measured, as text. Another value is given. */
   measured?: Record<string, string>;
   /** What the page filled in for links between regions that nobody gave, in the same way. */
@@ -99,7 +101,10 @@ let group = "";
 export function edit(change: (next: Draft) => void, of = ""): void {
   const next = structuredClone(draft.value), { cluster } = next;
   change(next);
-  if (next.cluster !== cluster) unread.value = null; // another cluster, of which nobody typed anything
+  if (next.cluster !== cluster) {
+    unread.value = null; // another cluster, of which nobody typed anything
+    setIds(next, idsAnew(draft.value, next.cluster));
+  }
   if (textOf(next) === textOf(draft.value)) return;
   // Of what was chosen and what is said by hand the later stays, too.
   for (const part of ["cluster", "model"] as const)
@@ -174,11 +179,10 @@ export function start(cluster: Data): void {
   if (draft.value === EMPTY) draft.value = { ...EMPTY, cluster };
 }
 /** Take over what a plan or a search was asked for, as the server says it. */
-export function take(request: Data, names: string[], id: string): void {
+export function take(request: Data, id: string): void {
   const { cluster, model, batch, constraints, runtime } = request.problem;
-  const known = names.includes(model?.name ?? model);
   const next: Draft = {
-    cluster, model: known ? (model.name ?? model) : model, batch, constraints: lean(constraints),
+    cluster, model, batch, constraints: lean(constraints),
     runtime: runtime ?? "polygon", objective: request.objective, effort: request.effort, seed: request.seed,
   };
   if (draft.value.cluster.regions.length === 0 && !past.value.length) draft.value = next; // there was nothing to return to
@@ -191,27 +195,110 @@ export function takeAsked(id: string, as: Draft): void {
   asked.value = JSON.stringify(as);
 }
 
-/** What of a cluster can be measured, by names that outlive other edits (as the server's). */
-function measurable(cluster: Data): Record<string, unknown> {
+// Regions, by what stays when they are renamed
+
+const namesOf = (cluster: Data): string[] => cluster.regions.map((region: Data) => String(region.name));
+const idsOf = (d: Draft): string[] => d.ids ?? namesOf(d.cluster);
+/** What a region is called in `isMeasured` and `isGuessed`. */
+export const regionId = (r: number): string => idsOf(draft.value)[r];
+function setIds(d: Draft, ids: string[]): void {
+  if (ids.join("\n") === namesOf(d.cluster).join("\n")) delete d.ids;
+  else d.ids = ids;
+}
+/** Of another cluster: a region whose name is known is that one. */
+function idsAnew(before: Draft, cluster: Data): string[] {
+  const names = namesOf(before.cluster), ids = idsOf(before);
+  const known = namesOf(cluster).map((name) => ids[names.indexOf(name)]).map((id, i, all) => (all.indexOf(id) === i ? id : undefined));
+  return namesOf(cluster).map((name, i) => known[i] ?? (known[i] = unlike(name, known)));
+}
+function unlike(name: string, taken: (string | undefined)[]): string {
+  return taken.includes(name) ? unlike(`${name}'`, taken) : name;
+}
+export function appendRegion(d: Draft, region: Data): void {
+  const ids = [...idsOf(d), unlike(region.name, idsOf(d))];
+  d.cluster.regions.push(region);
+  setIds(d, ids);
+}
+/** Take a region out, of the limits too. */
+export function dropRegion(d: Draft, r: number): void {
+  const ids = idsOf(d).filter((_, i) => i !== r);
+  const [{ name }] = d.cluster.regions.splice(r, 1);
+  setIds(d, ids);
+  if (!namesOf(d.cluster).includes(name)) d.constraints = withRegion(d.constraints, name, null);
+}
+/** Call a region by another name, in the limits too: as these were before it was typed, as on its way there it may be
+    another region's. */
+export function rename(r: number, name: string): void {
+  const of = `name ${r}`;
+  const before = (of === group && past.value[past.value.length - 1]) || draft.value;
+  const old = before.cluster.regions[r].name;
+  const alone = namesOf(before.cluster).filter((other) => other === old).length === 1;
+  edit((d) => {
+    const ids = idsOf(d);
+    d.cluster.regions[r].name = name;
+    setIds(d, ids);
+    if (alone) d.constraints = withRegion(before.constraints, old, name);
+  }, of);
+}
+/** Limits that name a region by another name, or no more (null). */
+function withRegion(constraints: Data, old: string, name: string | null): Data {
+  const listed = (list: string[]): string[] => list.flatMap((it) => (it === old ? name ?? [] : it));
+  const next = { ...constraints };
+  const put = (key: string, value: Data): void => { if (Object.keys(value).length) next[key] = value; else delete next[key]; };
+  for (const key of ["forbidden_regions", "first_stage_regions", "last_stage_regions"]) if (next[key]) put(key, listed(next[key]));
+  if (next.stage_rules) put("stage_rules", next.stage_rules.flatMap((rule: Data) => {
+    const told = Object.fromEntries(Object.entries(rule).map(([key, it]) => [key, Array.isArray(it) ? listed(it) : it]));
+    // What is left of a rule that named this region alone says nothing.
+    return Object.entries(told).some(([key, it]) => Array.isArray(it) && !it.length && rule[key].length) ? [] : told;
+  }));
+  if (next.egress_bytes_per_step) put("egress_bytes_per_step", Object.fromEntries(Object.entries(next.egress_bytes_per_step).flatMap(([key, it]) => (key === old ? (name === null ? [] : [[name, it]]) : [[key, it]]))));
+  return next;
+}
+/** Take a group of nodes out; what was measured of those behind it stays theirs. */
+export function dropNodes(d: Draft, r: number, i: number): void {
+  d.cluster.regions[r].nodes.splice(i, 1);
+  const start = `${idsOf(d)[r]}.nodes[`;
+  if (d.measured) d.measured = Object.fromEntries(Object.entries(d.measured).flatMap(([key, value]) => {
+    const j = key.startsWith(start) ? parseInt(key.slice(start.length)) : -1;
+    return j === i ? [] : [[j > i ? start + (j - 1) + key.slice(start.length + String(j).length) : key, value]];
+  }));
+}
+
+/** Give a type of devices of one's own another name, wherever it stands; none that is another's. */
+export function renameDevice(old: string, name: string): boolean {
+  if (name === old) return true;
+  if (!name || name in draft.value.cluster.devices) return false;
+  edit((d) => {
+    const c = d.cluster, key = (text: string): string => (text === old ? name : text);
+    c.devices = Object.fromEntries(Object.entries(c.devices).map(([of, it]) => [key(of), it]));
+    for (const region of c.regions) for (const node of region.nodes) node.device = key(node.device);
+    if (d.constraints.forbidden_devices) d.constraints.forbidden_devices = d.constraints.forbidden_devices.map(key);
+    if (d.measured) d.measured = Object.fromEntries(Object.entries(d.measured).map(([of, it]) => [of === `device.${old}` ? `device.${name}` : of, it]));
+  });
+  return true;
+}
+
+/** What of a cluster can be measured, by names that outlive other edits: as the server's, with the regions' ids. */
+function measurable(cluster: Data, ids: string[]): Record<string, unknown> {
   const found: Record<string, unknown> = {};
   for (const [name, device] of Object.entries(cluster.devices ?? {})) found[`device.${name}`] = device;
   cluster.regions.forEach((region: Data, a: number) => {
-    found[`${region.name}.intra_region`] = region.intra_region;
-    region.nodes.forEach((node: Data, i: number) => { for (const key of ["intra_node", "inter_node"]) found[`${region.name}.nodes[${i}].${key}`] = node[key]; });
-    for (const key of ["latency_ms", "bandwidth_gbps"]) cluster.regions.forEach((other: Data, b: number) => { if (a !== b) found[`${region.name} > ${other.name}.${key}`] = cluster[key]?.[a]?.[b]; });
+    found[`${ids[a]}.intra_region`] = region.intra_region;
+    region.nodes.forEach((node: Data, i: number) => { for (const key of ["intra_node", "inter_node"]) found[`${ids[a]}.nodes[${i}].${key}`] = node[key]; });
+    for (const key of ["latency_ms", "bandwidth_gbps"]) cluster.regions.forEach((_: Data, b: number) => { if (a !== b) found[`${ids[a]} > ${ids[b]}.${key}`] = cluster[key]?.[a]?.[b]; });
   });
   return found;
 }
-/** Take a cluster with measured values, of which the names are given. */
+/** Take a cluster with measured values, of which the server's names are given. */
 export function takeMeasured(cluster: Data, names: string[]): void {
   edit((d) => {
-    const now = measurable(cluster);
+    const said = Object.keys(measurable(cluster, namesOf(cluster))), own = Object.entries(measurable(cluster, idsAnew(d, cluster)));
     d.cluster = cluster;
-    d.measured = { ...d.measured, ...Object.fromEntries(names.map((name) => [name, JSON.stringify(now[name])])) };
+    d.measured = { ...d.measured, ...Object.fromEntries(names.map((name) => own[said.indexOf(name)]).map(([id, value]) => [id, JSON.stringify(value)])) };
   });
 }
 function unchanged(said: Record<string, string> | undefined): Set<string> {
-  const now = measurable(draft.value.cluster);
+  const now = measurable(draft.value.cluster, idsOf(draft.value));
   return new Set(Object.entries(said ?? {}).filter(([name, text]) => JSON.stringify(now[name]) === text).map(([name]) => name));
 }
 const measuredNow = computed(() => unchanged(draft.value.measured));
@@ -220,19 +307,15 @@ const guessedNow = computed(() => unchanged(draft.value.guessed));
 export const isMeasured = (name: string): boolean => measuredNow.value.has(name);
 /** Whether a value is as the page filled it in. */
 export const isGuessed = (name: string): boolean => guessedNow.value.has(name);
+/** The same of two regions' link, by their names. */
+export function isGuessedLink(a: string, b: string, key: string): boolean {
+  const names = namesOf(draft.value.cluster);
+  return isGuessed(`${regionId(names.indexOf(a))} > ${regionId(names.indexOf(b))}.${key}`);
+}
 /** Fill in a value between two regions that nobody gave. */
 export function guess(d: Draft, key: string, a: number, b: number, value: unknown): void {
-  const c = d.cluster;
-  c[key][a][b] = value;
-  d.guessed = { ...d.guessed, [`${c.regions[a].name} > ${c.regions[b].name}.${key}`]: JSON.stringify(value) };
-}
-/** Call a region by another name, and what is known of its links, too. */
-export function rename(d: Draft, r: number, name: string): void {
-  const old = d.cluster.regions[r].name;
-  const renamed = (text: string): string => (text.startsWith(`${old} > `) ? name + text.slice(old.length) : text.replace(` > ${old}.`, ` > ${name}.`));
-  for (const key of ["measured", "guessed"] as const)
-    if (d[key]) d[key] = Object.fromEntries(Object.entries(d[key]).map(([text, value]) => [renamed(text), value]));
-  d.cluster.regions[r].name = name;
+  d.cluster[key][a][b] = value;
+  d.guessed = { ...d.guessed, [`${idsOf(d)[a]} > ${idsOf(d)[b]}.${key}`]: JSON.stringify(value) };
 }
 
 /** What a search is asked: fields left empty are left out. */

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { call, get, post, type Data } from "./api";
 import { gbps, ms, percent, seconds, signed, usd } from "./format";
-import { changed, draft, isGuessed } from "./draft";
+import { changed, draft, isGuessedLink } from "./draft";
 import { amount, ASSUMED_FACTOR, assumedLink, hiddenLimit, resource, WORTH } from "./summary";
 import { anew, assumed, attempt, follow, go, isUnderWay, limits, once, outcome, planId, running, selected, shown, tab, timeLeft, view, workNote, type Tab } from "./state";
 import { focusSoon } from "./focus";
@@ -106,7 +106,7 @@ function AssumedBetween(): JSX.Element | null {
   const carries = new Map<string, number>();
   for (const l of shown.value.links) carries.set([l.source, l.target].sort().join("\n"), l.activation_bytes + l.gradient_bytes);
   const pairs = c.regions.flatMap((a: Data, i: number) => c.regions.slice(i + 1).map((b: Data, k: number) => ({ a: a.name, b: b.name, i, j: i + 1 + k })))
-    .filter((p: Data) => isGuessed(`${p.a} > ${p.b}.bandwidth_gbps`))
+    .filter((p: Data) => isGuessedLink(p.a, p.b, "bandwidth_gbps"))
     .map((p: Data) => ({ ...p, bytes: carries.get([p.a, p.b].sort().join("\n")) ?? 0 })).sort((p: Data, q: Data) => q.bytes - p.bytes);
   if (!pairs.length) return null;
   return (

@@ -4,7 +4,7 @@ import { batch } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { download, post, type Data } from "./api";
-import { arrived, draft, edit, guess, isGuessed, isMeasured, onceHere, rename, request, takeMeasured, type Draft } from "./draft";
+import { appendRegion, arrived, draft, dropNodes, dropRegion, edit, guess, isGuessed, isMeasured, onceHere, regionId, rename, renameDevice, request, takeMeasured, type Draft } from "./draft";
 import { mark, pathOf, unmark } from "./faults";
 import { digits, gbps, ms, whole } from "./format";
 import { kmBetween, placed, WorldMap } from "./map";
@@ -162,7 +162,7 @@ export function addRegion(name: string, latitude?: number, longitude?: number): 
     const taken = new Set(c.regions.map((r: Data) => r.name));
     let own = name;
     for (let i = 2; taken.has(own); i++) own = `${name}-${i}`;
-    c.regions.push({ name: own, ...(latitude === undefined ? {} : { latitude, longitude }), nodes: [{ device: "a100-80gb", count: 1, devices_per_node: 8 }] });
+    appendRegion(d, { name: own, ...(latitude === undefined ? {} : { latitude, longitude }), nodes: [{ device: "a100-80gb", count: 1, devices_per_node: 8 }] });
     const n = c.regions.length;
     const fresh: Record<string, (i: number, j: number) => Data> = { latency_ms: (i, j) => byDistance(c, i, j), bandwidth_gbps: () => USUAL_GBPS };
     for (const key of MATRICES) {
@@ -185,14 +185,13 @@ function byDistance(c: Data, a: number, b: number): number {
 function guessAgain(d: Draft, r: number): void {
   const c = d.cluster;
   c.regions.forEach((_: Data, j: number) => {
-    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${c.regions[a].name} > ${c.regions[b].name}.latency_ms`)) guess(d, "latency_ms", a, b, byDistance(c, a, b));
+    for (const [a, b] of [[r, j], [j, r]]) if (j !== r && isGuessed(`${regionId(a)} > ${regionId(b)}.latency_ms`)) guess(d, "latency_ms", a, b, byDistance(c, a, b));
   });
 }
 function removeRegion(r: number): void {
   edit((d) => {
-    const [gone] = d.cluster.regions.splice(r, 1);
+    dropRegion(d, r);
     for (const key of MATRICES) if (d.cluster[key]) { d.cluster[key].splice(r, 1); d.cluster[key].forEach((line: Data[]) => line.splice(r, 1)); }
-    for (const key of ["forbidden_regions", "first_stage_regions", "last_stage_regions"]) if (d.constraints[key]) d.constraints[key] = d.constraints[key].filter((name: string) => name !== gone.name);
   });
 }
 
@@ -205,23 +204,23 @@ const Mark = ({ given, name = "" }: { given: boolean; name?: string }): JSX.Elem
 function RegionForm({ r, full }: { r: number; full?: Data }): JSX.Element {
   const region = draft.value.cluster.regions[r];
   const at = `cluster.regions[${r}]`;
+  const name = (text: string): void => batch(() => { selected.value = text; rename(r, text); });
   const set = (key: string, text: string): void => edit((d) => {
     const it = d.cluster.regions[r];
-    if (key === "name") rename(d, r, (selected.value = text));
-    else if (text.trim() === "") delete it[key];
+    if (text.trim() === "") delete it[key];
     else it[key] = number(text);
     if (key === "latitude" || key === "longitude") guessAgain(d, r);
   }, `${at}.${key}`);
   return (
     <Section title={region.name || t("region")} tools={<button type="button" class="small danger" onClick={() => removeRegion(r)}>{t("removeRegion")}</button>}>
       <div class="grid3">
-        <Field label={t("name")} path={`${at}.name`} value={region.name} mode="text" set={(v) => set("name", v)} />
+        <Field label={t("name")} path={`${at}.name`} value={region.name} mode="text" set={name} />
         <Field label={t("latitude")} path={`${at}.latitude`} value={region.latitude} unit="°" set={(v) => set("latitude", v)} />
         <Field label={t("longitude")} path={`${at}.longitude`} value={region.longitude} unit="°" set={(v) => set("longitude", v)} />
         <Field label={t("egressPrice")} path={`${at}.egress_usd_per_gb`} value={region.egress_usd_per_gb} unit="$/GB" placeholder="0" mark={<Mark given={region.egress_usd_per_gb !== undefined} />} set={(v) => set("egress_usd_per_gb", v)} />
         <Field label={t("egressRate")} path={`${at}.egress_gbps`} value={region.egress_gbps} unit="Gbit/s" placeholder={t("noLimit")} mark={<Mark given={region.egress_gbps !== undefined} />} set={(v) => set("egress_gbps", v)} />
       </div>
-      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} name={`${region.name}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
+      <LinkFields title={t("insideRegion")} path={`${at}.intra_region`} name={`${regionId(r)}.intra_region`} link={region.intra_region} full={full?.intra_region} set={(v) => onCluster((c) => { if (v) c.regions[r].intra_region = v; else delete c.regions[r].intra_region; }, `${at}.intra_region`)} />
       <h3>{t("devices")}</h3>
       {region.nodes.map((_: Data, i: number) => <Nodes key={i} r={r} i={i} full={full?.nodes[i]} />)}
       <button type="button" class="small" onClick={() => onCluster((c) => { c.regions[r].nodes.push({ device: "t4", count: 1, devices_per_node: 4 }); })}>{t("addNodes")}</button>
@@ -268,9 +267,9 @@ function Nodes({ r, i, full }: { r: number; i: number; full?: Data }): JSX.Eleme
         <Field label={t("price")} path={`${at}.price_usd_per_hour`} value={node.price_usd_per_hour} unit="$/h" placeholder={price === undefined ? "" : digits(price)} mark={<Mark given={node.price_usd_per_hour !== undefined} />} set={(v) => set("price_usd_per_hour", v.trim() === "" ? "" : number(v))} />
       </div>
       <details class="more"><summary>{t("nodeLinks")} <small class="soft">{links.join(" · ")}</small></summary>
-        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} name={`${region.name}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
-        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} name={`${region.name}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
-        {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => onCluster((c) => { c.regions[r].nodes.splice(i, 1); })}>{t("remove")}</button>}
+        <LinkFields title={t("insideNode")} path={`${at}.intra_node`} name={`${regionId(r)}.nodes[${i}].intra_node`} link={node.intra_node} full={full?.intra_node} set={(v) => set("intra_node", v)} />
+        <LinkFields title={t("betweenNodes")} path={`${at}.inter_node`} name={`${regionId(r)}.nodes[${i}].inter_node`} link={node.inter_node} full={full?.inter_node} set={(v) => set("inter_node", v)} />
+        {region.nodes.length > 1 && <button type="button" class="small danger" onClick={() => edit((d) => dropNodes(d, r, i))}>{t("remove")}</button>}
       </details>
     </div>
   );
@@ -295,8 +294,8 @@ function Links({ r, full }: { r: number; full: Data }): JSX.Element {
   const known = (name: string): boolean => isMeasured(name) || isGuessed(name);
   const line = (i: number, j: number, both: boolean): JSX.Element[] => {
     const distance = placed(c.regions[i]) && placed(c.regions[j]) ? kmBetween([c.regions[i].longitude, c.regions[i].latitude], [c.regions[j].longitude, c.regions[j].latitude]) : null;
-    const names = { a: c.regions[i].name, b: c.regions[j].name };
-    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${names.a} > ${names.b}.${key}`) && <Mark given name={`${names.a} > ${names.b}.${key}`} />}</td>;
+    const names = { a: c.regions[i].name, b: c.regions[j].name }, link = `${regionId(i)} > ${regionId(j)}`;
+    const cell = (key: string, label: string, unit: string, placeholder = ""): JSX.Element => <td key={key}><Field hidden label={`${label}: ${names.a} → ${names.b}`} path={`cluster.${key}[${i}][${j}]`} value={c[key]?.[i]?.[j] ?? ""} unit={unit} placeholder={placeholder} set={(v) => put(key, i, j, v, both)} />{known(`${link}.${key}`) && <Mark given name={`${link}.${key}`} />}</td>;
     const other = full?.regions.length === n ? c.latency_ms?.[i]?.[j] : null;
     return [
       <th scope="row" key="name">{both ? names.b : `${names.a} → ${names.b}`}<small class="soft">{distance === null ? "" : ` ${whole(distance)} km`}</small></th>,
@@ -336,21 +335,34 @@ function Devices(): JSX.Element {
     else device[key] = number(text);
     for (const [precision, v] of Object.entries(device.tflops)) if (v === "") delete device.tflops[precision];
   }, `${name}.${key}`);
+  // The one that was just added or named is open.
+  const [fresh, setFresh] = useState("");
   const add = (): void => onCluster((it) => {
     let name = "my-device";
     for (let i = 2; it.devices?.[name]; i++) name = `my-device-${i}`;
+    setFresh(name);
     it.devices = { ...it.devices, [name]: { memory_gib: 24, tflops: { fp32: 30, bf16: 120 }, memory_bandwidth_gb_per_s: 900, power_w: 300, price_usd_per_hour: 1 } };
   });
+  const call = (old: string, field: HTMLInputElement): void => {
+    const name = field.value.trim();
+    const isOwn = renameDevice(old, name);
+    trouble.value = isOwn ? "" : t("deviceNameTaken", { name: name || "—" });
+    if (isOwn) setFresh(name);
+    else field.value = old;
+  };
+  const used = (name: string): boolean => c.regions.some((r: Data) => r.nodes.some((node: Data) => node.device === name));
   return (
     <Section title={t("ownDevices")} note={t("ownDevicesNote")} tools={<button type="button" class="small" onClick={add}>{t("addDevice")}</button>}>
-      {devices.map(([name, d]) => (
-        <details class="more" key={name}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
+      {devices.map(([name, d], i) => (
+        <details class="more" key={i} open={name === fresh}><summary>{name}{isMeasured(`device.${name}`) && <Mark given name={`device.${name}`} />}</summary><div class="grid3">
+          <label class="field"><span>{t("name")}</span><span class="input"><input value={name} data-path={`cluster.devices.${name}`} autocomplete="off" spellcheck={false} onChange={(e) => call(name, e.currentTarget)} /></span></label>
+          <Choice label={t("architecture")} path={`cluster.devices.${name}.architecture`} value={d.architecture ?? ""} options={[["", t("architectureOther")], ...[...new Set<string>([...(catalogue.value?.architectures ?? []), d.architecture].filter(Boolean))].map((a): [string, string] => [a, a])]} set={(v) => onCluster((it) => { if (v) it.devices[name].architecture = v; else delete it.devices[name].architecture; })} />
           <Field label={t("memory")} path={`cluster.devices.${name}.memory_gib`} value={d.memory_gib ?? d.memory_gb} unit={d.memory_gib !== undefined ? "GiB" : "GB"} set={(v) => put(name, d.memory_gib !== undefined ? "memory_gib" : "memory_gb", v)} />
           <Field label={t("memoryRate")} path={`cluster.devices.${name}.memory_bandwidth_gb_per_s`} value={d.memory_bandwidth_gb_per_s} unit="GB/s" set={(v) => put(name, "memory_bandwidth_gb_per_s", v)} />
           <Field label={t("power")} path={`cluster.devices.${name}.power_w`} value={d.power_w} unit="W" set={(v) => put(name, "power_w", v)} />
           <Field label={t("price")} path={`cluster.devices.${name}.price_usd_per_hour`} value={d.price_usd_per_hour} unit="$/h" set={(v) => put(name, "price_usd_per_hour", v)} />
           {["fp32", "tf32", "fp16", "bf16", "fp8"].map((p) => <Field key={p} label={p} path={`cluster.devices.${name}.tflops.${p}`} value={d.tflops[p]} unit="TFLOP/s" set={(v) => put(name, `tflops.${p}`, v)} />)}
-        </div></details>))}
+        </div>{used(name) ? <p class="soft">{t("deviceUsed")}</p> : <button type="button" class="small danger" aria-label={`${t("remove")}: ${name}`} onClick={() => onCluster((it) => { delete it.devices[name]; if (!Object.keys(it.devices).length) delete it.devices; })}>{t("remove")}</button>}</details>))}
       <div class="grid3"><Field label={t("name")} path="cluster.name" value={c.name} mode="text" set={(v) => onCluster((it) => { it.name = v; }, "cluster.name")} />
         <Field label={t("ownersStages")} path="cluster.stages" value={c.stages} mode="numeric" placeholder={t("plannersChoice")} set={(v) => onCluster((it) => { if (v.trim() === "") delete it.stages; else it.stages = number(v); }, "cluster.stages")} /></div>
     </Section>

@@ -23,6 +23,12 @@ let marked: HTMLElement[] = [];
 /** The path of a message as `batch.global_batch: found ...`; empty where it names no field. */
 export const pathOf = (message: string): string => /^([\w.*-]+(?:\[\d+\][\w.*-]*)*)(?:: |：)/.exec(message)?.[1] ?? "";
 
+/** The value at such a path, as text; of one that is not there all of it. */
+export function valueAt(whole: object, path: string): string {
+  const at = path.split(/[.[\]]+/).filter(Boolean).reduce<any>((it, key) => it?.[key], whole);
+  return JSON.stringify(at ?? whole);
+}
+
 /** Take the mark away from fields whose path begins so: from all, unless something is said. */
 export function unmark(of = ""): void {
   const right = marked.filter((element) => element.dataset.path!.startsWith(of));
@@ -33,9 +39,8 @@ export function unmark(of = ""): void {
   marked = marked.filter((element) => !right.includes(element));
 }
 
-/** Mark the field that a message names, until another value is written there; `said` is the id of the element that says
-    it, `over` takes back what it says. */
-export function mark(message: string, said: string, focus: boolean, over?: () => void): void {
+/** Mark the field that a message names; `said` is the id of the element that says it. */
+export function mark(message: string, said: string, focus: boolean): void {
   unmark();
   const path = pathOf(message);
   if (!path) return;
@@ -49,7 +54,6 @@ export function mark(message: string, said: string, focus: boolean, over?: () =>
       field.setAttribute("aria-describedby", said);
       for (let d = field.closest("details"); d; d = d.parentElement?.closest("details") ?? null) d.open = true;
       marked = [field];
-      if (over) field.addEventListener("input", () => { if (marked.includes(field)) { unmark(); over(); } }, { once: true });
       if (focus) field.focus();
       return;
     }

@@ -49,7 +49,7 @@ export function percent(value: number): string {
   if (!Number.isFinite(value)) return "∞";
   const size = Math.abs(value) * 100;
   if (size > 0 && size < 0.05) return "<\u00a00.1\u00a0%";
-  return size === 0 || size === 100 ? `${value * 100}\u00a0%` : `${(value * 100).toFixed(size < 99.95 ? 1 : 0)}\u00a0%`;
+  return size === 0 || size === 100 ? `${value * 100}\u00a0%` : `${size < 99.95 ? (value * 100).toFixed(1) : whole(value * 100)}\u00a0%`;
 }
 export function signed(value: number, show: (v: number) => string): string {
   const text = show(Math.abs(value));

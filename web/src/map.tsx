@@ -44,7 +44,7 @@ export function ways(links: Data[]): Way[] {
     const moved = l.activation_bytes + l.gradient_bytes;
     const way = found.get(`${a}\n${b}`) ?? { a, b, bytes: [0, 0], busy: 0, latency_ms: l.latency_ms, gbps: l.bandwidth_gbps };
     way.bytes[forward ? 0 : 1] += moved;
-    way.busy = Math.max(way.busy, l.use ?? l.busy);
+    way.busy = Math.max(way.busy, l.busy);
     found.set(`${a}\n${b}`, way);
   }
   return [...found.values()];

@@ -19,14 +19,6 @@ export function places(v: Data): Place[] {
     devices: Object.values(r.devices as Record<string, number>).reduce((a, b) => a + b, 0),
   }));
 }
-/** Links with the part of the step in which they carry something: their senders' or, for gradients, by their bytes. */
-export function used(v: Data): Data[] {
-  return v.links.map((l: Data) => {
-    const moved = l.activation_bytes + l.gradient_bytes;
-    return { ...l, use: Math.min(1, Math.max(l.busy, (moved * 8) / (l.bandwidth_gbps * 1e9 * v.estimate.step_s))) };
-  });
-}
-
 export function Overview(): JSX.Element {
   const v = shown.value;
   // The map at once, the rest in a task of its own: between them the browser draws and listens.
@@ -38,7 +30,7 @@ export function Overview(): JSX.Element {
     <div class="overview">
       <section class="section" aria-label={t("mapTitle")}>
         <div class="section-head"><h2>{t("mapTitle")}</h2><span class="grow" />{all.length > 1 && !all.every(placed) && <span class="soft">{t("noPositions")}</span>}<UseScale /></div>
-        <WorldMap places={all} links={used(v)} height={Math.round(Math.max(200, Math.min(380, innerHeight * 0.27)))} label={t("mapTitle")} onSelect={() => go(() => (view.value = "communication"))} />
+        <WorldMap places={all} links={v.links} height={Math.round(Math.max(200, Math.min(380, innerHeight * 0.27)))} label={t("mapTitle")} onSelect={() => go(() => (view.value = "communication"))} />
       </section>
       {rest && <><Strip v={v} /><Timeline /></>}
     </div>

@@ -3,7 +3,7 @@
 import { batch, computed, effect, signal, untracked } from "@preact/signals";
 import { call, copy, download, events, get, post, type Data } from "./api";
 import { arrived, awaits, changed, draft, isNew, isOfSearch, onceHere, request, start, take, takeAsked } from "./draft";
-import { FileFault, mark, pathOf, unmark } from "./faults";
+import { FileFault, mark, pathOf, unmark, valueAt } from "./faults";
 import { readFile } from "./file";
 import { focusSoon } from "./focus";
 import { roundSeconds } from "./format";
@@ -98,18 +98,37 @@ export function go(change: () => void): void {
 }
 export const open = (to: View): void => go(() => (view.value = to));
 
+/** What is wrong with a value of what is asked: said as long as that value stands there, and when it does again. */
+let fault: { message: string; path: string; value: string; isSaid: boolean } | null = null;
+effect(() => {
+  const now = draft.value;
+  if (!fault) return;
+  const { message, path, value } = fault, stands = valueAt(now, path) === value;
+  if (stands === fault.isSaid) return;
+  fault.isSaid = stands;
+  if (stands) {
+    trouble.value = message;
+    mark(message, "trouble", false);
+  } else {
+    unmark(path);
+    if (trouble.peek() === message) trouble.value = "";
+  }
+});
 export const say = (error: unknown): void => {
   const { name, message } = error as Error;
   if (name === "AbortError") return;
   const here = !(error instanceof FileFault); // and not in the cluster's fields, though the file may be called cluster.yaml
+  const path = here ? pathOf(message) : "";
   batch(() => {
     trouble.value = message;
-    if (here && pathOf(message).startsWith("cluster")) open("cluster");
+    if (path.startsWith("cluster")) open("cluster");
   });
-  if (here) mark(message, "trouble", true, () => { if (trouble.value === message) trouble.value = ""; });
+  fault = path ? { message, path, value: valueAt(draft.peek(), path), isSaid: true } : null;
+  if (here) mark(message, "trouble", true);
 };
 export async function attempt(work: () => Promise<void>): Promise<void> {
   trouble.value = "";
+  fault = null;
   unmark();
   try {
     await work();
@@ -197,22 +216,20 @@ async function loadLimits(id: string, gone: AbortSignal, first: Promise<unknown>
     if (!gone.aborted) anew.value = { ...anew.value, [i]: answer };
   }
 }
-const askedOf = async (id: string, gone?: AbortSignal): Promise<[Data, string[]]> => {
-  const [all, wanted] = await Promise.all([known, get(`/jobs/${id}/request`, gone)]);
-  return [wanted, all.models.map((m: Data) => m.name)];
-};
+/** Once the rail, which shows it, has what it chooses from. */
+const askedOf = async (id: string, gone?: AbortSignal): Promise<Data> => (await Promise.all([get(`/jobs/${id}/request`, gone), known]))[0];
 /** Take over what a plan, or a search without one, was asked for; whether it was, and nothing else was chosen meanwhile. */
 export async function takeAskedOf(id: string): Promise<boolean> {
   let taken = false;
-  await onceHere("whole", askedOf(id), ([wanted, names]) => { take(wanted, names, id); taken = true; });
+  await onceHere("whole", askedOf(id), (wanted) => { take(wanted, id); taken = true; });
   return taken;
 }
 /** Take it over where somebody comes to a plan or a search, unless something is asked here meanwhile. */
 async function followAskedOf(id: string, gone: AbortSignal): Promise<void> {
   const before = draft.peek();
-  const [wanted, names] = await askedOf(id, gone);
+  const wanted = await askedOf(id, gone);
   batch(() => {
-    if (draft.peek() === before && !awaits()) take(wanted, names, id);
+    if (draft.peek() === before && !awaits()) take(wanted, id);
     arriving.value = false;
   });
 }
