@@ -75,7 +75,7 @@ PARTS, MOST_OF_REGIONS = 3, 0.75
 """Sets of regions in each of which a short search is made, and the part of all regions that such a set is at most."""
 MANY_REGIONS = 12
 """Regions above which such a search has no starts of its own."""
-NEARLY = 0.1
+NEARLY = 0.15
 """Part by which the best plan in such a set is worse than the best of all, at most."""
 SHORT = 0.25
 """Evaluations of such a search, of those of a whole one."""
