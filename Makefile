@@ -29,7 +29,7 @@ $(VENV)/train.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.installed: $(BIN)/python setup.cfg pyproject.toml constraints.txt
-	$(PIP) --editable '.[train,recipes,web,test,site]'
+	$(PIP) --editable '.[train,recipes,web,test,site$(ALSO)]'
 	@touch $@
 
 targets: $(VENV)/targets.installed ## install Megatron-LM's and torchtitan's parsers, which then read our exports in the tests

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,12 @@ def wide() -> tuple[Problem, Plan]:
 
 
 @cache
-def drawn(count: int, seed: int = 0) -> list[tuple[Problem, Plan, CostTables]]:
-    """As many plans of random allocations, on several clusters and models; every one fits its devices."""
+def drawing(seed: int) -> Iterator[tuple[Problem, Plan, CostTables]]:
+    """Plans of random allocations without an end; every one fits its devices."""
     rng = np.random.default_rng(seed)
     names = [("two-campus", "gpt3-1.3b"), ("regional-16", "gpt3-1.3b"), ("sailor-a100", "llama3-8b")]
     names += [("sailor-a100", "gpt3-6.7b"), ("one-node", "opt-350m")]
-    result: list[tuple[Problem, Plan, CostTables]] = []
-    while len(result) < count:
+    while True:
         cluster, model = names[int(rng.integers(len(names)))]
         problem = Problem(
             cluster=files.read_cluster(INSTANCES / f"{cluster}.yaml"),
@@ -103,5 +103,16 @@ def drawn(count: int, seed: int = 0) -> list[tuple[Problem, Plan, CostTables]]:
         decoder = Decoder(problem)
         candidates = Candidates(decoder, 4)
         made = [plan for _ in range(8) if isinstance(plan := decoder.decode(candidates.random(rng)), Plan)]
-        result += [(problem, plan, decoder.tables) for plan in made[:4]]
-    return result[:count]
+        yield from ((problem, plan, decoder.tables) for plan in made[:4])
+
+
+@cache
+def met(seed: int) -> list[tuple[Problem, Plan, CostTables]]:
+    """Those that were drawn already."""
+    return []
+
+
+def drawn(count: int, seed: int = 0) -> list[tuple[Problem, Plan, CostTables]]:
+    """As many plans of random allocations, on several clusters and models: the same ones for all who ask."""
+    met(seed).extend(islice(drawing(seed), max(count - len(met(seed)), 0)))
+    return met(seed)[:count]

@@ -25,9 +25,7 @@ MOE = small_model(experts=4, experts_per_token=2, expert_ffn_size=32, shared_exp
 
 
 def problem_of(model, ranks=1):
-    return Problem(
-        cluster=small_cluster(ranks), model=model, batch=Batch(global_batch=16, seq_len=16, precision="fp32")
-    )
+    return Problem(cluster=small_cluster(ranks), model=model, batch=Batch(global_batch=8, seq_len=16, precision="fp32"))
 
 
 def planned(model, config):
@@ -36,11 +34,11 @@ def planned(model, config):
     return problem, uniform_plan(problem, config)
 
 
-def losses_and_bytes(rank, port, problem, plan):
+def losses_and_bytes(rank, port, problem, plan, options=OPTIONS):
     """Losses of a rank, and the bytes that it holds after the last step."""
     losses, held = [], []
     train(
-        *(problem, plan, rank, "127.0.0.1", port, OPTIONS),
+        *(problem, plan, rank, "127.0.0.1", port, options),
         on_loss=end_process,
         report=lambda result: losses.append(result["loss"]),
         on_start=held.append,
@@ -61,7 +59,7 @@ def agree(found, expected):
 
 def test_interleaved_workers_keep_the_loss(plain):
     """Two groups of two workers hold two stages each; routes of either are uneven, and one of the stages is ZeRO-3."""
-    problem, plan = planned(DENSE, ParallelConfig(pp=2, dp=2, chunks=2, micro_batch_size=2, zero=2))
+    problem, plan = planned(DENSE, ParallelConfig(pp=2, dp=2, chunks=2, micro_batch_size=1, zero=2))
     assert plan.chunks == 2 and len(plan.stages) == 4
     routes = plan.routes.copy()
     routes[0, 0], routes[5, 3] = 1, 0
@@ -81,7 +79,7 @@ def test_shard_groups_keep_the_loss_and_divide_less(plain, zero, regions, shards
     """ZeRO between some of a stage's workers, the others holding copies: a rank keeps a part of its own copy alone."""
     problem = replace(problem_of(DENSE), cluster=small_cluster(*regions))
     routes = [[m % sum(regions)] for m in range(8)]
-    plan = small_plan(problem.cluster, [(0, 6)], [range(sum(regions))], routes)
+    plan = small_plan(problem.cluster, [(0, 6)], [range(sum(regions))], routes, micro_batch_size=1)
     plan = replace(plan, stages=(replace(plan.stages[0], zero=zero, shards=shards),))
     check_runnable(problem, plan)
     found = run_ranks(losses_and_bytes, sum(regions), problem, plan)
@@ -150,7 +148,8 @@ def test_experts_are_whole_on_tensor_parallel_devices(plain, degrees):
         assert layout.experts_apart(stage) == apart == len(layout.expert_ranks(first, stage))
     found = run_ranks(losses_and_bytes, plan.world_size, problem, plan)
     agree([losses for losses, _ in found], plain[MOE])
-    cut = run_ranks(losses_and_bytes, plan.world_size, replace(problem, runtime=POLYGON), plan)
+    sliced = replace(problem, runtime=POLYGON)
+    cut = run_ranks(losses_and_bytes, plan.world_size, sliced, plan, replace(OPTIONS, steps=1))
     for (_, whole), (_, sliced) in zip(found, cut, strict=True):  # but for biases of the experts, which no slice cuts
         assert whole["weights"] == pytest.approx(sliced["weights"], rel=0.02)
 

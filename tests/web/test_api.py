@@ -14,7 +14,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from benchmarks.web_load import cpu_s, rest
 from polygon import Problem
@@ -559,6 +558,8 @@ def test_every_answer_is_what_its_schema_says(server, wide_plan):
     }  # fmt: skip
     run = server.request("POST", "/api/v1/runs", asked["POST", "/api/v1/runs"])[2]["name"]
     spec = server.request("GET", "/api/v1/openapi.json")[2]
+    from jsonschema import Draft202012Validator  # takes two seconds, and every worker imports this file
+
     held = 0
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
