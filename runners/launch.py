@@ -322,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PolygonError as error:
         say(f"launch: {error}")
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:  # the ranks, once there, are asked to end and say so
+        say("interrupted before any rank was started")
+        return 128 + signal.SIGINT
     if summary:
         from runners.engine.summary import print_summary
 

@@ -175,6 +175,17 @@ def test_interrupt_saves_and_leaves_no_orphans(long_run, tmp_path, number, whom,
     assert step == steps[-1] + 1
 
 
+def test_who_interrupts_before_there_are_ranks_reads_a_line(plan_file, tmp_path):
+    """While it still loads what they need: no traceback, and the exit code says the signal."""
+    words = [*COMMAND, plan_file, "--rehearse", "--log-dir", tmp_path / "log"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as begun:
+        first = begun.stderr.readline()
+        begun.send_signal(signal.SIGINT)
+        said = begun.stderr.read()
+    assert "ranks in stages" in first
+    assert begun.returncode == 130 and "Traceback" not in said and "interrupted" in said
+
+
 def test_killed_launcher_leaves_no_orphans(long_run):
     """Ranks do not outlive a launcher that could not say goodbye."""
     ranks = ranks_of(long_run.pid)

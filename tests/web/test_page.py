@@ -962,6 +962,19 @@ def test_a_model_of_one_s_own_may_be_called_as_one_of_the_catalogue(fresh, serve
     elsewhere.context.close()
 
 
+def test_a_bound_that_is_not_known_yet_is_not_infinite(page, server, plan_id, wide_plan):
+    """Plans are compared while the bound of the open one is worked out; it comes to stand there."""
+    bound = Held(page, re.compile(f"{plan_id}/view$"), "POST")
+    page.goto(f"{server.url}/#plan={plan_id}&view=compare&with={wide_plan}")
+    gaps = page.locator("tr", has_text="Gap to the bound").locator("td")
+    expect(gaps).to_have_count(2)
+    expect(gaps.nth(0)).to_have_text("…")
+    expect(gaps.nth(1)).to_contain_text("%")
+    bound.wait()
+    bound.release()
+    expect(gaps.nth(0)).to_contain_text("%")
+
+
 def test_undo_brings_a_fault_back(fresh):
     """With the value that had it, once and again; redo takes both away. A fault of the cluster, too."""
     fresh.locator("#fold-model").click()

@@ -63,7 +63,7 @@ function Sides({ list }: { list: Side[] }): JSX.Element {
       <div id="terms"><Table label={t("whereTime")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[...TERMS.map((k) => line(maybe(`term_${k}`), (v) => v.estimate.terms[k], seconds)), line(t("step"), e("step_s"), seconds)]} /></div>
       <h3>{t("whatElse")}</h3>
       <Table label={t("whatElse")} head={["", ...list.map(mark)]} numeric={list.map((_, i) => i + 1)} rows={[
-        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), percent, "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
+        line(t("cost"), e("cost_usd"), usd), line(t("tokens"), e("tokens_per_s"), digits, "more"), line(t("gap"), e("gap"), (gap: number | null) => (gap === null ? "…" : percent(gap)), "less", false), line(t("mfu"), e("mfu"), percent, "more", false),
         line(t("devicesUsed"), (v) => v.devices.used, digits, ""), line(t("stagesCount"), (v) => v.stages.length, digits, ""), line(t("microBatches"), (v) => v.micro_batches, digits, ""),
         line(t("across"), (v) => v.traffic.cross_region_bytes, bytes), line(t("ppTraffic"), (v) => v.traffic.pp_bytes, bytes), line(t("dpTraffic"), (v) => v.traffic.dp_bytes, bytes), line(t("tpTraffic"), (v) => v.traffic.tp_bytes, bytes), line(t("exposedTime"), (v) => v.traffic.exposed_s, seconds), line(t("energy"), e("energy_j"), energy)]} />
       <h3>{t("stages")}</h3>
