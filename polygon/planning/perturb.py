@@ -16,7 +16,7 @@ from polygon.planning.checker import violations
 from polygon.planning.decode import Decoder
 from polygon.planning.polish import GAIN, affordable, fitted, interleavings, polished
 
-NEAR = 0.06
+NEAR = 0.15
 """Part by which a plan may be worse after such a change and still be polished."""
 MOST_NEAR = 12
 """Of such plans, the best that are polished before perturbations are drawn again, or none is."""

@@ -332,7 +332,10 @@ def _found(
 
     exact = ExactCandidates(decoder, candidates.space.groups, met=met_exactly)
     kinds = (candidates.best_of(kind) for kind in (lambda x: len(x.stages), candidates.regions_of))
-    likely = _in_turn(candidates.elite, simple, *kinds)[: max(1, count // 3)]
+    # Fluid values of pipelines over many regions are the least sure: the best over fewer, over one first, are known.
+    fewer = candidates.best_of(lambda x: len(candidates.regions_of(x)))
+    fewer.sort(key=lambda x: len(candidates.regions_of(x)))
+    likely = _in_turn(candidates.elite, simple, *kinds, fewer)[: max(1, count // 3)]
     result = Restarts(patience=max(20, count // 4)).solve(
         exact,
         rng,

@@ -1151,7 +1151,7 @@ def test_the_end_of_a_pane_s_work_is_told_with_what_came_out(browser, server, pa
     assert eventually(lambda: page.wait_for_timeout(1) or kept)
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     assert begin.count() == 0
-    expect(page.get_by_role("button", name="Stop")).to_be_focused()
+    expect(page.get_by_role("button", name="Stop, keep the best")).to_be_focused()
     for route, answer in kept:
         route.fulfill(response=answer)
     heard(page, {"front": " plans found", "whynot": " ideas worked out"}[pane])
