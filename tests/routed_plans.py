@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from polygon.domain.plan import Plan, Stage, Worker
-from polygon.domain.schedule import stage_spans
+from polygon.domain.schedule import stage_spans, worker_order
 
 
 def plan_of(widths, routes, spans):
@@ -53,4 +53,14 @@ def ranked(plan, rng):
             can.append((0, m, s + 1) if s + 1 < stages else (1, m, s))
         elif s > 0:
             can.append((1, m, s - 1))
+    return replace(plan, order=ranks)
+
+
+def ranked_as_spans(plan):
+    """The plan with the order that its spans give said outright."""
+    ranks = np.zeros((2, *plan.routes.shape), dtype=np.int64)
+    for s, stage in enumerate(plan.stages):
+        for w in range(stage.width):
+            for rank, action in enumerate(worker_order(plan, s, w)):
+                ranks["FB".index(action.kind), action.micro_batch, s] = rank
     return replace(plan, order=ranks)

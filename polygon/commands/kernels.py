@@ -17,6 +17,7 @@ import numpy as np
 from polygon.bounds.lower_bound import lower_bound
 from polygon.commands import cli
 from polygon.cost.estimate import estimate
+from polygon.cost.step_times import step_times
 from polygon.cost.tables import CostTables
 from polygon.domain.errors import require
 from polygon.domain.model import Batch, Model
@@ -26,6 +27,7 @@ from polygon.formats.recognition import cluster_from_data
 from polygon.jit import shipped
 from polygon.planning.exact import find_optimum
 from polygon.planning.frontier import find_within_limits
+from polygon.planning.list_schedule import listed_starts
 from polygon.planning.objectives import MONEY, STEP_TIME
 from polygon.planning.search_engine import Effort
 
@@ -62,11 +64,16 @@ def compile_kernels() -> None:
         find_within_limits(known, 0, objective=objective, effort=FEW)
     find_optimum(problem, np.random.default_rng(0), effort=FEW)
     for known in (problem, shared):
-        lower_bound(
-            CostTables(known)
-        )  # of the second also that of interleaved plans, who may have more than two stages
+        # Of the second also that of interleaved plans, which may have more than two stages.
+        lower_bound(CostTables(known))
         for dp, pp in ((1, 4), (2, 2), (4, 1)):
             estimate(known, uniform_plan(known, ParallelConfig(dp=dp, pp=pp, micro_batch_size=1)))
+    # No search of so small a problem lists: spans leave nothing to gain.
+    plan = uniform_plan(problem, ParallelConfig(dp=1, pp=4, micro_batch_size=1))
+    schedule = step_times(plan, CostTables(problem)).schedule
+    listed_starts(
+        schedule, np.ones(len(plan.workers), dtype=np.int64), schedule.simulate(record=True)[1], from_end=True
+    )
 
 
 def ship(folder: Path) -> int:

@@ -41,6 +41,19 @@ def drop(due_s: np.ndarray, worker: np.ndarray, size: int) -> None:
     due_s[i], worker[i] = time_s, w
 
 
+@kernel
+def left_s(now: float, link: np.ndarray, hold_s: np.ndarray, taken: np.ndarray, k: int, m: int, boundary: int) -> float:
+    """When a message that is handed over now has left: each link that it needs passes one message after the other, and
+    the last of them has passed it. `taken` says until when each is busy; the rest as in `shared_ends_s`."""
+    leaves = now
+    for j in range(link.shape[3]):
+        number = link[k, m, boundary, j]
+        if number >= 0:
+            taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
+            leaves = max(leaves, taken[number])
+    return leaves
+
+
 @general
 def worker_actions(
     routes: np.ndarray, order: np.ndarray, first: np.ndarray, workers: int
@@ -135,15 +148,8 @@ def shared_ends_s(
         other = w
         if 0 <= to < stages:
             boundary = min(s, to)
-            leaves = now
-            for j in range(link.shape[3]):
-                number = link[k, m, boundary, j]
-                # Each passes one message after the other; this one has left when the last of them has passed it.
-                if number >= 0:
-                    taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
-                    leaves = max(leaves, taken[number])
             after = action + to - s
-            ready[after] = leaves + latency_s[k, m, boundary]
+            ready[after] = left_s(now, link, hold_s, taken, k, m, boundary) + latency_s[k, m, boundary]
             receiver = holder[units[after - k * half]]
             if at[receiver] < last[receiver] and actions[at[receiver]] == after:
                 other = receiver

@@ -121,19 +121,8 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
         exclude={"format", "version", "problem", "stages", "routes", "links", "order", "estimate"}
     )
     spans = simple.pop("spans")
-    require(
-        len(spans) == len(stages),
-        "spans",
-        Message("found.entries", entries=len(spans)),
-        Message("expected.one_a_stage", stages=len(stages)),
-    )
-    for s, (row, stage) in enumerate(zip(spans, stages, strict=True)):
-        require(
-            len(row) == stage.width,
-            f"spans[{s}]",
-            Message("found.entries", entries=len(row)),
-            Message("expected.one_a_worker", workers=stage.width),
-        )
+    _require_one_a_worker("spans", spans, stages)
+    for s, row in enumerate(spans):
         for w, span in enumerate(row):
             require(span >= 1, f"spans[{s}][{w}]", span, "a whole number >= 1")
     plan = Plan(
@@ -153,6 +142,15 @@ def plan_from_spec(spec: PlanSpec) -> PlanFile:
             "an order in which every action's turn comes",
         )
     return PlanFile(problem, plan, spec.estimate)
+
+
+def _require_one_a_worker(name: str, rows: Sequence[Sequence[Any]], stages: Sequence[Stage]) -> None:
+    """Require a row of every stage, with an entry of each of its workers."""
+    found, expected = Message("found.entries", entries=len(rows)), Message("expected.one_a_stage", stages=len(stages))
+    require(len(rows) == len(stages), name, found, expected)
+    for s, (row, stage) in enumerate(zip(rows, stages, strict=True)):
+        expected = Message("expected.one_a_worker", workers=stage.width)
+        require(len(row) == stage.width, f"{name}[{s}]", Message("found.entries", entries=len(row)), expected)
 
 
 def _stage(
@@ -220,20 +218,9 @@ def _routes(rows: list[Any], stages: Sequence[Stage]) -> np.ndarray:
 
 def _ranks(rows: list[list[str]], plan: Plan) -> np.ndarray:
     """The places of all actions among their workers' (`Plan.order`), each worker's named in a text of its own."""
-    stages, ranks = plan.stages, np.zeros((2, *plan.routes.shape), dtype=np.int64)
-    require(
-        len(rows) == len(stages),
-        "order",
-        Message("found.entries", entries=len(rows)),
-        Message("expected.one_a_stage", stages=len(stages)),
-    )
-    for s, (row, stage) in enumerate(zip(rows, stages, strict=True)):
-        require(
-            len(row) == stage.width,
-            f"order[{s}]",
-            Message("found.entries", entries=len(row)),
-            Message("expected.one_a_worker", workers=stage.width),
-        )
+    ranks = np.zeros((2, *plan.routes.shape), dtype=np.int64)
+    _require_one_a_worker("order", rows, plan.stages)
+    for s, row in enumerate(rows):
         for w, text in enumerate(row):
             mine = np.flatnonzero(plan.routes[:, s] == w)
             actions = [Action.named(name) for name in text.split()]

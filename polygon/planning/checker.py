@@ -133,14 +133,20 @@ def _structure(problem: Problem, plan: Plan) -> list[Violation]:
 
 
 def _orders_all(plan: Plan) -> bool:
-    """Whether the plan's own order names every action of every worker once and ends."""
+    """Whether the plan's own order names every action of every worker once and ends: workers that share experts go
+    forward and backward together."""
     if plan.order is None or plan.chunks > 1 or plan.order.shape != (2, *plan.routes.shape):
         return False
     for s, stage in enumerate(plan.stages):
+        turns = set()
         for w in range(stage.width):
-            ranks = np.sort(plan.order[:, plan.routes[:, s] == w, s].ravel())
-            if not np.array_equal(ranks, np.arange(len(ranks))):
+            ranks = plan.order[:, plan.routes[:, s] == w, s]
+            in_order = np.argsort(ranks, axis=None)
+            if not np.array_equal(ranks.ravel()[in_order], np.arange(ranks.size)):
                 return False
+            turns.add((in_order < ranks.shape[1]).tobytes())
+        if stage.ep > 1 and len(turns) > 1:
+            return False
     return orders_end(plan)
 
 

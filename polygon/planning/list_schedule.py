@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polygon.cost.shared_schedule import drop, push
+from polygon.cost.shared_schedule import drop, left_s, push
 from polygon.cost.simulation import ScheduleTimes
 from polygon.jit.compilation import general
 
@@ -82,13 +82,8 @@ def listed_starts_s(
             to = s + 1 if k == 0 else s - 1
             if 0 <= to < stages:
                 boundary = min(s, to)
-                leaves = now
-                for j in range(link.shape[3]):
-                    number = link[k, m, boundary, j]
-                    if number >= 0:
-                        taken[number] = max(now, taken[number]) + hold_s[k, m, boundary, j]
-                        leaves = max(leaves, taken[number])
-                push(due_s, due, size, leaves + latency_s[k, m, boundary], action + to - s)
+                there_s = left_s(now, link, hold_s, taken, k, m, boundary) + latency_s[k, m, boundary]
+                push(due_s, due, size, there_s, action + to - s)
                 size += 1
             elif k == 0:  # behind the last stage is the loss
                 push(waiting_key[1, begins[w] :], waiting[1, begins[w] :], count[1, w], keys[1, m, s], m)

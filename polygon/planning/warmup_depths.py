@@ -381,12 +381,14 @@ class Pacing:
         return plan, self._tables.paced_times.put(best.times, (plan,))
 
     def _listed(self, paced: StepTimes, more: int) -> StepTimes | None:
-        """The best step in an order of its own; None if spans leave nothing to gain.
+        """The best step in an order of its own; None if spans leave nothing to gain, and where workers do the same at
+        the same time, as those that share experts do.
 
         Lists follow the order that the plan has or the schedule of the best spans, whichever is shorter, and then one
         another, until so many `more` have not helped.
         """
-        if len(self.plan.stages) == 1 or paced.ends_s.max() <= NEARLY * self.least_s:
+        alone = all(stage.ep == 1 for stage in self.plan.stages)
+        if not alone or len(self.plan.stages) == 1 or paced.ends_s.max() <= NEARLY * self.least_s:
             return None
         best, tried = self._own_order(), 0
         starts_s = (paced if best is None or paced.step_s < best.step_s else best).schedule.simulate(record=True)[1]

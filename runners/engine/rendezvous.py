@@ -115,8 +115,8 @@ def run_digest(problem: Problem, plan: Plan, options: Options) -> str:
 def plan_digest(problem: Problem, plan: Plan) -> str:
     """A short name of a plan for a model and batch."""
     parts = [repr(problem.model), repr(problem.batch), repr(plan.stages), plan.routes.tolist(), plan.micro_batch_size]
-    order = None if plan.order is None else plan.order.tolist()
-    return _digest([*parts, plan.spans, order, repr(plan.links), plan.reduction, plan.local_steps])
+    order = [] if plan.order is None else [plan.order.tolist()]
+    return _digest([*parts, plan.spans, repr(plan.links), plan.reduction, plan.local_steps, *order])
 
 
 def _digest(parts: list[object]) -> str:

@@ -13,6 +13,7 @@ from polygon.domain.plan import Constraints, LinkUse, Plan, Problem, Stage, Stag
 from polygon.planning import checker
 from polygon.planning.checker import PRICEABLE, violations
 from tests.linked_regions import cluster_of, small_gpt
+from tests.routed_plans import ranked, ranked_as_spans
 
 MODEL = small_gpt()
 LAYERS, HEADS = MODEL.layers, MODEL.heads
@@ -269,6 +270,18 @@ def test_memory_is_over_by_what_is_needed_and_not_there():
 def test_the_plans_that_are_broken_here_are_sound_to_begin_with(plan, asked):
     """So that what the rows above find is what they broke."""
     assert violations(problem_of(**asked), plan) == []
+
+
+def test_workers_that_share_experts_have_one_order():
+    """Any order that ends is sound where workers are by themselves; those that share experts go forward and backward
+    together."""
+    plan, rng = front(ep=2), np.random.default_rng(1)
+    alone = ranked(replace(plan, stages=(replace(plan.stages[0], ep=1), plan.stages[1])), rng)
+    assert violations(problem_of(**EXPERTS), alone) == []
+    (found,) = violations(problem_of(**EXPERTS), replace(plan, order=alone.order))
+    assert found.kind == "plan.order"
+    outright = ranked_as_spans(plan)
+    assert violations(problem_of(**EXPERTS), outright) == []
 
 
 def test_every_rule_has_a_row():

@@ -137,3 +137,6 @@ def test_unlike_workers_over_long_links_gain_and_keep_their_order(monkeypatch):
     roomless = Pacing(replace(found), tables)
     roomless._room = np.concatenate([in_flight(found, s) for s in range(3)]) - 1
     assert roomless._own_order() is None
+    # Workers that share experts do the same at the same time.
+    shares = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], ep=2), plan.stages[2]))
+    assert Pacing(shares, tables)._listed(by_spans, 0) is None is not Pacing(plan, tables)._listed(by_spans, 0)

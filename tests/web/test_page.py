@@ -712,6 +712,17 @@ def test_a_region_is_chosen_by_a_click_and_moved_by_a_drag(fresh, server):
     expect(tabs).to_have_count(count)
 
 
+def import_measured(page, folder, links):
+    """Open a probe's report of such links; the mark of the network inside the region that is shown, now measured."""
+    report = folder / "probe.json"
+    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": links}))
+    page.locator("#cluster-menu").click()
+    page.locator("#import-measured").set_input_files(report)
+    inside = page.locator(".link-fields", has_text="Network inside the region").locator(".mark")
+    expect(inside).to_have_text("measured")
+    return inside
+
+
 def test_a_measured_value_is_marked_until_it_is_edited(fresh, tmp_path):
     """A probe's report sets fields and their marks; they outlive a reload, and an edit makes the value a given one."""
     fresh.locator("#tab-cluster").click()
@@ -719,12 +730,7 @@ def test_a_measured_value_is_marked_until_it_is_edited(fresh, tmp_path):
     name = fresh.locator("#region-tab-0").inner_text()
     other = fresh.locator("#region-tab-1").inner_text()
     rows = [{"source_region": name, "target_region": x, "rtt_s": 0.05, "link_bytes_per_s": 5e8} for x in (name, other)]
-    report = tmp_path / "probe.json"
-    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": rows}))
-    fresh.locator("#cluster-menu").click()
-    fresh.locator("#import-measured").set_input_files(report)
-    inside = fresh.locator(".link-fields", has_text="Network inside the region").locator(".mark")
-    expect(inside).to_have_text("measured")
+    inside = import_measured(fresh, tmp_path, rows)
     rate = fresh.locator("[data-path='cluster.bandwidth_gbps[0][1]']")
     expect(rate).to_have_value("4")
     fresh.reload()
@@ -1004,12 +1010,7 @@ def test_marks_and_limits_follow_the_region_that_is_renamed(fresh, tmp_path):
     expect(fresh.locator(".tabs, [role=tablist].pills [role=tab]")).to_have_count(2)
     names = [fresh.locator(f"#region-tab-{r}").inner_text() for r in (0, 1)]
     rows = [{"source_region": names[0], "target_region": names[0], "rtt_s": 0.001, "link_bytes_per_s": 5e8}]
-    report = tmp_path / "probe.json"
-    report.write_text(json.dumps({"format": "polygon-probe", "version": 1, "links": rows}))
-    fresh.locator("#cluster-menu").click()
-    fresh.locator("#import-measured").set_input_files(report)
-    inside = fresh.locator(".link-fields", has_text="Network inside the region").locator(".mark")
-    expect(inside).to_have_text("measured")
+    inside = import_measured(fresh, tmp_path, rows)
     # The other gets the same link, but nobody measured it there.
     link = {key: fresh.locator(f"[data-path='cluster.regions[0].intra_region.{key}']").input_value()
             for key in ("latency_ms", "bandwidth_gbps")}  # fmt: skip
