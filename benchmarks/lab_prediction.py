@@ -8,11 +8,12 @@ might take. Prints a table, the mean error, and how the plan predicted best did;
 
 With `--drawn 20` the networks are drawn instead: two to four regions, devices of unequal speed, 5 to 200 ms and 20 to
 500 Mbit/s, another value each way. Each has three plans: the planner's own, data parallel and a pipeline of regions,
-these two with micro-batches dealt by speed, so that shares are uneven. With `--uneven 8` a region has three to five
-hosts and the others one or two, everything on cards of one link's rate, slow enough that two cores play it; data
-parallel then is tried plain and packed. `--sums PLAN` plays what the stages of a plan exchange between regions, a host
-for each region, and bytes and rates scaled down alike, so that times are the plan's. `--again FILE` measures nothing:
-it prices anew what a run has measured, on the links as they were.
+these two with micro-batches dealt by speed, so that shares are uneven. Where three stages spread over all regions are
+quicker in an order of their own than under any spans, they are played both ways. With `--uneven 8` a region has three
+to five hosts and the others one or two, everything on cards of one link's rate, slow enough that two cores play it;
+data parallel then is tried plain and packed. `--sums PLAN` plays what the stages of a plan exchange between regions, a
+host for each region, and bytes and rates scaled down alike, so that times are the plan's. `--again FILE` measures
+nothing: it prices anew what a run has measured, on the links as they were.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from polygon.formats.files import read_json, read_plan, write_json
 from polygon.formats.schema import PlanSpec, check
 from polygon.planning.decode import useful_streams
 from polygon.planning.search_engine import Effort, find_plan
+from polygon.planning.warmup_depths import Pacing
 from runners.engine.options import Options
 from runners.engine.summary import log_lines
 from runners.lab_launch import train_in_lab
@@ -352,7 +354,8 @@ def uneven_network(seed: int) -> Network:
 def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -> dict[str, Plan]:
     """The planner's choice, data parallel and a pipeline of regions, with shares by speed; each in one packing.
 
-    Of `uneven` networks data parallel plain instead of the pipeline.
+    Also three stages under spans and in an order of their own, where there is one. Of `uneven` networks data parallel
+    plain instead of pipelines.
     """
     cluster, chosen = problem.cluster, plans_for(problem, tables)
     by_region: list[list[int]] = [[] for _ in cluster.regions]
@@ -366,11 +369,20 @@ def drawn_plans(problem: Problem, tables: CostTables, *, uneven: bool = False) -
         borders, by_region, last = [0, layers], everyone, "data parallel, plain"
     else:
         last = "pipeline of regions, by speed"
-    return {
+    plans = {
         **({"polygon": chosen["polygon"]} if "polygon" in chosen else {}),
         "data parallel, by speed": way([(0, layers)], everyone, compression="int8", spans=1),
         last: way(list(pairwise(borders)), by_region, compression="none", spans=1 if uneven else 2),
     }
+    devices = everyone[0]
+    if not uneven and len(devices) > 2:
+        thirds = list(pairwise(np.linspace(0, layers, 4).round().astype(int).tolist()))
+        spread = way(thirds, [devices[s::3] for s in range(3)], compression="none", spans=2)
+        paced = Pacing(spread, tables).best()
+        if paced is not None and paced[0].order is not None:
+            plans["three stages, spans"] = paced[0].with_spans(paced[0].spans)
+            plans["three stages, own order"] = paced[0]
+    return plans
 
 
 def sums_of_stage(problem: Problem, plan: Plan, s: int) -> tuple[Problem, Plan, float]:
@@ -608,7 +620,7 @@ def make_parser(description: str, steps: int) -> argparse.ArgumentParser:
 def main() -> None:
     """Measure, print, write."""
     parser = make_parser(__doc__ or "", STEPS)
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead, three plans each")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N drawn networks instead")
     parser.add_argument("--uneven", type=int, default=0, metavar="N", help="N drawn networks of many hosts beside few")
     parser.add_argument(
         "--vocabulary", type=int, default=MODEL.vocab_size, metavar="N",
