@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="polygon init",
         description="Group devices into pipeline stages by an ant colony.",
         parents=[
-            cli.problem_options(required=False),
+            cli.problem_options(),
             cli.profile_options(),
             cli.search_options(),
             objective_options(tokens=False),

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from polygon.commands.interrupts import say_interrupted
 from polygon.domain.errors import InputError, located
 from polygon.domain.message import Message
+from polygon.domain.model import Batch
 from polygon.domain.optimizer import OPTIMIZERS
 
 _program = getattr(sys.modules["__main__"], "__spec__", None)
@@ -181,17 +182,37 @@ def search_options(*, time_limit_s: float | None = None) -> argparse.ArgumentPar
     return parent
 
 
-def problem_options(*, required: bool = True) -> argparse.ArgumentParser:
+PROBLEM_OPTIONS = (
+    "--model", "--global-batch", "--seq-len", "--precision", "--gradient-precision", "--optimizer", "--constraints",
+)  # fmt: skip
+"""Of `problem_options`, what a problem file and a groups file say themselves."""
+
+
+def _given(args: argparse.Namespace, option: str) -> Any:
+    """The value of an option; None where it was not given."""
+    return getattr(args, option.removeprefix("--").replace("-", "_"))
+
+
+def _nothing_beside(path: str, args: argparse.Namespace) -> None:
+    """Refuse options that a file's problem would go before in silence."""
+    for option in PROBLEM_OPTIONS:
+        value = _given(args, option)
+        if value is not None:
+            raise InputError(f"{option}: found {value!r} beside {path}, expected none: that file says what to train")
+
+
+def problem_options() -> argparse.ArgumentParser:
     """Model, batch and constraints: what makes a problem of a cluster (see `read_problem`)."""
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("what to train")
+    usual = {field.name: field.default for field in fields(Batch)}
     named = "name in the catalogue, Hugging Face config.json (or its folder), or polygon's own model file"
-    group.add_argument("--model", required=required, help=named)
-    group.add_argument("--global-batch", type=whole(1), required=required, metavar="N", help="sequences per step")
+    group.add_argument("--model", help=named)
+    group.add_argument("--global-batch", type=whole(1), metavar="N", help="sequences per step")
     group.add_argument("--seq-len", type=whole(1), metavar="N", help=SEQ_LEN_HELP)
-    group.add_argument("--precision", default="bf16", help="of compute and activations (default %(default)s)")
-    group.add_argument("--gradient-precision", default="fp32", help="of weight gradients (default %(default)s)")
-    group.add_argument("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)} (default %(default)s)")
+    group.add_argument("--precision", help=f"of compute and activations (default {usual['precision']})")
+    group.add_argument("--gradient-precision", help=f"of weight gradients (default {usual['gradient_precision']})")
+    group.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default {usual['optimizer']})")
     group.add_argument(
         "--constraints", metavar="FILE", help="YAML: memory headroom, regions forbidden or required, ..."
     )
@@ -306,7 +327,7 @@ def read_plan(path: str, args: argparse.Namespace) -> Any:
 
 
 def read_problem(path: str, args: argparse.Namespace) -> Any:
-    """The problem of a cluster file, `problem_options` and `bench_options`; a problem file stands for itself.
+    """The problem of a cluster file, `problem_options` and `bench_options`; a problem file stands for itself, alone.
 
     Returns
     -------
@@ -317,22 +338,17 @@ def read_problem(path: str, args: argparse.Namespace) -> Any:
 
     cluster = files.read_cluster_or_problem(path)
     if isinstance(cluster, Problem):
+        _nothing_beside(path, args)
         return benched(with_runtime(cluster, args), args)
-    for option, value in (("--model", args.model), ("--global-batch", args.global_batch)):
-        if value is None:
+    for option in ("--model", "--global-batch"):
+        if _given(args, option) is None:
             raise InputError(f"{option}: found nothing, expected it beside the cluster {path}")
     model = files.read_model(args.model)
     for note in model.notes:
         Talk(quiet=getattr(args, "quiet", False)).say(f"note: {model.name}: {note}")
-    batch = files.read_batch(
-        {
-            "global_batch": args.global_batch,
-            "seq_len": args.seq_len or model.tokens_per_image or min(model.max_seq_len, LONGEST_DEFAULT),
-            "precision": args.precision,
-            "gradient_precision": args.gradient_precision,
-            "optimizer": args.optimizer,
-        }
-    )
+    said = {name: getattr(args, name) for name in ("global_batch", "precision", "gradient_precision", "optimizer")}
+    said["seq_len"] = args.seq_len or model.tokens_per_image or min(model.max_seq_len, LONGEST_DEFAULT)
+    batch = files.read_batch({name: value for name, value in said.items() if value is not None})
     problem = benched(with_runtime(Problem(cluster=cluster, model=model, batch=batch), args), args)
     if args.constraints is None:
         return problem
@@ -352,6 +368,7 @@ def read_task(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
     if args.groups.endswith((".yaml", ".yml", ".txt")):
         raise InputError(f"{args.groups}: found no groups of polygon init, expected those or --cluster {args.groups}")
     groups = files.read_groups(args.groups)
+    _nothing_beside(args.groups, args)
     groups = replace(groups, problem=benched(with_runtime(groups.problem, args), args))
     return groups.problem, groups
 

@@ -46,7 +46,7 @@ def planning_parser(prog: str, description: str, out: str, *, objective: bool = 
         prog=prog,
         description=description,
         parents=[
-            cli.problem_options(required=False),
+            cli.problem_options(),
             cli.profile_options(),
             cli.search_options(),
             objective_options(objective=objective),

@@ -61,7 +61,7 @@ def parser() -> cli.CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[
             cli.output_options(out="every configuration as JSON (default output.json)"),
-            cli.problem_options(required=False),
+            cli.problem_options(),
             cli.bench_options(),
         ],
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from polygon import search
 from polygon.__main__ import COMMANDS, PROGRAMS, main, module_of
 from polygon.commands import cli
 from polygon.commands.objective_options import planning_parser
@@ -319,7 +320,7 @@ def test_talk_goes_to_stderr_and_can_be_silenced(capsys):
 
 def problem(*options):
     """What `read_problem` makes of a shipped cluster and these options."""
-    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options(required=False)])
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options()])
     return cli.read_problem("instances/one-node.yaml", parser.parse_args(list(options)))
 
 
@@ -404,7 +405,7 @@ def test_what_a_models_shape_does_not_say_is_said_on_stderr(capsys):
     problem("--model", "gemma-3-4b", "--global-batch", "8")
     assert capsys.readouterr().err == said
     problem("--model", "gpt3-1.3b", "--global-batch", "8")
-    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options(required=False)])
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options()])
     parser.set_defaults(quiet=True)
     cli.read_problem("instances/one-node.yaml", parser.parse_args(["--model", "gemma-3-4b", "--global-batch", "8"]))
     assert capsys.readouterr().err == ""
@@ -416,3 +417,33 @@ def test_a_name_of_the_hub_says_what_to_do():
         InputError, match=r"^model: found 'google/gemma-3-4b-pt', expected a file .*hf download google/"
     ):
         problem("--model", "google/gemma-3-4b-pt", "--global-batch", "8")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model", "llama3-405b"),
+        ("--global-batch", "64"),
+        ("--seq-len", "512"),
+        ("--precision", "bf16"),
+        ("--gradient-precision", "fp32"),
+        ("--optimizer", "adamw"),
+        ("--constraints", "limits.yaml"),
+    ],
+)
+def test_what_to_train_is_said_once(options):
+    """A problem file and a groups file say what to train: options beside them are refused, not dropped in silence."""
+    parser = cli.CommandParser(prog="polygon x", parents=[cli.problem_options()])
+    path = "instances/native/tiny-2-t4-one-site.yaml"
+    assert cli.read_problem(path, parser.parse_args([])).batch.global_batch == 32
+    with pytest.raises(InputError, match=f"{options[0]}: found '?{options[1]}'? beside {path}"):
+        cli.read_problem(path, parser.parse_args(options))
+
+
+def test_groups_say_what_to_train(tmp_path):
+    """So does the file of `polygon.init`."""
+    groups, plan = str(tmp_path / "groups.json"), str(tmp_path / "plan.json")
+    options = ["--model", "gpt3-350m", "--global-batch", "8"]
+    assert main(["init", "instances/one-node.yaml", *options, "-o", groups]) == 0
+    with pytest.raises(InputError, match="--model: found 'gpt3-350m' beside"):
+        search.main([groups, *options, "-o", plan])
