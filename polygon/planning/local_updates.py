@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polygon.cost.convergence import allowed, assumptions, rows
 from polygon.cost.tables import CostTables
 from polygon.domain.message import Message
 from polygon.domain.plan import PARITY_LEVELS, Plan, Problem
-from polygon.planning.decode import Allocation, Decoder, most_stages
+from polygon.planning.decode import Decoder, most_stages
 from polygon.planning.initial_solutions import replicated_starts
-from polygon.planning.nearby import allocation_of, search_around
-from polygon.planning.polish import affordable
+from polygon.planning.nearby import allocation_of, best_of
 
 LEAST_GAIN = 1.05
 """Times the tokens per second, below which local updates are not worth a word."""
-EVALUATIONS, MOST_ACTIONS = 16, 300_000
-"""Plans that are priced exactly beside the starts, and their micro-batches times stages in all where these are many."""
+TRIES = 4
+"""Plans that are priced exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +35,8 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
     """What the same problem could do with local steps.
 
     Their numbers are those for which the parity ledger has rows of models of this size, else all that it has. The plan
-    itself, and the same pipeline in every region (or in the regions where it helps), are where a short exact search
-    begins; a longer one may find more.
+    itself, and the same pipeline in every region (or in the regions where it helps), are looked at; a search may find
+    more.
 
     Returns
     -------
@@ -67,7 +65,7 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
         lambda: 1.0,
         own_s if math.isfinite(own_s) else step_s,
     )
-    found = search_around(decoder, [own, *replicated], evaluations=_affordable(other, replicated), seed=plan.seed or 0)
+    found = best_of(decoder, [own, *replicated], tries=TRIES, relax=False)
     if found.plan is None or found.bill is None or found.plan.local_steps == 1:
         return None
     times = step_s / found.bill.step_s
@@ -80,9 +78,3 @@ def local_updates(problem: Problem, plan: Plan, tables: CostTables) -> LocalUpda
         devices=found.plan.world_size,
         evidence=assumptions(other, found.plan)[-1],
     )
-
-
-def _affordable(problem: Problem, starts: Sequence[Allocation]) -> int:
-    """How many plans like the largest of some starts are priced."""
-    shapes = ((problem.batch.global_batch // x.micro_batch_size, len(x.stages)) for x in starts)
-    return min([EVALUATIONS, *(affordable(*shape, MOST_ACTIONS) for shape in shapes)])

@@ -8,9 +8,9 @@ from polygon.cost.tables import CostTables
 from polygon.domain.cluster import Link
 from polygon.domain.model import Batch
 from polygon.domain.plan import Constraints, Problem
-from polygon.planning import local_updates as module
 from polygon.planning.checker import violations
-from polygon.planning.local_updates import LEAST_GAIN, local_updates
+from polygon.planning.decode import Decoder
+from polygon.planning.local_updates import LEAST_GAIN, TRIES, local_updates
 from polygon.planning.search_engine import Effort, find_plan
 from tests.linked_regions import cluster_of, small_gpt
 
@@ -53,21 +53,14 @@ def test_nothing_is_said_where_links_are_fast_or_local_steps_were_asked_about():
         assert local_updates(listed, found_in(listed), CostTables(listed)) is None
 
 
-def test_of_large_steps_fewer_plans_are_priced(monkeypatch):
-    """As many as one gets for so many micro-batches times stages, the largest start's."""
-    problem, asked = problem_of(1e8), []
+def test_few_plans_are_priced_whatever_the_cluster(monkeypatch):
+    """Of all starts the best few are decoded, each once: a search has found the plan, this says what else there is."""
+    problem, decoded = problem_of(1e8), []
     plan, tables = found_in(problem), CostTables(problem)
-    plain = module.search_around
-
-    def search_around(decoder, starts, *, evaluations, seed):
-        largest = max(64 // x.micro_batch_size * len(x.stages) for x in starts[1:])
-        asked.append((largest, evaluations))
-        return plain(decoder, starts, evaluations=evaluations, seed=seed)
-
-    monkeypatch.setattr(module, "search_around", search_around)
-    for most in (300_000, 100, 10):
-        monkeypatch.setattr(module, "MOST_ACTIONS", most)
-        local_updates(problem, plan, tables)
-    largest = asked[0][0]
-    assert asked == [(largest, evaluations) for evaluations in (module.EVALUATIONS, 100 // largest, 0)]
-    assert 0 < 100 // largest < module.EVALUATIONS
+    decode = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda self, x, **how: decoded.append(x) or decode(self, x, **how))
+    valued = []
+    fluid_s = Decoder.fluid_s
+    monkeypatch.setattr(Decoder, "fluid_s", lambda self, x: valued.append(x) or fluid_s(self, x))
+    assert local_updates(problem, plan, tables) is not None
+    assert len(decoded) == TRIES < len(valued)
