@@ -15,6 +15,9 @@ from polygon.planning.decode import Allocation, Decoder
 from polygon.planning.problem_arrays import Setting
 
 STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LENGTHS, NARROW, MOST_BESIDE = (*range(2, 13), *STAGE_COUNTS[7:]), (1, 2, 4), 512
+"""Stages of pipelines that leave devices out, workers of each, and devices of clusters above which none is tried: there
+they would leave nearly all out."""
 WINDOWS = (2, 3, 4, 6, 8)
 """Regions near each other that share a pipeline."""
 MOST_CENTRES, FIRST_WINDOWS, MOST_LIKELY = 12, 4, 24
@@ -344,9 +347,6 @@ def window_starts(
 ) -> list[Allocation]:
     """One pipeline over some regions that are near each other, each of which has stages of its own.
 
-    In the first windows everything is tried, after that only the numbers of stages, degrees and micro-batch sizes that
-    were among the best.
-
     Parameters
     ----------
     sizes : sequence of int
@@ -355,13 +355,77 @@ def window_starts(
         As for `grown_starts`.
     """
     rates = block_rates(decoder, decoder.tables.micro_batch_sizes[0])
+
+    def ways(chain: list[int], column: dict[int, int]) -> Iterator[np.ndarray]:
+        return _whole_regions(chain, column, decoder, rates, rows)
+
+    return _along_chains(decoder, _windows(decoder, rates), ways, sizes, value_of, seconds_left)
+
+
+def narrow_starts(
+    decoder: Decoder,
+    rows: int,
+    sizes: Sequence[int],
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[Allocation]:
+    """One pipeline of few workers a stage, all of one pool: along a region's pools or those of regions near each other,
+    as long as they last. What is not needed is left out.
+
+    Parameters
+    ----------
+    sizes, value_of, seconds_left
+        As for `window_starts`.
+    """
+    if sum(decoder.problem.cluster.pools[p].devices for p in decoder.columns) > MOST_BESIDE:
+        return []
+    rates = block_rates(decoder, decoder.tables.micro_batch_sizes[0])
+    speed, power = _speed_and_power(decoder, rates)
+    region = decoder.tables.links.region
+    alone = [
+        sorted((p for p in speed if region[p] == r), key=lambda p: -speed[p])
+        for r in np.argsort(-power, kind="stable")[:MOST_CENTRES]
+        if power[r] > 0
+    ]
+
+    def ways(chain: list[int], column: dict[int, int]) -> Iterator[np.ndarray]:
+        pools = decoder.problem.cluster.pools
+        for width, order in itertools.product(NARROW, (chain, chain[::-1])):
+            each = [pools[p].devices // decoder.classes[column[p]][1] // width if p in column else 0 for p in order]
+            stages = [column[p] for p, count in zip(order, each, strict=True) for _ in range(count)]
+            for count in LENGTHS:
+                if count <= min(rows, len(stages)):
+                    x = np.zeros((rows, len(decoder.classes)), dtype=np.int64)
+                    x[np.arange(count), stages[:count]] = width
+                    yield x
+
+    return _along_chains(decoder, [*alone, *_windows(decoder, rates)], ways, sizes, value_of, seconds_left)
+
+
+def _along_chains(
+    decoder: Decoder,
+    chains: Iterable[list[int]],
+    ways: Callable[[list[int], dict[int, int]], Iterator[np.ndarray]],
+    sizes: Sequence[int],
+    value_of: Callable[[Allocation], float],
+    seconds_left: Callable[[], float],
+) -> list[Allocation]:
+    """The best of some ways to make stages of chains of pools, of which the column at every degree is given.
+
+    Of the first chains everything is tried, after that only the numbers of stages, degrees and micro-batch sizes that
+    were among the best.
+    """
     found: list[tuple[float, Allocation, tuple[int, int, int]]] = []
-    for number, chain in enumerate(_windows(decoder, rates)):
+    seen = set[bytes]()
+    for number, chain in enumerate(chains):
         found.sort(key=lambda entry: entry[0])
         likely = {how for _, _, how in found[:MOST_LIKELY]} if number >= FIRST_WINDOWS else None
         for tp in sorted({t for _, t in decoder.classes}):
             column = {p: widest[0] for p in chain if (widest := decoder.widest_class(p, tp))}
-            for x in _whole_regions(chain, column, decoder, rates, rows):
+            for x in ways(chain, column):
+                if (key := x.tobytes()) in seen:
+                    continue
+                seen.add(key)
                 stages = int(x.any(axis=1).sum())
                 for size in sizes:
                     how = stages, tp, size
@@ -404,13 +468,8 @@ def _whole_regions(
 
 def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
     """Pools of a strong region and of those next to it, and of these the ones at least half as fast as the fastest."""
-    pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
-    speed: dict[int, float] = {}
-    for c, (p, tp) in enumerate(decoder.classes):
-        speed[p] = max(speed.get(p, 0.0), float(rates[c]) / tp)
-    power = np.zeros(len(decoder.problem.cluster.regions))
-    for p, rate in speed.items():
-        power[region[p]] += rate * pools[p].devices
+    region = decoder.tables.links.region
+    speed, power = _speed_and_power(decoder, rates)
     apart, seen = far_apart(decoder), set[frozenset[int]]()
     for centre, width in itertools.product(np.argsort(-power, kind="stable")[:MOST_CENTRES].tolist(), WINDOWS):
         away = np.where(power > 0, apart[centre], np.inf)
@@ -422,6 +481,18 @@ def _windows(decoder: Decoder, rates: np.ndarray) -> Iterator[list[int]]:
             if len(set(region[members].tolist())) > 1 and frozenset(members) not in seen:
                 seen.add(frozenset(members))
                 yield members
+
+
+def _speed_and_power(decoder: Decoder, rates: np.ndarray) -> tuple[dict[int, float], np.ndarray]:
+    """Micro-batches per second of a device of each pool at its best degree, and of all of each region."""
+    pools, region = decoder.problem.cluster.pools, decoder.tables.links.region
+    speed: dict[int, float] = {}
+    for c, (p, tp) in enumerate(decoder.classes):
+        speed[p] = max(speed.get(p, 0.0), float(rates[c]) / tp)
+    power = np.zeros(len(decoder.problem.cluster.regions))
+    for p, rate in speed.items():
+        power[region[p]] += rate * pools[p].devices
+    return speed, power
 
 
 class _Alone(NamedTuple):

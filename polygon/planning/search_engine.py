@@ -24,6 +24,7 @@ from polygon.planning.initial_solutions import (
     closed_starts,
     grown_starts,
     kind_sequences,
+    narrow_starts,
     replicated_starts,
     simple_starts,
     window_starts,
@@ -531,6 +532,7 @@ def _begin(
         sizes = likely_sizes()
         yield from replicated_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.35), best)
         yield from window_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.38))
+        yield from narrow_starts(decoder, rows, sizes, value_of_start, lambda: clock.left_s(0.39))
         for i, x in enumerate(_starts(decoder, candidates, groups, likely_sizes())):
             if i > FEWEST_STARTS and clock.left_s(0.4) <= 0:
                 break

@@ -9,15 +9,21 @@ import pytest
 
 from polygon.domain.model import Batch
 from polygon.domain.plan import Problem
-from polygon.planning.decode import Allocation, Decoder
+from polygon.planning.decode import Allocation, Decoder, most_stages
 from polygon.planning.initial_solutions import (
     FARTHEST,
+    MOST_BESIDE,
     _regions_alone,
     _sequences,
     closed_starts,
+    grown_starts,
+    kind_sequences,
+    narrow_starts,
     replicated_starts,
+    simple_starts,
     window_starts,
 )
+from tests.drawn_problems import larger_problems
 from tests.linked_regions import cluster_of, small_gpt
 
 
@@ -139,7 +145,40 @@ def test_what_is_slow_is_left_out_of_a_window_as_well(decoder):
     assert kinds == {frozenset({0}), frozenset({0, 1})}
 
 
-@pytest.mark.parametrize("starts_of", [replicated_starts, window_starts])
+def test_narrow_pipelines_leave_out_what_they_do_not_need(decoder):
+    """Every stage is as many workers of one pool as the others; each pool is used as long as it lasts."""
+    starts = narrow_starts(decoder, 8, (1, 2), decoder.value, lambda: math.inf)
+    for x in starts:
+        rows = x.workers[x.workers.any(axis=1)]
+        assert len(rows) >= 2 and ((rows > 0).sum(axis=1) == 1).all() and np.unique(rows.sum(axis=1)).size == 1
+        order = rows.argmax(axis=1).tolist()
+        assert len(list(itertools.groupby(order))) == len(set(order))
+    values = [decoder.value(x) for x in starts]
+    assert values == sorted(values) and len({x.key for x in starts}) == len(starts)
+
+
+def test_a_narrow_pipeline_may_be_the_best_start():
+    """Of six pools in three regions nine A100 of one region, one a stage, are a fifth sooner than any other start."""
+    problem, _ = larger_problems(100)
+    own = Decoder(problem)
+    rows, sizes = most_stages(problem), own.tables.micro_batch_sizes
+    narrow = narrow_starts(own, rows, sizes, own.value, lambda: math.inf)
+    others = grown_starts(own, rows, own.value, lambda: math.inf)
+    others += replicated_starts(own, rows, sizes, own.value, lambda: math.inf)
+    others += window_starts(own, rows, sizes, own.value, lambda: math.inf)
+    others += [Allocation(workers=x, micro_batch_size=m) for m in sizes for x in simple_starts(own, rows, m)]
+    others += kind_sequences(own, rows, sizes, 1_000)
+    assert own.value(narrow[0]) < 0.85 * min(own.value(x) for x in others)
+
+
+def test_where_narrow_pipelines_leave_nearly_all_out_there_is_none(decoder):
+    """Nothing is valued on clusters of many devices."""
+    cluster = cluster_of([[("a100-40gb", MOST_BESIDE // 8, 8)], [("t4", 1, 1)]], latency_s=1e-3, bytes_per_s=5e9)
+    large = Decoder(replace(decoder.problem, cluster=cluster))
+    assert narrow_starts(large, 8, (1,), lambda x: pytest.fail("valued"), lambda: math.inf) == []
+
+
+@pytest.mark.parametrize("starts_of", [narrow_starts, replicated_starts, window_starts])
 def test_no_time_gives_no_starts(decoder, starts_of):
     """Nothing is valued when the time is up."""
     values = []
